@@ -1,0 +1,1 @@
+"""Frozen values that flow between the layers; they know no framework."""

@@ -1,0 +1,197 @@
+"""A cluster: nodes, their devices, the links between devices, measured collective curves.
+
+The JSON form (`to_json`, `from_json`) is written by the links workload, read by planning, and
+may be written by hand; `Cluster.uniform` builds the common case from four numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import ClusterError
+
+SCHEMA = "harness-cluster"
+SCHEMA_VERSION = 1
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU, or the CPU share of one rank.
+
+    Attributes:
+        name: unique in the cluster, such as `node0:0`.
+        kind: what it is, such as `NVIDIA GeForce RTX 3070`; profiles are keyed by it.
+        memory_bytes: what a training run may use.
+        speed: relative to the profile of its kind: 0.5 takes twice as long (scaled hardware).
+        flops_per_s: measured matmul rate by dtype; empty when not measured.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    speed: float = 1.0
+    flops_per_s: dict[str, float] = {}
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A host.
+
+    Attributes:
+        nic_bytes_per_s: what its network interface carries each way; None when not limiting.
+    """
+
+    name: str
+    devices: list[Device]
+    nic_bytes_per_s: float | None = None
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction from a device to another: a transfer takes latency_s + n_bytes / bandwidth."""
+
+    source: str
+    target: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured point of a collective's curve: median seconds, maximum over ranks.
+
+    Attributes:
+        operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all.
+        transport: gloo, nccl or mpi.
+        n_bytes: nccl-tests' S: the whole n-rank buffer for all_gather and reduce_scatter.
+    """
+
+    operation: str
+    transport: str
+    n_ranks: int
+    n_bytes: int
+    duration_s: float
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes, links of every ordered pair of devices, and collective curves (may be empty)."""
+
+    nodes: list[Node]
+    links: list[Link] = []
+    collectives: list[CollectivePoint] = []
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        names = [device.name for device in self.devices]
+        if not names:
+            raise ClusterError("the cluster has no device: name at least one node with one device")
+        twice = {name for name in names if names.count(name) > 1} if len(names) < 512 else set()
+        if twice or len(set(names)) != len(names):
+            raise ClusterError(f"device names must be unique, repeated: {sorted(twice)}")
+        known = set(names)
+        for device in self.devices:
+            if device.memory_bytes <= 0 or not device.speed > 0:
+                raise ClusterError(
+                    f"device {device.name} has memory {device.memory_bytes} B and speed "
+                    f"{device.speed}: both must be above 0"
+                )
+        for link in self.links:
+            if link.source not in known or link.target not in known:
+                raise ClusterError(
+                    f"link {link.source} -> {link.target} names a device that is not in the "
+                    f"cluster ({', '.join(names[:8])}{' ...' if len(names) > 8 else ''})"
+                )
+            if not link.bandwidth_bytes_per_s > 0 or not 0 <= link.latency_s < math.inf:
+                raise ClusterError(
+                    f"link {link.source} -> {link.target} has latency {link.latency_s} s and bandwidth "
+                    f"{link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and bandwidth > 0"
+                )
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices, node by node: the position is the rank."""
+        return [device for node in self.nodes for device in node.devices]
+
+    @property
+    def n_devices(self) -> int:
+        return sum(len(node.devices) for node in self.nodes)
+
+    def node_of(self) -> list[int]:
+        """The node's index of each device, by the device's position."""
+        return [i for i, node in enumerate(self.nodes) for _ in node.devices]
+
+    @classmethod
+    def uniform(
+        cls,
+        n_nodes: int,
+        n_devices: int,
+        *,
+        inside_bytes_per_s: float,
+        between_bytes_per_s: float | None = None,
+        memory_bytes: int,
+        kind: str = "device",
+        latency_s: float = 0.0,
+    ) -> Cluster:
+        """Equal nodes of equal devices; between defaults to inside."""
+        between = inside_bytes_per_s if between_bytes_per_s is None else between_bytes_per_s
+        nodes = [
+            Node(
+                name=f"node{i}",
+                devices=[
+                    Device(name=f"node{i}:{j}", kind=kind, memory_bytes=memory_bytes)
+                    for j in range(n_devices)
+                ],
+                nic_bytes_per_s=between if n_nodes > 1 else None,
+            )
+            for i in range(n_nodes)
+        ]
+        places = [(i, d.name) for i, node in enumerate(nodes) for d in node.devices]
+        links = [
+            Link(
+                source=a,
+                target=b,
+                latency_s=latency_s,
+                bandwidth_bytes_per_s=inside_bytes_per_s if i == j else between,
+            )
+            for i, a in places
+            for j, b in places
+            if a != b
+        ]
+        return cls(nodes=nodes, links=links)
+
+    def to_json(self) -> bytes:
+        """The file's bytes, indented for reading."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "cluster file") -> Cluster:
+        """Parse and validate.
+
+        Raises:
+            ClusterError: malformed, of another version, or inconsistent; names `source`.
+        """
+        try:
+            cluster = msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise ClusterError(f"{source}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise ClusterError(f"{source} is not JSON: {error}") from None
+        if (cluster.schema, cluster.version) != (SCHEMA, SCHEMA_VERSION):
+            raise ClusterError(
+                f"{source} has schema {cluster.schema} version {cluster.version}, this harness reads "
+                f"{SCHEMA} version {SCHEMA_VERSION}: measure it again with `./entry.sh links`"
+            )
+        return cluster
+
+    @classmethod
+    def load(cls, path: Path) -> Cluster:
+        """Read a cluster file.
+
+        Raises:
+            ClusterError: missing or malformed; names the path.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ClusterError(f"cluster file {path}: {error.strerror}") from None
+        return cls.from_json(data, source=str(path))

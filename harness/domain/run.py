@@ -1,0 +1,82 @@
+"""The header of a run: one workload, one configuration, one cluster, one repeat."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+
+SCHEMA = "harness-run"
+SCHEMA_VERSION = 1
+
+Status = Literal["running", "ok", "oom", "timeout", "crash", "skipped", "invalid"]
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank ran.
+
+    Attributes:
+        device: how torch names it, such as `cuda:0` or `cpu`.
+        device_kind: what it is, such as `NVIDIA H200` or the CPU's model name.
+        n_cores: cores that the rank may use (after cgroup quota and affinity; may be fractional).
+        memory_bytes: memory of the device (after cgroup limit for a CPU).
+        interface: the NIC that reaches the other ranks.
+        peak_flops_per_s: published dense peak by dtype; empty when unknown.
+    """
+
+    rank: int
+    hostname: str
+    device: str
+    device_kind: str
+    n_cores: float
+    memory_bytes: int
+    interface: str = ""
+    peak_flops_per_s: dict[str, float] = {}
+
+
+class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """`run.json`. `status` is `running` until the run ends; a crash leaves it so.
+
+    Attributes:
+        run_id: the name of the run's directory.
+        key: hash of workload, configuration and cluster: equal keys are repeats of one another.
+        repeat: counted from 0.
+        config: the workload's typed configuration as plain JSON.
+        versions: library name to version.
+        reason: why the status is not ok, in one sentence.
+        backend: nccl or gloo.
+        duration_s: wall seconds from start to status, None while running.
+        n_wrong: verification failures; a run with any is invalid.
+        summary: a few derived numbers, for reading by eye; figures derive theirs from records.
+    """
+
+    run_id: str
+    workload: str
+    key: str
+    repeat: int
+    argv: list[str]
+    config: dict[str, Any]
+    cluster: Cluster
+    ranks: list[RankInfo]
+    versions: dict[str, str]
+    commit: str
+    start_utc: str
+    status: Status = "running"
+    reason: str = ""
+    backend: str = ""
+    duration_s: float | None = None
+    summary: dict[str, Any] = {}
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+
+def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:
+    """Hash what makes two runs repeats of one another: workload, configuration, node and device kinds."""
+    devices = [[d.kind for d in node.devices] for node in cluster.nodes]
+    names = [node.name for node in cluster.nodes]
+    text = json.dumps([workload, config, names, devices], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,61 @@
+"""Errors that a user can act on: what is wrong, what disagrees, what to do.
+
+Raise one where bad input is parsed. `__main__` modules print it as a single line and
+exit with `EXIT_CODE`; a traceback means a bug in the harness.
+"""
+
+from __future__ import annotations
+
+EXIT_CODE = 2
+
+
+class HarnessError(Exception):
+    """Base of every error caused by input or environment rather than by a bug."""
+
+
+class HostfileError(HarnessError):
+    """A hostfile cannot be read or says something impossible."""
+
+
+class ConfigError(HarnessError):
+    """Flags or environment variables contradict each other or the cluster."""
+
+
+class EnvironmentSetupError(HarnessError):
+    """A tool, permission or library that the work needs is missing."""
+
+
+class ResultsError(HarnessError):
+    """A results directory or record is malformed or of another version."""
+
+
+class ClusterError(HarnessError):
+    """A cluster file is malformed or names devices that do not exist."""
+
+
+class ModelError(HarnessError):
+    """A model cannot be built, captured or fed."""
+
+
+class DataError(HarnessError):
+    """A data set is missing or has another layout than it should."""
+
+
+class LaunchError(HarnessError):
+    """Ranks cannot find each other, or the launcher's environment is incomplete."""
+
+
+class VerificationError(HarnessError):
+    """A computed result is wrong; the measurement must not become a number."""
+
+
+class GraphError(HarnessError):
+    """A graph or profile file is malformed, cyclic or empty."""
+
+
+class StrategyError(HarnessError):
+    """A strategy is malformed or does not fit its graph or cluster."""
+
+
+class PlanError(HarnessError):
+    """No plan exists for what was asked."""

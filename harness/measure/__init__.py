@@ -1,0 +1,1 @@
+"""Measuring without a framework: clock, recorder, statistics, counters, store."""

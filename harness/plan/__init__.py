@@ -1,0 +1,1 @@
+"""Graph + profile + cluster -> strategy, as pure functions; no torch."""

@@ -1,0 +1,1 @@
+"""Draw figures and a report from results directories; no torch."""

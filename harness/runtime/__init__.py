@@ -1,0 +1,1 @@
+"""Where torch lives: world, devices, models, data, engines."""
