@@ -1,0 +1,58 @@
+"""Collects a rank's spans and samples in memory while it measures; written between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.domain.record import Label, Record, Sample, Span, SpanKind
+from harness.measure.clock import Clock
+
+
+class Recorder:
+    """One rank's open marks and finished records.
+
+    Marks become spans only in `collect`, after the clock has settled, so that nothing
+    synchronises or formats inside a step.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.step: int | None = None
+        self._marks: list[tuple[SpanKind, str, int | None, Any, Any, int | None]] = []
+        self._records: list[Record] = []
+
+    @contextmanager
+    def span(self, kind: SpanKind, name: str = "", n_bytes: int | None = None) -> Iterator[None]:
+        """Record the enclosed work as one span."""
+        start = self.clock.mark()
+        yield
+        self.add_marks(kind, start, self.clock.mark(), name=name, n_bytes=n_bytes)
+
+    def add_marks(
+        self, kind: SpanKind, start: Any, end: Any, *, name: str = "", n_bytes: int | None = None
+    ) -> None:
+        """Record a span whose two marks were taken elsewhere, such as in a callback."""
+        self._marks.append((kind, name, self.step, start, end, n_bytes))
+
+    def sample(self, metric: str, value: float, *, step: int | None = None, **labels: Label) -> None:
+        """Record a number; `step` defaults to the current one."""
+        at = self.step if step is None else step
+        self._records.append(Sample(metric=metric, value=value, labels=labels, step=at))
+
+    def add(self, record: Record) -> None:
+        """Record a finished span or sample."""
+        self._records.append(record)
+
+    def collect(self) -> list[Record]:
+        """Hand over everything since the last call, in order of start; settles the clock."""
+        self.clock.settle()
+        at = self.clock.seconds_at
+        spans = [
+            Span(kind=kind, name=name, step=step, start_s=at(a), duration_s=at(b) - at(a), n_bytes=n)
+            for kind, name, step, a, b, n in self._marks
+        ]
+        records: list[Record] = [*sorted(spans, key=lambda span: span.start_s), *self._records]
+        self._marks, self._records = [], []
+        return records

@@ -1,0 +1,153 @@
+"""Results on disk: `<results>/<run_id>/run.json` and `rank<k>.jsonl`.
+
+A crash at any moment loses at most the line being written: records are appended and flushed
+line by line, the header is replaced whole. Reading skips and names what it cannot use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.record import Record
+from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
+from harness.errors import ResultsError
+
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file whole: readers see the old bytes or the new ones, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_header(run_dir: Path, header: RunHeader) -> None:
+    """Write or replace `run.json`; rank 0 only."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        run_dir / "run.json", msgspec.json.format(msgspec.json.encode(header), indent=1) + b"\n"
+    )
+
+
+class RecordWriter:
+    """Appends one rank's records, creating the run's directory (each node may have its own disk)."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / f"rank{rank}.jsonl").open("ab")
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Append a line each and hand them to the operating system in one write."""
+        encode = msgspec.json.encode
+        data = b"".join(encode(record) + b"\n" for record in records)
+        self._file.write(data)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run as read back: its header and the records of each rank."""
+
+    path: Path
+    header: RunHeader
+    ranks: dict[int, list[Record]]
+
+
+@dataclass
+class Results:
+    """Every run of a directory, and what was skipped, as (path, reason)."""
+
+    runs: list[Run] = field(default_factory=list)
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def read_header(run_dir: Path) -> RunHeader:
+    """Read `run.json`.
+
+    Raises:
+        ResultsError: missing, malformed or of another schema or version; names the file.
+    """
+    path = run_dir / "run.json"
+    try:
+        data = path.read_bytes()
+        tag = msgspec.json.decode(data, type=dict)
+        if (tag.get("schema"), tag.get("version")) != (SCHEMA, SCHEMA_VERSION):
+            raise ResultsError(
+                f"{path} has schema {tag.get('schema')} version {tag.get('version')}, this harness "
+                f"reads {SCHEMA} version {SCHEMA_VERSION}: read it with the harness that wrote it"
+            )
+        return msgspec.json.decode(data, type=RunHeader)
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ResultsError(f"{path}: {error}") from None
+
+
+def read_records(path: Path) -> tuple[list[Record], list[str]]:
+    """Read one rank's lines; returns the records and a reason for each line that was skipped."""
+    records: list[Record] = []
+    problems: list[str] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(_DECODER.decode(line))
+        except msgspec.MsgspecError as error:
+            problems.append(f"line {number}: {error}")
+    return records, problems
+
+
+def _rank_of(path: Path) -> int | None:
+    digits = path.stem.removeprefix("rank")
+    return int(digits) if digits.isdigit() else None
+
+
+def read_run(run_dir: Path, results: Results) -> None:
+    """Read one run into `results`; unusable lines and files are added to its `skipped`."""
+    try:
+        header = read_header(run_dir)
+    except ResultsError as error:
+        results.skipped.append((run_dir, str(error)))
+        return
+    ranks: dict[int, list[Record]] = {}
+    for path in sorted(run_dir.glob("rank*.jsonl")):
+        rank = _rank_of(path)
+        if rank is None:
+            results.skipped.append((path, "not a rank<k>.jsonl file"))
+            continue
+        ranks[rank], problems = read_records(path)
+        results.skipped.extend((path, problem) for problem in problems)
+    results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
+
+
+def read_results(root: Path) -> Results:
+    """Read every run below `root` (or `root` itself, when it is a run), oldest first.
+
+    Raises:
+        ResultsError: `root` is not a directory.
+    """
+    if not root.is_dir():
+        raise ResultsError(f"{root} is not a directory: give the results directory of a run")
+    results = Results()
+    if (root / "run.json").exists():
+        read_run(root, results)
+        return results
+    for entry in sorted(root.iterdir()):
+        if entry.is_dir() and not entry.name.startswith("."):
+            read_run(entry, results)
+        elif entry.name != "README.md" and not entry.name.startswith("."):
+            results.skipped.append((entry, "not a run's directory"))
+    results.runs.sort(key=lambda run: run.header.start_utc)
+    return results
