@@ -1,0 +1,256 @@
+"""A model's operators in topological order, with shapes, FLOPs, parameter and activation bytes.
+
+Captured from a model (`harness.runtime.capture`), read from a PipeDream profile
+(`harness.plan.pipedream_profile`) or written by hand as JSON (`to_json`, `from_json`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import GraphError
+
+SCHEMA = "harness-graph"
+SCHEMA_VERSION = 1
+
+Attribute = bool | int | float | str | list[int] | list[float] | list[str]
+
+# The dims that a partition may name, in the order in which tensors are stored.
+DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One operator and the tensor that it produces.
+
+    Attributes:
+        name: unique in the graph; the module's path when it has one.
+        kind: what it computes, lower case: input, linear, conv2d, pool, batch_norm, layer_norm,
+            elementwise (relu, gelu, dropout, ...), add, cat, flatten, embedding, lstm, attention,
+            softmax, loss, other. An `input` feeds the model, costs nothing and has no producer.
+        inputs: the producers' names, in argument order; a name may stand twice.
+        shape: size of each named dim of the output, outermost first, such as
+            {"sample": 64, "feature": 256, "height": 56, "width": 56}; empty when unknown.
+        dtype: of the output, as torch names it.
+        forward_flops: multiply and add counted apart, for the whole output.
+        backward_flops: gradients to input and parameters together.
+        parameter_bytes: of all its trainable parameters.
+        activation_bytes: of everything it hands to its consumers.
+        signature: operators with equal signatures take equal time at equal shapes, so that they
+            share measurements; empty means that only itself is like itself.
+        attrs: what partitioning needs: kernel, stride, padding, groups, in_features,
+            out_features, n_heads, n_rows, function (relu, add, ...), description.
+    """
+
+    name: str
+    kind: str
+    inputs: list[str] = []
+    shape: dict[str, int] = {}
+    dtype: str = "float32"
+    forward_flops: float = 0.0
+    backward_flops: float = 0.0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    signature: str = ""
+    attrs: dict[str, Attribute] = {}
+
+    def __post_init__(self) -> None:
+        for field in ("forward_flops", "backward_flops", "parameter_bytes", "activation_bytes"):
+            value = getattr(self, field)
+            if not 0 <= value < math.inf:
+                raise GraphError(f"operator {self.name!r} has {field} {value}: it must be >= 0")
+        for dim, size in self.shape.items():
+            if dim not in DIM_NAMES:
+                raise GraphError(
+                    f"operator {self.name!r} has an unknown dim {dim!r}: use {', '.join(DIM_NAMES)}"
+                )
+            if size < 1:
+                raise GraphError(f"operator {self.name!r} has {dim} {size}: a size must be >= 1")
+
+    @property
+    def profile_key(self) -> str:
+        """What its measurements are filed under: the signature, or its name if it has none."""
+        return self.signature or self.name
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of the output; 1 when the shape is unknown."""
+        return math.prod(self.shape.values())
+
+
+class Graph(msgspec.Struct, frozen=True, kw_only=True):
+    """Operators, each after its producers.
+
+    Attributes:
+        name: the model.
+        batch: samples in the minibatch that shapes, FLOPs and bytes hold for; None when unknown.
+    """
+
+    name: str
+    operators: list[Operator]
+    batch: int | None = None
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise GraphError(f"graph {self.name!r} is empty: it needs at least one operator")
+        if self.batch is not None and self.batch < 1:
+            raise GraphError(f"graph {self.name!r} has batch {self.batch}: it must be >= 1")
+        check_references(self.name, self.operators)
+        seen: set[str] = set()
+        for operator in self.operators:
+            late = next((name for name in operator.inputs if name not in seen), None)
+            if late is not None:
+                sort_operators(self.name, self.operators)  # raises when the reason is a cycle
+                raise GraphError(
+                    f"graph {self.name!r}: operator {operator.name!r} comes before its producer "
+                    f"{late!r}: list operators in topological order"
+                )
+            seen.add(operator.name)
+
+    @classmethod
+    def from_unordered(
+        cls, name: str, operators: Iterable[Operator], *, batch: int | None = None
+    ) -> Graph:
+        """Put the operators in topological order (stable: by first appearance) and validate.
+
+        Raises:
+            GraphError: empty, cyclic, or inconsistent.
+        """
+        listed = list(operators)
+        check_references(name, listed)
+        return cls(name=name, operators=sort_operators(name, listed), batch=batch)
+
+    def index(self) -> dict[str, int]:
+        """Position of each operator by name."""
+        return {operator.name: i for i, operator in enumerate(self.operators)}
+
+    def producers(self) -> list[list[int]]:
+        """Positions of each operator's distinct producers, by its position."""
+        position = self.index()
+        return [
+            list(dict.fromkeys(position[name] for name in operator.inputs))
+            for operator in self.operators
+        ]
+
+    def consumers(self) -> list[list[int]]:
+        """Positions of each operator's consumers, by its position, ascending."""
+        found: list[list[int]] = [[] for _ in self.operators]
+        for i, producers in enumerate(self.producers()):
+            for producer in producers:
+                found[producer].append(i)
+        return found
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(operator.parameter_bytes for operator in self.operators)
+
+    def content_hash(self) -> str:
+        """16 hex digits over all that planning reads; strategies carry it."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+    def to_json(self) -> bytes:
+        """The file's bytes, indented for reading."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "graph file") -> Graph:
+        """Parse and validate.
+
+        Raises:
+            GraphError: malformed, of another version, or inconsistent; names `source`.
+        """
+        try:
+            graph = msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise GraphError(f"{source}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise GraphError(f"{source} is not JSON: {error}") from None
+        if (graph.schema, graph.version) != (SCHEMA, SCHEMA_VERSION):
+            raise GraphError(
+                f"{source} has schema {graph.schema} version {graph.version}, this harness reads "
+                f"{SCHEMA} version {SCHEMA_VERSION}: capture the model again"
+            )
+        return graph
+
+    @classmethod
+    def load(cls, path: Path) -> Graph:
+        """Read a graph file.
+
+        Raises:
+            GraphError: missing or malformed; names the path.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise GraphError(f"graph file {path}: {error.strerror}") from None
+        return cls.from_json(data, source=str(path))
+
+
+def check_references(graph: str, operators: list[Operator]) -> None:
+    """Refuse duplicate names and producers that do not exist.
+
+    Raises:
+        GraphError: names the operators.
+    """
+    known: set[str] = set()
+    for operator in operators:
+        if operator.name in known:
+            raise GraphError(
+                f"graph {graph!r} has two operators named {operator.name!r}: rename one"
+            )
+        known.add(operator.name)
+    for operator in operators:
+        for name in operator.inputs:
+            if name not in known:
+                raise GraphError(
+                    f"graph {graph!r}: operator {operator.name!r} reads from an unknown "
+                    f"operator {name!r}: add it, or drop the input"
+                )
+
+
+def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
+    """Topological order that keeps the listed order where it can.
+
+    Raises:
+        GraphError: cyclic; names the operators of one cycle.
+    """
+    position = {operator.name: i for i, operator in enumerate(operators)}
+    consumers: list[list[int]] = [[] for _ in operators]
+    n_waiting = [0] * len(operators)
+    for i, operator in enumerate(operators):
+        for name in set(operator.inputs):
+            consumers[position[name]].append(i)
+            n_waiting[i] += 1
+    ready = [i for i, n in enumerate(n_waiting) if n == 0]
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for consumer in consumers[i]:
+            n_waiting[consumer] -= 1
+            if n_waiting[consumer] == 0:
+                heapq.heappush(ready, consumer)
+    if len(order) < len(operators):
+        cycle = _find_cycle(operators, {i for i, n in enumerate(n_waiting) if n > 0})
+        raise GraphError(f"graph {graph!r} is cyclic: {' -> '.join(cycle)}")
+    return [operators[i] for i in order]
+
+
+def _find_cycle(operators: list[Operator], stuck: set[int]) -> list[str]:
+    """Follow producers among the operators that never became ready until one repeats."""
+    position = {operator.name: i for i, operator in enumerate(operators)}
+    path = [min(stuck)]
+    while True:
+        producers = (position[name] for name in operators[path[-1]].inputs)
+        current = next(i for i in producers if i in stuck)
+        if current in path:
+            cycle = [*path[path.index(current) :], current]
+            return [operators[i].name for i in reversed(cycle)]
+        path.append(current)

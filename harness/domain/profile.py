@@ -1,0 +1,163 @@
+"""Measured forward and backward seconds of operators, by device kind, shard shape and dtype.
+
+Written by the profile workload, read by planning; what lies between measured shapes is
+fitted by `harness.plan.fit`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import GraphError
+
+SCHEMA = "harness-profile"
+SCHEMA_VERSION = 1
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One operator's times on one kind of device at one shape: medians.
+
+    Attributes:
+        device_kind: as in `Device.kind`.
+        operator: the operator's `profile_key`.
+        shape: of the output of the shard that was run; empty when the source does not say,
+            and then it holds for the graph's whole minibatch.
+        forward_s: seconds of the forward pass.
+        backward_s: seconds of the backward pass, to inputs and parameters.
+        saved_bytes: what the forward pass keeps for the backward pass; None when not measured.
+        spread: interquartile range over the median of forward plus backward; None when unknown.
+    """
+
+    device_kind: str
+    operator: str
+    forward_s: float
+    backward_s: float
+    shape: dict[str, int] = {}
+    dtype: str = "float32"
+    saved_bytes: int | None = None
+    spread: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("forward_s", "backward_s"):
+            value = getattr(self, field)
+            if not 0 <= value < math.inf:
+                raise GraphError(
+                    f"operator {self.operator!r} on {self.device_kind!r} has {field} {value}: "
+                    "a time must be >= 0"
+                )
+        if self.saved_bytes is not None and self.saved_bytes < 0:
+            raise GraphError(
+                f"operator {self.operator!r} has saved_bytes {self.saved_bytes}: it must be >= 0"
+            )
+        if any(size < 1 for size in self.shape.values()):
+            raise GraphError(
+                f"operator {self.operator!r} has shape {self.shape}: sizes must be >= 1"
+            )
+
+
+class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole model's measured step on one device: what the operators should add up to.
+
+    Attributes:
+        batch: samples in the step.
+        step_s: seconds of forward plus backward, without the optimizer.
+        operators_s: the sum over the graph's operators at the same batch.
+    """
+
+    device_kind: str
+    batch: int
+    dtype: str
+    step_s: float
+    operators_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Sum over operators over the whole step: 1 is a faithful profile."""
+        return self.operators_s / self.step_s
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements and where they come from.
+
+    Attributes:
+        model: the model's name.
+        graph_hash: `Graph.content_hash` of the graph it was measured for; empty when it serves any.
+        provenance: library versions, host, commit, date, source file.
+    """
+
+    model: str
+    measurements: list[Measurement]
+    graph_hash: str = ""
+    whole_steps: list[WholeStep] = []
+    provenance: dict[str, str] = {}
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for point in self.measurements:
+            key = measurement_key(point.device_kind, point.operator, point.shape, point.dtype)
+            if key in seen:
+                raise GraphError(
+                    f"profile {self.model!r} measures operator {point.operator!r} twice on "
+                    f"{point.device_kind!r} at {point.shape} {point.dtype}: keep one"
+                )
+            seen.add(key)
+
+    @property
+    def device_kinds(self) -> list[str]:
+        """In order of first appearance."""
+        return list(dict.fromkeys(point.device_kind for point in self.measurements))
+
+    def content_hash(self) -> str:
+        """16 hex digits over the measurements; strategies carry it."""
+        data = msgspec.json.encode(self.measurements, order="sorted")
+        return hashlib.sha256(data).hexdigest()[:16]
+
+    def to_json(self) -> bytes:
+        """The file's bytes, indented for reading."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "profile file") -> Profile:
+        """Parse and validate.
+
+        Raises:
+            GraphError: malformed, of another version, or with a negative time; names `source`.
+        """
+        try:
+            profile = msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise GraphError(f"{source}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise GraphError(f"{source} is not JSON: {error}") from None
+        if (profile.schema, profile.version) != (SCHEMA, SCHEMA_VERSION):
+            raise GraphError(
+                f"{source} has schema {profile.schema} version {profile.version}, this harness "
+                f"reads {SCHEMA} version {SCHEMA_VERSION}: measure again with `./entry.sh profile`"
+            )
+        return profile
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a profile file.
+
+        Raises:
+            GraphError: missing or malformed; names the path.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise GraphError(f"profile file {path}: {error.strerror}") from None
+        return cls.from_json(data, source=str(path))
+
+
+def measurement_key(
+    device_kind: str, operator: str, shape: dict[str, int], dtype: str
+) -> tuple[str, str, tuple[tuple[str, int], ...], str]:
+    """What identifies a measurement; the order of dims counts."""
+    return device_kind, operator, tuple(shape.items()), dtype

@@ -1,0 +1,105 @@
+"""What a planner is asked (`PlanRequest`) and what it answers (`PlanResult`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a search is; sent to `PlanRequest.progress` now and then.
+
+    Attributes:
+        n_proposals: proposals judged so far.
+        best_step_s: predicted seconds of the best plan so far.
+        phase: what it is doing, such as `seed 3 of 5`.
+        fraction: share of the budget used, 0 to 1; None when unknown.
+    """
+
+    n_proposals: int
+    best_step_s: float
+    phase: str = ""
+    fraction: float | None = None
+
+
+def ignore_progress(progress: Progress) -> None:
+    """The progress callback of a caller that does not care."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """One question: how to spread this model over this cluster.
+
+    Attributes:
+        graph: None for `flexflow2018`, which brings its own AlexNet.
+        profile: None where `graph` is.
+        cluster: devices in rank order; `--topology` becomes one by `Cluster.uniform`.
+        batch: global batch, samples; None where the cost does not need it.
+        memory_bytes: limit per device that replaces the cluster's; None keeps the cluster's.
+        budget: most proposals; None for the planner's default.
+        seconds: most wall seconds; None for no limit.
+        seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
+        progress: called at most a few times a second, from the planning thread. An interrupt
+            (KeyboardInterrupt) inside a search must end it with the best plan found.
+    """
+
+    cluster: Cluster
+    graph: Graph | None = None
+    profile: Profile | None = None
+    batch: int | None = None
+    memory_bytes: int | None = None
+    budget: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    progress: Callable[[Progress], None] = ignore_progress
+
+
+class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Another plan that was considered, by name; `step_s` is None when it does not fit."""
+
+    name: str
+    step_s: float | None
+    note: str = ""
+
+
+class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The best plan found, what it costs, and why it was chosen.
+
+    Attributes:
+        predicted_step_s: seconds per step of the global batch, by the cost that was asked for.
+        speedup_over_single: predicted step of one device over this plan's.
+        speedup_over_ddp: the same against data parallel on all devices.
+        method: which search found it, such as `pipeline dynamic programming`.
+        memory_bytes: predicted peak per device name.
+        strategy: a domain Strategy, or plain JSON values where the cost has its own plan format.
+        explanation: lines for people: breakdown, which link or device binds.
+        runners_up: plans that lost, cheapest first.
+        n_proposals: plans or states judged.
+        proposals_per_s: of the search proper, without compilation; 0 when it does not propose.
+        search_cpu_s: CPU seconds of this process; filled by `harness.plan.costs.run`.
+        peak_rss_bytes: of this process; filled by `harness.plan.costs.run`.
+        interrupted: the search was ended early, by Ctrl-C.
+    """
+
+    cost: str
+    method: str
+    predicted_step_s: float
+    speedup_over_single: float
+    speedup_over_ddp: float
+    memory_bytes: dict[str, int]
+    strategy: Any
+    explanation: list[str] = []
+    runners_up: list[RunnerUp] = []
+    n_proposals: int = 0
+    proposals_per_s: float = 0.0
+    search_cpu_s: float = 0.0
+    peak_rss_bytes: int = 0
+    interrupted: bool = False
