@@ -1,7 +1,7 @@
 """Monotonic clocks: one protocol for the host, a CUDA device and tests.
 
-A mark is taken without synchronising; `seconds_between` may only be called after `settle`,
-once per step, outside every span.
+A mark is taken without synchronising and read later, when it is ready or after `settle`,
+outside every span.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ class Clock(Protocol):
 
     def mark(self) -> Any:
         """Note this instant in the order of the device's work; never blocks."""
+        ...
+
+    def is_ready(self, mark: Any) -> bool:
+        """Whether a mark can be read without waiting; marks become ready in order."""
         ...
 
     def settle(self) -> None:
@@ -35,6 +39,9 @@ class HostClock:
     def mark(self) -> int:
         return time.perf_counter_ns()
 
+    def is_ready(self, mark: int) -> bool:
+        return True
+
     def settle(self) -> None:
         """Host marks are readable at once."""
 
@@ -53,6 +60,9 @@ class FakeClock:
 
     def mark(self) -> float:
         return self.now_s
+
+    def is_ready(self, mark: float) -> bool:
+        return mark <= self.now_s
 
     def settle(self) -> None:
         """Fake marks are readable at once."""

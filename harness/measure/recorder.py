@@ -10,6 +10,9 @@ from harness.domain.record import Label, Record, Sample, Span, SpanKind
 from harness.measure.clock import Clock
 
 
+_Mark = tuple[SpanKind, str, int | None, Any, Any, int | None]
+
+
 class Recorder:
     """One rank's open marks and finished records.
 
@@ -20,7 +23,7 @@ class Recorder:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.step: int | None = None
-        self._marks: list[tuple[SpanKind, str, int | None, Any, Any, int | None]] = []
+        self._marks: list[_Mark] = []
         self._records: list[Record] = []
 
     @contextmanager
@@ -46,13 +49,25 @@ class Recorder:
         self._records.append(record)
 
     def collect(self) -> list[Record]:
-        """Hand over everything since the last call, in order of start; settles the clock."""
+        """Hand over everything since the last call, spans in order of start; settles the clock."""
         self.clock.settle()
-        at = self.clock.seconds_at
-        spans = [
-            Span(kind=kind, name=name, step=step, start_s=at(a), duration_s=at(b) - at(a), n_bytes=n)
-            for kind, name, step, a, b, n in self._marks
-        ]
-        records: list[Record] = [*sorted(spans, key=lambda span: span.start_s), *self._records]
-        self._marks, self._records = [], []
+        return self.collect_ready()
+
+    def collect_ready(self) -> list[Record]:
+        """Hand over samples and the spans whose marks can be read now; never waits."""
+        marks, self._marks = self._marks, []
+        ready: list[_Mark] = []
+        for mark in marks:
+            (ready if self.clock.is_ready(mark[4]) else self._marks).append(mark)
+        spans = sorted((self._span(mark) for mark in ready), key=lambda span: span.start_s)
+        records: list[Record] = [*spans, *self._records]
+        self._records = []
         return records
+
+    def _span(self, mark: _Mark) -> Span:
+        kind, name, step, start, end, n_bytes = mark
+        start_s = self.clock.seconds_at(start)
+        duration_s = self.clock.seconds_at(end) - start_s
+        return Span(
+            kind=kind, name=name, step=step, start_s=start_s, duration_s=duration_s, n_bytes=n_bytes
+        )

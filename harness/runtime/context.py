@@ -1,0 +1,33 @@
+"""What a workload is given: the world, a recorder, a writer and a way to show progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.measure.recorder import Recorder
+from harness.measure.store import RecordWriter
+from harness.runtime.progress import Progress
+from harness.runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One run on one rank.
+
+    Attributes:
+        recorder: collects spans and samples; its clock fits the device (CUDA events or host).
+        writer: appends to this rank's file; call `flush` between steps, never inside a span.
+        progress: shows progress on rank 0's terminal, silent elsewhere.
+        run_dir: where the run's files go.
+    """
+
+    world: World
+    recorder: Recorder
+    writer: RecordWriter
+    progress: Progress
+    run_dir: Path
+
+    def flush(self) -> None:
+        """Write what can be read without waiting for the device."""
+        self.writer.write(self.recorder.collect_ready())

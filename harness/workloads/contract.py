@@ -1,0 +1,35 @@
+"""What a workload is: a typed configuration, the cases of its sweep, a body and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.measure.store import Run
+from harness.runtime.context import Context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One entry of WORKLOADS.
+
+    Attributes:
+        summary: one line for the list of workloads.
+        config: a frozen dataclass; every field has a default and a docstring, which is its `--help`.
+        cases: splits one configuration into those of its runs (a sweep over batch sizes, say), each
+            of which gets its own directory, status and row; validates and raises ConfigError.
+        body: runs one case on every rank; returns a summary of a few JSON values (rank 0's is
+            kept). Raises VerificationError when a result is wrong (the run becomes `invalid`), and
+            lets out-of-memory errors out (the run becomes `oom`).
+        table: the text that rank 0 prints at the end, from the runs as read back.
+        is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
+            own; a workload that needs MPI itself runs in the rank's first process instead.
+    """
+
+    summary: str
+    config: type
+    cases: Callable[[Any, int], list[Any]]
+    body: Callable[[Any, Context], dict[str, Any]]
+    table: Callable[[list[Run]], str]
+    is_isolated: bool = True
