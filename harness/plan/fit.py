@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import numpy as np
-from scipy.optimize import nnls
+from functools import cached_property
 
 from harness.domain.graph import Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import PlanError
+
+_LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing without bound
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,49 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
     """Fit non-negative fixed cost and slope; needs at least one point."""
     if len(seconds) == 1:
         return Line(0.0, seconds[0] / n_elements[0], None)
-    x, y = np.asarray(n_elements, dtype=float), np.asarray(seconds, dtype=float)
-    weight = 1.0 / np.maximum(y, 1e-9)
-    scale = x.max()
-    solution, _ = nnls(np.stack([weight, weight * x / scale], axis=1), weight * y)
-    fixed_s, slope_s = float(solution[0]), float(solution[1] / scale)
-    error = float(np.max(np.abs(fixed_s + slope_s * x - y) * weight))
+    # In relative terms the model is 1 = fixed u + slope v, so that small shapes count as large.
+    points = [
+        (1.0 / max(y, _LEAST_S), x / max(y, _LEAST_S), y / max(y, _LEAST_S))
+        for x, y in zip(n_elements, seconds, strict=True)
+    ]
+    suu = math.fsum(u * u for u, _, _ in points)
+    svv = math.fsum(v * v for _, v, _ in points)
+    suv = math.fsum(u * v for u, v, _ in points)
+    suw = math.fsum(u * w for u, _, w in points)
+    svw = math.fsum(v * w for _, v, w in points)
+    candidates = [(0.0, svw / svv), (suw / suu, 0.0)]
+    determinant = suu * svv - suv * suv
+    if determinant > 1e-12 * suu * svv:
+        both = ((suw * svv - svw * suv) / determinant, (svw * suu - suw * suv) / determinant)
+        if min(both) >= 0:
+            candidates.append(both)
+
+    def squares(line: tuple[float, float]) -> float:
+        return math.fsum((line[0] * u + line[1] * v - w) ** 2 for u, v, w in points)
+
+    fixed_s, slope_s = min(candidates, key=squares)
+    error = max(abs(fixed_s * u + slope_s * v - w) for u, v, w in points)
     return Line(fixed_s, slope_s, error)
 
 
-@dataclass(frozen=True)
 class _Curve:
-    """All that is known of one operator on one device kind and dtype."""
+    """All that is known of one operator on one device kind and dtype; fitted when first needed."""
 
-    exact: dict[tuple[tuple[str, int], ...], Measurement]
-    forward: Line
-    backward: Line
+    def __init__(self, points: list[Measurement]) -> None:
+        self._points = points
+        self.exact = {tuple(point.shape.items()): point for point in points}
+
+    @cached_property
+    def _n_elements(self) -> list[float]:
+        return [float(math.prod(point.shape.values())) for point in self._points]
+
+    @cached_property
+    def forward(self) -> Line:
+        return fit_line(self._n_elements, [point.forward_s for point in self._points])
+
+    @cached_property
+    def backward(self) -> Line:
+        return fit_line(self._n_elements, [point.backward_s for point in self._points])
 
 
 class OperatorTimes:
@@ -72,7 +99,7 @@ class OperatorTimes:
         groups: dict[tuple[str, str, str], list[Measurement]] = {}
         for point in profile.measurements:
             groups.setdefault((point.device_kind, point.operator, point.dtype), []).append(point)
-        self._curves = {key: _fit_curve(points) for key, points in groups.items()}
+        self._curves = {key: _Curve(points) for key, points in groups.items()}
 
     def lookup(
         self,
@@ -126,12 +153,3 @@ class OperatorTimes:
             f"the profile of {self._profile.model!r} does not know operator {operator.name!r} "
             f"({operator.profile_key}, {dtype}) on {device_kind!r}: profile the model again"
         )
-
-
-def _fit_curve(points: list[Measurement]) -> _Curve:
-    n = [float(math.prod(point.shape.values())) for point in points]
-    return _Curve(
-        exact={tuple(point.shape.items()): point for point in points},
-        forward=fit_line(n, [point.forward_s for point in points]),
-        backward=fit_line(n, [point.backward_s for point in points]),
-    )

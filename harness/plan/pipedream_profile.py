@@ -1,0 +1,250 @@
+"""PipeDream's graph.txt: per-operator times and sizes of one minibatch, read and written.
+
+    node12 -- Conv2d(128, 256, ...) -- forward_compute_time=10.814, backward_compute_time=18.335,
+        activation_size=411041792.000, parameter_size=1180672.000[ -- stage_id=0]     (one line)
+    <TAB>node11 -- node12
+
+Times are milliseconds, sizes bytes; an activation may be a list `[a; b]`. Also read: edges
+indented by spaces, integers, trailing blanks (DAPPLE's files).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.domain.graph import Attribute, Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.errors import GraphError
+
+_KINDS = {
+    "Input": "input",
+    "Conv2d": "conv2d",
+    "Linear": "linear",
+    "BatchNorm2d": "batch_norm",
+    "ReLU": "elementwise",
+    "Dropout": "elementwise",
+    "Sigmoid": "elementwise",
+    "Tanh": "elementwise",
+    "Add": "add",
+    "Concat": "cat",
+    "View": "flatten",
+    "Flatten": "flatten",
+    "Embedding": "embedding",
+    "LSTM": "lstm",
+    "EmuBidirLSTM": "lstm",
+    "RecurrentAttention": "attention",
+    "Softmax": "softmax",
+    "MaxPool2d": "pool",
+    "AvgPool2d": "pool",
+    "AdaptiveAvgPool2d": "pool",
+}
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_LINEAR = re.compile(r"in_features=(\d+), out_features=(\d+)")
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One node line; times in seconds."""
+
+    name: str
+    description: str
+    forward_s: float
+    backward_s: float
+    activations: list[float]
+    parameter_bytes: float
+    stage_id: int | None
+    producers: list[str] = field(default_factory=list)
+
+
+def parse_graph_txt(
+    text: str,
+    *,
+    name: str,
+    batch: int | None = None,
+    device_kind: str = "device",
+    source: str = "profile",
+) -> tuple[Graph, Profile]:
+    """Read a profile into the graph and its times on one kind of device.
+
+    Args:
+        batch: samples in the minibatch that was profiled; None when unknown.
+        device_kind: what it was profiled on; `Cluster.uniform` uses the same default.
+
+    Raises:
+        GraphError: names the line, or the operators, and what is wrong.
+    """
+    nodes: dict[str, _Node] = {}
+    edges: list[tuple[str, str, str]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        where = f"{source}:{number}"
+        if not line.strip():
+            continue
+        if line[0].isspace():
+            edges.append((*_parse_edge(line, where), where))
+            continue
+        node = _parse_node(line, where)
+        if node.name in nodes:
+            raise GraphError(f"{where}: {node.name} is described twice: remove one line")
+        nodes[node.name] = node
+    for producer, consumer, where in edges:
+        for end in (producer, consumer):
+            if end not in nodes:
+                raise GraphError(f"{where}: an edge names unknown operator {end!r}")
+        nodes[consumer].producers.append(producer)
+    shape = {} if batch is None else {"sample": batch}
+    operators = [_operator(node, shape) for node in nodes.values()]
+    points = [
+        Measurement(
+            device_kind=device_kind,
+            operator=node.name,
+            shape=shape,
+            forward_s=node.forward_s,
+            backward_s=node.backward_s,
+        )
+        for node in nodes.values()
+    ]
+    graph = Graph.from_unordered(name, operators, batch=batch)
+    return graph, Profile(model=name, measurements=points, provenance={"source": source})
+
+
+def load_graph_txt(
+    path: Path, *, batch: int | None = None, device_kind: str = "device"
+) -> tuple[Graph, Profile]:
+    """Read a profile file; the model is named after the file.
+
+    Raises:
+        GraphError: missing or malformed; names the path.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise GraphError(f"profile {path}: {error}") from None
+    return parse_graph_txt(
+        text, name=path.stem, batch=batch, device_kind=device_kind, source=str(path)
+    )
+
+
+def format_graph_txt(
+    graph: Graph, profile: Profile, *, stage_of: dict[str, int] | None = None
+) -> str:
+    """Print what `parse_graph_txt` reads back equal.
+
+    Args:
+        stage_of: stage number by operator name; None keeps the numbers that were read.
+
+    Raises:
+        GraphError: the profile lacks an operator.
+    """
+    points = {point.operator: point for point in profile.measurements}
+    lines = []
+    for operator in graph.operators:
+        point = points.get(operator.profile_key)
+        if point is None:
+            raise GraphError(f"the profile of {profile.model!r} lacks operator {operator.name!r}")
+        stage = operator.attrs.get("stage_id") if stage_of is None else stage_of.get(operator.name)
+        suffix = "" if stage is None else f" -- stage_id={stage}"
+        lines.append(_format_node(operator, point) + suffix)
+    for operator in graph.operators:
+        lines.extend(f"\t{producer} -- {operator.name}" for producer in operator.inputs)
+    return "\n".join(lines) + "\n"
+
+
+def _parse_edge(line: str, where: str) -> tuple[str, str]:
+    ends = [part.strip() for part in line.split("--")]
+    if len(ends) != 2 or not all(ends):
+        raise GraphError(f"{where}: {line.strip()!r} is not an edge `producer -- consumer`")
+    return ends[0], ends[1]
+
+
+def _parse_node(line: str, where: str) -> _Node:
+    parts = [part.strip() for part in line.strip().split(" -- ")]
+    if len(parts) not in (3, 4):
+        raise GraphError(
+            f"{where}: a node line has 3 or 4 fields parted by ` -- `, this has {len(parts)}"
+        )
+    values = dict(item.partition("=")[::2] for item in re.split(r",\s*", parts[2]))
+    missing = [key for key in _FIELDS if key not in values]
+    if missing:
+        raise GraphError(f"{where}: {parts[0]} lacks {', '.join(missing)}")
+    numbers = {
+        key: [_parse_number(item, key, parts[0], where) for item in _items(values[key])]
+        for key in _FIELDS
+    }
+    forward_ms, backward_ms, _, parameter_bytes = (sum(numbers[key]) for key in _FIELDS)
+    return _Node(
+        name=parts[0],
+        description=parts[1],
+        forward_s=forward_ms / 1e3,
+        backward_s=backward_ms / 1e3,
+        activations=numbers["activation_size"],
+        parameter_bytes=parameter_bytes,
+        stage_id=_parse_stage(parts[3], where) if len(parts) == 4 else None,
+    )
+
+
+def _items(value: str) -> list[str]:
+    return value.strip().strip("[]").split(";")
+
+
+def _parse_number(text: str, key: str, node: str, where: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise GraphError(f"{where}: {node} has {key}={text.strip()!r}, not a number") from None
+    if not 0 <= number < float("inf"):
+        what = "time" if key.endswith("time") else "size"
+        raise GraphError(f"{where}: {node} has {key}={text.strip()}: a {what} must be >= 0")
+    return number
+
+
+def _parse_stage(text: str, where: str) -> int:
+    key, _, value = text.partition("=")
+    if key.strip() != "stage_id" or not value.strip().isdigit():
+        raise GraphError(f"{where}: {text!r} should be stage_id=<number>")
+    return int(value)
+
+
+def _operator(node: _Node, shape: dict[str, int]) -> Operator:
+    match = _NAME.match(node.description)
+    word = match.group() if match else ""
+    attrs: dict[str, Attribute] = {"description": node.description}
+    if len(node.activations) > 1:
+        attrs["activation_parts"] = [round(n) for n in node.activations]
+    if node.stage_id is not None:
+        attrs["stage_id"] = node.stage_id
+    linear = _LINEAR.search(node.description)
+    if linear:
+        attrs |= {"in_features": int(linear[1]), "out_features": int(linear[2])}
+    return Operator(
+        name=node.name,
+        kind="input" if word.startswith("Input") else _KINDS.get(word, "other"),
+        inputs=node.producers,
+        shape=shape,
+        parameter_bytes=round(node.parameter_bytes),
+        activation_bytes=round(sum(node.activations)),
+        attrs=attrs,
+    )
+
+
+def _format_node(operator: Operator, point: Measurement) -> str:
+    parts = operator.attrs.get("activation_parts")
+    if isinstance(parts, list):
+        activation = "[" + "; ".join(f"{float(n):.1f}" for n in parts) + "]"
+    else:
+        activation = f"{operator.activation_bytes:.3f}"
+    description = operator.attrs.get("description", operator.kind)
+    return (
+        f"{operator.name} -- {description} -- "
+        f"forward_compute_time={_format_ms(point.forward_s)}, "
+        f"backward_compute_time={_format_ms(point.backward_s)}, "
+        f"activation_size={activation}, parameter_size={operator.parameter_bytes:.3f}"
+    )
+
+
+def _format_ms(seconds: float) -> str:
+    """Three digits as PipeDream prints, or as many as reading the same seconds back takes."""
+    short = f"{seconds * 1e3:.3f}"
+    return short if float(short) / 1e3 == seconds else f"{seconds * 1e3:.17g}"
