@@ -1,0 +1,257 @@
+"""Summaries and comparisons of repeated measurements: medians with intervals, never bare means.
+
+The interval of a median is the nonparametric one by order statistics (a sample is below the
+median with probability 1/2, so ranks are binomial); comparison is Mann and Whitney's U with the
+interval of Hodges and Lehmann's shift, on logarithms, so that it reads as a ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+CONFIDENCE = 0.99
+MAX_P = 0.002
+MIN_REPEATS = 9
+TOO_SHORT_S = 1e-3
+
+Outcome = Literal["faster", "slower", "same", "inconclusive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A set of samples in numbers, in the samples' own unit.
+
+    Attributes:
+        low, high: interval of the median; the samples' range when they are too few for 99 %.
+        coverage: the probability that [low, high] holds the median (0 for a single sample).
+        cv: standard deviation (n - 1) over mean; 0 for a single sample.
+        p95: 95th percentile, linearly interpolated.
+        warnings: why the numbers may not be trusted; empty when nothing speaks against them.
+    """
+
+    median: float
+    low: float
+    high: float
+    cv: float
+    n: int
+    p95: float
+    min: float
+    max: float
+    coverage: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Median of the pairs' ratios with its interval; `coverage` as in `Summary`."""
+
+    ratio: float
+    low: float
+    high: float
+    n_pairs: int
+    coverage: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a comparison of two sets of durations says about the first.
+
+    Attributes:
+        outcome: the first is faster or slower than the second by at least the minimum effect,
+            the same within it, or the repeats cannot tell.
+        ratio: first over second, so below 1 is faster; `low`, `high` its interval.
+        p: two-sided probability of a difference like this one by chance.
+        n_more: repeats of each side that are likely to settle it; 0 when it is settled.
+    """
+
+    outcome: Outcome
+    ratio: float
+    low: float
+    high: float
+    p: float
+    n_more: int
+
+    def __str__(self) -> str:
+        if self.outcome != "inconclusive":
+            return f"{self.outcome} (ratio {self.ratio:.3f}, p = {self.p:.2g})"
+        return (
+            f"inconclusive (ratio {self.ratio:.3f}): "
+            f"about {self.n_more} more repeats of each would settle it"
+        )
+
+
+def _finite(values: Sequence[float], what: str) -> np.ndarray:
+    array = np.asarray(values, dtype=float)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{what} needs a flat, non-empty sequence, not one of shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{what} needs finite numbers: drop failed samples before")
+    return array
+
+
+def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, int, float]:
+    """Ranks (from 0) of the sorted samples that enclose the median, and their true coverage.
+
+    The narrowest symmetric pair with at least `confidence`, or the whole range when n is too
+    small for it (below 8 for 99 %).
+
+    Source: David and Nagaraja, Order Statistics, section 7.1.
+    """
+    outside, tail = 0, 0.0  # tail: P(fewer than `outside` + 1 samples below the median)
+    while True:
+        grown = tail + math.comb(n, outside) / 2**n
+        if 2 * grown > 1 - confidence or 2 * outside + 1 >= n:
+            break
+        tail, outside = grown, outside + 1
+    first = max(outside - 1, 0)
+    below = sum(math.comb(n, k) for k in range(first + 1)) / 2**n
+    return first, n - 1 - first, max(0.0, 1 - 2 * below)
+
+
+def _doubts(array: np.ndarray, cv: float, coverage: float, shortest: float) -> tuple[str, ...]:
+    """The warnings of pyperf's `check`, and too few samples for the interval."""
+    mean = float(array.mean())
+    doubts = []
+    if coverage < CONFIDENCE:
+        doubts.append(
+            f"{array.size} samples are too few for a 99 % interval (8 needed): their range is shown"
+        )
+    if cv >= 0.1:
+        doubts.append(f"standard deviation is {cv:.0%} of the mean")
+    if mean > 0 and array.min() <= 0.5 * mean:
+        doubts.append(f"minimum is {1 - array.min() / mean:.0%} below the mean")
+    if mean > 0 and array.max() >= 1.5 * mean:
+        doubts.append(f"maximum is {array.max() / mean - 1:.0%} above the mean")
+    if np.median(array) < shortest:
+        doubts.append(f"samples are shorter than {shortest * 1e3:g} ms")
+    return tuple(doubts)
+
+
+def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summary:
+    """Summarise samples of one quantity.
+
+    Args:
+        values: finite samples, in any order.
+        shortest: median below which samples are warned of as too short to time; durations in
+            seconds need no argument, other quantities pass 0.
+
+    Raises:
+        ValueError: empty or not finite.
+    """
+    array = np.sort(_finite(values, "summarize"))
+    first, last, coverage = median_interval_ranks(array.size)
+    mean = float(array.mean())
+    cv = float(array.std(ddof=1) / abs(mean)) if array.size > 1 and mean != 0 else 0.0
+    return Summary(
+        median=float(np.median(array)),
+        low=float(array[first]),
+        high=float(array[last]),
+        cv=cv,
+        n=int(array.size),
+        p95=float(np.percentile(array, 95)),
+        min=float(array[0]),
+        max=float(array[-1]),
+        coverage=coverage,
+        warnings=_doubts(array, cv, coverage, shortest),
+    )
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """Median of a[i] / b[i]: for samples that were taken in pairs, one right after the other.
+
+    Raises:
+        ValueError: lengths differ, empty, not finite, or a `b` that is not above 0.
+    """
+    above, below = _finite(a, "paired_ratio"), _finite(b, "paired_ratio")
+    if above.size != below.size:
+        raise ValueError(f"{above.size} and {below.size} samples do not pair: measure them in turn")
+    if (below <= 0).any():
+        raise ValueError("paired_ratio divides by the second samples: they must be above 0")
+    summary = summarize((above / below).tolist(), shortest=0.0)
+    return Ratio(
+        ratio=summary.median,
+        low=summary.low,
+        high=summary.high,
+        n_pairs=summary.n,
+        coverage=summary.coverage,
+    )
+
+
+def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float, float]:
+    """Hodges and Lehmann's shift of log a against log b with its interval at 1 - MAX_P.
+
+    Source: Hollander and Wolfe, Nonparametric Statistical Methods, section 4.3 (normal form).
+    """
+    from scipy.stats import norm
+
+    shifts = np.sort(np.subtract.outer(log_a, log_b).ravel())
+    n_a, n_b = log_a.size, log_b.size
+    spread = math.sqrt(n_a * n_b * (n_a + n_b + 1) / 12)
+    k = max(0, math.floor(n_a * n_b / 2 - float(norm.ppf(1 - MAX_P / 2)) * spread))
+    return float(np.median(shifts)), float(shifts[k]), float(shifts[-1 - k])
+
+
+def _repeats_for_p() -> int:
+    """Smallest number of repeats of each side whose full separation gives p below MAX_P."""
+    n = 2
+    while 2 / math.comb(2 * n, n) >= MAX_P:
+        n += 1
+    return n
+
+
+def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> int:
+    """More repeats of each side: an interval narrows with the root of their number."""
+    n = min(n_a, n_b)
+    by_width = n * (half_width / distance) ** 2 if distance > 0 else 2 * n
+    needed = max(_repeats_for_p(), math.ceil(min(by_width, 1000)), n + 1)
+    return needed - n
+
+
+def verdict(a: Sequence[float], b: Sequence[float], minimum_effect: float = 1.1) -> Verdict:
+    """Judge durations `a` against `b`, each the median of one repeat (a separate process).
+
+    `faster` and `slower` need p below 0.002 by Mann and Whitney and a factor of at least
+    `minimum_effect`; `same` needs the whole interval of the ratio within it; fewer than nine
+    repeats in all are inconclusive whatever they read.
+
+    Raises:
+        ValueError: empty, not finite, not above 0, or a minimum effect of 1 or less.
+    """
+    from scipy.stats import mannwhitneyu
+
+    if minimum_effect <= 1:
+        raise ValueError(f"minimum_effect is a factor above 1, not {minimum_effect}")
+    log_a, log_b = _logs(a), _logs(b)
+    shift, low, high = _shift_interval(log_a, log_b)
+    p = float(mannwhitneyu(log_a, log_b, alternative="two-sided").pvalue)
+    effect = math.log(minimum_effect)
+    outcome: Outcome = "inconclusive"
+    if log_a.size + log_b.size >= MIN_REPEATS:
+        if p < MAX_P and abs(shift) >= effect:
+            outcome = "faster" if shift < 0 else "slower"
+        elif -effect < low and high < effect:
+            outcome = "same"
+    settled = outcome != "inconclusive"
+    return Verdict(
+        outcome=outcome,
+        ratio=math.exp(shift),
+        low=math.exp(low),
+        high=math.exp(high),
+        p=p,
+        n_more=0
+        if settled
+        else _repeats_missing(log_a.size, log_b.size, (high - low) / 2, abs(effect - abs(shift))),
+    )
+
+
+def _logs(values: Sequence[float]) -> np.ndarray:
+    array = _finite(values, "verdict")
+    if (array <= 0).any():
+        raise ValueError("verdict compares durations: they must be above 0")
+    logs: np.ndarray = np.log(array)
+    return logs
