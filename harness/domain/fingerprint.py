@@ -1,0 +1,90 @@
+"""What a strategy was planned for: hashes of model, profile, cluster, and what differs now."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from harness.domain.cluster import Cluster, Device
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+
+
+class MadeFor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Fingerprints of what a strategy was planned for, fine enough to name a difference.
+
+    Attributes:
+        operators: short hash of each operator, by name.
+        devices: each device in words, by name, in rank order.
+        links_hash: of links, interfaces and collective curves.
+    """
+
+    model: str = ""
+    graph_hash: str = ""
+    profile_hash: str = ""
+    cluster_hash: str = ""
+    links_hash: str = ""
+    operators: dict[str, str] = {}
+    devices: dict[str, str] = {}
+
+
+def _short_hash(*values: object) -> str:
+    data = msgspec.json.encode(values, order="sorted")
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _describe(device: Device) -> str:
+    return f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
+
+
+def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
+    """What a strategy for these carries."""
+    nics = [node.nic_bytes_per_s for node in cluster.nodes]
+    links = _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives)
+    devices = {device.name: _describe(device) for device in cluster.devices}
+    return MadeFor(
+        model=graph.name,
+        graph_hash=graph.content_hash(),
+        profile_hash=profile.content_hash() if profile is not None else "",
+        cluster_hash=_short_hash(links, list(devices.items())),
+        links_hash=links,
+        operators={op.name: _short_hash(op)[:8] for op in graph.operators},
+        devices=devices,
+    )
+
+
+def _changed(what: str, old: dict[str, str], new: dict[str, str], *, values: bool) -> list[str]:
+    """One sentence per way in which two named sets differ, with the first example of each."""
+    found = []
+    gone = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
+    other = [name for name in old if name in new and old[name] != new[name]]
+    for names, word in ((gone, "is gone"), (added, "is new"), (other, "changed")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            detail = (
+                f" from {old[names[0]]!r} to {new[names[0]]!r}" if values and names is other else ""
+            )
+            found.append(f"{what} {names[0]!r} {word}{detail}{more}")
+    if not found and list(old) != list(new):
+        found.append(f"the order of {what}s changed")
+    return found
+
+
+def differences(old: MadeFor, new: MadeFor) -> list[str]:
+    """In words, how what a strategy was made for differs from what is there; empty when fresh."""
+    found: list[str] = []
+    if old.graph_hash != new.graph_hash:
+        if old.model != new.model:
+            found.append(f"the model was {old.model!r} and is {new.model!r}")
+        found += _changed("operator", old.operators, new.operators, values=False)
+        if not found:
+            found.append("the graph's batch or name changed")
+    if old.cluster_hash != new.cluster_hash:
+        found += _changed("device", old.devices, new.devices, values=True)
+        if old.links_hash != new.links_hash:
+            found.append("links, interfaces or collective curves of the cluster changed")
+    if old.profile_hash and new.profile_hash and old.profile_hash != new.profile_hash:
+        found.append(f"the profile was {old.profile_hash} and is {new.profile_hash}")
+    return found

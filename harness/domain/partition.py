@@ -1,0 +1,124 @@
+"""Blocks of a tensor with named dims: how a dim is cut, which blocks meet, what a halo adds.
+
+A cut is a whole number (that many equal parts) or a list of shares (parts in proportion, for
+unlike devices). Blocks are numbered row-major over the dims of the tensor, so a partition
+{"sample": 2, "feature": 2} of (sample, feature) has blocks
+
+      feature ->            0 | 1
+      sample                -----
+                            2 | 3
+
+The same formula is used by the simulator, the executor and the importers of other formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+
+from harness.errors import StrategyError
+
+SAMPLE = "sample"
+
+Interval = tuple[int, int]
+Block = tuple[Interval, ...]
+Cut = int | list[int]
+
+
+def n_parts(cut: Cut) -> int:
+    """How many parts a cut makes."""
+    return cut if isinstance(cut, int) else len(cut)
+
+
+def cut_dim(size: int, cut: Cut) -> list[Interval]:
+    """Cut [0, size) into consecutive half-open intervals.
+
+    Interval i of shares s ends at floor(size * (s_0 + ... + s_i) / sum(s)), and a number n
+    means n equal shares. So cuts into n and 2n parts share their bounds, whatever the size.
+
+    Raises:
+        StrategyError: no parts, a share below 1, or more parts than elements.
+    """
+    shares = [1] * cut if isinstance(cut, int) else cut
+    if not shares or min(shares) < 1:
+        raise StrategyError(f"a cut into {cut} is not possible: give a number or shares above 0")
+    total, done, bounds = sum(shares), 0, [0]
+    for share in shares:
+        done += share
+        bounds.append(size * done // total)
+    intervals = list(pairwise(bounds))
+    if any(start == stop for start, stop in intervals):
+        raise StrategyError(
+            f"a dim of {size} elements cut into {cut} leaves an empty part: use fewer parts"
+        )
+    return intervals
+
+
+def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -> list[Block]:
+    """All blocks of a tensor, row-major over `dims`; a dim without a cut stays whole.
+
+    Raises:
+        StrategyError: a cut of a dim that the tensor does not have, or that leaves a part empty.
+    """
+    unknown = sorted(set(cuts) - set(dims))
+    if unknown:
+        raise StrategyError(
+            f"dim {unknown[0]!r} cannot be cut, the output has dims ({', '.join(dims)}): "
+            "name one of them"
+        )
+    each = [cut_dim(size, cuts.get(dim, 1)) for dim, size in zip(dims, shape, strict=True)]
+    return list(product(*each))
+
+
+def count_parts(cuts: Mapping[str, Cut]) -> int:
+    """How many blocks the cuts make together."""
+    count = 1
+    for cut in cuts.values():
+        count *= n_parts(cut)
+    return count
+
+
+def part_index(dims: Sequence[str], cuts: Mapping[str, Cut], index: int) -> dict[str, int]:
+    """Where block `index` lies in the grid: its position along every cut dim."""
+    place: dict[str, int] = {}
+    for dim in reversed(dims):
+        index, place[dim] = divmod(index, n_parts(cuts.get(dim, 1)))
+    return {dim: place[dim] for dim in dims}
+
+
+def intersect(a: Block, b: Block) -> Block | None:
+    """What two blocks of one tensor share; None when they share nothing."""
+    common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def volume(block: Block) -> int:
+    """Elements of a block."""
+    count = 1
+    for start, stop in block:
+        count *= stop - start
+    return count
+
+
+def overlaps(
+    producers: Sequence[Block], consumers: Sequence[Block]
+) -> Iterator[tuple[int, int, Block]]:
+    """Every (producer part, consumer part, common block), in order of consumer then producer."""
+    for to, wanted in enumerate(consumers):
+        for source, held in enumerate(producers):
+            common = intersect(held, wanted)
+            if common is not None:
+                yield source, to, common
+
+
+def input_interval(
+    output: Interval, *, kernel: int, stride: int, padding: int, size: int, dilation: int = 1
+) -> Interval:
+    """The rows of an input of `size` that rows `output` of a convolution or pool read.
+
+    Padding is not part of the input, so it is clipped off. The halo is what this interval
+    has beyond the part that the same device produced.
+    """
+    first = output[0] * stride - padding
+    last = (output[1] - 1) * stride - padding + dilation * (kernel - 1)
+    return max(0, first), min(size, last + 1)

@@ -1,0 +1,148 @@
+"""Microbatch schedules: who does what in which order. The executor and the simulator run these.
+
+A pipeline has stages 0..S-1 on ranks 0..P-1 (a rank is a stage's whole device set); stage s is on
+rank s % P. Each rank gets its own list of actions; waiting for inputs is not an action.
+
+    gpipe (P=2, M=2)   rank 0  F0 F1       B0 B1        all forwards, then all backwards
+                       rank 1     F0 F1 B0 B1
+    1f1b               rank 0  F0 F1    B0    B1        at most P - rank in flight
+                       rank 1     F0 B0 F1 B1
+    interleaved        as 1f1b, with S / P stages on each rank (Megatron-LM, SC'21, section 2.2)
+    zero_bubble        ZB-H1 (Qi et al., 2023): backward to inputs (B) and to weights (W) apart;
+                       rank r lags r weight actions behind, which fill the bubble
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from harness.errors import StrategyError
+
+ActionKind = Literal["forward", "backward", "weight"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one stage.
+
+    `backward` computes gradients of inputs and weights, but under zero_bubble those of the
+    inputs alone: then `weight` follows with the rest.
+    """
+
+    kind: ActionKind
+    microbatch: int
+    stage: int
+
+
+def rank_actions(
+    schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int, rank: int
+) -> Iterator[Action]:
+    """The actions of one rank, in order.
+
+    Raises:
+        StrategyError: the schedule cannot be made for these numbers (see `check_schedule`).
+    """
+    check_schedule(schedule, n_stages=n_stages, n_microbatches=n_microbatches, n_ranks=n_ranks)
+    if schedule == "gpipe":
+        yield from _gpipe(n_stages, n_microbatches, n_ranks, rank)
+    elif schedule == "1f1b":
+        yield from _one_forward_one_backward(n_microbatches, n_ranks, rank)
+    elif schedule == "interleaved":
+        yield from _interleaved(n_stages, n_microbatches, n_ranks, rank)
+    else:
+        yield from _zero_bubble(n_microbatches, n_ranks, rank)
+
+
+def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks: int) -> None:
+    """Refuse numbers that the schedule cannot serve.
+
+    Raises:
+        StrategyError: says which two numbers disagree.
+    """
+    if schedule not in SCHEDULE_NAMES:
+        raise StrategyError(
+            f"unknown schedule {schedule!r}: use one of {', '.join(SCHEDULE_NAMES)}"
+        )
+    if min(n_stages, n_microbatches, n_ranks) < 1:
+        raise StrategyError(
+            f"{n_stages} stages, {n_microbatches} microbatches and {n_ranks} ranks: "
+            "all must be >= 1"
+        )
+    if n_stages % n_ranks:
+        raise StrategyError(
+            f"{n_stages} stages do not spread evenly over {n_ranks} ranks: "
+            f"use a multiple of {n_ranks}"
+        )
+    if schedule in ("1f1b", "zero_bubble") and n_stages != n_ranks:
+        raise StrategyError(
+            f"{schedule} needs one stage per rank, got {n_stages} stages on {n_ranks} ranks: "
+            "use interleaved"
+        )
+    if schedule == "interleaved" and n_stages > n_ranks and n_microbatches % n_ranks:
+        raise StrategyError(
+            f"interleaved needs microbatches in multiples of its {n_ranks} ranks, "
+            f"got {n_microbatches}"
+        )
+
+
+def _gpipe(n_stages: int, n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Action]:
+    own = range(rank, n_stages, n_ranks)
+    for stage in own:
+        for microbatch in range(n_microbatches):
+            yield Action("forward", microbatch, stage)
+    for stage in reversed(own):
+        for microbatch in range(n_microbatches):
+            yield Action("backward", microbatch, stage)
+
+
+def _one_forward_one_backward(n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Action]:
+    n_ahead = min(n_ranks - rank, n_microbatches)
+    for microbatch in range(n_ahead - 1):
+        yield Action("forward", microbatch, rank)
+    for microbatch in range(n_microbatches):
+        if microbatch + n_ahead - 1 < n_microbatches:
+            yield Action("forward", microbatch + n_ahead - 1, rank)
+        yield Action("backward", microbatch, rank)
+
+
+def _interleaved(n_stages: int, n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Action]:
+    n_chunks = n_stages // n_ranks
+    if n_chunks == 1:
+        yield from _one_forward_one_backward(n_microbatches, n_ranks, rank)
+        return
+    total = n_microbatches * n_chunks
+    n_warmup = min(total, (n_ranks - rank - 1) * 2 + (n_chunks - 1) * n_ranks)
+
+    def place(k: int) -> tuple[int, int]:
+        group, within = divmod(k, n_ranks * n_chunks)
+        chunk, offset = divmod(within, n_ranks)
+        return group * n_ranks + offset, chunk
+
+    def forward(k: int) -> Action:
+        microbatch, chunk = place(k)
+        return Action("forward", microbatch, chunk * n_ranks + rank)
+
+    def backward(k: int) -> Action:
+        microbatch, chunk = place(k)
+        return Action("backward", microbatch, (n_chunks - 1 - chunk) * n_ranks + rank)
+
+    for k in range(n_warmup):
+        yield forward(k)
+    for k in range(n_warmup, total):
+        yield forward(k)
+        yield backward(k - n_warmup)
+    for k in range(total - n_warmup, total):
+        yield backward(k)
+
+
+def _zero_bubble(n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Action]:
+    n_done = 0
+    for action in _one_forward_one_backward(n_microbatches, n_ranks, rank):
+        yield action
+        if action.kind == "backward" and action.microbatch >= rank:
+            yield Action("weight", n_done, rank)
+            n_done += 1
+    for microbatch in range(n_done, n_microbatches):
+        yield Action("weight", microbatch, rank)

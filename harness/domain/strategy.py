@@ -1,0 +1,291 @@
+"""A parallelisation as data: each operator's partition and devices, microbatches, schedule, stages.
+
+Data parallel, pipelines with unequal replicas, tensor parallel and per-operator placement are all
+one `Strategy`. The file (JSON, `to_json` and `from_json`) can be read, edited, sent and run again:
+
+    {"schema": "harness-strategy", "version": 1, "name": "hybrid", "batch": 64,
+     "n_microbatches": 4, "schedule": "1f1b", "stages": [{}, {"recompute": true}],
+     "operators": {"conv1": {"partition": {"sample": 2}, "devices": [0, 1]},
+                   "fc1": {"partition": {"feature": 2}, "devices": [2, 3], "stage": 1}},
+     "made_for": {...}}
+
+What a partition means for each kind of operator is in `harness.domain.sharding`; whether a
+strategy fits a graph and a cluster in `validate`, whether it is stale in `check_fresh`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import MadeFor, differences, fingerprint
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import SAMPLE, Cut, blocks, count_parts, cut_dim, n_parts
+from harness.domain.profile import Profile
+from harness.domain.schedule import ScheduleName, check_schedule
+from harness.domain.sharding import cuttable_dims, full_shape, has_tasks
+from harness.errors import StrategyError
+
+SCHEMA = "harness-strategy"
+SCHEMA_VERSION = 1
+
+
+class StaleStrategyError(StrategyError):
+    """A strategy was made for another graph, profile or cluster."""
+
+
+class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one operator is spread.
+
+    Attributes:
+        partition: cuts of its output's dims: a number of equal parts, or shares for unlike
+            devices such as [2, 1]. A dim that is not named stays whole. Samples are cut within
+            each microbatch.
+        devices: device k (a position in `Cluster.devices`) computes block k; a device may repeat.
+        stage: which pipeline stage it belongs to.
+    """
+
+    partition: dict[str, Cut]
+    devices: list[int]
+    stage: int = 0
+
+
+class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One pipeline stage.
+
+    Attributes:
+        recompute: keep only the stage's input, and run its forward again before its backward.
+    """
+
+    recompute: bool = False
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+    """Every operator's plan, and how microbatches flow.
+
+    Attributes:
+        name: what kind of strategy it is, such as `ddp` or `searched`.
+        batch: samples per optimizer step over all devices.
+        operators: by name; all operators of the graph but its inputs.
+        stages: in order of flow; operators of stage s read only from stages up to s.
+    """
+
+    name: str
+    batch: int
+    operators: dict[str, OperatorPlan]
+    n_microbatches: int = 1
+    schedule: ScheduleName = "gpipe"
+    stages: list[Stage] = msgspec.field(default_factory=lambda: [Stage()])
+    made_for: MadeFor = MadeFor()
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+    def stage_devices(self) -> list[tuple[int, ...]]:
+        """The devices of each stage, ascending."""
+        found: list[set[int]] = [set() for _ in self.stages]
+        for plan in self.operators.values():
+            found[plan.stage].update(plan.devices)
+        return [tuple(sorted(devices)) for devices in found]
+
+    def n_ranks(self) -> int:
+        """Pipeline ranks: how many stages there are before their device sets repeat."""
+        sets = self.stage_devices()
+        return next(
+            p
+            for p in range(1, len(sets) + 1)
+            if len(sets) % p == 0 and all(sets[i] == sets[i % p] for i in range(len(sets)))
+        )
+
+    def microbatch_sizes(self) -> list[int]:
+        """Samples of each microbatch."""
+        return [stop - start for start, stop in cut_dim(self.batch, self.n_microbatches)]
+
+    def to_json(self) -> bytes:
+        """The file's bytes, indented for reading."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "strategy file") -> Strategy:
+        """Parse; `validate` it against a graph and a cluster before use.
+
+        Raises:
+            StrategyError: malformed or of another version; names `source`.
+        """
+        try:
+            strategy = msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise StrategyError(f"{source}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise StrategyError(f"{source} is not JSON: {error}") from None
+        if (strategy.schema, strategy.version) != (SCHEMA, SCHEMA_VERSION):
+            raise StrategyError(
+                f"{source} has schema {strategy.schema} version {strategy.version}, this harness "
+                f"reads {SCHEMA} version {SCHEMA_VERSION}: search again"
+            )
+        return strategy
+
+    @classmethod
+    def load(cls, path: Path) -> Strategy:
+        """Read a strategy file.
+
+        Raises:
+            StrategyError: missing or malformed; names the path.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StrategyError(f"strategy file {path}: {error.strerror}") from None
+        return cls.from_json(data, source=str(path))
+
+
+def check_fresh(
+    strategy: Strategy, graph: Graph, cluster: Cluster, profile: Profile | None = None
+) -> None:
+    """Refuse a strategy that was planned for something else.
+
+    A strategy that carries no hash (written by hand, imported) is taken as it is; so is a
+    profile hash when no profile is given.
+
+    Raises:
+        StaleStrategyError: names the differences and the remedy.
+    """
+    if not strategy.made_for.graph_hash:
+        return
+    found = differences(strategy.made_for, fingerprint(graph, cluster, profile))
+    if found:
+        raise StaleStrategyError(
+            f"strategy {strategy.name!r} is stale: {'; '.join(found)}: search again, or remove "
+            "its made_for to use it as it is"
+        )
+
+
+def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
+    """Refuse a strategy that does not fit a graph and a cluster.
+
+    Raises:
+        StrategyError: the first thing that is wrong, with the two values that disagree.
+    """
+    _check_numbers(strategy)
+    _check_names(strategy, graph)
+    smallest = min(strategy.microbatch_sizes())
+    for operator in graph.operators:
+        if has_tasks(operator):
+            plan = strategy.operators[operator.name]
+            _check_plan(operator, plan, smallest, graph.batch, cluster.n_devices)
+            if not 0 <= plan.stage < len(strategy.stages):
+                raise StrategyError(
+                    f"operator {operator.name!r} is in stage {plan.stage}, the strategy has stages "
+                    f"0 to {len(strategy.stages) - 1}"
+                )
+    _check_stages(strategy, graph)
+
+
+def _check_numbers(strategy: Strategy) -> None:
+    if strategy.batch < 1 or not 1 <= strategy.n_microbatches <= strategy.batch:
+        raise StrategyError(
+            f"strategy {strategy.name!r} cuts a batch of {strategy.batch} into "
+            f"{strategy.n_microbatches} microbatches: both must be >= 1, and each needs a sample"
+        )
+    if not strategy.stages:
+        raise StrategyError(f"strategy {strategy.name!r} has no stage: it needs at least one")
+
+
+def _check_names(strategy: Strategy, graph: Graph) -> None:
+    wanted = [op.name for op in graph.operators if has_tasks(op)]
+    if not wanted:
+        raise StrategyError(f"graph {graph.name!r} has only inputs: there is nothing to place")
+    known = set(graph.index())
+    foreign = [name for name in strategy.operators if name not in known]
+    missing = [name for name in wanted if name not in strategy.operators]
+    if foreign:
+        raise StrategyError(
+            f"strategy {strategy.name!r} places operator {foreign[0]!r}, which graph "
+            f"{graph.name!r} does not have ({len(foreign)} of {len(strategy.operators)} unknown): "
+            "it is for another model"
+        )
+    if missing:
+        raise StrategyError(
+            f"strategy {strategy.name!r} does not place operator {missing[0]!r} of graph "
+            f"{graph.name!r} ({len(missing)} of {len(wanted)} missing): add it"
+        )
+
+
+def _check_plan(
+    operator: Operator, plan: OperatorPlan, microbatch: int, graph_batch: int | None, n_devices: int
+) -> None:
+    shape = full_shape(operator, batch=microbatch, graph_batch=graph_batch)
+    allowed = cuttable_dims(operator, shape)
+    for dim, cut in plan.partition.items():
+        if dim not in allowed and not (dim in shape and n_parts(cut) == 1):
+            raise StrategyError(
+                f"operator {operator.name!r} ({operator.kind}) cannot be cut along {dim!r}: "
+                f"it can along {', '.join(allowed) or 'nothing'}"
+            )
+    try:
+        blocks(list(shape), list(shape.values()), plan.partition)
+    except StrategyError as error:
+        raise StrategyError(
+            f"operator {operator.name!r} at microbatch {microbatch}: {error}"
+        ) from None
+    if count_parts(plan.partition) != len(plan.devices):
+        raise StrategyError(
+            f"operator {operator.name!r} has {count_parts(plan.partition)} blocks and "
+            f"{len(plan.devices)} devices: name one device per block"
+        )
+    outside = [device for device in plan.devices if not 0 <= device < n_devices]
+    if outside:
+        raise StrategyError(
+            f"operator {operator.name!r} is on device {outside[0]}, the cluster has devices "
+            f"0 to {n_devices - 1}"
+        )
+
+
+def _check_stages(strategy: Strategy, graph: Graph) -> None:
+    for operator in graph.operators:
+        for name in operator.inputs:
+            if name not in strategy.operators or operator.name not in strategy.operators:
+                continue
+            before, after = strategy.operators[name].stage, strategy.operators[operator.name].stage
+            if before > after:
+                raise StrategyError(
+                    f"operator {operator.name!r} of stage {after} reads from {name!r} of stage "
+                    f"{before}: stages must follow the flow"
+                )
+    sets = strategy.stage_devices()
+    empty = [i for i, devices in enumerate(sets) if not devices]
+    if empty:
+        raise StrategyError(f"stage {empty[0]} of {len(sets)} has no operator: remove it")
+    for i, a in enumerate(sets):
+        for j in range(i):
+            if a != sets[j] and set(a) & set(sets[j]):
+                raise StrategyError(
+                    f"stages {j} and {i} share device {min(set(a) & set(sets[j]))} but not all "
+                    "their devices: give stages equal or separate devices"
+                )
+    n_ranks = strategy.n_ranks()
+    if len(set(sets)) != n_ranks:
+        raise StrategyError(
+            f"{len(sets)} stages use {len(set(sets))} device sets in no repeating order: "
+            "put stage s on the devices of stage s modulo the number of sets"
+        )
+    check_schedule(
+        strategy.schedule,
+        n_stages=len(sets),
+        n_microbatches=strategy.n_microbatches,
+        n_ranks=n_ranks,
+    )
+
+
+def samples_per_device(strategy: Strategy, operator: str) -> dict[int, int]:
+    """Samples of the global batch that each device computes of one operator."""
+    plan = strategy.operators[operator]
+    counts: dict[int, int] = {}
+    cut = plan.partition.get(SAMPLE, 1)
+    n_rest = count_parts(plan.partition) // n_parts(cut)
+    for size in strategy.microbatch_sizes():
+        for k, (start, stop) in enumerate(cut_dim(size, cut)):
+            for device in dict.fromkeys(plan.devices[k * n_rest : (k + 1) * n_rest]):
+                counts[device] = counts.get(device, 0) + stop - start
+    return counts

@@ -1,0 +1,76 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.domain.partition import (
+    blocks,
+    cut_dim,
+    input_interval,
+    intersect,
+    overlaps,
+    part_index,
+    volume,
+)
+from harness.errors import StrategyError
+
+
+def test_equal_cut_ends_at_floor_of_proportion():
+    assert cut_dim(10, 3) == [(0, 3), (3, 6), (6, 10)]
+
+
+def test_shares_cut_in_proportion_for_unlike_devices():
+    assert cut_dim(300, [2, 1]) == [(0, 200), (200, 300)]
+
+
+@given(st.integers(1, 500), st.integers(1, 20))
+def test_twice_the_parts_keep_the_bounds(size, n):
+    if size < 2 * n:
+        return
+    coarse, fine = cut_dim(size, n), cut_dim(size, 2 * n)
+    assert [stop for _, stop in coarse] == [stop for _, stop in fine][1::2]
+
+
+@pytest.mark.parametrize(("size", "cut"), [(2, 3), (4, 0), (4, [1, 0]), (4, []), (4, -1)])
+def test_cut_that_leaves_a_part_empty_is_refused(size, cut):
+    with pytest.raises(StrategyError):
+        cut_dim(size, cut)
+
+
+def test_blocks_are_numbered_row_major_over_the_dims():
+    found = blocks(["sample", "feature"], [4, 6], {"feature": 2, "sample": 2})
+    assert found == [
+        ((0, 2), (0, 3)),
+        ((0, 2), (3, 6)),
+        ((2, 4), (0, 3)),
+        ((2, 4), (3, 6)),
+    ]
+    assert part_index(["sample", "feature"], {"feature": 2, "sample": 2}, 2) == {
+        "sample": 1,
+        "feature": 0,
+    }
+
+
+def test_cut_of_a_dim_that_is_not_there_is_refused():
+    with pytest.raises(StrategyError, match="'height' cannot be cut"):
+        blocks(["sample"], [4], {"height": 2})
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_overlaps_of_two_partitions_tile_the_tensor(a, b, c, d):
+    dims, shape = ["sample", "feature"], [12, 13]
+    left = blocks(dims, shape, {"sample": a, "feature": b})
+    right = blocks(dims, shape, {"sample": c, "feature": d})
+    assert sum(volume(common) for *_, common in overlaps(left, right)) == 12 * 13
+
+
+def test_blocks_that_only_touch_share_nothing():
+    assert intersect(((0, 2),), ((2, 4),)) is None
+
+
+def test_halo_of_a_3x3_convolution_is_one_row_inside_the_tensor():
+    assert input_interval((0, 4), kernel=3, stride=1, padding=1, size=8) == (0, 5)
+    assert input_interval((4, 8), kernel=3, stride=1, padding=1, size=8) == (3, 8)
+
+
+def test_strided_pool_without_overlap_has_no_halo():
+    assert input_interval((2, 4), kernel=2, stride=2, padding=0, size=8) == (4, 8)

@@ -1,0 +1,148 @@
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import fingerprint
+from harness.domain.graph import Graph, Operator
+from harness.domain.strategy import (
+    OperatorPlan,
+    Stage,
+    StaleStrategyError,
+    Strategy,
+    check_fresh,
+    samples_per_device,
+    validate,
+)
+from harness.errors import StrategyError
+
+MIB = 2**20
+
+
+def make_graph(features=6):
+    return Graph(
+        name="tiny",
+        batch=8,
+        operators=[
+            Operator(name="x", kind="input", shape={"sample": 8, "feature": 4}),
+            Operator(
+                name="fc1", kind="linear", inputs=["x"], shape={"sample": 8, "feature": features}
+            ),
+            Operator(name="fc2", kind="linear", inputs=["fc1"], shape={"sample": 8, "feature": 2}),
+        ],
+    )
+
+
+def make_cluster(**changes):
+    options = {"inside_bytes_per_s": 1e9, "memory_bytes": MIB, **changes}
+    return Cluster.uniform(2, 2, **options)
+
+
+def make_strategy(**changes):
+    values = {
+        "name": "hybrid",
+        "batch": 8,
+        "n_microbatches": 2,
+        "schedule": "1f1b",
+        "stages": [Stage(), Stage(recompute=True)],
+        "operators": {
+            "fc1": OperatorPlan({"sample": [2, 1]}, [0, 1]),
+            "fc2": OperatorPlan({"feature": 2}, [2, 3], 1),
+        },
+    }
+    return Strategy(**{**values, **changes})
+
+
+def with_plan(name, plan):
+    return make_strategy(operators={**make_strategy().operators, name: plan})
+
+
+def test_json_round_trip_keeps_everything():
+    strategy = make_strategy(made_for=fingerprint(make_graph(), make_cluster()))
+    assert Strategy.from_json(strategy.to_json()) == strategy
+
+
+def test_a_fitting_strategy_is_accepted():
+    validate(make_strategy(), make_graph(), make_cluster())
+
+
+def test_unknown_version_and_foreign_files_are_refused():
+    with pytest.raises(StrategyError, match="version 2"):
+        Strategy.from_json(make_strategy().to_json().replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(StrategyError, match="is not JSON"):
+        Strategy.from_json(b"Dense_100 2")
+    with pytest.raises(StrategyError, match=r"x\.json: .*missing required field"):
+        Strategy.from_json(b"{}", source="x.json")
+
+
+def test_samples_follow_the_shares():
+    assert samples_per_device(make_strategy(), "fc1") == {0: 4, 1: 4}
+    assert samples_per_device(make_strategy(n_microbatches=1), "fc1") == {0: 5, 1: 3}
+    assert samples_per_device(make_strategy(), "fc2") == {2: 8, 3: 8}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            with_plan("fc1", OperatorPlan({"sample": 2}, [0, 9])),
+            "device 9, the cluster has devices 0 to 3",
+        ),
+        (with_plan("fc1", OperatorPlan({"sample": 2}, [0])), "2 blocks and 1 devices"),
+        (with_plan("fc1", OperatorPlan({"height": 2}, [0, 1])), "cannot be cut along 'height'"),
+        (with_plan("fc1", OperatorPlan({"sample": 5}, [0] * 5)), "leaves an empty part"),
+        (with_plan("conv9", OperatorPlan({}, [0])), "'conv9'.*another model"),
+        (make_strategy(operators={"fc1": OperatorPlan({}, [0])}), "does not place operator 'fc2'"),
+        (make_strategy(n_microbatches=9), "8 into 9 microbatches"),
+        (make_strategy(stages=[Stage()]), "in stage 1, the strategy has stages 0 to 0"),
+        (make_strategy(stages=[Stage()] * 3), "stage 2 of 3 has no operator"),
+        (make_strategy(stages=[]), "no stage"),
+        (with_plan("fc1", OperatorPlan({}, [2], 0)), "stages 0 and 1 share device 2"),
+        (
+            make_strategy(
+                operators={"fc1": OperatorPlan({}, [0], 1), "fc2": OperatorPlan({}, [1], 0)}
+            ),
+            "stages must follow the flow",
+        ),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(strategy, message):
+    with pytest.raises(StrategyError, match=message):
+        validate(strategy, make_graph(), make_cluster())
+
+
+def test_fresh_strategy_is_accepted_and_one_without_hashes_too():
+    made_for = fingerprint(make_graph(), make_cluster())
+    check_fresh(make_strategy(made_for=made_for), make_graph(), make_cluster())
+    check_fresh(make_strategy(), make_graph(features=9), make_cluster())
+
+
+@pytest.mark.parametrize(
+    ("graph", "cluster", "message"),
+    [
+        (make_graph(features=7), make_cluster(), "stale: operator 'fc1' changed"),
+        (
+            msgspec.structs.replace(make_graph(), name="other"),
+            make_cluster(),
+            "the model was 'tiny' and is 'other'",
+        ),
+        (msgspec.structs.replace(make_graph(), batch=4), make_cluster(), "batch or name changed"),
+        (make_graph(), make_cluster(kind="T4"), "device 'node0:0' changed from 'device,.*to 'T4,"),
+        (make_graph(), make_cluster(inside_bytes_per_s=2e9), "links, interfaces or collective"),
+        (
+            make_graph(),
+            Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=MIB),
+            r"device 'node1:0' is gone \(and 1 more\)",
+        ),
+    ],
+)
+def test_stale_strategy_is_refused_with_the_difference_named(graph, cluster, message):
+    strategy = make_strategy(made_for=fingerprint(make_graph(), make_cluster()))
+    with pytest.raises(StaleStrategyError, match=message):
+        check_fresh(strategy, graph, cluster)
+
+
+def test_repeating_device_sets_are_interleaved_stages():
+    plans = {"fc1": OperatorPlan({}, [0], 0), "fc2": OperatorPlan({}, [0], 1)}
+    strategy = make_strategy(operators=plans, schedule="interleaved")
+    validate(strategy, make_graph(), make_cluster())
+    assert strategy.n_ranks() == 1
