@@ -48,6 +48,11 @@ class Recorder:
         """Record a finished span or sample."""
         self._records.append(record)
 
+    def discard(self) -> None:
+        """Forget the marks and samples so far: what the warm-up left."""
+        self.clock.settle()
+        self._marks, self._records = [], []
+
     def collect(self) -> list[Record]:
         """Hand over everything since the last call, spans in order of start; settles the clock."""
         self.clock.settle()

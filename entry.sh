@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# What mpirun, srun or torchrun starts on each rank: find the environment, set what the cluster
+# needs, and become the rank's program. `./entry.sh --help` lists the workloads.
+#
+# Optional settings, read as data and never executed, one NAME=VALUE a line:
+#   hosts/cluster.env      for every host
+#   hosts/<hostname>.env   for one host; wins over cluster.env
+# What is already set in the environment (mpirun -x NAME=VALUE) wins over both.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+# Sets each allowed NAME=VALUE of a file unless it is set already.
+read_settings() {
+    local file=$1 line name number=0
+    [[ -r $file ]] || return 0
+    while IFS= read -r line || [[ -n $line ]]; do
+        number=$((number + 1))
+        [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
+        name=${line%%=*}
+        if [[ ! $line =~ ^[A-Z][A-Z0-9_]*= ]]; then
+            echo "error: $file:$number: '$line' is not NAME=VALUE" >&2
+            exit 2
+        fi
+        case $name in
+            NCCL_* | GLOO_* | OMP_* | MKL_* | KMP_* | TORCH_* | CUDA_* | OMPI_* | UCX_* | HARNESS_* | MALLOC_*) ;;
+            *)
+                echo "error: $file:$number: $name may not be set here (allowed: NCCL_*, GLOO_*, OMP_*," \
+                    "MKL_*, KMP_*, TORCH_*, CUDA_*, OMPI_*, UCX_*, HARNESS_*, MALLOC_*)" >&2
+                exit 2
+                ;;
+        esac
+        [[ -v $name ]] || export "$name=${line#*=}"
+    done <"$file"
+}
+
+hosts=${HARNESS_HOSTS:-$root/hosts}
+read_settings "$hosts/$(uname -n).env"
+read_settings "$hosts/cluster.env"
+
+environment=${HARNESS_VENV:-$root/.venv}
+if [[ -x $environment/bin/python ]]; then
+    PATH=$environment/bin:$PATH
+elif ! python3 -c 'import harness, torch' 2>/dev/null; then
+    echo "error: $(uname -n) has no environment at $environment: run bash setup/install.sh there," \
+        "or set HARNESS_VENV" >&2
+    exit 2
+fi
+export PATH
+python=$(command -v python || command -v python3)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+# Threads: what the ranks of a host share. The program lowers it further to a cgroup's quota.
+local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${LOCAL_WORLD_SIZE:-1}}}
+threads=$(($(nproc) / local_size))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+# docker0 and the like have the same address on every host: Open MPI must not try them.
+export OMPI_MCA_btl_tcp_if_exclude=${OMPI_MCA_btl_tcp_if_exclude:-127.0.0.1/8,docker0,virbr0}
+# A waiting rank must not spin on the cores that another one measures.
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+# A failed collective ends with an error on every rank.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
+
+# `-m mpi4py` aborts all ranks when this one dies of an uncaught error.
+if "$python" -c 'import mpi4py' 2>/dev/null; then
+    exec "$python" -m mpi4py -m harness "$@"
+fi
+exec "$python" -m harness "$@"

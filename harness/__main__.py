@@ -1,0 +1,194 @@
+"""A rank's program: parse the command line, meet the other ranks, carry out runs, report.
+
+Started once per rank by entry.sh; also runs alone, as one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.errors import EXIT_CODE, HarnessError
+from harness.runtime.isolate import start_fork_server
+from harness.runtime.launcher import Launch, read_launch
+
+_log = logging.getLogger("harness")
+
+_USAGE = """\
+usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
+
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            compare everything
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
+  ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
+
+workloads:
+{workloads}
+
+`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload the
+comparison runs with the flags that all workloads share (--results, --resume, --dry-run).
+Then draw it: python -m harness.plot results/
+"""
+
+
+def _set_up_logging(rank: int) -> None:
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=f"%(asctime)s rank {rank} %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+def _usage() -> str:
+    from harness.workloads import WORKLOADS
+
+    lines = [f"  {name:<10}{workload.summary}" for name, workload in WORKLOADS.items()]
+    return _USAGE.format(workloads="\n".join(lines))
+
+
+def _parse(argv: list[str]) -> tuple[str, Any, Any]:
+    """The workload's name (empty: the comparison), its configuration and the shared options."""
+    import tyro
+
+    from harness.launch import RunOptions
+    from harness.workloads import WORKLOADS
+
+    if not argv or argv[0].startswith("-"):
+        if argv and argv[0] in ("-h", "--help"):
+            print(_usage())
+            raise SystemExit(0)
+        return "", None, tyro.cli(RunOptions, args=argv, prog="entry.sh")
+    name, *rest = argv
+    if name not in WORKLOADS:
+        print(f"there is no workload {name!r}\n\n{_usage()}", file=sys.stderr)
+        raise SystemExit(EXIT_CODE)
+    workload = WORKLOADS[name]
+    command = dataclasses.make_dataclass(
+        "Command", [("config", workload.config), ("options", RunOptions)], frozen=True
+    )
+    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes)(command)
+    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=workload.summary)
+    return name, parsed.config, parsed.options
+
+
+def _cases(name: str, config: Any, launch: Launch) -> list[Any]:
+    import torch
+
+    from harness.launch import Case
+    from harness.workloads import WORKLOADS
+    from harness.workloads.comparison import comparison
+
+    if name:
+        workload = WORKLOADS[name]
+        return [
+            Case(name=name, workload=workload, config=one)
+            for one in workload.cases(config, launch.size)
+        ]
+    return [
+        Case(name=one, workload=WORKLOADS[one], config=case)
+        for one, part in comparison(has_gpu=torch.cuda.device_count() > 0)
+        for case in WORKLOADS[one].cases(part, launch.size)
+    ]
+
+
+def _print_dry_run(cases: list[Any]) -> None:
+    from harness.launch import config_json
+
+    for number, case in enumerate(cases, start=1):
+        flags = " ".join(f"{key}={value}" for key, value in config_json(case.config).items())
+        print(f"[{number}/{len(cases)}] {case.name} {flags}")
+
+
+def _print_tables(cases: list[Any], runs: list[Any]) -> None:
+    for name, workload in {case.name: case.workload for case in cases}.items():
+        mine = [run for run in runs if run.header.workload == name]
+        if mine:
+            print(f"\n{name}: {workload.summary}\n{workload.table(mine)}", flush=True)
+
+
+def _draw_report(results: Path) -> None:
+    """The comparison ends with its report; drawing failures are reported, results stay."""
+    command = [sys.executable, "-m", "harness.plot", str(results)]
+    subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[str]) -> int:
+    start_fork_server(["torch", "torch.distributed", "harness.run", "harness.workloads"])
+
+    from harness.launch import Launcher
+    from harness.runtime.rendezvous import meet
+
+    meeting = meet(launch, os.environ)
+    world = meeting.world
+    _log.info(
+        "%d ranks on %d hosts by %s: %s, %s, %s because %s",
+        world.size, len(set(world.hostnames)), launch.launcher, world.device_kind,
+        world.interface, world.backend, world.backend_reason,
+    )  # fmt: skip
+    launcher = Launcher(meeting, options, ["./entry.sh", *argv])
+    headers = launcher.carry_out(cases)
+    if world.is_first:
+        _print_tables(cases, launcher.read(headers))
+        if not name:
+            _draw_report(options.results)
+    # Nobody leaves before rank 0 has printed: a launcher takes an early exit for a failure.
+    meeting.control.gather("end", 0, int)
+    is_failed = any(header.status not in ("ok", "oom") for header in headers)
+    return int(world.is_first and is_failed)
+
+
+@contextlib.contextmanager
+def _silent(is_silent: bool) -> Iterator[None]:
+    """Every rank parses the same command line; what is wrong with it is rank 0's to say."""
+    if not is_silent:
+        yield
+        return
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+def main(argv: list[str]) -> int:
+    """Run this rank's program; returns its exit code."""
+    launch = read_launch(os.environ)
+    _set_up_logging(launch.rank)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with _silent(launch.rank != 0):
+            name, config, options = _parse(argv)
+            cases = _cases(name, config, launch)
+    except (SystemExit, HarnessError):
+        if launch.rank != 0:
+            return 0
+        raise
+    if options.dry_run:
+        if launch.rank == 0:
+            _print_dry_run(cases)
+        return 0
+    return _work(name, options, cases, launch, argv)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        code = EXIT_CODE
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,297 @@
+"""Carry out a list of runs on all ranks: directory, header, isolation, agreement, resume.
+
+Every rank executes this same code and agrees with the others after each run; rank 0 writes the
+headers. A run has a process of its own on each rank, so one that dies takes nobody with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.run import RankInfo, RunHeader, Status, run_key
+from harness.errors import ResultsError
+from harness.measure.store import Results, Run, read_header, read_run, write_header
+from harness.run import Outcome, RunSpec, run_case
+from harness.runtime.host import code_commit
+from harness.runtime.isolate import Ending, run_isolated
+from harness.runtime.peaks import peak_flops_per_s
+from harness.runtime.rendezvous import Meeting, without_mpi
+from harness.workloads.contract import Workload
+
+_log = logging.getLogger(__name__)
+
+# The worst part of a run decides; one that was stopped for another's failure decides least.
+_SEVERITY: list[Status] = ["ok", "skipped", "timeout", "crash", "invalid", "oom"]
+_FINISHED = ("ok", "oom")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run to carry out."""
+
+    name: str
+    workload: Workload
+    config: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Flags that every workload shares."""
+
+    results: Path = Path("results")
+    """Directory that gets one folder a run."""
+    resume: bool = False
+    """Skip what this directory already holds an ok (or out-of-memory) run of."""
+    dry_run: bool = False
+    """Print the runs that would be carried out, and stop."""
+    run_timeout_s: float = 3600.0
+    """Stop a run after this many seconds; it becomes a row with status timeout."""
+    collective_timeout_s: float = 300.0
+    """A collective that a rank has waited in for this long fails the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A case with its place among the repeats of the same configuration and cluster."""
+
+    case: Case
+    key: str
+    repeat: int
+
+
+def config_json(config: Any) -> dict[str, Any]:
+    """A workload's configuration as plain JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(asdict(config), str_keys=True, enc_hook=str)
+    return plain
+
+
+def describe_cluster(ranks: list[RankInfo]) -> Cluster:
+    """Nodes and devices as this launch sees them; links are the links workload's to measure."""
+    by_host: dict[str, list[RankInfo]] = {}
+    for info in ranks:
+        by_host.setdefault(info.hostname, []).append(info)
+    nodes = [
+        Node(
+            name=hostname,
+            devices=[
+                Device(
+                    name=f"{hostname}:{i}", kind=info.device_kind, memory_bytes=info.memory_bytes
+                )
+                for i, info in enumerate(infos)
+            ],
+        )
+        for hostname, infos in by_host.items()
+    ]
+    return Cluster(nodes=nodes)
+
+
+def plan_runs(cases: Sequence[Case], cluster: Cluster) -> list[Planned]:
+    """Number the repeats: cases of equal configuration are repeats of one another."""
+    seen: Counter[str] = Counter()
+    planned = []
+    for case in cases:
+        key = run_key(case.name, config_json(case.config), cluster)
+        planned.append(Planned(case=case, key=key, repeat=seen[key]))
+        seen[key] += 1
+    return planned
+
+
+def finished_repeats(results: Path) -> Counter[str]:
+    """How many finished runs of each key a results directory holds."""
+    done: Counter[str] = Counter()
+    if not results.is_dir():
+        return done
+    for entry in results.iterdir():
+        try:
+            header = read_header(entry)
+        except ResultsError:
+            continue
+        done[header.key] += header.status in _FINISHED
+    return done
+
+
+def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
+    """The status of the run, and why, naming the rank and host that decided."""
+    severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
+    rank = severities.index(max(severities))
+    status, reason = outcomes[rank].status, outcomes[rank].reason
+    return status, f"rank {rank} ({hostnames[rank]}): {reason}" if status != "ok" else ""
+
+
+class Launcher:
+    """This rank's part in carrying out runs; all ranks make the same calls."""
+
+    def __init__(self, meeting: Meeting, options: RunOptions, argv: list[str]) -> None:
+        self._meeting = meeting
+        self._options = options
+        self._argv = argv
+        self._world = meeting.world
+        self._control = meeting.control
+        self._ranks = self._control.gather("ranks", self._describe_rank(), RankInfo)
+        self.cluster = describe_cluster(self._ranks)
+        self._results = Path(
+            self._control.broadcast("results", str(options.results.absolute()), str)
+        )
+        self._commit = code_commit() if self._world.is_first else ""
+
+    def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
+        """Carry out every case in order; returns the headers (complete on rank 0)."""
+        planned = plan_runs(cases, self.cluster)
+        done = finished_repeats(self._results) if self._options.resume else Counter[str]()
+        skipped = [plan.repeat < done[plan.key] for plan in planned]
+        skipped = self._control.broadcast("skipped", skipped, list[bool])
+        headers = []
+        for number, (plan, is_done) in enumerate(zip(planned, skipped, strict=True), start=1):
+            what = f"[{number}/{len(planned)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
+            if is_done:
+                _log.info("%s: already in %s, skipped", what, self._results)
+                continue
+            _log.info("%s", what)
+            header = self._carry_out_one(plan, number)
+            _log.info("%s: %s %s", what, header.status, header.reason.splitlines()[:1] or "")
+            headers.append(header)
+        return headers
+
+    def read(self, headers: list[RunHeader]) -> list[Run]:
+        """The runs as written; rank 0 only."""
+        results = Results()
+        for header in headers:
+            read_run(self._results / header.run_id, results)
+        for path, reason in results.skipped:
+            _log.warning("%s: %s", path, reason)
+        return results.runs
+
+    def _describe_rank(self) -> RankInfo:
+        world = self._world
+        return RankInfo(
+            rank=world.rank,
+            hostname=world.hostname,
+            device=str(world.device),
+            device_kind=world.device_kind,
+            n_cores=world.n_cores,
+            memory_bytes=world.memory_bytes,
+            interface=world.interface,
+            peak_flops_per_s=peak_flops_per_s(world.device_kind),
+        )
+
+    def _new_header(self, plan: Planned) -> RunHeader:
+        now = datetime.now(UTC)
+        run_id = f"{now:%Y%m%dT%H%M%S}-{plan.case.name}-{plan.key[:6]}-r{plan.repeat}"
+        if (self._results / run_id).exists():
+            run_id += f"-{now.microsecond}"
+        return RunHeader(
+            run_id=run_id,
+            workload=plan.case.name,
+            key=plan.key,
+            repeat=plan.repeat,
+            argv=self._argv,
+            config=config_json(plan.case.config),
+            cluster=self.cluster,
+            ranks=self._ranks,
+            versions=self._meeting.facts[0].versions,
+            commit=self._commit,
+            start_utc=now.isoformat(timespec="milliseconds"),
+            backend=self._world.backend,
+        )
+
+    def _carry_out_one(self, plan: Planned, number: int) -> RunHeader:
+        header = self._control.broadcast("header", self._new_header(plan), RunHeader)
+        run_dir = self._results / header.run_id
+        if self._world.is_first:
+            write_header(run_dir, header)
+        start_s = time.monotonic()
+        try:
+            outcome = self._part(plan.case, f"run{number}", run_dir)
+        except KeyboardInterrupt:
+            self._close(run_dir, header, "crash", "interrupted", start_s, {})
+            raise
+        outcomes = self._control.gather("outcome", outcome, Outcome)
+        status, reason = worst(outcomes, self._world.hostnames)
+        if not plan.case.workload.is_isolated and dist.is_initialized():
+            dist.destroy_process_group()
+        self._bring_records(run_dir)
+        return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
+
+    def _part(self, case: Case, name: str, run_dir: Path) -> Outcome:
+        """This rank's part of a run."""
+        meeting = self._meeting
+        spec = RunSpec(
+            name=name,
+            run_dir=str(run_dir),
+            address=meeting.address,
+            port=meeting.port,
+            collective_timeout_s=self._options.collective_timeout_s,
+        )
+        if case.workload.is_isolated:
+            world = without_mpi(self._world)
+            ending = run_isolated(
+                run_case,
+                (case.workload.body, case.config, world, spec),
+                timeout_s=self._options.run_timeout_s,
+                peer_failure=lambda: self._control.read_failure(name),
+            )
+            outcome = _outcome_of(ending)
+        else:
+            outcome = run_case(case.workload.body, case.config, self._world, spec)
+        if outcome.status != "ok":
+            self._control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
+        return outcome
+
+    def _bring_records(self, run_dir: Path) -> None:
+        """Copy to rank 0 the records of ranks whose disk it does not share."""
+        name = f"rank{self._world.rank}.jsonl"
+        own = run_dir / name
+        sizes = self._control.gather("sizes", own.stat().st_size if own.exists() else -1, int)
+        missing = [
+            rank
+            for rank, size in enumerate(sizes)
+            if size >= 0 and not _has_size(run_dir / f"rank{rank}.jsonl", size)
+        ]
+        missing = self._control.broadcast("missing", missing, list[int])
+        if not missing:
+            return
+        data = own.read_bytes() if self._world.rank in missing else None
+        for rank, content in self._control.send_to_first("records", data).items():
+            (run_dir / f"rank{rank}.jsonl").write_bytes(content)
+
+    def _close(
+        self,
+        run_dir: Path,
+        header: RunHeader,
+        status: Status,
+        reason: str,
+        start_s: float,
+        summary: dict[str, Any],
+    ) -> RunHeader:
+        closed = msgspec.structs.replace(
+            header,
+            status=status,
+            reason=reason,
+            summary=summary,
+            duration_s=round(time.monotonic() - start_s, 3),
+        )
+        if self._world.is_first:
+            write_header(run_dir, closed)
+        return closed
+
+
+def _outcome_of(ending: Ending) -> Outcome:
+    if ending.status == "ok":
+        outcome: Outcome = ending.value
+        return outcome
+    return msgspec.convert({"status": ending.status, "reason": ending.reason}, Outcome)
+
+
+def _has_size(path: Path, n_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == n_bytes

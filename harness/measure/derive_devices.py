@@ -1,0 +1,213 @@
+"""Rates of single devices, and of products distributed over all of them, from matmul records."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.domain.record import Sample
+from harness.domain.run import RankInfo
+from harness.measure.derive_spans import samples_of
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+PeakKey = tuple[str, float, str]
+"""Device kind, its number of cores (a CPU share is a kind of its own) and dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulRow:
+    """One product on one rank's device; rates are 2mnk / time.
+
+    Attributes:
+        flops_per_s: from the median time; `low`, `high` from the ends of its interval.
+        max_flops_per_s: from the shortest time.
+        error: largest relative error against the float64 reference, None when not verified.
+    """
+
+    rank: int
+    hostname: str
+    device_kind: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    time: Summary
+    flops_per_s: float
+    low: float
+    high: float
+    max_flops_per_s: float
+    peak_flops_per_s: float | None
+    error: float | None
+
+    @property
+    def is_above_peak(self) -> bool:
+        """A rate that the device cannot reach: the measurement is wrong."""
+        return self.peak_flops_per_s is not None and self.flops_per_s > self.peak_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaRow:
+    """One product distributed over all ranks.
+
+    Attributes:
+        time: of the maximum over ranks; the other times are medians of the slowest rank's.
+        efficiency: aggregate rate over the sum of the ranks' own matmul peaks; None if unknown.
+    """
+
+    scaling: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    n_ranks: int
+    time: Summary
+    compute_s: float | None
+    communication_s: float | None
+    exposed_communication_s: float | None
+    flops_per_s: float
+    efficiency: float | None
+
+
+def info_of(run: Run, rank: int) -> RankInfo:
+    """Where a rank ran; an anonymous device when the header does not say."""
+    known = {info.rank: info for info in run.header.ranks}
+    unknown = RankInfo(
+        rank=rank, hostname=f"rank {rank}", device="", device_kind="", n_cores=0, memory_bytes=0
+    )
+    return known.get(rank, unknown)
+
+
+def _by_labels(samples: Iterable[Sample], *names: str) -> dict[tuple[object, ...], list[Sample]]:
+    groups: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if all(name in sample.labels for name in names):
+            groups[tuple(sample.labels[name] for name in names)].append(sample)
+    return groups
+
+
+def _positive(samples: Iterable[Sample]) -> list[float]:
+    return [sample.value for sample in samples if 0 < sample.value < float("inf")]
+
+
+def matmul_table(run: Run) -> list[MatmulRow]:
+    """Every local product of every rank, by dtype and size."""
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        info = info_of(run, rank)
+        errors = _by_labels(samples_of(records, "matmul_error"), "m", "n", "k", "dtype")
+        groups = _by_labels(samples_of(records, "matmul_s"), "m", "n", "k", "dtype")
+        for labels, samples in groups.items():
+            times = _positive(samples)
+            if times:
+                worst = max((sample.value for sample in errors.get(labels, [])), default=None)
+                rows.append(_matmul_row(rank, info, labels, summarize(times, shortest=0), worst))
+    return sorted(rows, key=lambda row: (row.rank, row.dtype, row.m * row.n * row.k))
+
+
+def _matmul_row(
+    rank: int, info: RankInfo, labels: tuple[object, ...], time: Summary, error: float | None
+) -> MatmulRow:
+    m, n, k = (int(str(size)) for size in labels[:3])
+    dtype = str(labels[3])
+    flops = 2 * m * n * k
+    return MatmulRow(
+        rank=rank,
+        hostname=info.hostname,
+        device_kind=info.device_kind,
+        dtype=dtype,
+        m=m,
+        n=n,
+        k=k,
+        time=time,
+        flops_per_s=flops / time.median,
+        low=flops / time.high,
+        high=flops / time.low,
+        max_flops_per_s=flops / time.min,
+        peak_flops_per_s=info.peak_flops_per_s.get(dtype),
+        error=error,
+    )
+
+
+def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
+    """Best measured FLOP/s of each kind of device and dtype: over sizes, from median times.
+
+    Several ranks or runs of one kind count with their median rank, so that one lucky or busy
+    device does not set the mark for all. Runs that are not ok give no peak.
+    """
+    best: dict[PeakKey, list[float]] = defaultdict(list)
+    for run in runs:
+        if run.header.status != "ok":
+            continue
+        by_rank: dict[tuple[int, str], float] = {}
+        for row in matmul_table(run):
+            at = (row.rank, row.dtype)
+            by_rank[at] = max(by_rank.get(at, 0.0), row.flops_per_s)
+        for (rank, dtype), rate in by_rank.items():
+            info = info_of(run, rank)
+            best[info.device_kind, info.n_cores, dtype].append(rate)
+    return {key: summarize(rates, shortest=0).median for key, rates in best.items()}
+
+
+def sum_of_peaks(infos: Iterable[RankInfo], dtype: str, peaks: dict[PeakKey, float]) -> float | None:
+    """Sum of the measured peaks of all devices; None when one of them was not measured."""
+    rates = [peaks.get((info.device_kind, info.n_cores, dtype)) for info in infos]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
+def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, list[float]]:
+    """The ranks' values of each iteration: by `step`, or by position when there is none."""
+    iterations: dict[int, list[float]] = defaultdict(list)
+    for records in run.ranks.values():
+        groups = _by_labels(samples_of(records, metric), *SUMMA_LABELS)
+        for position, sample in enumerate(groups.get(labels, [])):
+            iterations[position if sample.step is None else sample.step].append(sample.value)
+    return iterations
+
+
+SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
+
+
+def _slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
+    return [max(values) for _, values in sorted(_by_iteration(run, metric, labels).items())]
+
+
+def _median(values: list[float]) -> float | None:
+    return summarize(values, shortest=0).median if values else None
+
+
+def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
+    """Every distributed product; peaks default to those that the run itself measured."""
+    peaks = matmul_peaks([run]) if peaks is None else peaks
+    cases = {
+        tuple(sample.labels[name] for name in SUMMA_LABELS)
+        for records in run.ranks.values()
+        for sample in samples_of(records, "summa_s")
+        if all(name in sample.labels for name in SUMMA_LABELS)
+    }
+    rows = [_summa_row(run, labels, peaks) for labels in sorted(cases, key=str)]
+    return sorted(rows, key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k))
+
+
+def _summa_row(run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]) -> SummaRow:
+    time = summarize(_slowest(run, "summa_s", labels), shortest=0)
+    m, n, k = (int(str(size)) for size in labels[2:])
+    rate = 2 * m * n * k / time.median
+    dtype = str(labels[1])
+    local = sum_of_peaks(run.header.ranks, dtype, peaks)
+    return SummaRow(
+        scaling=str(labels[0]),
+        dtype=dtype,
+        m=m,
+        n=n,
+        k=k,
+        n_ranks=len(run.header.ranks) or len(run.ranks),
+        time=time,
+        compute_s=_median(_slowest(run, "summa_compute_s", labels)),
+        communication_s=_median(_slowest(run, "summa_communication_s", labels)),
+        exposed_communication_s=_median(_slowest(run, "summa_exposed_communication_s", labels)),
+        flops_per_s=rate,
+        efficiency=rate / local if local else None,
+    )

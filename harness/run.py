@@ -1,0 +1,129 @@
+"""One run on one rank, and the loop over its steps.
+
+`run_case` sets a rank up (threads, process group, clock, recorder, writer), calls the workload's
+body and turns what comes out of it into an Outcome. `measure_steps` is the only loop over steps.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from harness.domain.run import Status
+from harness.errors import HarnessError, VerificationError
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.measure.store import RecordWriter
+from harness.runtime.clock_offset import measure_clock_offset
+from harness.runtime.context import Context
+from harness.runtime.cuda_clock import clock_for
+from harness.runtime.memory import is_out_of_memory
+from harness.runtime.progress import Progress
+from harness.runtime.rendezvous import join_process_group
+from harness.runtime.world import World
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank must know to carry out one run.
+
+    Attributes:
+        name: unique in the launch; names the process group's keys in the store.
+        collective_timeout_s: after this long without an answer a collective fails.
+    """
+
+    name: str
+    run_dir: str
+    address: str
+    port: int
+    collective_timeout_s: float
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank's part of a run ended."""
+
+    status: Status
+    reason: str = ""
+    summary: dict[str, Any] = {}
+
+
+def measure_steps(
+    step: Callable[[], object], context: Context, *, n_steps: int, n_warm_up: int, what: str
+) -> None:
+    """Warm up, then record `n_steps` steps as back-to-back `step` spans; all ranks must call it.
+
+    The boundary between two steps is one mark, so that nothing falls between them. Records are
+    written after each step, outside its span, without waiting for the device.
+    """
+    recorder = context.recorder
+    context.flush()
+    for _ in range(n_warm_up):
+        step()
+    recorder.discard()
+    start = recorder.clock.mark()
+    for index in range(n_steps):
+        recorder.step = index
+        step()
+        end = recorder.clock.mark()
+        recorder.add_marks("step", start, end)
+        context.flush()
+        context.progress.update(what, index + 1, n_steps)
+        start = recorder.clock.mark()
+    recorder.step = None
+
+
+def _classify(error: BaseException) -> Outcome:
+    if is_out_of_memory(error):
+        return Outcome(status="oom", reason=str(error).splitlines()[0])
+    if isinstance(error, VerificationError):
+        return Outcome(status="invalid", reason=str(error))
+    if isinstance(error, HarnessError):
+        return Outcome(status="crash", reason=str(error))
+    where = "".join(traceback.format_exception(error))
+    return Outcome(status="crash", reason=f"{type(error).__name__}: {error}\n{where}")
+
+
+Body = Callable[[Any, Context], dict[str, Any]]
+
+
+def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str, Any]:
+    torch.set_num_threads(world.n_threads)
+    join_process_group(world, spec.address, spec.port, spec.name, spec.collective_timeout_s)
+    # Ranks that have met can measure each other's clocks; the recorder's origin is taken with it.
+    host_clock = HostClock()
+    recorder = Recorder(clock_for(world.device))
+    offset_s, error_s = measure_clock_offset(world, host_clock)
+    recorder.sample("clock_offset_s", offset_s)
+    recorder.sample("clock_offset_error_s", error_s)
+    run_dir = Path(spec.run_dir)
+    writer = RecordWriter(run_dir, world.rank)
+    context = Context(
+        world=world,
+        recorder=recorder,
+        writer=writer,
+        progress=Progress(is_shown=world.is_first),
+        run_dir=run_dir,
+    )
+    try:
+        context.flush()
+        return body(config, context)
+    finally:
+        writer.write(recorder.collect_ready())
+        writer.close()
+
+
+def run_case(body: Body, config: Any, world: World, spec: RunSpec) -> Outcome:
+    """Carry out one run on this rank; every rank of the world must call it. Never raises."""
+    try:
+        summary = _carry_out(body, config, world, spec)
+    except Exception as error:
+        # Leaving the group's threads to the end of the process: destroying it could wait for a
+        # peer that has failed.
+        return _classify(error)
+    dist.destroy_process_group()
+    return Outcome(status="ok", summary=summary)

@@ -1,0 +1,85 @@
+"""How the ranks agree on things outside the measured work: a TCP store, JSON values.
+
+Waiting sleeps in the kernel, so that it takes no CPU from what is being measured (an MPI
+barrier would spin). Nothing that arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed import Store
+
+T = TypeVar("T")
+
+_POLL = timedelta(seconds=20)
+_CHUNK_BYTES = 1 << 20
+
+
+class Control:
+    """A rank's connection to the store on rank 0. All ranks make the same calls in the same order."""
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self._n_calls = 0
+
+    def _key(self, name: str) -> str:
+        self._n_calls += 1
+        return f"control/{self._n_calls}/{name}"
+
+    def _wait(self, key: str) -> bytes:
+        while True:
+            try:
+                self.store.wait([key], _POLL)
+            except dist.DistStoreError:
+                continue
+            return bytes(self.store.get(key))
+
+    def gather(self, name: str, value: T, type_: Any = Any) -> list[T]:
+        """Every rank's value, by rank; waits for all, for as long as it takes."""
+        key = self._key(name)
+        self.store.set(f"{key}/{self.rank}", msgspec.json.encode(value).decode())
+        return [
+            msgspec.json.decode(self._wait(f"{key}/{rank}"), type=type_) for rank in range(self.size)
+        ]
+
+    def broadcast(self, name: str, value: T, type_: Any = Any) -> T:
+        """Rank 0's value on every rank; the others' argument is ignored."""
+        key = self._key(name)
+        if self.rank == 0:
+            self.store.set(key, msgspec.json.encode(value).decode())
+        decoded: T = msgspec.json.decode(self._wait(key), type=type_)
+        return decoded
+
+    def send_to_first(self, name: str, data: bytes | None) -> dict[int, bytes]:
+        """Bytes from the ranks that have some (not None) to rank 0, which returns them by rank."""
+        key = self._key(name)
+        n_chunks = 0 if data is None else -(-len(data) // _CHUNK_BYTES)
+        for i in range(n_chunks):
+            assert data is not None
+            chunk: Any = data[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]  # bytes do; the stub says str
+            self.store.set(f"{key}/{self.rank}/{i}", chunk)
+        counts = self.gather(name, n_chunks, int)
+        received: dict[int, bytes] = {}
+        if self.rank == 0:
+            for rank, n in enumerate(counts):
+                keys = [f"{key}/{rank}/{i}" for i in range(n)]
+                if n:
+                    received[rank] = b"".join(bytes(self.store.get(k)) for k in keys)
+                for k in keys:
+                    self.store.delete_key(k)
+        return received
+
+    def report_failure(self, run: str, reason: str) -> None:
+        """Tell the other ranks that this one's part of a run has failed; the first report stays."""
+        self.store.compare_set(f"failure/{run}", "", f"{self.rank} {reason}")
+
+    def read_failure(self, run: str) -> str | None:
+        """`<rank> <reason>` of the first failure of a run; None while there is none."""
+        key = f"failure/{run}"
+        return self.store.get(key).decode() if self.store.check([key]) else None

@@ -1,0 +1,41 @@
+"""A clock of CUDA events: marks follow the current stream and are read when the GPU has passed them."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.measure.clock import Clock, HostClock
+
+# An event's distance is a float32 in milliseconds: 10 s are exact to about a microsecond.
+_REBASE_S = 10.0
+
+
+class CudaClock:
+    """Marks are events of the current device's current stream; the origin is its creation."""
+
+    def __init__(self) -> None:
+        self._anchor = self.mark()
+        self._anchor_s = 0.0
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_ready(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def seconds_at(self, mark: torch.cuda.Event) -> float:
+        elapsed_s = float(self._anchor.elapsed_time(mark)) * 1e-3
+        at_s = self._anchor_s + elapsed_s
+        if elapsed_s > _REBASE_S:
+            self._anchor, self._anchor_s = mark, at_s
+        return at_s
+
+
+def clock_for(device: torch.device) -> Clock:
+    """CUDA events on a GPU, the host's monotonic clock elsewhere."""
+    return CudaClock() if device.type == "cuda" else HostClock()

