@@ -1,0 +1,1 @@
+"""PipeDream's problem (SOSP'19): stages of a pipeline, replicated, on hierarchical links."""

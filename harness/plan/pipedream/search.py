@@ -1,0 +1,217 @@
+"""The search: which cuts to consider, a bound from a few of them, the exact program, refinement.
+
+With all cuts listed the result is exact. A graph with too many has its parallel branches merged,
+or its cuts sampled by a beam; then the cuts around those of the best plan are added at full
+resolution, until nothing improves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.plan.pipedream.cost import Level, Stage
+from harness.plan.pipedream.cuts import Cuts, Floats
+from harness.plan.pipedream.dynamic import (
+    DeviceStages,
+    Placed,
+    StageTimes,
+    Surroundings,
+    Workers,
+    best_chain,
+)
+from harness.plan.pipedream.lattice import Cut, Lattice, merge_branches
+from harness.plan.pipedream.nested import GroupStages, all_pairs
+from harness.plan.pipedream.workload import Workload
+
+_BEAM_WIDTH = 12
+_MAX_ROUNDS = 6
+_FLAT_CUTS = 3000
+_PAIR_OPERATIONS = 3e9  # element operations that one solution over pairs may take: some seconds
+_COARSE_CUTS = 96
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan by PipeDream's formula.
+
+    Attributes:
+        step_s: seconds per minibatch.
+        stages: of the outermost level, in order.
+        n_cuts: cuts considered.
+        is_exact: all cuts were considered, so that no plan is better.
+        interrupted: ended by Ctrl-C.
+    """
+
+    step_s: float
+    stages: list[Stage]
+    n_cuts: int
+    is_exact: bool
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A workload on levels of equal devices.
+
+    Attributes:
+        levels: innermost first.
+        memory: bytes per device; infinite for no limit.
+    """
+
+    workload: Workload
+    levels: Sequence[Level]
+    memory: float = math.inf
+
+    @property
+    def most_cuts(self) -> int:
+        """As many as the program can take in a few seconds."""
+        if len(self.levels) == 1:
+            return _FLAT_CUTS
+        n_products = sum(level.n_workers**2 / 2 for level in self.levels[:-1])
+        if self.memory < math.inf:
+            n_products *= 2 * self.levels[-1].n_workers ** 2
+        return int((_PAIR_OPERATIONS * 3 / n_products) ** (1 / 3))
+
+
+def search(
+    problem: Problem, *, report: Callable[[float, str], None] | None = None
+) -> Found | None:
+    """Find the best plan; None when no plan fits the memory.
+
+    Args:
+        report: called with the best seconds so far and what is being done.
+    """
+    lattice = Lattice(problem.workload)
+    listed, is_exact = _candidates(lattice, problem.most_cuts)
+    cuts = Cuts.from_cuts(listed)
+    if len(cuts) > problem.most_cuts:
+        cuts = cuts.thin(max(1, problem.most_cuts // 4), 4)
+    found = solve(cuts, problem, is_exact=is_exact)
+    n_rounds = 0
+    try:
+        while found is not None and not is_exact and n_rounds < _MAX_ROUNDS:
+            if report:
+                report(found.step_s, f"refining, round {n_rounds + 1}")
+            better = _refine(lattice, problem, listed, found)
+            n_rounds += 1
+            if better is None or better.step_s >= found.step_s * (1 - 1e-6):
+                break
+            found = better
+    except KeyboardInterrupt:
+        assert found is not None
+        return Found(found.step_s, found.stages, found.n_cuts, False, interrupted=True)
+    return found
+
+
+def _candidates(lattice: Lattice, limit: int) -> tuple[list[Cut], bool]:
+    """All cuts when there are few; else those of the graph with merged branches, or a beam's."""
+    every = lattice.every(limit)
+    if every is not None:
+        return every, True
+    coarser, units = merge_branches(lattice)
+    merged = Lattice(coarser, units)
+    return merged.every(limit) or merged.beam(_BEAM_WIDTH), False
+
+
+def _refine(
+    lattice: Lattice, problem: Problem, listed: list[Cut], found: Found
+) -> Found | None:
+    """Solve again with the cuts near the plan's, at full resolution."""
+    ends = _ends(found.stages)
+    near = [cut for end in ends for cut in lattice.around(end, problem.most_cuts // (2 * len(ends)))]
+    coarse = Cuts.from_cuts(listed).thin(max(1, problem.most_cuts // 4), 2)
+    members = set(coarse.members)
+    cuts = Cuts.from_cuts([*(cut for cut in listed if cut.covers in members), *near])
+    return solve(cuts, problem, is_exact=False, bound_s=found.step_s)
+
+
+def _ends(stages: Sequence[Stage]) -> list[int]:
+    """Cuts of a plan on all levels."""
+    found: list[int] = []
+    for stage in stages:
+        found.extend(_ends(stage.inner))
+        found.append(stage.end)
+    return list(dict.fromkeys(found))
+
+
+def solve(
+    cuts: Cuts, problem: Problem, *, is_exact: bool, bound_s: float = math.inf
+) -> Found | None:
+    """Best plan over the given cuts."""
+    solver = _Solver(problem)
+    if len(cuts) > 2 * _COARSE_CUTS:
+        coarse = solver.chain(cuts.thin(_COARSE_CUTS // 2, 2), math.inf)
+        if coarse is not None:
+            bound_s = min(bound_s, coarse[0])
+    best = solver.chain(cuts, bound_s)
+    if best is None:
+        return None
+    step_s, stages = best
+    return Found(step_s, stages, len(cuts), is_exact)
+
+
+class _Solver:
+    """Nests the levels: the compute of a stage is the best time of the level below."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._memory = problem.memory
+        self._levels = list(problem.levels)
+
+    def chain(self, cuts: Cuts, bound_s: float) -> tuple[float, list[Stage]] | None:
+        """Best time and stages on the outermost level."""
+        return self._chain(cuts, len(self._levels) - 1, Surroundings(), bound_s)
+
+    def _workers(self, depth: int) -> Workers:
+        return Workers.uniform(self._levels[depth], self._memory if depth == 0 else math.inf)
+
+    def _stages(self, cuts: Cuts, depth: int, around: Surroundings) -> StageTimes:
+        workers = self._workers(depth)
+        if depth == 0:
+            return DeviceStages(cuts, workers, around)
+        known: dict[Surroundings, Floats] = {}
+        limited = self._memory < math.inf
+
+        def inner_s(inside: Surroundings) -> Floats:
+            # Without a memory limit, what lies around a group does not change its time.
+            key = inside if limited else Surroundings()
+            if key not in known:
+                stages = self._stages(cuts, depth - 1, _within(around, key))
+                known[key] = all_pairs(cuts, self._workers(depth - 1), stages, limited=limited)
+            return known[key]
+
+        rate = float(np.prod([level.n_workers for level in self._levels[:depth]]))
+        return GroupStages(cuts, workers, inner_s, rate)
+
+    def _chain(
+        self, cuts: Cuts, depth: int, around: Surroundings, bound_s: float
+    ) -> tuple[float, list[Stage]] | None:
+        stages = self._stages(cuts, depth, around)
+        best = best_chain(cuts, self._workers(depth), stages, bound_s=bound_s)
+        if best is None:
+            return None
+        step_s, chain = best
+        return step_s, [self._stage(cuts, depth, around, placed, stages) for placed in chain]
+
+    def _stage(
+        self, cuts: Cuts, depth: int, around: Surroundings, placed: Placed, stages: StageTimes
+    ) -> Stage:
+        inner: tuple[Stage, ...] = ()
+        if isinstance(stages, GroupStages):
+            inside = _within(around, stages.surroundings(placed.first, placed.r))
+            between = cuts.between(placed.start, placed.end)
+            solved = self._chain(between, depth - 1, inside, math.inf)
+            assert solved is not None, "the outer stage was costed by this very chain"
+            inner = tuple(solved[1])
+        return Stage(cuts.members[placed.start], cuts.members[placed.end], placed.r, inner)
+
+
+def _within(outer: Surroundings, inner: Surroundings) -> Surroundings:
+    """Surroundings of a group inside a group."""
+    return Surroundings(
+        n_copies=outer.n_copies * inner.n_copies,
+        n_after=inner.n_after * outer.n_copies + outer.n_after,
+    )
