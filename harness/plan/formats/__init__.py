@@ -1,0 +1,1 @@
+"""Strategies in the formats of other planners."""

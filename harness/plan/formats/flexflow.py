@@ -1,0 +1,166 @@
+"""FlexFlow's strategies: one entry per operator, as console lines and as a text file.
+
+    console   [Dense_100] num_dims(2) dims[1,4] device_ids[0,1,2,3]
+    text      the number of operators, then for each: name, device_type, nDims, dims, n ids, ids;
+              one item a line, lists separated by tabs
+
+The order of dims is not written in any of these files. FlexFlow's own (console, text, protobuf)
+are innermost first, samples last: [1,4] of a linear layer is data parallel. Its simulator of 2018
+prints samples first: there [1,4] is split by feature. An `Entry` keeps the order of its file;
+`Entry.cuts` is told which order to take.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from harness.errors import StrategyError
+
+DimOrder = Literal["innermost_first", "samples_first"]
+
+# What a list of this many dims stands for, samples first. FlexFlow's tensors are (n, c, h, w).
+_NAMED_DIMS: dict[int, tuple[str, ...]] = {
+    1: ("sample",),
+    2: ("sample", "feature"),
+    3: ("sample", "seq", "feature"),
+    4: ("sample", "feature", "height", "width"),
+}
+_CONSOLE = re.compile(
+    r"^\[(?P<name>[^\]]+)\] num_dims\((?P<n>\d+)\) dims\[(?P<dims>[\d,]*)\]"
+    r" device_ids\[(?P<ids>[\d,]*)\]$"
+)
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One operator's line.
+
+    Attributes:
+        dims: number of parts along each dim, in the order of the file.
+        devices: device of each part.
+        device_type: 0 GPU, 1 CPU; None where the format has no such field.
+        memory_types: of the regions (0 framebuffer, 1 zero-copy); None where it has no such field.
+    """
+
+    name: str
+    dims: tuple[int, ...]
+    devices: tuple[int, ...]
+    device_type: int | None = None
+    memory_types: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dims or min(self.dims) < 1:
+            raise StrategyError(
+                f"operator {self.name!r} has dims {list(self.dims)}: each must be >= 1, and "
+                "one be there"
+            )
+        if math.prod(self.dims) != len(self.devices):
+            raise StrategyError(
+                f"operator {self.name!r} has {math.prod(self.dims)} parts (dims {list(self.dims)}) "
+                f"and {len(self.devices)} devices: name one device per part"
+            )
+
+    def cuts(self, order: DimOrder = "innermost_first") -> dict[str, int]:
+        """Parts along each named dim, samples first.
+
+        Raises:
+            StrategyError: more dims than tensors of FlexFlow have.
+        """
+        names = _NAMED_DIMS.get(len(self.dims))
+        if names is None:
+            raise StrategyError(
+                f"operator {self.name!r} has {len(self.dims)} dims, known are 1 to "
+                f"{len(_NAMED_DIMS)}"
+            )
+        sizes = self.dims if order == "samples_first" else self.dims[::-1]
+        return dict(zip(names, sizes, strict=True))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(item) for item in text.split(",") if item)
+
+
+def parse_console(text: str, *, source: str = "FlexFlow console output") -> list[Entry]:
+    """Read console lines; lines that are not of this form are other output and are skipped.
+
+    Raises:
+        StrategyError: no such line at all, or one whose numbers contradict each other.
+    """
+    entries = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _CONSOLE.match(line.strip())
+        if match is None:
+            continue
+        dims = _numbers(match["dims"])
+        if len(dims) != int(match["n"]):
+            raise StrategyError(
+                f"{source}:{number}: num_dims is {match['n']} and {len(dims)} dims follow"
+            )
+        entries.append(Entry(match["name"], dims, _numbers(match["ids"])))
+    if not entries:
+        raise StrategyError(
+            f"{source} has no line like `[Dense_100] num_dims(2) dims[1,4] device_ids[0,1,2,3]`"
+        )
+    return entries
+
+
+def print_console(entries: Sequence[Entry]) -> str:
+    """Write console lines; device and memory types have no place in them."""
+    return "".join(
+        f"[{e.name}] num_dims({len(e.dims)}) dims[{','.join(map(str, e.dims))}] "
+        f"device_ids[{','.join(map(str, e.devices))}]\n"
+        for e in entries
+    )
+
+
+def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> list[Entry]:
+    """Read the text file.
+
+    Raises:
+        StrategyError: cut short, too long, or a count that disagrees; names the operator.
+    """
+    lines = iter(text.splitlines())
+
+    def take(what: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise StrategyError(f"{source} ends before {what}: the file is cut short")
+        return line.strip()
+
+    def take_int(what: str) -> int:
+        line = take(what)
+        if not re.fullmatch(r"\d+", line):
+            raise StrategyError(f"{source}: {what} is {line!r}, expected a whole number")
+        return int(line)
+
+    def take_list(what: str, n_items: int) -> tuple[int, ...]:
+        items = take(what).split()
+        if len(items) != n_items or not all(item.isdigit() for item in items):
+            raise StrategyError(f"{source}: {what} are {items}, expected {n_items} whole numbers")
+        return tuple(map(int, items))
+
+    entries = []
+    for k in range(take_int("the number of operators")):
+        name = take(f"operator {k + 1}")
+        device_type = take_int(f"device type of {name!r}")
+        dims = take_list(f"dims of {name!r}", take_int(f"nDims of {name!r}"))
+        devices = take_list(f"devices of {name!r}", take_int(f"device count of {name!r}"))
+        entries.append(Entry(name, dims, devices, device_type))
+    left = [line for line in lines if line.strip()]
+    if left:
+        raise StrategyError(f"{source} goes on with {left[0]!r} after its {len(entries)} operators")
+    return entries
+
+
+def print_text(entries: Sequence[Entry]) -> str:
+    """Write the text file; an entry without a device type is on a GPU."""
+    lines = [str(len(entries))]
+    for e in entries:
+        lines += [e.name, str(e.device_type or 0)]
+        lines += [str(len(e.dims)), "\t".join(map(str, e.dims))]
+        lines += [str(len(e.devices)), "\t".join(map(str, e.devices))]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,143 @@
+"""PipeDream's hybrid_conf.json: which modules form a stage, and which ranks replicate it.
+
+    {"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]},
+     "stage_to_depth_map": {"0": 1, "1": 0}}
+
+A module is one of the files that PipeDream generates from a plan (the last is the loss), so the
+file alone does not say which operators a stage has: `to_strategy` needs that from elsewhere, such
+as the stage_id of a PipeDream profile. PipeDream's replicas take whole minibatches in turn; here
+they share each microbatch, which has the same weights and no staleness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from harness.domain.graph import Graph
+from harness.domain.partition import SAMPLE, n_parts
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.errors import StrategyError
+
+
+class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The file's content.
+
+    Attributes:
+        stage_to_depth_map: stages after each one, which bounds its in-flight minibatches; optional.
+    """
+
+    module_to_stage_map: list[int]
+    stage_to_rank_map: dict[str, list[int]]
+    stage_to_depth_map: dict[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        stages = set(self.module_to_stage_map)
+        known = {int(key) for key in self.stage_to_rank_map if key.isdigit()}
+        if not stages or stages != set(range(len(stages))):
+            raise StrategyError(
+                f"module_to_stage_map has stages {sorted(stages)}: they must count from 0 "
+                "without gaps"
+            )
+        if known != stages or len(known) != len(self.stage_to_rank_map):
+            raise StrategyError(
+                f"module_to_stage_map has stages {sorted(stages)}, stage_to_rank_map has "
+                f"{list(self.stage_to_rank_map)}: they must be the same"
+            )
+        ranks = [rank for ranks in self.stage_to_rank_map.values() for rank in ranks]
+        if len(set(ranks)) != len(ranks) or not all(self.stage_to_rank_map.values()):
+            raise StrategyError(
+                f"stage_to_rank_map {self.stage_to_rank_map} must give every stage ranks of its own"
+            )
+
+    def ranks(self) -> list[list[int]]:
+        """Ranks of each stage, by stage."""
+        return [self.stage_to_rank_map[str(i)] for i in range(len(self.stage_to_rank_map))]
+
+    def to_json(self) -> bytes:
+        """The file's bytes."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=4) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "PipeDream plan") -> PipeDreamPlan:
+        """Parse and validate.
+
+        Raises:
+            StrategyError: malformed or inconsistent; names `source`.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.ValidationError as error:
+            raise StrategyError(f"{source}: {error}") from None
+        except msgspec.DecodeError as error:
+            raise StrategyError(f"{source} is not JSON: {error}") from None
+        except StrategyError as error:
+            raise StrategyError(f"{source}: {error}") from None
+
+
+def to_strategy(
+    plan: PipeDreamPlan,
+    graph: Graph,
+    stage_of: Mapping[str, int],
+    *,
+    batch: int,
+    n_microbatches: int | None = None,
+) -> Strategy:
+    """The plan as a 1F1B strategy.
+
+    Args:
+        stage_of: stage of each operator by name.
+        n_microbatches: default: as many as keep every rank busy (the number of ranks).
+
+    Raises:
+        StrategyError: an operator without a stage.
+    """
+    ranks = plan.ranks()
+    operators = {}
+    for operator in graph.operators:
+        if not has_tasks(operator):
+            continue
+        stage = stage_of.get(operator.name)
+        if stage is None or not 0 <= stage < len(ranks):
+            raise StrategyError(
+                f"operator {operator.name!r} has stage {stage}, the plan has stages 0 to "
+                f"{len(ranks) - 1}: say which one it belongs to"
+            )
+        operators[operator.name] = OperatorPlan({SAMPLE: len(ranks[stage])}, ranks[stage], stage)
+    return Strategy(
+        name=f"pipedream {'-'.join(str(len(r)) for r in ranks)}",
+        batch=batch,
+        operators=operators,
+        n_microbatches=n_microbatches or sum(map(len, ranks)),
+        schedule="1f1b",
+        stages=[Stage() for _ in ranks],
+    )
+
+
+def from_strategy(strategy: Strategy) -> PipeDreamPlan:
+    """One module per stage and one for the loss, as PipeDream generates them.
+
+    Raises:
+        StrategyError: a stage that is more than replicated, which the format cannot hold.
+    """
+    ranks: dict[int, list[int]] = {}
+    for name, plan in strategy.operators.items():
+        cut = plan.partition.get(SAMPLE, 1)
+        if n_parts(cut) != len(plan.devices) or len(set(plan.devices)) != len(plan.devices):
+            raise StrategyError(
+                f"operator {name!r} is cut into {plan.partition}: a PipeDream plan holds "
+                "replicas only"
+            )
+        if ranks.setdefault(plan.stage, plan.devices) != plan.devices:
+            raise StrategyError(
+                f"operator {name!r} is on devices {plan.devices}, its stage {plan.stage} on "
+                f"{ranks[plan.stage]}: a PipeDream plan has one set per stage"
+            )
+    n_stages = len(strategy.stages)
+    return PipeDreamPlan(
+        module_to_stage_map=[*range(n_stages), n_stages - 1],
+        stage_to_rank_map={str(i): list(ranks[i]) for i in range(n_stages)},
+        stage_to_depth_map={str(i): n_stages - 1 - i for i in range(n_stages)},
+    )
