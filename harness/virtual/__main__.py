@@ -1,0 +1,191 @@
+"""The virtual cluster's command line: `bash setup/virtual_cluster.sh --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import EXIT_CODE, HarnessError
+from harness.units import format_bandwidth, format_bytes, format_duration
+from harness.virtual import faults, lifecycle, node, plan, state
+from harness.virtual.state import Saved, State
+
+_EPILOG = """examples:
+  up --nodes 5 --bandwidth 1gbit --cpu 0.36        five equal nodes
+  up --nodes 3 --cpu 0.8,0.4,0.2 --bandwidth 1gbit,1gbit,100mbit
+  up --nodes 2 --name second --latency 500us       another one beside it
+  run -- mpirun -np 5 --hostfile hosts/virtual.txt hostname
+  exec node3 -- ip address
+  fault node3 --kind off                           pull its plug; --kind heal starts it again
+  down
+
+Nodes see this machine's files and environment at the same paths. hosts/virtual.txt names them
+(hosts/virtual-NAME.txt for --name NAME); hosts/virtual.json says what was built.
+Needs root. Exit codes: 0 done, 1 status found a node that is not up, 2 refused, with the remedy;
+exec and run pass on the command's own."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="setup/virtual_cluster.sh",
+        description="A cluster of real nodes on this machine: each with its own host name, "
+        "address, sshd, shaped link, CPU quota and memory limit.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--name", default=plan.DEFAULT_NAME, help="which cluster (default: virtual)"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(commands.add_parser("up", parents=[common], help="build a cluster"))
+    commands.add_parser("down", parents=[common], help="remove it and all that runs on it")
+    status = commands.add_parser(
+        "status", parents=[common], help="what stands, and in what condition"
+    )
+    status.add_argument("--json", action="store_true", help="as JSON")
+    execute = commands.add_parser("exec", parents=[common], help="run a command on a node")
+    execute.add_argument("node", help="its name or its position")
+    execute.add_argument("argv", nargs="+", metavar="CMD", help="after --")
+    run = commands.add_parser("run", parents=[common], help="run a command on the first node")
+    run.add_argument("argv", nargs="+", metavar="CMD", help="after --")
+    fault = commands.add_parser("fault", parents=[common], help="break a node, or heal it")
+    fault.add_argument("node", help="its name or its position")
+    fault.add_argument("--kind", choices=faults.KINDS, required=True)
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    each = "one for all nodes, or a comma-separated list with one for each"
+    parser.add_argument("--nodes", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--bandwidth", help=f"of each node's link, each way, like 1gbit; {each}")
+    parser.add_argument("--latency", help=f"one way, of each node's link, like 500us; {each}")
+    parser.add_argument("--cpu", help=f"cores' worth of time per node, like 0.4; {each}")
+    parser.add_argument("--memory", help=f"limit per node, like 2GiB; {each}")
+    parser.add_argument("--replace", action="store_true", help="take down one of that name first")
+    parser.add_argument("--hosts-dir", type=Path, help="where the hostfile goes (default: hosts/)")
+
+
+def _project() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def _hosts_dir(arguments: argparse.Namespace) -> Path:
+    chosen: Path | None = getattr(arguments, "hosts_dir", None)
+    return (chosen or _project() / "hosts").resolve()
+
+
+def _up(place: State, arguments: argparse.Namespace) -> int:
+    hostfile = plan.hostfile_path(_hosts_dir(arguments), place.name)
+    n_cores = os.cpu_count() or 1
+    with state.locked(place.root):
+        if arguments.replace:
+            lifecycle.down(place, hostfile)
+        made = plan.make_plan(
+            name=place.name,
+            n_nodes=arguments.nodes,
+            n_cores=n_cores,
+            bandwidth=arguments.bandwidth,
+            cpu=arguments.cpu,
+            memory=arguments.memory,
+            latency=arguments.latency,
+            taken_subnets=state.taken_subnets(place.root),
+        )
+        lifecycle.up(place, Saved(plan=made, hostfile=hostfile, project=_project()))
+    quota = sum(one.cpu or 0.0 for one in made.nodes)
+    if quota > 0.9 * n_cores:
+        # Above that the quotas compete, and step times vary with who wins.
+        print(
+            f"note: the nodes' --cpu sum to {quota:.2g} of {n_cores} cores: timings hold below 90%"
+        )
+    print(f"{len(made.nodes)} nodes up on {made.subnet}: {hostfile}")
+    return 0
+
+
+def _down(place: State, arguments: argparse.Namespace) -> int:
+    hostfile = plan.hostfile_path(_hosts_dir(arguments), place.name)
+    with state.locked(place.root):
+        existed = lifecycle.down(place, hostfile)
+    print(f"cluster {place.name} {'is down' if existed else 'was not up: nothing to do'}")
+    return 0
+
+
+def _status(place: State, arguments: argparse.Namespace) -> int:
+    rows = lifecycle.status(place)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_table([_cells(row) for row in rows])
+    return 0 if all(row["condition"] == "up" for row in rows) else 1
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    def shown(value: float | None, text: str) -> str:
+        return text if value is not None else "unlimited"
+
+    bandwidth, memory, cpu = (row[key] for key in ("bandwidth_bytes_per_s", "memory_bytes", "cpu"))
+    return {
+        "node": row["name"],
+        "address": row["address"],
+        "link each way": shown(bandwidth, format_bandwidth(bandwidth or 0)),
+        "link latency": format_duration(row["latency_s"]) if row["latency_s"] else "-",
+        "cores": shown(cpu, f"{cpu}"),
+        "memory": shown(memory, format_bytes(memory or 0)),
+        "out of memory": str(row["n_oom_kills"]),
+        "condition": row["condition"],
+    }
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for line in [{key: key for key in widths}, *rows]:
+        print("  ".join(line[key].ljust(width) for key, width in widths.items()).rstrip())
+
+
+def _execute(place: State, arguments: argparse.Namespace) -> int:
+    """Become the command: signals, terminal, working directory and exit code are its own."""
+    saved = state.load(place)
+    name = saved.plan.node(getattr(arguments, "node", "0")).name
+    argv = node.command_on(place, name, arguments.argv, Path.cwd())
+    node.join_limits(place, name)
+    os.execvpe(argv[0], argv, os.environ | node.environment(saved.project))
+
+
+def _fault(place: State, arguments: argparse.Namespace) -> int:
+    name = state.load(place).plan.node(arguments.node).name
+    with state.locked(place.root):
+        faults.inject(place, name, arguments.kind)
+    print(f"{name}: {faults.condition(place, name)}")
+    return 0
+
+
+_COMMANDS = {
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "exec": _execute,
+    "run": _execute,
+    "fault": _fault,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        place = State(state.state_root(), plan.check_name(arguments.name))
+        return _COMMANDS[arguments.command](place, arguments)
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+
+
+if __name__ == "__main__":
+    # A user's PATH may lack the directories of ip, tc and sshd.
+    os.environ["PATH"] = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Break a node on purpose, as real ones break, and heal it again: for testing what checks nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Literal, get_args
+
+from harness.virtual import network, node, processes, state
+from harness.virtual.state import SWITCH, State
+
+Kind = Literal["off", "wrong-key", "hang", "heal"]
+KINDS: tuple[str, ...] = get_args(Kind)
+
+
+def condition(place: State, name: str) -> str:
+    """`up`, a fault's kind, or `dead` when its sshd ended without one."""
+    fault = _fault_file(place, name)
+    if fault.exists():
+        return fault.read_text()
+    return "up" if processes.read_alive(place.pid_file(name)) else "dead"
+
+
+def _fault_file(place: State, name: str) -> Path:
+    return place.node(name) / "fault"
+
+
+def inject(place: State, name: str, kind: Kind) -> None:
+    """Put a node into one condition, whatever it was in before. Hold the lock.
+
+    off: cable pulled and all processes ended. wrong-key: its sshd has another host key than
+    others know. hang: TCP connects, but nothing ever answers. heal: as it was when built.
+    """
+    _heal(place, name)
+    match kind:
+        case "off":
+            _end(place, name)
+            network.set_link(place.namespace(SWITCH), _index(place, name), up=False)
+        case "wrong-key":
+            _end(place, name)
+            _exchange_key(place, name)
+            _start(place, name)
+        case "hang":
+            # The kernel goes on accepting connections for a stopped process.
+            pid = processes.read_alive(place.pid_file(name))
+            assert pid is not None, "just healed"
+            os.kill(pid, signal.SIGSTOP)
+        case "heal":
+            return
+    _fault_file(place, name).write_text(kind)
+
+
+def _index(place: State, name: str) -> int:
+    return [one.name for one in state.load(place).plan.nodes].index(name)
+
+
+def _end(place: State, name: str) -> None:
+    processes.end_all(lambda: processes.in_namespaces([place.namespace(name)]))
+
+
+def _start(place: State, name: str) -> None:
+    node.boot(place, name)
+    node.wait_until_ready(place, name)
+
+
+def _key_pair(place: State, name: str) -> list[Path]:
+    key = node.host_key_file(place, name)
+    return [key, key.with_suffix(".pub")]
+
+
+def _kept(place: State, name: str, key: Path) -> Path:
+    return place.node(name) / f"right-{key.name}"
+
+
+def _exchange_key(place: State, name: str) -> None:
+    for key in _key_pair(place, name):
+        shutil.copy2(key, _kept(place, name, key))
+    node.make_key(node.host_key_file(place, name), name)
+
+
+def _heal(place: State, name: str) -> None:
+    if condition(place, name) == "up":
+        return
+    _end(place, name)
+    for key in _key_pair(place, name):
+        if (kept := _kept(place, name, key)).exists():
+            kept.replace(key)
+    network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+    _start(place, name)
+    _fault_file(place, name).unlink(missing_ok=True)

@@ -1,0 +1,179 @@
+"""Build, describe and remove a virtual cluster.
+
+`down` works from the cluster's name alone, so it also clears what an `up` left that was killed:
+everything made is found again in the state directory, the namespaces bound there, or in cgroups
+which carry the name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from harness.errors import ConfigError, EnvironmentSetupError
+from harness.virtual import faults, limits, network, node, processes, relay, state
+from harness.virtual.plan import ClusterPlan
+from harness.virtual.state import Saved, State
+from harness.virtual.system import check_rights, check_tools, run
+
+_SSHD_DIRECTORY = Path("/run/sshd")  # compiled into Debian's sshd, which does not make it
+
+
+def up(place: State, saved: Saved) -> None:
+    """Build a cluster; what was built is removed again if anything fails. Hold the lock.
+
+    Raises:
+        EnvironmentSetupError: a tool or a right is missing.
+        ConfigError: it stands already.
+    """
+    check_tools()
+    check_rights()
+    if place.directory.exists():
+        raise ConfigError(
+            f"virtual cluster {place.name} is up already: take it down with `bash "
+            f"setup/virtual_cluster.sh down --name {place.name}`, or give --replace"
+        )
+    try:
+        _build(place, saved)
+    except BaseException:
+        down(place)
+        raise
+
+
+def _build(place: State, saved: Saved) -> None:
+    place.directory.mkdir(mode=0o700)
+    state.save(place, saved)
+    for one in saved.plan.nodes:
+        limits.create(place.name, one)
+    node.write_files(place, saved)
+    _connect(place, saved)
+    if not _SSHD_DIRECTORY.exists():
+        (place.root / "made-run-sshd").touch()
+        _SSHD_DIRECTORY.mkdir(mode=0o755)
+    for one in saved.plan.nodes:
+        node.boot(place, one.name)
+    for one in saved.plan.nodes:
+        node.wait_until_ready(place, one.name)
+    _write_hosts(place, saved)
+
+
+def _connect(place: State, saved: Saved) -> None:
+    """Make namespaces, switch and links."""
+    names = [state.SWITCH, *(one.name for one in saved.plan.nodes)]
+    place.namespace("").mkdir(mode=0o700)
+    for name in names:
+        path = place.namespace(name)
+        path.touch()
+        run(["unshare", f"--net={path}", "true"])
+    switch, *nodes = [place.namespace(name) for name in names]
+    network.build_switch(switch)
+    netem = not saved.plan.has_latency or network.has_netem(switch)
+    relayed = [not netem and one.latency_s > 0 for one in saved.plan.nodes]
+    network.build_pairs(switch, {i: path for i, path in enumerate(nodes) if not relayed[i]})
+    if any(relayed):
+        relay.start(place, saved.plan)
+    network.configure(saved.plan, switch, nodes, netem=netem)
+
+
+def hostfile_text(plan: ClusterPlan) -> str:
+    """An Open MPI hostfile: a slot for each node."""
+    return "".join(f"{one.name} slots=1\n" for one in plan.nodes)
+
+
+def describe(place: State, saved: Saved) -> dict[str, object]:
+    """What was built, as written beside the hostfile; holds paths of keys, never their content."""
+    return {
+        "schema": "harness-virtual",
+        "version": 1,
+        "name": saved.plan.name,
+        "subnet": saved.plan.subnet,
+        "hostfile": str(saved.hostfile),
+        "state_directory": str(place.directory),
+        "ssh": {
+            "identity_file": str(place.login_key),
+            "known_hosts": str(place.ssh / "known_hosts"),
+        },
+        "nodes": [
+            {**asdict(one), "namespace": str(place.namespace(one.name))} for one in saved.plan.nodes
+        ],
+    }
+
+
+def _write_hosts(place: State, saved: Saved) -> None:
+    saved.hostfile.parent.mkdir(parents=True, exist_ok=True)
+    _replace(saved.hostfile, hostfile_text(saved.plan))
+    _replace(
+        saved.hostfile.with_suffix(".json"), json.dumps(describe(place, saved), indent=1) + "\n"
+    )
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _members(place: State) -> set[int]:
+    return processes.in_namespaces(place.namespaces()) | limits.members(place.name)
+
+
+def down(place: State, hostfile: Path | None = None) -> bool:
+    """Remove a cluster and all that runs on it; returns whether there was anything. Hold the lock.
+
+    Args:
+        hostfile: where it stands if the state does not say, after a crash.
+
+    Raises:
+        EnvironmentSetupError: a process does not end, or this runs on one of its nodes.
+    """
+    if os.getpid() in _members(place):
+        raise EnvironmentSetupError("a node cannot take its own cluster down: do it from outside")
+    existed = place.directory.exists()
+    plan: ClusterPlan | None = None
+    try:
+        saved = state.load(place)
+        hostfile, plan = saved.hostfile, saved.plan
+    except (ConfigError, EnvironmentSetupError):
+        pass  # never finished, or taken down before: remove what there is
+    existed |= processes.end_all(lambda: _members(place)) > 0
+    limits.remove(place.name)
+    if plan is not None:
+        _remove_mpi_sessions(plan)
+    state.remove(place)
+    _remove_files(place.root, hostfile if existed else None)
+    return existed
+
+
+def _remove_mpi_sessions(plan: ClusterPlan) -> None:
+    """Remove the session directories of Open MPI daemons that were killed."""
+    for one in plan.nodes:
+        shutil.rmtree(Path("/tmp") / f"ompi.{one.name}.{os.geteuid()}", ignore_errors=True)
+
+
+def _remove_files(root: Path, hostfile: Path | None) -> None:
+    if hostfile is not None:
+        hostfile.unlink(missing_ok=True)
+        hostfile.with_suffix(".json").unlink(missing_ok=True)
+    made = root / "made-run-sshd"
+    if made.exists() and not state.standing(root):
+        shutil.rmtree(_SSHD_DIRECTORY, ignore_errors=True)
+        made.unlink()
+
+
+def status(place: State) -> list[dict[str, object]]:
+    """A row per node: its plan, its condition, and how many processes went over its memory.
+
+    Raises:
+        ConfigError: no such cluster.
+    """
+    return [
+        {
+            **asdict(one),
+            "condition": faults.condition(place, one.name),
+            "n_oom_kills": limits.n_oom_kills(place.name, one.name),
+        }
+        for one in state.load(place).plan.nodes
+    ]

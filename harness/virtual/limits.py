@@ -1,0 +1,190 @@
+"""CPU quota and memory limit of a node, by cgroup version 1 or 2."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import EnvironmentSetupError
+from harness.virtual.plan import NodePlan
+
+# A short period spreads a node's share evenly: with 100 ms, steps shorter than that see either
+# all of a core or none of it.
+PERIOD_US = 10_000
+MIN_QUOTA_US = 1_000  # the kernel refuses less
+REMOVE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Controller:
+    """Where one kind of limit (`cpu` or `memory`) is set."""
+
+    kind: str
+    root: Path
+    version: int
+
+
+def find_controllers(mounts: str, v2_controllers: str | None = None) -> dict[str, Controller]:
+    """Find the cpu and memory controllers in the text of /proc/mounts.
+
+    Args:
+        v2_controllers: content of the unified hierarchy's cgroup.controllers; None reads it.
+    """
+    found: dict[str, Controller] = {}
+    for line in mounts.splitlines():
+        _, place, kind, options, *_ = line.split()
+        if kind == "cgroup":
+            names, version = options.split(","), 1
+        elif kind == "cgroup2":
+            names, version = _v2_names(Path(place), v2_controllers), 2
+        else:
+            continue
+        for name in {"cpu", "memory"}.intersection(names):
+            found.setdefault(name, Controller(name, Path(place), version))
+    return found
+
+
+def _v2_names(root: Path, text: str | None) -> list[str]:
+    try:
+        return (text if text is not None else (root / "cgroup.controllers").read_text()).split()
+    except OSError:
+        return []
+
+
+def cpu_quota_us(cpu: float) -> tuple[int, int]:
+    """(quota, period) in microseconds for a share of cores; the period grows for tiny shares."""
+    period_us = PERIOD_US if cpu * PERIOD_US >= MIN_QUOTA_US else 10 * PERIOD_US
+    return round(cpu * period_us), period_us
+
+
+def settings(version: int, node: NodePlan) -> dict[str, list[tuple[str, str]]]:
+    """The (file, value) pairs to write for a node's limits, by controller, in order."""
+    wanted: dict[str, list[tuple[str, str]]] = {}
+    if node.cpu is not None:
+        quota, period = cpu_quota_us(node.cpu)
+        wanted["cpu"] = (
+            [("cpu.cfs_period_us", str(period)), ("cpu.cfs_quota_us", str(quota))]
+            if version == 1
+            else [("cpu.max", f"{quota} {period}")]
+        )
+    if node.memory_bytes is not None:
+        limit = str(node.memory_bytes)
+        wanted["memory"] = (
+            [("memory.limit_in_bytes", limit), ("memory.memsw.limit_in_bytes", limit)]
+            if version == 1
+            else [("memory.max", limit), ("memory.swap.max", "0")]
+        )
+    return wanted
+
+
+_OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max")  # absent without swap accounting
+
+
+def group_name(cluster: str, node: str) -> str:
+    return f"harness-virtual.{cluster}.{node}"
+
+
+def _write(path: Path, value: str) -> None:
+    if path.name in _OPTIONAL and not path.exists():
+        return
+    try:
+        path.write_text(value)
+    except OSError as error:
+        raise EnvironmentSetupError(
+            f"cannot set {path} to {value}: {error.strerror}; leave --cpu and --memory away, or "
+            "run where cgroups may be written"
+        ) from None
+
+
+def _enable_v2(controller: Controller) -> None:
+    control = controller.root / "cgroup.subtree_control"
+    if control.exists() and controller.kind not in control.read_text().split():
+        _write(control, f"+{controller.kind}")
+
+
+def _controllers() -> dict[str, Controller]:
+    return find_controllers(Path("/proc/mounts").read_text())
+
+
+def create(cluster: str, node: NodePlan) -> list[Path]:
+    """Make the node's cgroups with their limits; returns the files to write a pid into.
+
+    Raises:
+        EnvironmentSetupError: a wanted controller is missing or cannot be written.
+    """
+    available = _controllers()
+    joined = []
+    for kind in settings(1, node):
+        controller = available.get(kind)
+        if controller is None:
+            raise EnvironmentSetupError(
+                f"this machine has no {kind} cgroup controller: leave --{kind} away"
+            )
+        if controller.version == 2:
+            _enable_v2(controller)
+        group = controller.root / group_name(cluster, node.name)
+        group.mkdir(exist_ok=True)
+        for name, value in settings(controller.version, node)[kind]:
+            _write(group / name, value)
+        joined.append(group / "cgroup.procs")
+    return joined
+
+
+def _groups(cluster: str, node: str) -> Iterator[Path]:
+    """The node's cgroups that exist (node may be `*`)."""
+    for controller in _controllers().values():
+        yield from controller.root.glob(group_name(cluster, node))
+
+
+def join_files(cluster: str, node: str) -> list[Path]:
+    """The files into which a process writes its pid to come under the node's limits."""
+    return [group / "cgroup.procs" for group in _groups(cluster, node)]
+
+
+def members(cluster: str) -> set[int]:
+    """The pids in all cgroups of a cluster."""
+    pids: set[int] = set()
+    for path in join_files(cluster, "*"):
+        pids.update(int(pid) for pid in path.read_text().split())
+    return pids
+
+
+def remove(cluster: str) -> None:
+    """Remove all cgroups of a cluster, once their processes have ended.
+
+    Raises:
+        EnvironmentSetupError: one still has processes after a few seconds.
+    """
+    for group in _groups(cluster, "*"):
+        _remove_group(group)
+
+
+def _remove_group(group: Path) -> None:
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
+    while True:
+        try:
+            group.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            # The kernel keeps a group busy for some milliseconds after its last process.
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise EnvironmentSetupError(
+                    f"cannot remove cgroup {group}: {error.strerror}"
+                ) from None
+        time.sleep(0.02)
+
+
+def n_oom_kills(cluster: str, node: str) -> int:
+    """How many of the node's processes the kernel has killed for going over the memory limit."""
+    for group in _groups(cluster, node):
+        for name in ("memory.oom_control", "memory.events"):
+            path = group / name
+            if path.exists():
+                values = dict(line.split() for line in path.read_text().splitlines())
+                return int(values.get("oom_kill", 0))
+    return 0

@@ -1,0 +1,146 @@
+"""The cluster's network: a switch (bridge in its own namespace), a link to each node, shaping.
+
+    node0 [eth0 tbf]----[tbf port0]\\
+    node1 [eth0 tbf]----[tbf port1]-- switch
+    node2 [eth0 tbf]----[tbf port2]/
+
+A link is a veth pair, or two taps joined by the relay where delay is wanted and the kernel
+has no netem. Each end shapes what it sends, so both directions are limited. The functions
+above `build` only write the lines that `ip -batch` and `tc -batch` read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.virtual.plan import ClusterPlan, NodePlan
+from harness.virtual.system import in_network, run, succeeds
+
+NODE_INTERFACE = "eth0"
+SWITCH = "switch0"
+# Under about 128 KiB tbf cannot send a whole offloaded frame per refill: 16kb lost a quarter of
+# 1 Gbit/s. Above 1 Gbit/s the bucket holds a millisecond's worth, the timer's granularity.
+MIN_BURST_BYTES = 128 * 1024
+BURST_S = 1e-3
+# How long a frame may wait in the queue before it is dropped, as a switch port's buffer would.
+QUEUE_S = 50e-3
+# Frames that netem holds while they are on their way: 1 s at 100 Mbit/s of full frames.
+NETEM_LIMIT = 10_000
+
+
+def port_name(index: int) -> str:
+    return f"port{index}"
+
+
+def mac_address(subnet_index: int, index: int) -> str:
+    """A locally administered address, so that two clusters never share one."""
+    return f"02:68:{subnet_index:02x}:00:00:{index + 1:02x}"
+
+
+def burst_bytes(bandwidth_bytes_per_s: float) -> int:
+    return max(MIN_BURST_BYTES, round(bandwidth_bytes_per_s * BURST_S))
+
+
+def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str]:
+    """The `tc` lines which limit and delay what one end of a node's link sends.
+
+    Args:
+        netem: the kernel delays; otherwise a relay does, and only the rate is set here.
+    """
+    delayed = netem and node.latency_s > 0
+    delay = f"netem delay {node.latency_s * 1e6:.0f}us limit {NETEM_LIMIT}"
+    if node.bandwidth_bytes_per_s is None:
+        return [f"qdisc add dev {interface} root {delay}"] if delayed else []
+    rate = node.bandwidth_bytes_per_s
+    lines = [
+        f"qdisc add dev {interface} root handle 1: tbf rate {rate * 8:.0f}bit "
+        f"burst {burst_bytes(rate)} latency {QUEUE_S * 1e3:.0f}ms"
+    ]
+    if delayed:
+        lines.append(f"qdisc add dev {interface} parent 1:1 handle 10: {delay}")
+    return lines
+
+
+def switch_commands() -> list[str]:
+    """The `ip` lines which make the switch, run in its namespace before any link exists."""
+    return [
+        f"link add {SWITCH} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
+        f"link set {SWITCH} addrgenmode none",
+        f"link set {SWITCH} up",
+    ]
+
+
+def pair_commands(index: int, node_namespace: Path) -> list[str]:
+    """The `ip` line which makes a node's veth pair, run in the switch's namespace."""
+    return [
+        f"link add {port_name(index)} type veth peer name {NODE_INTERFACE} netns {node_namespace}"
+    ]
+
+
+def port_commands(index: int) -> list[str]:
+    """The `ip` lines which plug a node's port into the switch."""
+    port = port_name(index)
+    return [
+        f"link set {port} addrgenmode none",
+        f"link set {port} master {SWITCH}",
+        f"link set {port} up",
+    ]
+
+
+def node_commands(subnet_index: int, index: int, node: NodePlan) -> list[str]:
+    """The `ip` lines which give a node its address, run in its namespace."""
+    return [
+        "link set lo up",
+        f"link set {NODE_INTERFACE} addrgenmode none",
+        f"link set {NODE_INTERFACE} address {mac_address(subnet_index, index)}",
+        f"addr add {node.address}/24 dev {NODE_INTERFACE}",
+        f"link set {NODE_INTERFACE} up",
+    ]
+
+
+def batch(tool: str, namespace: Path, lines: list[str]) -> None:
+    """Run `ip` or `tc` lines in a network namespace.
+
+    Raises:
+        EnvironmentSetupError: one of them failed; carries the tool's message.
+    """
+    if lines:
+        run([*in_network(namespace), tool, "-batch", "-"], stdin="\n".join(lines) + "\n")
+
+
+def has_netem(namespace: Path) -> bool:
+    """Whether this kernel can delay packets; tried on the namespace's idle loopback."""
+    tc = [*in_network(namespace), "tc", "qdisc"]
+    made = succeeds([*tc, "add", "dev", "lo", "root", "netem", "delay", "1us"])
+    return made and succeeds([*tc, "del", "dev", "lo", "root"])
+
+
+def build_switch(namespace: Path) -> None:
+    """Make the switch in its own, existing, namespace."""
+    batch("ip", namespace, switch_commands())
+
+
+def build_pairs(switch: Path, node_namespaces: dict[int, Path]) -> None:
+    """Make veth pairs for these nodes, by position; the others have the relay's taps."""
+    lines = [line for i, path in node_namespaces.items() for line in pair_commands(i, path)]
+    batch("ip", switch, lines)
+
+
+def configure(plan: ClusterPlan, switch: Path, node_namespaces: list[Path], *, netem: bool) -> None:
+    """Give the links their addresses and rates, once their interfaces exist."""
+    ports = range(len(plan.nodes))
+    batch("ip", switch, [line for i in ports for line in port_commands(i)])
+    shaping = [
+        line
+        for i, node in enumerate(plan.nodes)
+        for line in shaping_commands(port_name(i), node, netem=netem)
+    ]
+    batch("tc", switch, shaping)
+    for index, (node, path) in enumerate(zip(plan.nodes, node_namespaces, strict=True)):
+        batch("ip", path, node_commands(plan.subnet_index, index, node))
+        batch("tc", path, shaping_commands(NODE_INTERFACE, node, netem=netem))
+
+
+def set_link(switch: Path, index: int, *, up: bool) -> None:
+    """Plug or pull a node's cable at the switch."""
+    batch("ip", switch, [f"link set {port_name(index)} {'up' if up else 'down'}"])

@@ -1,0 +1,233 @@
+"""What a virtual cluster consists of: names, addresses and limits, before anything is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    parse_bandwidth,
+    parse_bytes,
+    parse_duration,
+)
+
+DEFAULT_NAME = "virtual"
+MAX_NODES = 250  # a /24 less the network, the broadcast address and some room
+# Linux bounds a veth's useful rate and tbf's 32-bit burst; below it, one frame takes over a second.
+MIN_BANDWIDTH_BYTES_PER_S = 1250.0
+MAX_BANDWIDTH_BYTES_PER_S = 12.5e9
+MIN_CPU = 0.01
+# An sshd with one session under Open MPI's daemon stands at about 15 MiB; less cannot start a rank.
+MIN_MEMORY_BYTES = 32 * 2**20
+# Names become file, cgroup and host names: nothing in them may need quoting.
+_NAME = re.compile(r"^[a-z]([a-z0-9]{0,14})$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """One node.
+
+    Attributes:
+        latency_s: one way, on the node's link to the switch; a round trip between nodes has four.
+        bandwidth_bytes_per_s: of the link, each way; None leaves it unshaped.
+        cpu: cores' worth of time, 0.4 is 40% of one; None leaves it unlimited.
+        memory_bytes: limit of all the node's processes together; None leaves it unlimited.
+    """
+
+    name: str
+    address: str
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    cpu: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """Nodes of one virtual cluster on one switch.
+
+    Attributes:
+        subnet_index: the third byte of its 10.199.K.0/24; differs between clusters.
+    """
+
+    name: str
+    subnet_index: int
+    nodes: tuple[NodePlan, ...]
+
+    @property
+    def subnet(self) -> str:
+        return f"10.199.{self.subnet_index}.0/24"
+
+    @property
+    def has_latency(self) -> bool:
+        return any(node.latency_s > 0 for node in self.nodes)
+
+    def node(self, name_or_index: str) -> NodePlan:
+        """Find a node by name or by position.
+
+        Raises:
+            ConfigError: there is none; lists those that there are.
+        """
+        for index, node in enumerate(self.nodes):
+            if name_or_index in (node.name, str(index)):
+                return node
+        raise ConfigError(
+            f"cluster {self.name} has no node {name_or_index!r}: "
+            f"name one of {self.nodes[0].name} to {self.nodes[-1].name}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ClusterPlan:
+        known = {field.name for field in fields(NodePlan)}
+        nodes = tuple(
+            NodePlan(**{key: value for key, value in node.items() if key in known})
+            for node in data["nodes"]
+        )
+        return cls(name=data["name"], subnet_index=data["subnet_index"], nodes=nodes)
+
+
+def check_name(name: str) -> str:
+    """Return a cluster's name if it is one.
+
+    Raises:
+        ConfigError: it could not serve as part of file and host names.
+    """
+    if not _NAME.match(name):
+        raise ConfigError(
+            f"cluster name {name!r} must be 1 to 15 lower-case letters and digits, "
+            "the first a letter: try --name second"
+        )
+    return name
+
+
+def spread(flag: str, text: str | None, n_nodes: int) -> list[str | None]:
+    """Split a flag's comma-separated values over the nodes: one for all, or one for each.
+
+    Raises:
+        ConfigError: another number of values than nodes.
+    """
+    if text is None:
+        return [None] * n_nodes
+    values: list[str | None] = [value.strip() for value in text.split(",")]
+    if len(values) == 1:
+        return values * n_nodes
+    if len(values) != n_nodes:
+        raise ConfigError(
+            f"{flag} has {len(values)} values and the cluster {n_nodes} nodes: "
+            "give one value for all, or one for each"
+        )
+    return values
+
+
+def _bandwidth(text: str | None) -> float | None:
+    if text is None:
+        return None
+    value = parse_bandwidth(text)
+    if not MIN_BANDWIDTH_BYTES_PER_S <= value <= MAX_BANDWIDTH_BYTES_PER_S:
+        raise ConfigError(
+            f"--bandwidth {text} is {format_bandwidth(value)}, a link carries 10kbit to 100gbit: "
+            "write it like 1gbit"
+        )
+    return value
+
+
+def _cpu(text: str | None, n_cores: int) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"--cpu {text!r} is not a number of cores: write it like 0.4") from None
+    if not MIN_CPU <= value <= n_cores:
+        raise ConfigError(
+            f"--cpu {text} is outside {MIN_CPU} to {n_cores}, this machine's cores: write it "
+            "like 0.4"
+        )
+    return value
+
+
+def _memory(text: str | None) -> int | None:
+    if text is None:
+        return None
+    value = parse_bytes(text)
+    if value < MIN_MEMORY_BYTES:
+        raise ConfigError(
+            f"--memory {text} is {format_bytes(value)}, a node needs "
+            f"{format_bytes(MIN_MEMORY_BYTES)} to start a process: write it like 2GiB"
+        )
+    return value
+
+
+def _latency(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    value = parse_duration(text)
+    if value > 1.0:
+        raise ConfigError(f"--latency {text} is over 1 s: write it like 500us")
+    return value
+
+
+def host_name(cluster: str, index: int) -> str:
+    """`node3` in the default cluster, `second-node3` in one named `second`."""
+    return f"node{index}" if cluster == DEFAULT_NAME else f"{cluster}-node{index}"
+
+
+def make_plan(
+    *,
+    name: str = DEFAULT_NAME,
+    n_nodes: int,
+    n_cores: int,
+    bandwidth: str | None = None,
+    cpu: str | None = None,
+    memory: str | None = None,
+    latency: str | None = None,
+    taken_subnets: Collection[int] = (),
+) -> ClusterPlan:
+    """Plan a cluster from its flags; every value flag takes one for all nodes or a list.
+
+    Args:
+        n_cores: of this machine; no node may have more.
+        taken_subnets: subnet indices of the clusters that stand already.
+
+    Raises:
+        ConfigError: a flag is malformed, out of range, or has the wrong number of values.
+    """
+    if not 1 <= n_nodes <= MAX_NODES:
+        raise ConfigError(f"--nodes {n_nodes} is outside 1 to {MAX_NODES}")
+    subnet_index = next((k for k in range(256) if k not in taken_subnets), None)
+    if subnet_index is None:
+        raise ConfigError("256 virtual clusters stand already: take one down first")
+    columns = zip(
+        spread("--bandwidth", bandwidth, n_nodes),
+        spread("--latency", latency, n_nodes),
+        spread("--cpu", cpu, n_nodes),
+        spread("--memory", memory, n_nodes),
+        strict=True,
+    )
+    nodes = tuple(
+        NodePlan(
+            name=host_name(name, index),
+            address=f"10.199.{subnet_index}.{index + 1}",
+            bandwidth_bytes_per_s=_bandwidth(node_bandwidth),
+            latency_s=_latency(node_latency),
+            cpu=_cpu(node_cpu, n_cores),
+            memory_bytes=_memory(node_memory),
+        )
+        for index, (node_bandwidth, node_latency, node_cpu, node_memory) in enumerate(columns)
+    )
+    return ClusterPlan(name=check_name(name), subnet_index=subnet_index, nodes=nodes)
+
+
+def hostfile_path(hosts_dir: Path, name: str) -> Path:
+    """hosts/virtual.txt for the default cluster, hosts/virtual-NAME.txt for others."""
+    stem = "virtual" if name == DEFAULT_NAME else f"virtual-{name}"
+    return hosts_dir / f"{stem}.txt"

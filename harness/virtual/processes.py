@@ -1,0 +1,82 @@
+"""Find and end the processes of a node: by namespace and by pid with start time, never by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness.errors import EnvironmentSetupError
+
+END_TIMEOUT_S = 10.0
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is none (or a zombie).
+
+    A pid with its start time names a process for ever: a pid alone may have been given again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def describe(pid: int) -> str:
+    """A line to keep in a file for `is_alive`."""
+    return f"{pid} {start_time(pid) or 0}\n"
+
+
+def read_alive(path: Path) -> int | None:
+    """The pid that a file written with `describe` names, if that process still runs."""
+    try:
+        pid, started = (int(word) for word in path.read_text().split())
+    except (OSError, ValueError):
+        return None
+    return pid if started and start_time(pid) == started else None
+
+
+def in_namespaces(paths: Iterable[Path]) -> set[int]:
+    """The pids of all processes in the network namespaces that the files are bound to."""
+    wanted = set()
+    for path in paths:
+        if path.exists():
+            status = path.stat()
+            wanted.add((status.st_dev, status.st_ino))
+    pids = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                status = os.stat(f"/proc/{entry}/ns/net")
+            except OSError:
+                continue  # it has ended meanwhile
+            if (status.st_dev, status.st_ino) in wanted:
+                pids.add(int(entry))
+    return pids
+
+
+def end_all(find: Callable[[], set[int]]) -> int:
+    """Kill what `find` names until it names nothing; returns how many were killed.
+
+    Raises:
+        EnvironmentSetupError: some process does not end.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while pids := {pid for pid in find() if start_time(pid) is not None}:
+        if time.monotonic() > deadline:
+            raise EnvironmentSetupError(
+                f"processes {sorted(pids)} do not end after SIGKILL: see their state in "
+                "/proc/PID/status"
+            )
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.02)
+    return len(killed)

@@ -1,0 +1,183 @@
+"""Where a virtual cluster keeps what it is: one private directory, found from its name alone.
+
+ROOT/lock                     held while any cluster is built or removed
+ROOT/NAME/cluster.json        the plan, and where the hostfile went; written first
+ROOT/NAME/ns/{switch,NODE}    network namespaces, bound to files
+ROOT/NAME/ssh/                the cluster's login key and known hosts
+ROOT/NAME/NODE/               the node's own part of /etc, its sshd's pid and log
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import ConfigError, EnvironmentSetupError
+from harness.virtual.plan import ClusterPlan
+from harness.virtual.system import run
+
+SWITCH = "switch"
+
+
+def state_root() -> Path:
+    """/run/harness-virtual, or below XDG_RUNTIME_DIR for a user who is not root."""
+    base = "/run" if os.geteuid() == 0 else os.environ.get("XDG_RUNTIME_DIR", "/run")
+    return Path(base) / "harness-virtual"
+
+
+@dataclass(frozen=True)
+class State:
+    """The paths of one cluster's state."""
+
+    root: Path
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def plan_file(self) -> Path:
+        return self.directory / "cluster.json"
+
+    @property
+    def ssh(self) -> Path:
+        return self.directory / "ssh"
+
+    @property
+    def login_key(self) -> Path:
+        return self.ssh / "id_ed25519"
+
+    def namespace(self, node: str) -> Path:
+        return self.directory / "ns" / node
+
+    def node(self, node: str) -> Path:
+        return self.directory / node
+
+    def pid_file(self, node: str) -> Path:
+        return self.node(node) / "pid"
+
+    def namespaces(self) -> list[Path]:
+        directory = self.directory / "ns"
+        return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The content of cluster.json.
+
+    Attributes:
+        hostfile: where the Open MPI hostfile was written; the JSON stands beside it.
+        project: root of the checkout, whose .venv/bin the nodes have in PATH.
+        netem: whether the kernel delays packets; otherwise the relay does.
+    """
+
+    plan: ClusterPlan
+    hostfile: Path
+    project: Path
+    netem: bool = True
+
+
+def save(state: State, saved: Saved) -> None:
+    """Write cluster.json at once or not at all."""
+    data = {
+        "plan": saved.plan.to_dict(),
+        "hostfile": str(saved.hostfile),
+        "project": str(saved.project),
+        "netem": saved.netem,
+    }
+    temporary = state.plan_file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n")
+    temporary.replace(state.plan_file)
+
+
+def load(state: State) -> Saved:
+    """Read cluster.json.
+
+    Raises:
+        ConfigError: no such cluster stands.
+        EnvironmentSetupError: the file is damaged.
+    """
+    try:
+        data = json.loads(state.plan_file.read_text())
+        return Saved(
+            plan=ClusterPlan.from_dict(data["plan"]),
+            hostfile=Path(data["hostfile"]),
+            project=Path(data["project"]),
+            netem=data["netem"],
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no virtual cluster named {state.name} is up: "
+            "make one with `bash setup/virtual_cluster.sh up --nodes 5`"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentSetupError(
+            f"{state.plan_file} is damaged ({error}): run `bash setup/virtual_cluster.sh down "
+            f"--name {state.name}`"
+        ) from None
+
+
+def standing(root: Path) -> list[State]:
+    """All clusters that have a state directory, whole or not."""
+    if not root.is_dir():
+        return []
+    return [State(root, path.name) for path in sorted(root.iterdir()) if path.is_dir()]
+
+
+def taken_subnets(root: Path) -> set[int]:
+    """Subnet indices of the clusters that stand; damaged ones hold no usable network."""
+    taken = set()
+    for state in standing(root):
+        try:
+            taken.add(load(state).plan.subnet_index)
+        except (ConfigError, EnvironmentSetupError):
+            continue
+    return taken
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the only right to build or remove; the last one out removes the root."""
+    descriptor = _acquire(root)
+    try:
+        yield
+    finally:
+        if not standing(root):
+            shutil.rmtree(root, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _acquire(root: Path) -> int:
+    while True:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        path = root / "lock"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            continue  # the last cluster went, and the root with it, between the two lines
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)  # somebody removed the root while this waited
+
+
+def remove(state: State) -> None:
+    """Unbind the namespaces and delete the state directory; the processes must have ended."""
+    for path in state.namespaces():
+        while path.is_mount() or _is_bound(path):
+            run(["umount", "--no-mtab", "--lazy", str(path)])
+    shutil.rmtree(state.directory, ignore_errors=False) if state.directory.exists() else None
+
+
+def _is_bound(path: Path) -> bool:
+    # is_mount compares device numbers of directories; a bound file shows in the mount table alone.
+    fields = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return str(path) in fields
