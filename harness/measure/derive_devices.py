@@ -150,7 +150,9 @@ def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
     return {key: summarize(rates, shortest=0).median for key, rates in best.items()}
 
 
-def sum_of_peaks(infos: Iterable[RankInfo], dtype: str, peaks: dict[PeakKey, float]) -> float | None:
+def sum_of_peaks(
+    infos: Iterable[RankInfo], dtype: str, peaks: dict[PeakKey, float]
+) -> float | None:
     """Sum of the measured peaks of all devices; None when one of them was not measured."""
     rates = [peaks.get((info.device_kind, info.n_cores, dtype)) for info in infos]
     known = [rate for rate in rates if rate is not None]

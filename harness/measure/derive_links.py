@@ -104,9 +104,7 @@ def _collective_row(key: tuple[str, str, int], n_ranks: int, time: Summary) -> C
 
 def _rank_names(run: Run, n: int) -> list[str]:
     hosts = [info_of(run, rank).hostname for rank in range(n)]
-    return [
-        f"{host}:{rank}" if hosts.count(host) > 1 else host for rank, host in enumerate(hosts)
-    ]
+    return [f"{host}:{rank}" if hosts.count(host) > 1 else host for rank, host in enumerate(hosts)]
 
 
 def _pair_samples(run: Run, metric: str) -> dict[str, dict[tuple[int, int, int], list[float]]]:

@@ -52,8 +52,7 @@ class EfficiencyRow:
     @property
     def speedup(self) -> float:
         """Rate over the baseline's rate."""
-        ratio = (self.point.work / self.point.time_s) / (self.baseline.work / self.baseline.time_s)
-        return ratio
+        return (self.point.work / self.point.time_s) / (self.baseline.work / self.baseline.time_s)
 
 
 def _held_equal(point: ScalingPoint, scaling: Scaling) -> float:
@@ -83,7 +82,7 @@ def scaling_table(points: Iterable[ScalingPoint], scaling: Scaling) -> list[Effi
     for point in points:
         if not point.is_baseline:
             groups[point.family, point.series, _held_equal(point, scaling)].append(point)
-    rows = []
+    rows: list[EfficiencyRow] = []
     for (family, _, held), members in sorted(groups.items()):
         fewest = min(member.n_devices for member in members)
         singles = [

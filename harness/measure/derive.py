@@ -1,0 +1,64 @@
+"""Everything that is derived from a run's records: the one import for tables and figures.
+
+Figures and the tables that rank 0 prints use these and nothing else, so that both show the
+same numbers. Formulas: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from harness.measure.derive_devices import (
+    MatmulRow,
+    SummaRow,
+    matmul_peaks,
+    matmul_table,
+    summa_table,
+)
+from harness.measure.derive_links import (
+    CollectiveRow,
+    LinkMatrix,
+    best_link_bytes_per_s,
+    bus_factor,
+    collective_table,
+    link_matrices,
+    link_matrix,
+    nic_limit_bytes_per_s,
+)
+from harness.measure.derive_scaling import EfficiencyRow, ScalingPoint, scaling_table
+from harness.measure.derive_spans import PHASES, StepPhases, covered_s, rank_phases
+from harness.measure.derive_training import (
+    RankSummary,
+    TrainingSummary,
+    epoch_times,
+    outliers,
+    step_times,
+    training_summary,
+)
+
+__all__ = [
+    "PHASES",
+    "CollectiveRow",
+    "EfficiencyRow",
+    "LinkMatrix",
+    "MatmulRow",
+    "RankSummary",
+    "ScalingPoint",
+    "StepPhases",
+    "SummaRow",
+    "TrainingSummary",
+    "best_link_bytes_per_s",
+    "bus_factor",
+    "collective_table",
+    "covered_s",
+    "epoch_times",
+    "link_matrices",
+    "link_matrix",
+    "matmul_peaks",
+    "matmul_table",
+    "nic_limit_bytes_per_s",
+    "outliers",
+    "rank_phases",
+    "scaling_table",
+    "step_times",
+    "summa_table",
+    "training_summary",
+]

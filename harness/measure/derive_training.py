@@ -1,0 +1,350 @@
+"""One training run in numbers: throughput, phases, communication, FLOP/s, memory, doubts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.domain.record import Record, Sample
+from harness.domain.run import RankInfo, Status
+from harness.measure.derive_devices import PeakKey, info_of, sum_of_peaks
+from harness.measure.derive_spans import PHASES, StepPhases, rank_phases, samples_of
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+STRAGGLER_BELOW = 0.75
+OUTLIER_EFFECT = 1.1
+
+MEMORY_METRIC = "memory_peak_bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank's share; seconds are means over its steps, so that phases sum to the step.
+
+    Attributes:
+        busy_s: median of its own work in a step: what does not wait for other ranks.
+        memory_bytes: peak by kind (allocated, reserved, rss, used).
+        sent_bytes, received_bytes: NIC counter difference of a step, median.
+    """
+
+    rank: int
+    info: RankInfo
+    n_steps: int
+    phases: dict[str, float]
+    busy_s: float | None
+    memory_bytes: dict[str, float]
+    sent_bytes: float | None
+    received_bytes: float | None
+    is_straggler: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary:
+    """One training run; what was not measured is None. Formulas: docs/metrics.md.
+
+    Attributes:
+        unit: what `duration` is of: a step, or an epoch when only epochs were logged.
+        duration: of the maximum over ranks, over steps (or epochs).
+        n_samples: samples of the job in one unit.
+        throughput: samples per second of the job, from the median; `throughput_low` and
+            `throughput_high` from the ends of its interval.
+        phases: mean seconds of a step by the names of PHASES, mean over ranks.
+        overlap: communication covered by compute / communication, 0 to 1.
+        exposed_communication_s: mean over steps and ranks, from spans.
+        no_sync_exposed_s: second reading: median step minus median `no_sync_step_s`.
+        ring_bytes: what a ring all-reduce of the gradients must send, per rank and step.
+        outlier_steps: steps far above the others.
+    """
+
+    run_id: str
+    status: Status
+    reason: str
+    strategy: str
+    model: str
+    dtype: str
+    n_ranks: int
+    backend: str
+    unit: Literal["step", "epoch"] = "step"
+    duration: Summary | None = None
+    n_samples: float | None = None
+    throughput: float | None = None
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    communication_s: float | None = None
+    exposed_communication_s: float | None = None
+    no_sync_exposed_s: float | None = None
+    overlap: float | None = None
+    synchronisations_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    mamfu: float | None = None
+    memory_bytes: dict[str, float] = field(default_factory=dict)
+    sent_bytes_per_s: float | None = None
+    received_bytes_per_s: float | None = None
+    ring_bytes: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    ranks: tuple[RankSummary, ...] = ()
+    outlier_steps: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def throughput_per_device(self) -> float | None:
+        return None if self.throughput is None else self.throughput / self.n_ranks
+
+    @property
+    def stragglers(self) -> tuple[int, ...]:
+        """Ranks whose own work takes so long that the fastest rank's is below 0.75 of it."""
+        return tuple(rank.rank for rank in self.ranks if rank.is_straggler)
+
+
+def configured(run: Run, name: str, default: str = "") -> str:
+    """A setting of the run as text, whatever the workload calls it in detail."""
+    value: Any = run.header.config.get(name, default)
+    return default if value is None else str(value)
+
+
+def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
+    """Step to rank to the sum of the samples (several interfaces or passes add up)."""
+    steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for rank, records in run.ranks.items():
+        for sample in samples_of(records, metric):
+            if sample.step is not None:
+                steps[sample.step][rank] += sample.value
+    return dict(sorted(steps.items()))
+
+
+def step_times(run: Run) -> dict[int, float]:
+    """Seconds of each step: the maximum over ranks of span `step`."""
+    times: dict[int, float] = {}
+    for records in run.ranks.values():
+        for record in records:
+            if not isinstance(record, Sample) and record.kind == "step" and record.step is not None:
+                times[record.step] = max(times.get(record.step, 0.0), record.duration_s)
+    return dict(sorted(times.items()))
+
+
+def epoch_times(run: Run) -> dict[int, float]:
+    """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
+    return {e: max(by_rank.values()) for e, by_rank in _values_by_step(run, "epoch_s").items()}
+
+
+def outliers(times: dict[int, float]) -> tuple[int, ...]:
+    """Steps above the far fence (third quartile + 3 interquartile ranges) and 1.1 medians.
+
+    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor keeps steady runs quiet.
+    """
+    if len(times) < 4:
+        return ()
+    first, median, third = np.percentile(list(times.values()), [25, 50, 75])
+    fence = max(third + 3 * (third - first), OUTLIER_EFFECT * median)
+    return tuple(step for step, time in times.items() if time > fence)
+
+
+def _samples_per_unit(run: Run) -> float | None:
+    """Samples of the job in a step or epoch: over ranks, or as configured when not recorded."""
+    by_rank = [
+        float(np.median([sample.value for sample in samples]))
+        for records in run.ranks.values()
+        if (samples := samples_of(records, "n_samples"))
+    ]
+    if by_rank and len(by_rank) == len(run.header.ranks):
+        return sum(by_rank)
+    for name in ("global_batch", "batch"):
+        value = run.header.config.get(name)
+        if isinstance(value, (int, float)) and value > 0:
+            return float(value)
+    return None
+
+
+def _median_of(records: Sequence[Record], metric: str) -> float | None:
+    """One rank's median over steps; samples of one step (several interfaces) add up."""
+    by_step: dict[int | None, float] = defaultdict(float)
+    for sample in samples_of(records, metric):
+        by_step[sample.step] += sample.value
+    return float(np.median(list(by_step.values()))) if by_step else None
+
+
+def rank_memory(records: Sequence[Record]) -> dict[str, float]:
+    """Peak bytes of one rank by kind; `used` is the device's own reading, others' use included."""
+    peaks: dict[str, float] = {}
+    for sample in samples_of(records, MEMORY_METRIC):
+        kind = str(sample.labels.get("kind", "allocated"))
+        peaks[kind] = max(peaks.get(kind, 0.0), sample.value)
+    used = [sample.value for sample in samples_of(records, "memory_used_bytes")]
+    return {**peaks, "used": max(used)} if used else peaks
+
+
+def _mean_phases(steps: Sequence[StepPhases]) -> dict[str, float]:
+    if not steps:
+        return {}
+    return {name: float(np.mean([step.phases[name] for step in steps])) for name in PHASES}
+
+
+def _rank_summary(run: Run, rank: int, steps: Sequence[StepPhases]) -> RankSummary:
+    records = run.ranks[rank]
+    return RankSummary(
+        rank=rank,
+        info=info_of(run, rank),
+        n_steps=len(steps),
+        phases=_mean_phases(steps),
+        busy_s=float(np.median([step.busy_s for step in steps])) if steps else None,
+        memory_bytes=rank_memory(records),
+        sent_bytes=_median_of(records, "nic_sent_bytes"),
+        received_bytes=_median_of(records, "nic_received_bytes"),
+    )
+
+
+def _mark_stragglers(ranks: Sequence[RankSummary]) -> tuple[RankSummary, ...]:
+    fastest = min((r.busy_s for r in ranks if r.busy_s), default=None)
+    if fastest is None:
+        return tuple(ranks)
+    return tuple(
+        dataclasses.replace(r, is_straggler=fastest / (r.busy_s or fastest) < STRAGGLER_BELOW)
+        for r in ranks
+    )
+
+
+def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
+    peaks: dict[str, float] = {}
+    for by_kind in values:
+        for kind, value in by_kind.items():
+            peaks[kind] = max(peaks.get(kind, 0.0), value)
+    return dict(sorted(peaks.items()))
+
+
+def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> TrainingSummary:
+    """Derive everything about one training run; a run that is not ok keeps what it has.
+
+    Args:
+        peaks: `matmul_peaks` of the runs beside it, for MAMFU; without, MAMFU is None.
+    """
+    times = step_times(run)
+    is_epochs = not times
+    times = times or epoch_times(run)
+    duration = summarize(list(times.values())) if times else None
+    steps = {rank: rank_phases(records) for rank, records in sorted(run.ranks.items())}
+    ranks = _mark_stragglers([_rank_summary(run, rank, steps[rank]) for rank in steps])
+    n_samples = _samples_per_unit(run)
+    n_ranks = len(run.header.ranks) or len(run.ranks) or 1
+    numbers: dict[str, Any] = dict(_losses(run))
+    if duration is not None:
+        numbers |= _rates(run, duration, n_samples, ranks, peaks)
+        numbers |= _communication(run, duration, [s for by_rank in steps.values() for s in by_rank])
+    summary = TrainingSummary(
+        run_id=run.header.run_id,
+        status=run.header.status,
+        reason=run.header.reason,
+        strategy=configured(run, "strategy", "?"),
+        model=configured(run, "model", "?"),
+        dtype=configured(run, "dtype", "fp32"),
+        n_ranks=n_ranks,
+        backend=run.header.backend,
+        unit="epoch" if is_epochs and times else "step",
+        duration=duration,
+        n_samples=n_samples,
+        phases=_mean_over_ranks(ranks),
+        memory_bytes=_largest(rank.memory_bytes for rank in ranks),
+        ranks=ranks,
+        outlier_steps=outliers(times),
+        ring_bytes=_ring_bytes(run, n_ranks),
+        **numbers,
+    )
+    return _with_warnings(summary)
+
+
+def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
+    known = [rank.phases for rank in ranks if rank.phases]
+    return {name: float(np.mean([p[name] for p in known])) for name in PHASES} if known else {}
+
+
+def _rates(
+    run: Run,
+    duration: Summary,
+    n_samples: float | None,
+    ranks: Sequence[RankSummary],
+    peaks: dict[PeakKey, float] | None,
+) -> dict[str, Any]:
+    rates: dict[str, Any] = {}
+    if n_samples:
+        rates["throughput"] = n_samples / duration.median
+        rates["throughput_low"] = n_samples / duration.high
+        rates["throughput_high"] = n_samples / duration.low
+    for name in ("sent", "received"):
+        moved = [getattr(rank, f"{name}_bytes") for rank in ranks]
+        known = [value for value in moved if value is not None]
+        if known:
+            rates[f"{name}_bytes_per_s"] = max(known) / duration.median
+    flops = [_median_of(records, "model_flops") for records in run.ranks.values()]
+    counted = [value for value in flops if value is not None]
+    if counted and len(counted) == len(run.header.ranks):
+        rates |= _utilization(run, sum(counted) / duration.median, peaks)
+    return rates
+
+
+def _utilization(
+    run: Run, flops_per_s: float, peaks: dict[PeakKey, float] | None
+) -> dict[str, Any]:
+    dtype = configured(run, "dtype", "fp32")
+    infos = run.header.ranks
+    published = [info.peak_flops_per_s.get(dtype) for info in infos]
+    known = [peak for peak in published if peak]
+    measured = sum_of_peaks(infos, dtype, peaks) if peaks else None
+    return {
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / sum(known) if known and len(known) == len(infos) else None,
+        "mamfu": flops_per_s / measured if measured else None,
+    }
+
+
+def _communication(run: Run, duration: Summary, steps: Sequence[StepPhases]) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    communication = float(np.mean([s.communication_s for s in steps])) if steps else 0.0
+    if communication > 0:
+        overlapped = float(np.mean([step.overlapped_s for step in steps]))
+        numbers["communication_s"] = communication
+        numbers["overlap"] = overlapped / communication
+        numbers["exposed_communication_s"] = float(
+            np.mean([step.phases["exposed_communication"] for step in steps])
+        )
+    without = _values_by_step(run, "no_sync_step_s")
+    if without:
+        slowest = [max(by_rank.values()) for by_rank in without.values()]
+        numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
+    started = _values_by_step(run, "n_synchronisations")
+    if started:
+        per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))
+        numbers["synchronisations_per_s"] = per_step / duration.median
+    return numbers
+
+
+def _ring_bytes(run: Run, n_ranks: int) -> float | None:
+    gradients = [_median_of(records, "gradient_bytes") for records in run.ranks.values()]
+    known = [value for value in gradients if value is not None]
+    return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
+
+
+def _losses(run: Run) -> dict[str, float]:
+    by_step = _values_by_step(run, "loss")
+    if not by_step:
+        return {}
+    series = [by_rank[min(by_rank)] for by_rank in by_step.values()]
+    return {"first_loss": series[0], "last_loss": series[-1]}
+
+
+def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
+    doubts = list(summary.duration.warnings) if summary.duration else []
+    if summary.outlier_steps:
+        doubts.append(f"{len(summary.outlier_steps)} {summary.unit}s far above the others")
+    for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
+        doubts.append(f"rank {rank.rank} ({rank.info.hostname}) is a straggler")
+    if summary.mfu is not None and summary.mfu > 1:
+        doubts.append("MFU above 1: FLOPs, times or the device's peak are wrong")
+    return dataclasses.replace(summary, warnings=tuple(doubts))
