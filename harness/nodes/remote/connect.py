@@ -1,0 +1,108 @@
+"""Listen, tell the port, then connect to every peer by name. Runs on the host; Python 3.6 suffices.
+
+Lines on standard input and output, JSON each:
+    out  {"port": P}
+    in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT], ...]}
+    out  {"peers": {NAME: {"rtt_s": R} | {"error": E}}}
+    in   end of file: nobody needs the listener any more
+"""
+
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+
+LIMIT_S = int(sys.argv[1])
+
+
+def serve(listener, identity):
+    """Answer every connection by the name that the sender knows this host by."""
+    while True:
+        connection, _ = listener.accept()
+        connection.settimeout(LIMIT_S)
+        threading.Thread(target=answer, args=(connection, identity), daemon=True).start()
+
+
+def answer(connection, identity):
+    try:
+        with connection:
+            identity["is_known"].wait(LIMIT_S)
+            while connection.recv(1):
+                connection.sendall(identity["name"].encode() + b"\n")
+    except OSError:
+        pass  # the peer reports it
+
+
+def ask(name, port, timeout_s):
+    """Connect to the peer and make sure that it is the one it should be."""
+    address = ""
+    try:
+        address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
+        with socket.create_connection((name, port), timeout=timeout_s) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            replies = connection.makefile("rb")
+            rtts_s = []
+            for _ in range(3):
+                start_s = time.monotonic()
+                connection.sendall(b"?")
+                reply = replies.readline().decode().strip()
+                rtts_s.append(time.monotonic() - start_s)
+    except socket.gaierror as error:
+        return {"error": "resolve", "detail": error.strerror}
+    except socket.timeout:
+        return {"error": "timeout", "detail": address}
+    except OSError as error:
+        return {"error": "refused", "detail": "%s: %s" % (address, error.strerror or error)}
+    if reply != name:
+        return {"error": "impostor", "detail": "%s is %s" % (address, reply or "silent")}
+    return {"rtt_s": min(rtts_s), "address": address}
+
+
+def listen():
+    """On both families where the host has both."""
+    try:
+        listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(("::", 0))
+    except OSError:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("0.0.0.0", 0))
+    listener.listen(512)
+    return listener
+
+
+def send(message):
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def main():
+    signal.alarm(LIMIT_S)
+    identity = {"name": "", "is_known": threading.Event()}
+    listener = listen()
+    threading.Thread(target=serve, args=(listener, identity), daemon=True).start()
+    send({"port": listener.getsockname()[1]})
+    line = sys.stdin.readline()
+    if not line:
+        return
+    order = json.loads(line)
+    identity["name"] = order["name"]
+    identity["is_known"].set()
+    results = {}
+
+    def collect(name, port):
+        results[name] = ask(name, port, order["timeout_s"])
+
+    threads = [threading.Thread(target=collect, args=peer, daemon=True) for peer in order["peers"]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    send({"peers": results})
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

