@@ -143,8 +143,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         _print_tables(cases, launcher.read(headers))
         if not name:
             _draw_report(options.results)
-    # Nobody leaves before rank 0 has printed: a launcher takes an early exit for a failure.
-    meeting.control.gather("end", 0, int)
+    meeting.control.leave()
     is_failed = any(header.status not in ("ok", "oom") for header in headers)
     return int(world.is_first and is_failed)
 

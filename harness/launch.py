@@ -31,8 +31,8 @@ from harness.workloads.contract import Workload
 
 _log = logging.getLogger(__name__)
 
-# The worst part of a run decides; one that was stopped for another's failure decides least.
-_SEVERITY: list[Status] = ["ok", "skipped", "timeout", "crash", "invalid", "oom"]
+# The worst part of a run decides; one that failed because another had decides least.
+_SEVERITY: list[Status] = ["ok", "skipped", "crash", "timeout", "invalid", "oom"]
 _FINISHED = ("ok", "oom")
 
 
@@ -126,6 +126,7 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
     severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
     rank = severities.index(max(severities))
     status, reason = outcomes[rank].status, outcomes[rank].reason
+    status = "crash" if status == "skipped" else status
     return status, f"rank {rank} ({hostnames[rank]}): {reason}" if status != "ok" else ""
 
 

@@ -77,6 +77,14 @@ def measure_steps(
     recorder.step = None
 
 
+_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
+
+
+def _has_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone, which then has the better reason."""
+    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _LOST_PEER)
+
+
 def _classify(error: BaseException) -> Outcome:
     if is_out_of_memory(error):
         return Outcome(status="oom", reason=str(error).splitlines()[0])
@@ -84,6 +92,8 @@ def _classify(error: BaseException) -> Outcome:
         return Outcome(status="invalid", reason=str(error))
     if isinstance(error, HarnessError):
         return Outcome(status="crash", reason=str(error))
+    if _has_lost_peer(error):
+        return Outcome(status="skipped", reason=f"lost its peer: {str(error).splitlines()[0]}")
     where = "".join(traceback.format_exception(error))
     return Outcome(status="crash", reason=f"{type(error).__name__}: {error}\n{where}")
 

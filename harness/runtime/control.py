@@ -75,6 +75,13 @@ class Control:
                     self.store.delete_key(k)
         return received
 
+    def leave(self) -> None:
+        """Part for good: rank 0, whose process serves the store, waits until nobody needs it."""
+        self.store.set(f"left/{self.rank}", "1")
+        if self.rank == 0:
+            for rank in range(self.size):
+                self._wait(f"left/{rank}")
+
     def report_failure(self, run: str, reason: str) -> None:
         """Tell the other ranks that this one's part of a run has failed; the first report stays."""
         self.store.compare_set(f"failure/{run}", "", f"{self.rank} {reason}")

@@ -107,7 +107,7 @@ def library_versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__
+    found["torch"] = str(torch.__version__)
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found

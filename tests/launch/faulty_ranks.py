@@ -1,0 +1,74 @@
+"""A rank's program for the tests: carries out runs in which rank 1 fails in a given way.
+
+usage: faulty_ranks.py RESULTS FAULT...      (started by mpirun)
+"""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness.errors import VerificationError
+from harness.launch import Case, Launcher, RunOptions
+from harness.runtime.isolate import start_fork_server
+from harness.runtime.launcher import read_launch
+from harness.runtime.rendezvous import meet
+from harness.workloads.contract import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    fault: str = "none"
+
+
+def fail(fault):
+    if fault == "oom":
+        raise torch.OutOfMemoryError("tried to allocate 1 TiB")
+    if fault == "error":
+        raise RuntimeError("rank 1 has a bug")
+    if fault == "wrong":
+        raise VerificationError("the product is off by 7")
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang":
+        time.sleep(600)
+
+
+def body(config, context):
+    if context.world.rank == 1:
+        fail(config.fault)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    context.recorder.sample("loss", float(total))
+    return {"total": float(total)}
+
+
+def main():
+    results, *faults = sys.argv[1:]
+    start_fork_server(["torch", "harness.run"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in faults)
+    workload = Workload(
+        summary="fails",
+        config=Config,
+        cases=lambda config, n: [config],
+        body=body,
+        table=lambda runs: "",
+    )
+    cases = [
+        Case(name="faulty", workload=workload, config=Config(fault=fault))
+        for fault in faults
+        if fault != "--resume"
+    ]
+    headers = Launcher(meeting, options, sys.argv).carry_out(cases)
+    if meeting.world.is_first:
+        print(" ".join(header.status for header in headers))
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main()

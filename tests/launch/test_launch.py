@@ -1,0 +1,67 @@
+"""A rank that fails costs its own run; the others go on, and every run stays readable."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.measure.store import read_results
+
+PROGRAM = Path(__file__).with_name("faulty_ranks.py")
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.mpi
+
+
+def mpirun(n_ranks, *arguments, timeout_s=120):
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    launcher = Path(sys.executable).with_name("mpirun")
+    command = [str(launcher), "--oversubscribe", "-np", str(n_ranks), sys.executable]
+    return subprocess.run(
+        [*command, "-m", "mpi4py", *map(str, arguments)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_each_fault_becomes_its_status_and_the_next_run_is_ok(tmp_path):
+    faults = ["oom", "none", "wrong", "error", "killed", "none"]
+    done = mpirun(2, PROGRAM, tmp_path, *faults)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["oom", "ok", "invalid", "crash", "crash", "ok"]
+    results = read_results(tmp_path)
+    assert results.skipped == []
+    by_status = {run.header.status: run for run in results.runs}
+    assert "rank 1" in by_status["oom"].header.reason
+    crashes = [run.header.reason for run in results.runs if run.header.status == "crash"]
+    assert any("rank 1" in reason and "rank 1 has a bug" in reason for reason in crashes)
+    assert any("rank 1" in reason and "killed by SIGKILL" in reason for reason in crashes)
+    assert "tried to allocate 1 TiB" in by_status["oom"].header.reason
+    assert by_status["ok"].header.summary == {"total": 2.0}
+    assert sorted(by_status["ok"].ranks) == [0, 1]
+
+
+def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
+    done = mpirun(2, PROGRAM, tmp_path, "hang", "none")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["timeout", "ok"]
+
+
+def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):
+    first = mpirun(2, PROGRAM, tmp_path, "none", "none")
+    assert first.returncode == 0, first.stderr
+    second = mpirun(2, PROGRAM, tmp_path, "--resume", "none", "none", "none")
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.split() == ["ok"]
+    repeats = sorted(run.header.repeat for run in read_results(tmp_path).runs)
+    assert repeats == [0, 1, 2]
