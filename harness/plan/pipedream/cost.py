@@ -17,6 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 # Bytes held per byte of parameters: the parameters, their gradients, and momentum.
 STATE_BYTES_PER_PARAMETER_BYTE = 3
@@ -73,7 +77,10 @@ def n_in_flight(n_replicas: int, n_after: int) -> int:
     return math.ceil(n_after / n_replicas) + 1
 
 
-def memory_bytes(parameters: float, activations: float, in_flight: int) -> float:
+Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
+
+
+def memory_bytes(parameters: Amount, activations: Amount, in_flight: int) -> Amount:
     """Peak of one replica: state, a stashed copy of the weights per extra minibatch, activations.
 
     Args:
@@ -90,10 +97,13 @@ class Stage:
     Attributes:
         start: members (bit i: operator i) of the cut where it begins.
         end: members of the cut where it ends; its operators are `end & ~start`.
+        first: its workers are first, ..., first + n_replicas - 1 of its level's.
+        n_replicas: each takes every n_replicas-th minibatch.
         inner: how each worker, itself a group of workers, runs it; empty on the innermost level.
     """
 
     start: int
     end: int
+    first: int
     n_replicas: int
     inner: tuple[Stage, ...] = ()

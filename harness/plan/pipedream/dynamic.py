@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.plan.pipedream.cost import Level, memory_bytes, n_in_flight
 from harness.plan.pipedream.cuts import Cuts, Floats
+
+Ints = npt.NDArray[np.signedinteger]
 
 _BLOCK = 250_000  # elements of a temporary: it and its mask stay in the cache
 _SLACK = 1 + 1e-9  # a bound is met up to rounding
@@ -154,9 +157,10 @@ class DeviceStages:
 
     def _held(self, in_flight: int, rows: slice, cols: slice) -> Floats:
         cuts = self.cuts
-        held = memory_bytes(cuts.parameter_bytes, cuts.activation_bytes, in_flight)  # type: ignore[arg-type]
+        held = memory_bytes(cuts.parameter_bytes, cuts.activation_bytes, in_flight)
         received = in_flight * cuts.crossing_bytes
-        return np.subtract.outer(received[rows] - held[rows], -held[cols])
+        needed: Floats = np.subtract.outer(received[rows] - held[rows], -held[cols])
+        return needed
 
     def most_compute_s(self, first: int, n: int) -> float:
         return float(self.workers.rate[first, n]) if n else 0.0
@@ -188,7 +192,7 @@ def best_chain(
     n, end = workers.n, len(cuts) - 1
     windows = [_window(cuts, stages, n, m, bound_s) for m in range(n)]
     values = [np.zeros(1)] + [np.full(w.stop - w.start, math.inf) for w in windows[1:]]
-    choices: list[dict[str, np.ndarray]] = [{} for _ in windows]  # type: ignore[type-arg]
+    choices: list[dict[str, Ints]] = [{} for _ in windows]
     crossing = cuts.crossing_bytes
     for m in range(1, n):
         rows, first = windows[m], n - m
@@ -246,7 +250,7 @@ def _window(cuts: Cuts, stages: StageTimes, n: int, m: int, bound_s: float) -> s
 
 def _step(
     stages: StageTimes, first: int, r: int, rows: slice, cols: slice, tail: Floats
-) -> tuple[Floats, np.ndarray]:  # type: ignore[type-arg]
+) -> tuple[Floats, Ints]:
     """Least of max(stage, tail) over cols, and where, for each of rows; in blocks."""
     n_rows = rows.stop - rows.start
     value, arg = np.empty(n_rows), np.empty(n_rows, dtype=np.intp)

@@ -83,7 +83,7 @@ class GroupStages:
     def block(self, first: int, r: int, rows: slice, cols: slice) -> Floats:
         around = self.surroundings(first, r)
         parameters = self.cuts.parameter_bytes
-        block = self.inner_s(around)[rows, cols] / self.workers.rate[first, r]
+        block: Floats = self.inner_s(around)[rows, cols] / self.workers.rate[first, r]
         sync_s = self.workers.sync_s_per_byte[first, r]
         block += np.subtract.outer(-parameters[rows], -parameters[cols]) * sync_s
         return block

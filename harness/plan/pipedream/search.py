@@ -8,6 +8,7 @@ resolution, until nothing improves.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,16 +56,19 @@ class Found:
 
 @dataclass(frozen=True)
 class Problem:
-    """A workload on levels of equal devices.
+    """A workload on levels of equal devices, or on one level of unlike ones.
 
     Attributes:
         levels: innermost first.
         memory: bytes per device; infinite for no limit.
+        unlike: the devices in order when they differ; then there is one level, and `memory` is
+            not read.
     """
 
     workload: Workload
     levels: Sequence[Level]
     memory: float = math.inf
+    unlike: Workers | None = None
 
     @property
     def most_cuts(self) -> int:
@@ -78,12 +82,16 @@ class Problem:
 
 
 def search(
-    problem: Problem, *, report: Callable[[float, str], None] | None = None
+    problem: Problem,
+    *,
+    report: Callable[[float, str, int], None] = lambda best_s, phase, n_cuts: None,
+    deadline_s: float | None = None,
 ) -> Found | None:
     """Find the best plan; None when no plan fits the memory.
 
     Args:
-        report: called with the best seconds so far and what is being done.
+        report: called with the best seconds so far, what comes next, and the cuts considered.
+        deadline_s: on the monotonic clock; no refinement begins after it.
     """
     lattice = Lattice(problem.workload)
     listed, is_exact = _candidates(lattice, problem.most_cuts)
@@ -94,8 +102,9 @@ def search(
     n_rounds = 0
     try:
         while found is not None and not is_exact and n_rounds < _MAX_ROUNDS:
-            if report:
-                report(found.step_s, f"refining, round {n_rounds + 1}")
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                break
+            report(found.step_s, f"refining, round {n_rounds + 1}", found.n_cuts)
             better = _refine(lattice, problem, listed, found)
             n_rounds += 1
             if better is None or better.step_s >= found.step_s * (1 - 1e-6):
@@ -122,7 +131,8 @@ def _refine(
 ) -> Found | None:
     """Solve again with the cuts near the plan's, at full resolution."""
     ends = _ends(found.stages)
-    near = [cut for end in ends for cut in lattice.around(end, problem.most_cuts // (2 * len(ends)))]
+    per_end = problem.most_cuts // (2 * len(ends))
+    near = [cut for end in ends for cut in lattice.around(end, per_end)]
     coarse = Cuts.from_cuts(listed).thin(max(1, problem.most_cuts // 4), 2)
     members = set(coarse.members)
     cuts = Cuts.from_cuts([*(cut for cut in listed if cut.covers in members), *near])
@@ -159,6 +169,7 @@ class _Solver:
 
     def __init__(self, problem: Problem) -> None:
         self._memory = problem.memory
+        self._unlike = problem.unlike
         self._levels = list(problem.levels)
 
     def chain(self, cuts: Cuts, bound_s: float) -> tuple[float, list[Stage]] | None:
@@ -166,6 +177,8 @@ class _Solver:
         return self._chain(cuts, len(self._levels) - 1, Surroundings(), bound_s)
 
     def _workers(self, depth: int) -> Workers:
+        if self._unlike is not None:
+            return self._unlike
         return Workers.uniform(self._levels[depth], self._memory if depth == 0 else math.inf)
 
     def _stages(self, cuts: Cuts, depth: int, around: Surroundings) -> StageTimes:
@@ -206,7 +219,8 @@ class _Solver:
             solved = self._chain(between, depth - 1, inside, math.inf)
             assert solved is not None, "the outer stage was costed by this very chain"
             inner = tuple(solved[1])
-        return Stage(cuts.members[placed.start], cuts.members[placed.end], placed.r, inner)
+        start, end = cuts.members[placed.start], cuts.members[placed.end]
+        return Stage(start, end, placed.first, placed.r, inner)
 
 
 def _within(outer: Surroundings, inner: Surroundings) -> Surroundings:
