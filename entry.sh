@@ -62,6 +62,13 @@ export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 # A failed collective ends with an error on every rank.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
+# c10d warns at each connection of a host without reverse name resolution.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+# A relocatable Open MPI (the wheel) tells its prefix to the ranks beside mpirun only.
+if [[ -v PMIX_INSTALL_PREFIX ]]; then
+    export OPAL_PREFIX=${OPAL_PREFIX:-$PMIX_INSTALL_PREFIX}
+fi
+
 # `-m mpi4py` aborts all ranks when this one dies of an uncaught error.
 if "$python" -c 'import mpi4py' 2>/dev/null; then
     exec "$python" -m mpi4py -m harness "$@"

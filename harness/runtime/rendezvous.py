@@ -177,7 +177,8 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
         hostname=mine.hostname,
         hostnames=hostnames,
         device=device,
-        device_kind=mine.gpus[local_rank % n_gpus] if n_gpus else mine.cpu,
+        # Ranks with unlike shares of the same CPU are unlike devices.
+        device_kind=mine.gpus[local_rank % n_gpus] if n_gpus else f"{mine.cpu} x {n_cores:.2g}",
         backend=backend,
         backend_reason=reason,
         interface=interface.name,
