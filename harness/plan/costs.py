@@ -60,8 +60,9 @@ COSTS = {
 def run(cost: str, request: PlanRequest) -> PlanResult:
     """Plan, and fill in what it took.
 
-    `search_cpu_s` is the CPU time of this process (all threads) from request to result: not the
-    imports, nor reading the files.
+    `search_cpu_s` is the CPU time of this process, all threads, from the request's graph to the
+    plan: not the imports, nor reading files, nor writing the explanation where a planner times
+    its search itself.
 
     Raises:
         ConfigError: unknown cost.

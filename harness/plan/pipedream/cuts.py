@@ -100,5 +100,7 @@ class Cuts:
         ordered = bucket[order]
         first = np.searchsorted(ordered, ordered, side="left")
         rank = np.arange(len(self)) - first
-        kept = np.union1d(order[rank < per_bucket], [0, len(self) - 1])
-        return self.take(kept.astype(np.intp))
+        kept = np.zeros(len(self), dtype=bool)
+        kept[order[rank < per_bucket]] = True
+        kept[[0, -1]] = True
+        return self.take(np.flatnonzero(kept))

@@ -39,7 +39,7 @@ class StageCost:
     def binding(self) -> str:
         """What sets the stage's pace."""
         if self.total_s > self.busy_s:
-            return "receiving activations" if self.receive_s >= self.send_s else "sending activations"
+            return f"{'receiving' if self.receive_s >= self.send_s else 'sending'} activations"
         return "gradient synchronisation" if self.sync_s > self.compute_s else "compute"
 
 

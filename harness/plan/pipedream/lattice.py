@@ -186,7 +186,8 @@ class Lattice:
                     if cut.members | 1 << i not in above:
                         grown = self.grow(cut, i)
                         above[grown.members] = grown
-            level = sorted(above.values(), key=lambda cut: (cut.crossing_bytes, cut.members))[:width]
+            cheapest = sorted(above.values(), key=lambda cut: (cut.crossing_bytes, cut.members))
+            level = cheapest[:width]
             found.extend(level)
         return found
 

@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
@@ -37,7 +39,9 @@ def plan(request: PlanRequest) -> PlanResult:
     graph, profile, cluster = request.graph, request.profile, request.cluster
     if graph is None or profile is None:
         raise PlanError("--cost pipedream needs a profile: give --profile FILE or --model NAME")
+    start_cpu_s = time.process_time()
     workload = workload_from(graph, profile, cluster.devices[0].kind)
+    lattice = Lattice(workload)
     speeds = _speeds(graph, profile, cluster, workload)
     machines = machines_of(cluster, request.memory_bytes, speeds)
     memory = math.inf if machines.memory >= _most_memory(workload, cluster) else machines.memory
@@ -47,10 +51,12 @@ def plan(request: PlanRequest) -> PlanResult:
     def report(best_s: float, phase: str, n_cuts: int) -> None:
         request.progress(Progress(n_proposals=n_cuts, best_step_s=best_s, phase=phase))
 
-    found = search(problem, report=report, deadline_s=deadline_s)
+    found = search(problem, lattice, report=report, deadline_s=deadline_s)
     if found is None:
         raise PlanError(_nothing_fits(workload, machines))
-    return _result(graph, profile, request, problem, machines, found)
+    cpu_s = time.process_time() - start_cpu_s
+    result = _result(graph, profile, request, problem, machines, lattice, found)
+    return msgspec.structs.replace(result, search_cpu_s=cpu_s)
 
 
 def _speeds(
@@ -92,9 +98,9 @@ def _result(
     request: PlanRequest,
     problem: Problem,
     machines: Machines,
+    lattice: Lattice,
     found: Found,
 ) -> PlanResult:
-    lattice = Lattice(problem.workload)
     costs = stage_costs(lattice, found.stages, machines.levels, machines.unlike)
     placed = device_stages(lattice, found.stages, machines.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S

@@ -83,6 +83,7 @@ class Problem:
 
 def search(
     problem: Problem,
+    lattice: Lattice,
     *,
     report: Callable[[float, str, int], None] = lambda best_s, phase, n_cuts: None,
     deadline_s: float | None = None,
@@ -90,10 +91,10 @@ def search(
     """Find the best plan; None when no plan fits the memory.
 
     Args:
+        lattice: of the problem's workload.
         report: called with the best seconds so far, what comes next, and the cuts considered.
         deadline_s: on the monotonic clock; no refinement begins after it.
     """
-    lattice = Lattice(problem.workload)
     listed, is_exact = _candidates(lattice, problem.most_cuts)
     cuts = Cuts.from_cuts(listed)
     if len(cuts) > problem.most_cuts:
@@ -157,11 +158,30 @@ def solve(
         coarse = solver.chain(cuts.thin(_COARSE_CUTS // 2, 2), math.inf)
         if coarse is not None:
             bound_s = min(bound_s, coarse[0])
-    best = solver.chain(cuts, bound_s)
+    best = solver.chain(_within_bound(cuts, problem, bound_s), bound_s)
     if best is None:
         return None
     step_s, stages = best
     return Found(step_s, stages, len(cuts), is_exact)
+
+
+def _within_bound(cuts: Cuts, problem: Problem, bound_s: float) -> Cuts:
+    """The cuts that a plan can use if no device is busier than the bound.
+
+    If w devices work before a cut, they and the others each get through their part in time.
+    """
+    if bound_s == math.inf:
+        return cuts
+    n = math.prod(level.n_workers for level in problem.levels)
+    speeds = np.ones(n) if problem.unlike is None else problem.unlike.rate[:, 1]
+    before_s = np.concatenate([[0.0], np.cumsum(speeds)]) * bound_s * (1 + 1e-9) + 1e-12
+    after_s = before_s[-1] - before_s
+    whole_s = cuts.compute_s[-1]
+    # Fewest devices that can do what is before; then the others are as many as they can be.
+    fewest = np.searchsorted(before_s, cuts.compute_s, side="left")
+    kept = (fewest <= n) & (whole_s - cuts.compute_s <= after_s[np.minimum(fewest, n)] + 1e-12)
+    kept[[0, -1]] = True
+    return cuts.take(np.flatnonzero(kept))
 
 
 class _Solver:
