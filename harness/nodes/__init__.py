@@ -1,1 +1,1 @@
-"""Check hosts over ssh: probe, judge, report. Needs only the standard library and our own domain."""
+"""Check hosts over ssh: probe, judge, report. The standard library and harness.domain suffice."""

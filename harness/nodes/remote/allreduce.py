@@ -2,7 +2,8 @@
 
 Started before the ranks are known, because importing torch takes seconds; then lines, JSON each:
     out  {"is_ready": true, "has_gpu": G}          torch is imported
-    in   {"rank": R, "size": N, "backend": B, "interface": I, "address": A, "port": P, "timeout_s": T}
+    in   {"rank": R, "size": N, "backend": B, "interface": I, "address": A, "port": P,
+          "timeout_s": T}
     out  {"port": P}                               rank 0 only: where the others find it
     out  {"is_right": W, "duration_s": D}  or  {"error": E}
 Rank 0 gets port 0 and says which one it took; the others get that one.

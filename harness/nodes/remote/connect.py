@@ -17,7 +17,15 @@ import time
 LIMIT_S = int(sys.argv[1])
 
 
-def serve(listener, identity):
+class Identity:
+    """The name that the sender knows this host by, once it has told."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.is_known = threading.Event()
+
+
+def serve(listener: socket.socket, identity: "Identity") -> None:
     """Answer every connection by the name that the sender knows this host by."""
     while True:
         connection, _ = listener.accept()
@@ -25,21 +33,21 @@ def serve(listener, identity):
         threading.Thread(target=answer, args=(connection, identity), daemon=True).start()
 
 
-def answer(connection, identity):
+def answer(connection: socket.socket, identity: "Identity") -> None:
     try:
         with connection:
-            identity["is_known"].wait(LIMIT_S)
+            identity.is_known.wait(LIMIT_S)
             while connection.recv(1):
-                connection.sendall(identity["name"].encode() + b"\n")
+                connection.sendall(identity.name.encode() + b"\n")
     except OSError:
         pass  # the peer reports it
 
 
-def ask(name, port, timeout_s):
+def ask(name: str, port: int, timeout_s: float) -> "dict[str, object]":
     """Connect to the peer and make sure that it is the one it should be."""
     address = ""
     try:
-        address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
+        address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
         with socket.create_connection((name, port), timeout=timeout_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             replies = connection.makefile("rb")
@@ -51,16 +59,16 @@ def ask(name, port, timeout_s):
                 rtts_s.append(time.monotonic() - start_s)
     except socket.gaierror as error:
         return {"error": "resolve", "detail": error.strerror}
-    except socket.timeout:
+    except socket.timeout:  # noqa: UP041  (its own type before Python 3.10)
         return {"error": "timeout", "detail": address}
     except OSError as error:
-        return {"error": "refused", "detail": "%s: %s" % (address, error.strerror or error)}
+        return {"error": "refused", "detail": f"{address}: {error.strerror or error}"}
     if reply != name:
-        return {"error": "impostor", "detail": "%s is %s" % (address, reply or "silent")}
+        return {"error": "impostor", "detail": f"{address} is {reply or 'silent'}"}
     return {"rtt_s": min(rtts_s), "address": address}
 
 
-def listen():
+def listen() -> socket.socket:
     """On both families where the host has both."""
     try:
         listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -73,14 +81,14 @@ def listen():
     return listener
 
 
-def send(message):
+def send(message: "dict[str, object]") -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def main():
+def main() -> None:
     signal.alarm(LIMIT_S)
-    identity = {"name": "", "is_known": threading.Event()}
+    identity = Identity()
     listener = listen()
     threading.Thread(target=serve, args=(listener, identity), daemon=True).start()
     send({"port": listener.getsockname()[1]})
@@ -88,11 +96,11 @@ def main():
     if not line:
         return
     order = json.loads(line)
-    identity["name"] = order["name"]
-    identity["is_known"].set()
-    results = {}
+    identity.name = order["name"]
+    identity.is_known.set()
+    results: dict[str, object] = {}
 
-    def collect(name, port):
+    def collect(name: str, port: int) -> None:
         results[name] = ask(name, port, order["timeout_s"])
 
     threads = [threading.Thread(target=collect, args=peer, daemon=True) for peer in order["peers"]]

