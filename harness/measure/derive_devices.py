@@ -49,7 +49,7 @@ class MatmulRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SummaRow:
-    """One product distributed over all ranks.
+    """One product distributed over the first `n_ranks` ranks.
 
     Attributes:
         time: of the maximum over ranks; the other times are medians of the slowest rank's.
@@ -163,13 +163,25 @@ def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int
     """The ranks' values of each iteration: by `step`, or by position when there is none."""
     iterations: dict[int, list[float]] = defaultdict(list)
     for records in run.ranks.values():
-        groups = _by_labels(samples_of(records, metric), *SUMMA_LABELS)
-        for position, sample in enumerate(groups.get(labels, [])):
+        mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
+        for position, sample in enumerate(mine):
             iterations[position if sample.step is None else sample.step].append(sample.value)
     return iterations
 
 
 SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
+
+
+def _n_ranks(run: Run) -> int:
+    return len(run.header.ranks) or len(run.ranks)
+
+
+def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
+    """What a distributed product is told apart by: its labels and its number of ranks."""
+    if not all(name in sample.labels for name in SUMMA_LABELS):
+        return None
+    named = tuple(sample.labels[name] for name in SUMMA_LABELS)
+    return (*named, sample.labels.get("n_ranks", _n_ranks(run)))
 
 
 def _slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
@@ -183,29 +195,30 @@ def _median(values: list[float]) -> float | None:
 def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
     """Every distributed product; peaks default to those that the run itself measured."""
     peaks = matmul_peaks([run]) if peaks is None else peaks
-    cases = {
-        tuple(sample.labels[name] for name in SUMMA_LABELS)
+    found = {
+        _summa_labels(run, sample)
         for records in run.ranks.values()
         for sample in samples_of(records, "summa_s")
-        if all(name in sample.labels for name in SUMMA_LABELS)
     }
-    rows = [_summa_row(run, labels, peaks) for labels in sorted(cases, key=str)]
-    return sorted(rows, key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k))
+    rows = [_summa_row(run, labels, peaks) for labels in found if labels is not None]
+    return sorted(
+        rows, key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks)
+    )
 
 
 def _summa_row(run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]) -> SummaRow:
     time = summarize(_slowest(run, "summa_s", labels), shortest=0)
-    m, n, k = (int(str(size)) for size in labels[2:])
+    m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
     rate = 2 * m * n * k / time.median
     dtype = str(labels[1])
-    local = sum_of_peaks(run.header.ranks, dtype, peaks)
+    local = sum_of_peaks(run.header.ranks[:n_ranks], dtype, peaks)
     return SummaRow(
         scaling=str(labels[0]),
         dtype=dtype,
         m=m,
         n=n,
         k=k,
-        n_ranks=len(run.header.ranks) or len(run.ranks),
+        n_ranks=n_ranks,
         time=time,
         compute_s=_median(_slowest(run, "summa_compute_s", labels)),
         communication_s=_median(_slowest(run, "summa_communication_s", labels)),
