@@ -1,0 +1,42 @@
+"""The last cache between a device and its memory: its size, and how to empty it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from harness.errors import ConfigError
+from harness.units import parse_bytes
+
+_CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+# What a CPU without that directory (a container, say) is taken to have.
+_UNKNOWN_BYTES = 32 << 20
+_LARGEST_BYTES = 256 << 20
+
+
+def last_cache_bytes(device: torch.device) -> int:
+    """Size of a GPU's L2, or of the last-level cache that a CPU core sees."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [_read_size(entry / "size") for entry in _CPU_CACHES.glob("index*")]
+    return min(max(sizes, default=0) or _UNKNOWN_BYTES, _LARGEST_BYTES)
+
+
+def _read_size(path: Path) -> int:
+    try:
+        return parse_bytes(path.read_text().strip() + "iB")  # the kernel writes 32768K
+    except (OSError, ConfigError):
+        return 0
+
+
+class CacheFlush:
+    """Evicts what the last product left by writing a buffer as large as the cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.n_bytes = last_cache_bytes(device)
+        self._buffer = torch.empty(self.n_bytes, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        """Queue the write on the current stream; does not wait for it."""
+        self._buffer.zero_()

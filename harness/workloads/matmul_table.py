@@ -1,0 +1,104 @@
+"""What rank 0 prints after matmul: one row per device and dtype, one per distributed product."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from harness.domain.record import Sample
+from harness.measure.derive import MatmulRow, SummaRow, matmul_table, summa_table
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.workloads.text import columns
+
+
+def matmul_text(runs: list[Run]) -> str:
+    """The tables of every run, one after another."""
+    return "\n\n".join(part for run in runs for part in _parts(run) if part)
+
+
+def _parts(run: Run) -> list[str]:
+    if run.header.status != "ok":
+        return [f"{run.header.run_id}: {run.header.status} {run.header.reason}".rstrip()]
+    return [_devices(run), _memory(run), _skipped(run), _distributed(run)]
+
+
+def _devices(run: Run) -> str:
+    """Each device's best size of each dtype: the figure that people quote."""
+    rows = sorted(matmul_table(run), key=lambda row: (row.dtype, row.rank))
+    best = [
+        max(group, key=lambda row: row.flops_per_s)
+        for _, group in groupby(rows, key=lambda row: (row.dtype, row.rank))
+    ]
+    heads = ["device", "dtype", "best n", "median", "99% interval", "max", "of peak", "error"]
+    return columns(heads, [_device_cells(row) for row in best])
+
+
+def _device_cells(row: MatmulRow) -> list[str]:
+    peak = row.peak_flops_per_s
+    return [
+        f"{row.rank} {row.hostname}",
+        row.dtype,
+        str(row.n),
+        format_flops(row.flops_per_s),
+        f"{format_flops(row.low)} to {format_flops(row.high)}",
+        format_flops(row.max_flops_per_s),
+        f"{row.flops_per_s / peak:.0%}" if peak else "-",
+        f"{row.error:.1e}" if row.error is not None else "-",
+    ]
+
+
+def _memory(run: Run) -> str:
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        for metric, name, n_arrays in (
+            ("memory_copy_s", "copy", 2),
+            ("memory_triad_s", "triad", 3),
+        ):
+            samples = [r for r in records if isinstance(r, Sample) and r.metric == metric]
+            if samples:
+                n_bytes = int(samples[0].labels["n_bytes"])
+                time = summarize([sample.value for sample in samples])
+                rows.append([f"{rank} {_hostname(run, rank)}", name, format_bytes(n_bytes)])
+                rows[-1] += _rate_cells(n_arrays * n_bytes, time)
+    return columns(["device", "memory", "array", "median", "99% interval"], rows)
+
+
+def _rate_cells(n_bytes: int, time: Summary) -> list[str]:
+    low, high = format_bandwidth(n_bytes / time.high), format_bandwidth(n_bytes / time.low)
+    return [format_bandwidth(n_bytes / time.median), f"{low} to {high}"]
+
+
+def _hostname(run: Run, rank: int) -> str:
+    return next((info.hostname for info in run.header.ranks if info.rank == rank), "")
+
+
+def _skipped(run: Run) -> str:
+    """Rows without a number, each reason once."""
+    reasons: dict[str, list[int]] = {}
+    for rank, records in sorted(run.ranks.items()):
+        for record in records:
+            if isinstance(record, Sample) and record.metric == "matmul_skipped":
+                text = f"size {record.labels['n']}: {record.labels['reason']}"
+                reasons.setdefault(text, []).append(rank)
+    return "\n".join(f"skipped on ranks {ranks}: {text}" for text, ranks in reasons.items())
+
+
+def _distributed(run: Run) -> str:
+    heads = ["scaling", "dtype", "n", "ranks", "time", "rate", "of local sum", "compute",
+             "communication", "exposed"]  # fmt: skip
+    return columns(heads, [_summa_cells(row) for row in summa_table(run)])
+
+
+def _summa_cells(row: SummaRow) -> list[str]:
+    parts = (row.compute_s, row.communication_s, row.exposed_communication_s)
+    return [
+        row.scaling,
+        row.dtype,
+        str(row.n),
+        str(row.n_ranks),
+        format_duration(row.time.median),
+        format_flops(row.flops_per_s),
+        f"{row.efficiency:.0%}" if row.efficiency is not None else "-",
+        *(format_duration(part) if part is not None else "-" for part in parts),
+    ]

@@ -1,0 +1,107 @@
+"""Runs a workload's body on n ranks of this machine, joined by gloo: no MPI, no launcher."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.run import RankInfo, RunHeader
+from harness.measure.recorder import Recorder
+from harness.measure.store import Results, RecordWriter, Run, read_run, write_header
+from harness.runtime.context import Context
+from harness.runtime.cuda_clock import clock_for
+from harness.runtime.progress import Progress
+from harness.runtime.world import World
+
+
+def local_world(rank: int, size: int, device: str = "cpu") -> World:
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        hostname=f"node{rank}",
+        hostnames=[f"node{i}" for i in range(size)],
+        device=torch.device(device),
+        device_kind="test device",
+        backend="gloo",
+        backend_reason="a test",
+        interface="lo",
+        n_cores=1,
+        n_threads=1,
+        memory_bytes=4 << 30,
+    )
+
+
+def _header(size: int, config: Any) -> RunHeader:
+    devices = [Device(name=f"node{i}:0", kind="test device", memory_bytes=4 << 30) for i in range(size)]
+    return RunHeader(
+        run_id="run",
+        workload="test",
+        key="key",
+        repeat=0,
+        argv=[],
+        config={},
+        cluster=Cluster(nodes=[Node(name=f"node{i}", devices=[d]) for i, d in enumerate(devices)]),
+        ranks=[
+            RankInfo(
+                rank=i, hostname=f"node{i}", device="cpu", device_kind="test device", n_cores=1,
+                memory_bytes=4 << 30,
+            )
+            for i in range(size)
+        ],  # fmt: skip
+        versions={},
+        commit="",
+        start_utc="2026-01-01T00:00:00.000+00:00",
+        status="ok",
+        backend="gloo",
+    )
+
+
+def _rank(rank: int, size: int, directory: str, function: Callable[..., Any], argument: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{directory}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    run_dir = Path(directory) / "run"
+    world = local_world(rank, size)
+    recorder = Recorder(clock_for(world.device))
+    writer = RecordWriter(run_dir, rank)
+    context = Context(
+        world=world,
+        recorder=recorder,
+        writer=writer,
+        progress=Progress(is_shown=False),
+        run_dir=run_dir,
+    )
+    result = function(argument, context)
+    writer.write(recorder.collect())
+    writer.close()
+    torch.save(result, f"{directory}/result{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_on_ranks(
+    function: Callable[[Any, Context], Any], argument: Any, size: int
+) -> tuple[list[Any], Run]:
+    """What each rank returned, and the run as read back; `function` must be importable."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(
+            _rank, args=(size, directory, function, argument), nprocs=size, join=True
+        )
+        results = [torch.load(f"{directory}/result{rank}") for rank in range(size)]
+        run_dir = Path(directory) / "run"
+        write_header(run_dir, _header(size, argument))
+        read = Results()
+        read_run(run_dir, read)
+        assert not read.skipped, read.skipped
+        return results, read.runs[0]
