@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The whole comparison on what this machine has, from nothing to a report:
+#   bash setup/demo.sh [FLAGS of entry.sh]
+# As root on a virtual cluster of five nodes, otherwise on two local ranks. Installs if needed.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+n_nodes=5
+n_local=2
+# A name of its own: a cluster that the user has up stays as it is.
+name=demo
+cluster=(bash setup/virtual_cluster.sh)
+
+say() { echo "demo: $*"; }
+
+take_down() {
+    trap - EXIT
+    # Interrupted twice, it must still finish.
+    trap '' INT TERM
+    "${cluster[@]}" down --name "$name" >/dev/null
+}
+
+# Nine tenths of the cores, shared evenly and at most one each: above that quotas compete and timings vary.
+cores_per_node() {
+    awk -v cores="$(nproc)" -v nodes="$n_nodes" \
+        'BEGIN { share = 0.9 * cores / nodes; printf "%.2f", share > 1 ? 1 : share }'
+}
+
+run_on_cluster() {
+    say "mpirun -np $n_nodes --hostfile hosts/virtual-$name.txt ./entry.sh $*"
+    "${cluster[@]}" run --name "$name" -- \
+        mpirun -np "$n_nodes" --hostfile "hosts/virtual-$name.txt" ./entry.sh "$@"
+}
+
+run_locally() {
+    local -a launch=(mpirun --oversubscribe -np "$n_local" ./entry.sh "$@")
+    say "${launch[*]}"
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    PATH=$root/.venv/bin:$PATH "${launch[@]}"
+}
+
+bash setup/install.sh
+status=0
+trap take_down EXIT
+trap 'exit 130' INT TERM
+if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1gbit --cpu "$(cores_per_node)"; then
+    run_on_cluster "$@" || status=$?
+else
+    say "going on with $n_local ranks on this machine"
+    run_locally "$@" || status=$?
+fi
+
+((status == 0)) || say "the comparison ended with exit code $status; what it measured until then follows"
+.venv/bin/python -m harness.plot results/
+exit "$status"
