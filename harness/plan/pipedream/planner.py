@@ -192,14 +192,22 @@ def _explain(
     for number, (stage, cost) in enumerate(zip(found.stages, costs, strict=True)):
         workers = "group" if stage.inner else "device"
         inner = f" of {_replicas(stage.inner)} inside" if stage.inner else ""
+        parts = {
+            "compute": cost.compute_s,
+            "gradients": cost.sync_s,
+            "activations in": cost.receive_s,
+            "activations out": cost.send_s,
+        }
+        times = ", ".join(f"{name} {format_duration(s)}" for name, s in parts.items() if s > 0)
         lines.append(
             f"stage {number}: {(stage.end & ~stage.start).bit_count()} operators on "
-            f"{stage.n_replicas} {workers}{'s' if stage.n_replicas > 1 else ''}{inner}: "
-            f"compute {format_duration(cost.compute_s)}, gradients {format_duration(cost.sync_s)}, "
-            f"activations in {format_duration(cost.receive_s)}, out {format_duration(cost.send_s)}"
+            f"{stage.n_replicas} {workers}{'s' if stage.n_replicas > 1 else ''}{inner}: {times}"
         )
     slowest = max(range(len(costs)), key=lambda i: costs[i].total_s)
     lines.append(f"stage {slowest} sets the pace, by {costs[slowest].binding}")
+    n_idle = len(names) - sum(len(stage.devices) for stage in placed)
+    if n_idle:
+        lines.append(f"{n_idle} of {len(names)} devices stay idle: more replicas would not help")
     fullest = max(placed, key=lambda stage: stage.memory_bytes)
     lines.append(
         f"memory is fullest on {names[fullest.devices[0]]}: {format_bytes(fullest.memory_bytes)} "

@@ -1,0 +1,257 @@
+"""The command line of `python -m harness.plan`: flags, and the request that they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.errors import ConfigError, GraphError
+from harness.plan.costs import COSTS
+from harness.plan.estimate import estimate_profile
+from harness.plan.pipedream.graph_txt import parse_graph_txt
+from harness.plan.request import PlanRequest, Progress
+from harness.plan.show import load_graph
+from harness.units import parse_bandwidth, parse_bytes
+
+CaptureModel = Callable[[str, int], Graph]
+
+_NO_LIMIT_BYTES = 2**50
+_DEFAULT_KIND = "device"
+
+_SEARCH_EXAMPLES = """\
+examples:
+  python -m harness.plan search --profile vgg16.txt --topology 4x4 --bandwidth 1e10,1.25e9 \\
+      --cost pipedream --json
+  python -m harness.plan search --profile vgg16.json --graph vgg16.graph.json \\
+      --cluster cluster.json --batch 256 --seconds 30 --output plan.json
+  python -m harness.plan search --cost flexflow2018 --topology 2x4 --budget 250000 --seed 1
+
+costs:
+{costs}
+
+A cluster file is written by `./entry.sh links`, or by hand. Interrupt (Ctrl-C) a search to take
+the best plan found so far.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of both commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.plan",
+        description="Find how to spread a model over a cluster, and what it will cost.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show}")
+    _add_search(commands)
+    _add_show(commands)
+    return parser
+
+
+def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    costs = "\n".join(f"  {name:<14}{cost.summary}" for name, cost in COSTS.items())
+    search = commands.add_parser(
+        "search",
+        help="search for the fastest strategy",
+        description="Search for the fastest strategy, and say why it was chosen.",
+        epilog=_SEARCH_EXAMPLES.format(costs=costs),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = search.add_argument_group("model")
+    model.add_argument("--model", help="capture this model, or package.module:factory")
+    model.add_argument(
+        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
+    )
+    model.add_argument(
+        "--graph", type=Path, metavar="FILE", help="graph of a harness profile, instead of --model"
+    )
+    model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
+    where = search.add_argument_group("cluster")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
+    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
+    where.add_argument(
+        "--bandwidth",
+        metavar="INSIDE[,BETWEEN]",
+        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
+    )
+    where.add_argument(
+        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
+    )
+    where.add_argument(
+        "--device-kind",
+        metavar="KIND",
+        help="what a graph.txt was profiled on (default: the cluster's first kind)",
+    )
+    how = search.add_argument_group("search")
+    how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
+    how.add_argument("--budget", type=int, metavar="N", help="most proposals")
+    how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
+    how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
+    out = search.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+
+
+def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    show = commands.add_parser(
+        "show", help="print a graph, profile, cluster or strategy", description=show_summary()
+    )
+    show.add_argument("file", type=Path)
+    show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
+
+
+def show_summary() -> str:
+    return (
+        "Print a graph, profile, cluster or strategy, of our formats or PipeDream's or FlexFlow's; "
+        "the kind is told by the content."
+    )
+
+
+def request_from(
+    args: argparse.Namespace,
+    *,
+    capture_model: CaptureModel,
+    progress: Callable[[Progress], None],
+) -> PlanRequest:
+    """Read the files that the flags name.
+
+    Raises:
+        ConfigError: flags contradict each other.
+        HarnessError: a file is missing or malformed.
+    """
+    _check_numbers(args)
+    cluster = _cluster(args)
+    graph, profile = None, None
+    if COSTS[args.cost].needs_model:
+        graph, profile = _model(args, cluster, capture_model)
+    return PlanRequest(
+        cluster=cluster,
+        graph=graph,
+        profile=profile,
+        batch=args.batch or (graph.batch if graph is not None else None),
+        memory_bytes=None if args.memory is None else parse_bytes(args.memory),
+        budget=args.budget,
+        seconds=args.seconds,
+        seed=args.seed,
+        progress=progress,
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for flag in ("batch", "budget", "seconds"):
+        value = getattr(args, flag)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{flag} {value} must be above 0")
+    if args.memory is not None and parse_bytes(args.memory) < 1:
+        raise ConfigError(f"--memory {args.memory} must be above 0")
+
+
+def parse_topology(text: str) -> tuple[int, int]:
+    """Nodes and devices per node of `4x4`; a single number is one node.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--topology {text!r} is not NODESxDEVICES: write it like 4x4")
+    return (1, int(parts[0])) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if (args.cluster is None) == (args.topology is None):
+        raise ConfigError("give either --cluster FILE or --topology NODESxDEVICES")
+    if args.cluster is not None:
+        if args.bandwidth is not None:
+            raise ConfigError("--bandwidth goes with --topology: a cluster file has its own links")
+        return Cluster.load(args.cluster)
+    n_nodes, n_devices = parse_topology(args.topology)
+    inside, between = _bandwidths(args)
+    memory = _NO_LIMIT_BYTES if args.memory is None else parse_bytes(args.memory)
+    if args.memory is None and args.cost == "simulator":
+        raise ConfigError("--topology needs --memory BYTES, what each device may use, such as 12GB")
+    return Cluster.uniform(
+        n_nodes,
+        n_devices,
+        inside_bytes_per_s=inside,
+        between_bytes_per_s=between,
+        memory_bytes=memory,
+        kind=args.device_kind or _DEFAULT_KIND,
+    )
+
+
+def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
+    if args.bandwidth is None:
+        if COSTS[args.cost].needs_model:
+            raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], such as 1e10,1.25e9")
+        return 1.0, None  # this cost brings its own links
+    values = [parse_bandwidth(part) for part in args.bandwidth.split(",")]
+    if len(values) > 2 or not all(value > 0 for value in values):
+        raise ConfigError(
+            f"--bandwidth {args.bandwidth!r} is not INSIDE[,BETWEEN] above 0: write 1e10,1.25e9"
+        )
+    return values[0], values[1] if len(values) == 2 else None
+
+
+def _model(
+    args: argparse.Namespace, cluster: Cluster, capture_model: CaptureModel
+) -> tuple[Graph, Profile]:
+    if args.model is None and args.profile is None:
+        raise ConfigError(f"--cost {args.cost} needs --model NAME or --profile FILE")
+    if args.model is not None and args.graph is not None:
+        raise ConfigError("--model captures a graph and --graph reads one: give one of them")
+    graph = load_graph(args.graph) if args.graph is not None else None
+    if args.model is not None:
+        if args.batch is None:
+            raise ConfigError("--model needs --batch B, the global batch in samples")
+        graph = capture_model(args.model, args.batch)
+    if args.profile is None:
+        assert graph is not None
+        return graph, estimate_profile(graph, cluster)
+    return _profile(args, cluster, graph)
+
+
+def _profile(
+    args: argparse.Namespace, cluster: Cluster, graph: Graph | None
+) -> tuple[Graph, Profile]:
+    try:
+        data = args.profile.read_bytes()
+    except OSError as error:
+        raise GraphError(f"profile {args.profile}: {error.strerror}") from None
+    if data.lstrip().startswith(b"{"):
+        profile = Profile.from_json(data, source=str(args.profile))
+        if graph is None:
+            raise ConfigError(
+                f"{args.profile} holds times of {profile.model!r} but no graph: give --model or "
+                "--graph FILE too"
+            )
+        return graph, profile
+    if graph is not None:
+        raise ConfigError(f"{args.profile} brings its own graph: leave out --model and --graph")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise GraphError(
+            f"profile {args.profile} is neither JSON nor a PipeDream graph.txt"
+        ) from None
+    return parse_graph_txt(
+        text,
+        name=args.profile.stem,
+        batch=args.batch,
+        device_kind=args.device_kind or cluster.devices[0].kind,
+        source=str(args.profile),
+    )
+
+
+def strategy_bytes(strategy: object) -> bytes:
+    """A strategy of any cost as an indented JSON file."""
+    return msgspec.json.format(msgspec.json.encode(strategy), indent=1) + b"\n"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exits with 2 and a usage line when it is wrong."""
+    return build_parser().parse_args(argv)

@@ -1,0 +1,227 @@
+"""Graphs, profiles, clusters and strategies as text, and graphs as dot.
+
+The kind of a file is told by its content: the schema of our own JSON, else a PipeDream
+graph.txt, else one of the foreign strategy formats.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy
+from harness.errors import ConfigError, GraphError
+from harness.plan.formats.detect import read_strategy_file
+from harness.plan.pipedream.graph_txt import parse_graph_txt
+from harness.plan.text import format_shape, table
+from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+
+_MOST_LINKS = 20
+_COLOURS = ("lightblue", "palegreen", "lightsalmon", "gold", "plum", "lightgrey", "beige")
+
+
+def show_file(path: Path, *, dot: bool = False) -> list[str]:
+    """Lines that show a file.
+
+    Raises:
+        ConfigError: missing, or dot asked for something that is not a graph.
+        HarnessError: malformed.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    schema = _schema(data)
+    if schema == "harness-graph":
+        graph = Graph.from_json(data, source=str(path))
+        return graph_dot(graph) if dot else graph_lines(graph)
+    if _is_graph_txt(data):
+        graph, profile = parse_graph_txt(data.decode(), name=path.stem, source=str(path))
+        return graph_dot(graph) if dot else graph_lines(graph, profile)
+    if dot:
+        raise ConfigError(f"{path} is not a graph: --dot draws graphs and PipeDream profiles")
+    if schema == "harness-profile":
+        return profile_lines(Profile.from_json(data, source=str(path)))
+    if schema == "harness-cluster":
+        return cluster_lines(Cluster.from_json(data, source=str(path)))
+    imported = read_strategy_file(path)
+    if isinstance(imported.content, Strategy):
+        return strategy_lines(imported.content)
+    note = f"{imported.format} ({imported.note})" if imported.note else imported.format
+    return [note, imported.describe(), *_foreign_lines(imported.content)]
+
+
+def _schema(data: bytes) -> str:
+    """The `schema` of a JSON object; empty for anything else."""
+    try:
+        value = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return ""
+    return str(value.get("schema", "")) if isinstance(value, dict) else ""
+
+
+def _is_graph_txt(data: bytes) -> bool:
+    first = next((line for line in data.split(b"\n") if line.strip()), b"")
+    return b" -- " in first and b"_compute_time=" in first
+
+
+def _foreign_lines(content: object) -> list[str]:
+    if isinstance(content, list):
+        return [str(entry) for entry in content]
+    return msgspec.json.format(msgspec.json.encode(content), indent=1).decode().splitlines()
+
+
+def graph_lines(graph: Graph, profile: Profile | None = None) -> list[str]:
+    """A header and a row per operator; with times when a profile of whole operators is given."""
+    times = {p.operator: p for p in profile.measurements} if profile is not None else {}
+    batch = "unknown minibatch" if graph.batch is None else f"minibatch {graph.batch}"
+    lines = [
+        f"graph {graph.name}: {len(graph.operators)} operators, {batch}, "
+        f"{format_bytes(graph.parameter_bytes)} of parameters, hash {graph.content_hash()}"
+    ]
+    total_s = sum(p.forward_s + p.backward_s for p in times.values())
+    if times:
+        lines.append(f"forward and backward of all operators: {format_duration(total_s)}")
+    rows = []
+    for operator in graph.operators:
+        point = times.get(operator.profile_key)
+        row = [operator.name, operator.kind, ", ".join(operator.inputs) or "-"]
+        row += [format_bytes(operator.parameter_bytes), format_bytes(operator.activation_bytes)]
+        if times:
+            seconds = [point.forward_s, point.backward_s] if point else []
+            row += [format_duration(each) for each in seconds] or ["-", "-"]
+        else:
+            row += [format_shape(operator.shape), f"{operator.forward_flops:.3g}"]
+        rows.append(row)
+    header = ["operator", "kind", "inputs", "parameters", "output bytes"]
+    header += ["forward", "backward"] if times else ["output", "forward FLOPs"]
+    return [*lines, *table(header, rows)]
+
+
+def graph_dot(graph: Graph, stage_of: Mapping[str, int] | None = None) -> list[str]:
+    """Graphviz source; coloured by stage when stages are known."""
+    known = stage_of or {
+        operator.name: stage
+        for operator in graph.operators
+        if isinstance(stage := operator.attrs.get("stage_id"), int)
+    }
+    lines = [f"digraph {_quote(graph.name)} {{", "  node [shape=box];"]
+    for operator in graph.operators:
+        label = f"{operator.name}\\n{operator.kind}\\n{format_bytes(operator.activation_bytes)}"
+        fill = ""
+        if operator.name in known:
+            colour = _COLOURS[known[operator.name] % len(_COLOURS)]
+            fill = f", style=filled, fillcolor={colour}"
+        lines.append(f"  {_quote(operator.name)} [label={_quote(label)}{fill}];")
+    for operator in graph.operators:
+        lines += [f"  {_quote(name)} -> {_quote(operator.name)};" for name in operator.inputs]
+    return [*lines, "}"]
+
+
+def _quote(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """A header, how faithful the sum over operators is, and a row per measurement."""
+    lines = [
+        f"profile of {profile.model}: {len(profile.measurements)} measurements on "
+        f"{', '.join(profile.device_kinds) or 'nothing'}, hash {profile.content_hash()}"
+    ]
+    lines += [
+        f"{step.device_kind}, batch {step.batch}, {step.dtype}: operators add up to "
+        f"{format_duration(step.operators_s)}, the whole step takes {format_duration(step.step_s)} "
+        f"({step.ratio:.2f} of it)"
+        for step in profile.whole_steps
+    ]
+    rows = [
+        [
+            point.operator,
+            point.device_kind,
+            format_shape(point.shape),
+            point.dtype,
+            format_duration(point.forward_s),
+            format_duration(point.backward_s),
+            "-" if point.saved_bytes is None else format_bytes(point.saved_bytes),
+            "-" if point.spread is None else f"{point.spread:.1%}",
+        ]
+        for point in profile.measurements
+    ]
+    header = ["operator", "device", "output", "dtype", "forward", "backward", "kept", "spread"]
+    return [*lines, *table(header, rows)]
+
+
+def cluster_lines(cluster: Cluster) -> list[str]:
+    """Devices, and links: one line each when few, else the range."""
+    lines = [f"cluster: {len(cluster.nodes)} nodes, {cluster.n_devices} devices"]
+    rows = [
+        [
+            device.name,
+            device.kind,
+            format_bytes(device.memory_bytes),
+            f"{device.speed:g}",
+            ", ".join(f"{k} {format_flops(v)}" for k, v in device.flops_per_s.items()) or "-",
+            "-" if node.nic_bytes_per_s is None else format_bandwidth(node.nic_bytes_per_s),
+        ]
+        for node in cluster.nodes
+        for device in node.devices
+    ]
+    lines += table(["device", "kind", "memory", "speed", "matmul", "NIC"], rows)
+    if len(cluster.links) <= _MOST_LINKS:
+        lines += [
+            f"link {link.source} -> {link.target}: {format_bandwidth(link.bandwidth_bytes_per_s)}, "
+            f"latency {format_duration(link.latency_s)}"
+            for link in cluster.links
+        ]
+    else:
+        rates = [link.bandwidth_bytes_per_s for link in cluster.links]
+        lines.append(
+            f"{len(rates)} links: {format_bandwidth(min(rates))} to "
+            f"{format_bandwidth(max(rates))}, median {format_bandwidth(statistics.median(rates))}"
+        )
+    if cluster.collectives:
+        measured = sorted({(p.operation, p.n_ranks) for p in cluster.collectives})
+        curves = ", ".join(f"{operation} on {n}" for operation, n in measured)
+        lines.append(f"measured collectives: {curves}")
+    return lines
+
+
+def strategy_lines(strategy: Strategy) -> list[str]:
+    """A header and a row per operator."""
+    lines = [
+        f"strategy {strategy.name}: batch {strategy.batch}, {strategy.n_microbatches} "
+        f"microbatches, {strategy.schedule}, {len(strategy.stages)} stages"
+    ]
+    if strategy.made_for.model:
+        lines.append(f"made for {strategy.made_for.model}, graph {strategy.made_for.graph_hash}")
+    rows = [
+        [
+            name,
+            str(plan.stage),
+            ", ".join(f"{dim} {cut}" for dim, cut in plan.partition.items()) or "whole",
+            ",".join(map(str, plan.devices)),
+        ]
+        for name, plan in strategy.operators.items()
+    ]
+    return [*lines, *table(["operator", "stage", "partition", "devices"], rows)]
+
+
+def load_graph(path: Path) -> Graph:
+    """A graph file, ours or PipeDream's.
+
+    Raises:
+        GraphError: missing or malformed.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise GraphError(f"graph file {path}: {error.strerror}") from None
+    if _is_graph_txt(data):
+        return parse_graph_txt(data.decode(), name=path.stem, source=str(path))[0]
+    return Graph.from_json(data, source=str(path))
