@@ -1,0 +1,225 @@
+"""AlexNet and the analytic costs of the repaired FlexFlow simulator of 2018. Times are in ms.
+
+A layer is cut into `n_samples x n_features` parts. Convolutions, pools and flatten cut only their
+samples, into a power of two of parts; a linear layer always has as many parts as there are
+devices, and part `i * n_features + j` computes sample block i of feature block j.
+
+Legend of the formulas: b samples, ci and co channels in and out, ho and wo the output's height and
+width, k the kernel's side, i and o the inputs and outputs of a linear part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import PlanError
+
+CONV, POOL, FLATTEN, LINEAR = "conv", "pool", "flatten", "linear"
+
+FLOPS_PER_MS = 6.4e9
+MEMORY_BYTES_PER_MS = 5e8
+LAUNCH_MS = 0.01
+INSIDE_BYTES_PER_MS = 4 * 2.0**20
+BETWEEN_BYTES_PER_MS = 2.0**20
+GIVE_BACK_MS = 0.0001
+SAMPLES_PER_DEVICE = 64
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One operator with its sizes for one sample.
+
+    Attributes:
+        kind: CONV, POOL, FLATTEN or LINEAR.
+        n_in: elements that one sample brings in.
+        n_out: elements that one sample puts out; the features of a linear layer.
+        n_weights: elements of the filter or matrix; 0 for a layer without weights.
+        macs: multiply-adds of one sample, all features.
+        has_softmax: a linear layer that ends in a softmax.
+    """
+
+    name: str
+    kind: str
+    n_in: int
+    n_out: int
+    n_weights: int = 0
+    macs: int = 0
+    has_softmax: bool = False
+
+
+def roof_ms(flops: float, n_bytes: float) -> float:
+    """Time of a kernel that is bound by arithmetic or by memory, and costs a launch."""
+    return max(flops / FLOPS_PER_MS, n_bytes / MEMORY_BYTES_PER_MS) + LAUNCH_MS
+
+
+def part_ms(layer: Layer, n_samples: int, n_features: int) -> float:
+    """Forward and backward milliseconds of one part of `n_samples` x `n_features`."""
+    b = n_samples
+    if layer.kind == CONV:
+        moved = b * layer.n_in + b * layer.n_out + layer.n_weights
+        return 3 * roof_ms(2 * b * layer.macs, ELEMENT_BYTES * moved)
+    if layer.kind == POOL:
+        moved = ELEMENT_BYTES * b * (layer.n_in + layer.n_out)
+        return roof_ms(0, moved) + roof_ms(0, 2 * moved)
+    if layer.kind == FLATTEN:
+        return 0.0
+    i, o = layer.n_in, n_features
+    linear = 3 * roof_ms(2 * b * i * o, ELEMENT_BYTES * (i * o + b * i + b * o))
+    return linear + (2 * roof_ms(0, 2 * ELEMENT_BYTES * b * o) if layer.has_softmax else 0.0)
+
+
+class LayerChain:
+    """Builds layers one after the other, following the shape (channels, side, side)."""
+
+    def __init__(self, channels: int, side: int) -> None:
+        self.layers: list[Layer] = []
+        self._channels, self._side = channels, side
+
+    def conv(self, n_filters: int, kernel: int, stride: int, padding: int) -> LayerChain:
+        n_in = self._channels * self._side**2
+        side = 1 + (self._side + 2 * padding - kernel) // stride
+        n_weights = n_filters * self._channels * kernel**2
+        self._append(CONV, n_in, n_filters * side**2, n_weights, n_weights * side**2)
+        self._channels, self._side = n_filters, side
+        return self
+
+    def pool(self, kernel: int, stride: int) -> LayerChain:
+        n_in = self._channels * self._side**2
+        self._side = 1 + (self._side - kernel) // stride
+        self._append(POOL, n_in, self._channels * self._side**2)
+        return self
+
+    def flatten(self) -> LayerChain:
+        n = self._channels * self._side**2
+        self._append(FLATTEN, n, n)
+        return self
+
+    def linear(self, n_out: int, *, softmax: bool = False) -> LayerChain:
+        n_in = self.layers[-1].n_out
+        self._append(LINEAR, n_in, n_out, n_in * n_out, n_in * n_out, softmax)
+        return self
+
+    def _append(
+        self, kind: str, n_in: int, n_out: int, n_weights: int = 0, macs: int = 0,
+        softmax: bool = False,
+    ) -> None:
+        name = f"{kind}{1 + sum(layer.kind == kind for layer in self.layers)}"
+        self.layers.append(
+            Layer(name=name.replace("flatten1", "flatten"), kind=kind, n_in=n_in, n_out=n_out,
+                  n_weights=n_weights, macs=macs, has_softmax=softmax)
+        )
+
+
+def alexnet() -> list[Layer]:
+    """The twelve layers of the comparison; the input is 3 x 224 x 224."""
+    chain = LayerChain(3, 224).conv(64, 11, 4, 2).pool(3, 2).conv(192, 5, 1, 2).pool(3, 2)
+    chain = chain.conv(384, 3, 1, 1).conv(256, 3, 1, 1).conv(256, 3, 1, 1).pool(3, 2).flatten()
+    return chain.linear(4096).linear(4096).linear(1000, softmax=True).layers
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal nodes of equal devices; device d stands in node d // devices_per_node.
+
+    Raises:
+        PlanError: the number of devices is not a power of two.
+    """
+
+    n_nodes: int
+    devices_per_node: int
+
+    def __post_init__(self) -> None:
+        n = self.n_nodes * self.devices_per_node
+        if n < 1 or n & (n - 1):
+            raise PlanError(
+                f"flexflow2018 cuts layers into powers of two, {self.n_nodes} nodes of "
+                f"{self.devices_per_node} devices make {n}: use 1, 2, 4, 8, ... devices"
+            )
+
+    @property
+    def n_devices(self) -> int:
+        return self.n_nodes * self.devices_per_node
+
+    @property
+    def batch(self) -> int:
+        return SAMPLES_PER_DEVICE * self.n_devices
+
+    def node(self, device: int) -> int:
+        return device // self.devices_per_node
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one layer is cut and where each part runs; a device may hold several parts."""
+
+    n_samples: int
+    n_features: int
+    devices: tuple[int, ...]
+
+
+Plan = tuple[Cut, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Layers on a machine, with the tables that the compiled kernels read."""
+
+    machine: Machine
+    layers: Sequence[Layer] = field(default_factory=alexnet)
+
+    def choices(self, layer: Layer) -> list[tuple[int, int]]:
+        """Every (sample blocks, feature blocks) that the layer may be cut into."""
+        n = self.machine.n_devices
+        powers = [1 << s for s in range(n.bit_length())]
+        return [(p, n // p if layer.kind == LINEAR else 1) for p in powers]
+
+    def part_ms(self, layer: Layer, n_samples: int, n_features: int) -> float:
+        """Time of one part of the layer when it is cut so; a block's size is rounded down."""
+        return part_ms(layer, self.machine.batch // n_samples, layer.n_out // n_features)
+
+    def data_parallel(self) -> Plan:
+        """Every layer cut over the samples, part i on device i."""
+        n = self.machine.n_devices
+        return tuple(Cut(n, 1, tuple(range(n))) for _ in self.layers)
+
+    def single_device(self) -> Plan:
+        """Every part on device 0, in as few parts as the model allows."""
+        plan = []
+        for layer in self.layers:
+            n_samples, n_features = min(
+                self.choices(layer), key=lambda c: c[0] * c[1] * self.part_ms(layer, *c)
+            )
+            plan.append(Cut(n_samples, n_features, (0,) * (n_samples * n_features)))
+        return tuple(plan)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that the cost model does not define.
+
+        Raises:
+            PlanError: names the layer.
+        """
+        if len(plan) != len(self.layers):
+            raise PlanError(f"the plan has {len(plan)} layers, the model {len(self.layers)}: "
+                            "plan every layer of this model")
+        n = self.machine.n_devices
+        for layer, cut in zip(self.layers, plan, strict=True):
+            if (cut.n_samples, cut.n_features) not in self.choices(layer):
+                raise PlanError(
+                    f"layer {layer.name} cannot be cut into {cut.n_samples} x {cut.n_features} on "
+                    f"{n} devices: use one of {self.choices(layer)}"
+                )
+            if len(cut.devices) != cut.n_samples * cut.n_features:
+                raise PlanError(
+                    f"layer {layer.name} has {cut.n_samples * cut.n_features} parts and "
+                    f"{len(cut.devices)} devices: name one device per part"
+                )
+            outside = [d for d in cut.devices if not 0 <= d < n]
+            if outside:
+                raise PlanError(f"layer {layer.name} is on device {outside[0]}, there are "
+                                f"devices 0 to {n - 1}")

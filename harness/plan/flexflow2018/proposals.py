@@ -1,0 +1,152 @@
+"""Proposals: small and large changes of a plan that are likely to be good ones.
+
+FlexFlow draws a layer, a cut and a device for every part at random. Almost all of those scatter
+neighbouring samples over all nodes. Most proposals here keep parts that talk near each other:
+
+    spread      one layer on a contiguous, aligned range of devices, blockwise, cyclic or transposed
+    copy        one layer takes its neighbour's devices
+    segment     consecutive layers take one layer's cut and devices
+    refine      one layer has more or fewer parts, which stay where their samples were
+    move, swap  one part to another device; two parts change places
+    random      FlexFlow's own, so that every plan can be reached
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.plan.flexflow2018.compiled import compiled
+from harness.plan.flexflow2018.tables import State, Tables
+from harness.plan.flexflow2018.transfers import count_parts
+
+Random = NDArray[np.uint64]  # (1,), the generator's state
+
+# Percent of the proposals up to and including each kind.
+SPREAD, COPY, SEGMENT, REFINE, MOVE, SWAP = 25, 40, 55, 70, 85, 95
+
+
+@compiled
+def draw_bits(random: Random) -> int:
+    """The next 64 random bits (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
+    random[0] += np.uint64(0x9E3779B97F4A7C15)
+    z = random[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@compiled
+def draw_below(random: Random, n: int) -> int:
+    """A whole number from 0 to n - 1."""
+    return np.int64(((draw_bits(random) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+
+
+@compiled
+def draw_unit(random: Random) -> float:
+    """A number from 0 up to, without, 1."""
+    return np.float64(draw_bits(random) >> np.uint64(11)) * 2.0**-53
+
+
+@compiled
+def propose(tables: Tables, state: State, random: Random) -> tuple[int, int]:
+    """Change the plan in `state`; returns the first and last layer that it wrote."""
+    layer = draw_below(random, tables.n_layers)
+    kind = draw_below(random, 100)
+    if kind < SPREAD:
+        _draw_cut(tables, state, random, layer)
+        _spread(tables, state, random, layer)
+    elif kind < COPY:
+        _copy_neighbour(tables, state, random, layer)
+    elif kind < SEGMENT:
+        return _write_segment(tables, state, random, layer)
+    elif kind < REFINE:
+        _refine(tables, state, random, layer)
+    elif kind < MOVE:
+        part = draw_below(random, count_parts(tables, state, layer))
+        state.devices[layer, part] = draw_below(random, tables.n_devices)
+    elif kind < SWAP:
+        n_parts = count_parts(tables, state, layer)
+        a, b = draw_below(random, n_parts), draw_below(random, n_parts)
+        devices = state.devices[layer]
+        devices[a], devices[b] = devices[b], devices[a]
+    else:
+        _draw_cut(tables, state, random, layer)
+        for part in range(count_parts(tables, state, layer)):
+            state.devices[layer, part] = draw_below(random, tables.n_devices)
+    return layer, layer
+
+
+@compiled
+def _draw_cut(tables: Tables, state: State, random: Random, layer: int) -> None:
+    state.s[layer] = draw_below(random, tables.part_ms.shape[1])
+
+
+@compiled
+def _spread(tables: Tables, state: State, random: Random, layer: int) -> None:
+    """Put the parts on an aligned power of two of consecutive devices."""
+    n_parts = count_parts(tables, state, layer)
+    n_features = tables.n_feature_blocks[layer, state.s[layer]]
+    n_samples = n_parts // n_features
+    width = 1 << draw_below(random, tables.part_ms.shape[1])
+    base = width * draw_below(random, tables.n_devices // width)
+    cyclic, transposed = draw_below(random, 2), draw_below(random, 2)
+    for part in range(n_parts):
+        place = part
+        if transposed:
+            place = part % n_features * n_samples + part // n_features
+        offset = place % width if cyclic or n_parts < width else place * width // n_parts
+        state.devices[layer, part] = base + offset
+
+
+@compiled
+def _copy_neighbour(tables: Tables, state: State, random: Random, layer: int) -> None:
+    neighbour = layer + 1 if layer == 0 or draw_below(random, 2) else layer - 1
+    if neighbour == tables.n_layers:
+        neighbour = layer - 1
+    if draw_below(random, 2):
+        state.s[layer] = state.s[neighbour]
+    _follow(tables, state, layer, neighbour)
+
+
+@compiled
+def _follow(tables: Tables, state: State, layer: int, leader: int) -> None:
+    """Give each part the device of the leader's part at the same place."""
+    n_parts, n_theirs = count_parts(tables, state, layer), count_parts(tables, state, leader)
+    for part in range(n_parts):
+        state.devices[layer, part] = state.devices[leader, part * n_theirs // n_parts]
+
+
+@compiled
+def _write_segment(
+    tables: Tables, state: State, random: Random, layer: int
+) -> tuple[int, int]:
+    length = 2 + draw_below(random, tables.n_layers - 1)
+    first = max(0, layer - length + 1) if draw_below(random, 2) else layer
+    last = min(tables.n_layers, first + length) - 1
+    leader = first + draw_below(random, last - first + 1)
+    if draw_below(random, 2):
+        _draw_cut(tables, state, random, leader)
+        _spread(tables, state, random, leader)
+    for follower in range(first, last + 1):
+        if follower != leader:
+            state.s[follower] = state.s[leader]
+            _follow(tables, state, follower, leader)
+    return first, last
+
+
+@compiled
+def _refine(tables: Tables, state: State, random: Random, layer: int) -> None:
+    """Double or halve the sample blocks; parts keep the device of the block they come from."""
+    s = state.s[layer] + (1 if draw_below(random, 2) else -1)
+    s = min(max(s, 0), tables.part_ms.shape[1] - 1)
+    devices = state.devices[layer]
+    n_before = count_parts(tables, state, layer)
+    state.s[layer] = s
+    n_parts = count_parts(tables, state, layer)
+    if n_parts > n_before:
+        for part in range(n_parts - 1, -1, -1):
+            devices[part] = devices[part * n_before // n_parts]
+    else:
+        for part in range(n_parts):
+            devices[part] = devices[part * n_before // n_parts]

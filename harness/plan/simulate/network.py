@@ -1,0 +1,146 @@
+"""Links, network interfaces and collectives as resources that transfers occupy.
+
+Resources are numbered: link from device a to b, then each node's interface outwards, each node's
+inwards (full duplex), then each device's stream of collectives, which run one at a time there.
+A transfer occupies a link for bytes / link bandwidth and an interface for bytes / interface
+bandwidth, so that a fast interface serves several slow links at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.domain.cluster import Cluster
+from harness.errors import ClusterError
+from harness.plan.simulate.collectives import Curves
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One all-reduce: its duration, and (resource, seconds) that it occupies."""
+
+    duration_s: float
+    occupied: tuple[tuple[int, float], ...]
+
+
+class Network:
+    """A cluster's links in matrices, by position of the devices.
+
+    Attributes:
+        latency_s, bandwidth: (n_devices, n_devices), from row to column.
+        nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
+        node_of: (n_devices,).
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        n = cluster.n_devices
+        self.n_devices = n
+        self.names = [device.name for device in cluster.devices]
+        self.node_names = [node.name for node in cluster.nodes]
+        self.node_of: Ints = np.array(cluster.node_of(), dtype=np.int64)
+        rates = [node.nic_bytes_per_s for node in cluster.nodes]
+        self.nic: Floats = np.array([np.inf if rate is None else rate for rate in rates])
+        self.latency_s: Floats = np.zeros((n, n))
+        self.bandwidth: Floats = np.full((n, n), np.nan)
+        position = {name: i for i, name in enumerate(self.names)}
+        for link in cluster.links:
+            a, b = position[link.source], position[link.target]
+            self.latency_s[a, b] = link.latency_s
+            self.bandwidth[a, b] = link.bandwidth_bytes_per_s
+        self._complete()
+        self._curves = Curves(cluster)
+        self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}
+
+    @property
+    def n_resources(self) -> int:
+        return self.n_devices**2 + 2 * len(self.nic) + self.n_devices
+
+    def _complete(self) -> None:
+        """Take a link that is not listed from the interfaces at its ends.
+
+        Raises:
+            ClusterError: neither says how fast it is.
+        """
+        for a in range(self.n_devices):
+            for b in range(self.n_devices):
+                if a == b or not np.isnan(self.bandwidth[a, b]):
+                    continue
+                source, target = self.node_of[a], self.node_of[b]
+                rate = min(self.nic[source], self.nic[target])
+                if source == target or not np.isfinite(rate):
+                    raise ClusterError(
+                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it to the "
+                        "cluster file, or measure with `./entry.sh links`"
+                    )
+                self.bandwidth[a, b] = rate
+        np.fill_diagonal(self.bandwidth, np.inf)
+
+    def link_resource(self, a: int, b: int) -> int:
+        return a * self.n_devices + b
+
+    def out_resource(self, node: int) -> int:
+        return self.n_devices**2 + node
+
+    def in_resource(self, node: int) -> int:
+        return self.n_devices**2 + len(self.nic) + node
+
+    def stream_resource(self, device: int) -> int:
+        return self.n_devices**2 + 2 * len(self.nic) + device
+
+    def resource_name(self, resource: int) -> str:
+        """In words, for explanations."""
+        n, nodes = self.n_devices, len(self.nic)
+        if resource < n * n:
+            return f"link {self.names[resource // n]} -> {self.names[resource % n]}"
+        resource -= n * n
+        if resource < 2 * nodes:
+            way = "out of" if resource < nodes else "into"
+            return f"interface {way} {self.node_names[resource % nodes]}"
+        return f"collectives of {self.names[resource - 2 * nodes]}"
+
+    def rate(self, a: int, b: int) -> float:
+        """Bytes/s of one flow from a to b, alone."""
+        rate = float(self.bandwidth[a, b])
+        if self.node_of[a] != self.node_of[b]:
+            rate = min(rate, float(self.nic[self.node_of[a]]), float(self.nic[self.node_of[b]]))
+        return rate
+
+    def transfer_s(self, a: int, b: int, n_bytes: float) -> float:
+        """Seconds from a to b on an idle network."""
+        return 0.0 if a == b else float(self.latency_s[a, b]) + n_bytes / self.rate(a, b)
+
+    def all_reduce(self, group: tuple[int, ...], n_bytes: int) -> Collective:
+        """One all-reduce of n_bytes on every device of an ascending group.
+
+        By the measured curve where there is one; else a ring in the group's order, in which
+        2(n-1) times every device sends n_bytes / n to the next, and the slowest hop paces all.
+        """
+        key = (group, n_bytes)
+        if key not in self._cache:
+            self._cache[key] = self._price(group, n_bytes)
+        return self._cache[key]
+
+    def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
+        n = len(group)
+        hops = list(zip(group, (*group[1:], group[0]), strict=True))
+        slowest = max(self.transfer_s(a, b, n_bytes / n) for a, b in hops)
+        ring_s = 2 * (n - 1) * slowest
+        spans_nodes = len({int(self.node_of[d]) for d in group}) > 1
+        measured = self._curves.all_reduce_s(n, n_bytes, spans_nodes=spans_nodes)
+        duration = ring_s if measured is None else measured
+        wire = 2 * (n - 1) / n * n_bytes
+        occupied = {self.stream_resource(d): duration for d in group}
+        for a, b in hops:
+            occupied[self.link_resource(a, b)] = min(duration, wire / float(self.bandwidth[a, b]))
+            source, target = int(self.node_of[a]), int(self.node_of[b])
+            if source != target:
+                out, into = self.out_resource(source), self.in_resource(target)
+                occupied[out] = min(duration, occupied.get(out, 0) + wire / float(self.nic[source]))
+                occupied[into] = min(duration, occupied.get(into, 0) + wire / float(self.nic[target]))
+        return Collective(duration, tuple(sorted(occupied.items())))

@@ -1,0 +1,34 @@
+"""What the simulator assumes of the engine that will carry a strategy out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.errors import PlanError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorOptions:
+    """Assumptions; the defaults are those of PyTorch's DistributedDataParallel and plain SGD.
+
+    Attributes:
+        overlap: gradients are synchronised while the backward pass goes on; else after it.
+        bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size.
+        n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
+        optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
+            speed 1: about 3 / memory bandwidth for SGD (read both, write one).
+    """
+
+    overlap: bool = True
+    bucket_bytes: int = 25 * MIB
+    n_optimizer_states: int = 1
+    optimizer_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1 or self.n_optimizer_states < 0 or not self.optimizer_s_per_byte >= 0:
+            raise PlanError(
+                f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
+                f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
+            )

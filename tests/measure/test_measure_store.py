@@ -1,0 +1,85 @@
+"""What is written is read back; what is broken is skipped and named."""
+
+import msgspec
+import pytest
+from harness.domain.cluster import Cluster
+from harness.domain.record import Sample, Span
+from harness.domain.run import RunHeader
+from harness.errors import ResultsError
+from harness.measure.store import RecordWriter, read_header, read_results, write_header
+
+CLUSTER = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
+HEADER = RunHeader(
+    run_id="a",
+    workload="train",
+    key="k",
+    repeat=0,
+    argv=[],
+    config={"model": "lenet"},
+    cluster=CLUSTER,
+    ranks=[],
+    versions={"torch": "2"},
+    commit="c",
+    start_utc="2026-01-01T00:00:00+00:00",
+)
+SPAN = Span(kind="forward", start_s=1.0, duration_s=0.5, step=3)
+SAMPLE = Sample(metric="loss", value=2.5, labels={"part": "x"}, step=3)
+
+
+def write_run(root, name="a", records=(SPAN, SAMPLE)):
+    write_header(root / name, msgspec.structs.replace(HEADER, run_id=name))
+    writer = RecordWriter(root / name, 1)
+    writer.write(records)
+    writer.close()
+    return root / name
+
+
+def test_a_run_is_read_back_as_written(tmp_path):
+    write_run(tmp_path)
+    results = read_results(tmp_path)
+    assert results.skipped == []
+    (run,) = results.runs
+    assert run.header == HEADER
+    assert run.ranks == {1: [SPAN, SAMPLE]}
+
+
+def test_a_torn_last_line_loses_that_line_alone(tmp_path):
+    path = write_run(tmp_path) / "rank1.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    results = read_results(tmp_path)
+    assert results.runs[0].ranks == {1: [SPAN]}
+    ((skipped, reason),) = results.skipped
+    assert skipped == path
+    assert reason.startswith("line 2:")
+
+
+def test_foreign_files_and_folders_are_named(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.json").write_text("{not json")
+    results = read_results(tmp_path)
+    assert len(results.runs) == 1
+    assert sorted(path.name for path, _ in results.skipped) == ["b", "notes.txt", "other"]
+
+
+def test_an_unknown_version_is_refused_with_both_versions(tmp_path):
+    run_dir = write_run(tmp_path)
+    text = (run_dir / "run.json").read_text().replace('"version": 1\n}', '"version": 99\n}')
+    (run_dir / "run.json").write_text(text)
+    with pytest.raises(ResultsError, match=r"version 99.*version 1"):
+        read_header(run_dir)
+
+
+def test_appending_after_a_crash_keeps_what_was_there(tmp_path):
+    run_dir = write_run(tmp_path)
+    writer = RecordWriter(run_dir, 1)
+    writer.write([SAMPLE])
+    writer.close()
+    assert len(read_results(tmp_path).runs[0].ranks[1]) == 3
+
+
+def test_a_results_path_that_is_no_directory_is_refused(tmp_path):
+    with pytest.raises(ResultsError, match="not a directory"):
+        read_results(tmp_path / "missing")

@@ -1,0 +1,50 @@
+"""Quantities in and out."""
+
+import pytest
+from harness.errors import ConfigError
+from harness.units import (
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    format_flops,
+    parse_bandwidth,
+    parse_bytes,
+    parse_duration,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("16MiB", 2**24), ("4GB", 4 * 10**9), ("4096", 4096), ("1.5 KiB", 1536), ("1e6", 10**6)],
+)
+def test_sizes(text, n_bytes):
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("1gbit", 1.25e8), ("100mbit", 1.25e7), ("1.25GB/s", 1.25e9), ("1e10", 1e10), ("8bit", 1.0)],
+)
+def test_bandwidths(text, rate):
+    assert parse_bandwidth(text) == rate
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("500us", 5e-4), ("2", 2.0), ("5min", 300.0)])
+def test_durations(text, seconds):
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("parse", [parse_bytes, parse_bandwidth, parse_duration])
+@pytest.mark.parametrize("text", ["", "fast", "-3", "3 parsecs"])
+def test_nonsense_is_refused_with_an_example(parse, text):
+    with pytest.raises(ConfigError, match="write it like"):
+        parse(text)
+
+
+def test_printing():
+    assert format_bytes(2**24) == "16 MiB"
+    assert format_bandwidth(1.25e9) == "1.25 GB/s"
+    assert format_flops(1.5e13) == "15 TFLOP/s"
+    assert format_duration(0.0123) == "12.3 ms"
+    assert format_duration(float("nan")) == "-"
+    assert format_bytes(0) == "0 B"
