@@ -1,1 +1,1 @@
-"""The simulator: what a strategy costs on a cluster, before a step is run (docs/design/simulator.md)."""
+"""The simulator: what a strategy costs on a cluster, before a step is run."""

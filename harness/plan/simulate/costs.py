@@ -160,7 +160,8 @@ class Costs:
             holders.setdefault(part, set()).add(device)
         bounds = cut_dim(operator.parameter_bytes, _shares(self.shapes[op], operator, plan))
         return tuple(
-            (stop - start, tuple(sorted(holders[part]))) for part, (start, stop) in enumerate(bounds)
+            (stop - start, tuple(sorted(holders[part])))
+            for part, (start, stop) in enumerate(bounds)
         )
 
     def edge(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> EdgeCosts:
@@ -202,7 +203,9 @@ class Costs:
                     amounts[a.devices[part], target] += elements[part]
         np.fill_diagonal(amounts, 0.0)
         sources, targets = np.nonzero(amounts)
-        return EdgeCosts(sources, targets, amounts[sources, targets] * self.bytes_per_element(producer))
+        return EdgeCosts(
+            sources, targets, amounts[sources, targets] * self.bytes_per_element(producer)
+        )
 
 
 def _cut_key(plan: OperatorPlan) -> tuple[object, ...]:
@@ -226,6 +229,7 @@ def check_profile(graph: Graph, profile: Profile) -> None:
     """
     if profile.graph_hash and profile.graph_hash != graph.content_hash():
         raise PlanError(
-            f"the profile of {profile.model!r} was measured for graph {profile.graph_hash}, this is "
+            f"the profile of {profile.model!r} was measured for graph {profile.graph_hash}, "
+            "this is "
             f"{graph.name!r} {graph.content_hash()}: profile this model"
         )

@@ -22,7 +22,7 @@ N_PASSES = 4
 NONE = -1
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def order_tasks(
     n_microbatches: int,
     n_ops: int,
@@ -68,7 +68,7 @@ def order_tasks(
                     continue
                 what = RECOMPUTE if run == 0 else kind
                 for k in range(high - low):
-                    forwards = what == FORWARD or what == RECOMPUTE
+                    forwards = what in (FORWARD, RECOMPUTE)
                     op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
                     row = op * n_devices + device
                     if not active[row]:
@@ -95,7 +95,7 @@ def order_tasks(
     return following, first, last, peak, held
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _push(keys: Any, ids: Any, size: int, key: float, item: int) -> None:
     k = size
     while k > 0:
@@ -107,7 +107,7 @@ def _push(keys: Any, ids: Any, size: int, key: float, item: int) -> None:
     keys[k], ids[k] = key, item
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _pop(keys: Any, ids: Any, size: int) -> int:
     """Remove the least entry; the heap has size - 1 entries afterwards."""
     top = ids[0]
@@ -130,7 +130,7 @@ def _pop(keys: Any, ids: Any, size: int) -> int:
     return int(top)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _group_rows(rows: Any, n_rows: int) -> Any:
     """Edge rows by the row of the table that they belong to: (pointers, edges)."""
     pointers = np.zeros(n_rows + 1, np.int64)
@@ -146,7 +146,7 @@ def _group_rows(rows: Any, n_rows: int) -> Any:
     return pointers, edges
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def run_events(
     n_microbatches: int,
     n_ops: int,

@@ -75,7 +75,8 @@ class Network:
                 rate = min(self.nic[source], self.nic[target])
                 if source == target or not np.isfinite(rate):
                     raise ClusterError(
-                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it to the "
+                        f"the cluster has no link {self.names[a]} -> {self.names[b]}: add it "
+                        "to the "
                         "cluster file, or measure with `./entry.sh links`"
                     )
                 self.bandwidth[a, b] = rate
@@ -142,5 +143,7 @@ class Network:
             if source != target:
                 out, into = self.out_resource(source), self.in_resource(target)
                 occupied[out] = min(duration, occupied.get(out, 0) + wire / float(self.nic[source]))
-                occupied[into] = min(duration, occupied.get(into, 0) + wire / float(self.nic[target]))
+                occupied[into] = min(
+                    duration, occupied.get(into, 0) + wire / float(self.nic[target])
+                )
         return Collective(duration, tuple(sorted(occupied.items())))

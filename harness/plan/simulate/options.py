@@ -27,7 +27,11 @@ class SimulatorOptions:
     optimizer_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1 or self.n_optimizer_states < 0 or not self.optimizer_s_per_byte >= 0:
+        if (
+            self.bucket_bytes < 1
+            or self.n_optimizer_states < 0
+            or not self.optimizer_s_per_byte >= 0
+        ):
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"

@@ -101,7 +101,11 @@ class Tables:
     """Rows by operator and device, edges, buckets."""
 
     def __init__(
-        self, costs: Costs, network: Network, options: SimulatorOptions, plans: dict[int, OperatorPlan]
+        self,
+        costs: Costs,
+        network: Network,
+        options: SimulatorOptions,
+        plans: dict[int, OperatorPlan],
     ) -> None:
         graph = costs.graph
         self.costs, self.network, self.options = costs, network, options

@@ -1,0 +1,211 @@
+"""A simulation as records like a measured run's, memory over time, and an explanation in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from harness.domain.record import Span, SpanKind
+from harness.plan.simulate.simulator import Simulation
+from harness.units import format_bandwidth, format_bytes, format_duration
+
+_PASS_KINDS: tuple[SpanKind, ...] = ("forward", "backward", "backward", "forward")
+_PASS_PREFIX = ("", "", "weights of ", "recompute ")
+
+
+class Event(NamedTuple):
+    """One task, decoded.
+
+    Attributes:
+        task: its number in the simulation's arrays.
+        ranks: devices that it keeps busy: one computes, two transfer, a group all-reduces.
+        resource: what it uses, in words: a device, a link, a group.
+    """
+
+    task: int
+    kind: SpanKind
+    name: str
+    ranks: tuple[int, ...]
+    resource: str
+    start_s: float
+    duration_s: float
+    n_bytes: int | None = None
+
+
+def events(simulation: Simulation) -> Iterator[Event]:
+    """Every task that took place, in order of start."""
+    start = simulation.outcome.start
+    for task in np.argsort(start, kind="stable"):
+        if np.isnan(start[task]):
+            return
+        yield decode(simulation, int(task))
+
+
+def decode(simulation: Simulation, task: int) -> Event:
+    """What a task's number stands for."""
+    out, simulator = simulation.outcome, simulation.simulator
+    operators, names = simulator.graph.operators, simulator.network.names
+    n_devices, n_microbatches = len(names), simulation.strategy.n_microbatches
+    rows = len(operators) * n_devices
+    start = float(out.start[task])
+    duration = float(out.finish[task]) - start
+    n_compute, n_moves = 4 * n_microbatches * rows, n_microbatches * len(out.edge_bytes)
+    if task < n_compute:
+        what, rest = divmod(task, n_microbatches * rows)
+        microbatch, row = divmod(rest, rows)
+        op, device = divmod(row, n_devices)
+        name = f"{_PASS_PREFIX[what]}{operators[op].name}{_microbatch(microbatch, n_microbatches)}"
+        return Event(task, _PASS_KINDS[what], name, (device,), names[device], start, duration)
+    if task < n_compute + 2 * n_moves:
+        back, rest = divmod(task - n_compute, n_moves)
+        microbatch, edge = divmod(rest, len(out.edge_bytes))
+        op, a = divmod(int(out.edge_source[edge]), n_devices)
+        b = int(out.edge_target[edge]) % n_devices
+        a, b = (b, a) if back else (a, b)
+        what_name = f"{'gradient of ' if back else ''}{operators[op].name}"
+        name = f"{what_name}{_microbatch(microbatch, n_microbatches)} {names[a]} -> {names[b]}"
+        n_bytes = round(float(out.edge_bytes[edge]))
+        link = f"link {names[a]} -> {names[b]}"
+        return Event(task, "communication", name, (a, b), link, start, duration, n_bytes)
+    k = task - n_compute - 2 * n_moves
+    group, members = out.buckets.groups[k], out.buckets.members[k]
+    last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
+    name = f"all-reduce {operators[members[0]].name}{last}"
+    where = "all-reduce over " + ", ".join(names[d] for d in group[:4])
+    where += f" and {len(group) - 4} more" if len(group) > 4 else ""
+    n_bytes = round(float(out.buckets.n_bytes[k]))
+    return Event(task, "communication", name, group, where, start, duration, n_bytes)
+
+
+def _microbatch(microbatch: int, n_microbatches: int) -> str:
+    return f" #{microbatch}" if n_microbatches > 1 else ""
+
+
+def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
+    """Records of one step by rank, as a measured run writes them; times count from its start."""
+    found: dict[int, list[Span]] = {rank: [] for rank in range(len(simulation.simulator.limits))}
+    for event in events(simulation):
+        for rank in event.ranks:
+            found[rank].append(
+                Span(
+                    kind=event.kind,
+                    name=event.name,
+                    step=step,
+                    start_s=event.start_s,
+                    duration_s=event.duration_s,
+                    n_bytes=event.n_bytes,
+                )
+            )
+    out = simulation.outcome
+    for rank, own in found.items():
+        start, duration = float(out.device_end_s[rank]), float(out.optimizer_s[rank])
+        if duration > 0:
+            own.append(Span(kind="optimizer", step=step, start_s=start, duration_s=duration))
+        own.append(Span(kind="step", step=step, start_s=0.0, duration_s=out.step_s))
+    return found
+
+
+def memory_over_time(simulation: Simulation, device: int) -> list[tuple[float, int]]:
+    """(seconds, bytes) of a device at the start of each of its tasks; static bytes included."""
+    out = simulation.outcome
+    base = float(out.static_bytes[device])
+    return [
+        (event.start_s, round(base + float(out.held[event.task])))
+        for event in events(simulation)
+        if event.kind != "communication" and event.ranks == (device,)
+    ]
+
+
+def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
+    """Where a device's step goes: forward, backward, exposed communication and waiting, optimizer.
+
+    Exposed is what of the step is neither computation nor optimizer.
+    """
+    totals = {"forward": 0.0, "backward": 0.0}
+    for event in events(simulation):
+        if event.kind in totals and event.ranks == (device,):
+            totals[event.kind] += event.duration_s
+    optimizer = float(simulation.outcome.optimizer_s[device])
+    exposed = simulation.step_s - sum(totals.values()) - optimizer
+    return {**totals, "exposed": max(0.0, exposed), "optimizer": optimizer}
+
+
+def critical_path(simulation: Simulation) -> list[Event]:
+    """The chain of tasks that the step's length comes from, first to last."""
+    out = simulation.outcome
+    ends = out.device_end_s + out.optimizer_s
+    slowest = int(ends.argmax())
+    done = np.flatnonzero(out.finish == out.device_end_s[slowest])
+    own = [task for task in done if slowest in decode(simulation, int(task)).ranks]
+    path: list[Event] = []
+    task = int(own[0]) if own else -1
+    while task >= 0:
+        path.append(decode(simulation, task))
+        task = int(out.cause[task])
+    return path[::-1]
+
+
+def binding(simulation: Simulation) -> dict[str, float]:
+    """Seconds of the critical path by what they were spent on, largest first.
+
+    A task counts from the end of the one before it, so that the shares sum to the path's length
+    (a transfer may hand its link on before it has arrived).
+    """
+    shares: dict[str, float] = defaultdict(float)
+    path = critical_path(simulation)
+    following = [event.start_s for event in path[1:]] + [simulation.outcome.step_s]
+    for event, until in zip(path, following, strict=True):
+        end = min(event.start_s + event.duration_s, until)
+        shares[event.resource] += max(0.0, end - event.start_s)
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def explain(simulation: Simulation) -> list[str]:
+    """Lines for people: breakdown of the slowest device, what binds, memory."""
+    out, simulator = simulation.outcome, simulation.simulator
+    step = out.step_s or 1.0
+    device = int((out.device_end_s + out.optimizer_s).argmax())
+    parts = device_seconds(simulation, device)
+    shares = ", ".join(f"{name} {format_duration(s)} ({s / step:.0%})" for name, s in parts.items())
+    lines = [f"step {format_duration(out.step_s)} on {simulator.network.names[device]}: {shares}"]
+    bound = list(binding(simulation).items())[:3]
+    path = ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in bound)
+    lines.append(f"the step is bound by: {path}")
+    lines += _network_lines(simulation)
+    memory = out.memory_bytes / simulator.limits
+    fullest = int(memory.argmax())
+    lines.append(
+        f"memory: at most {format_bytes(float(out.memory_bytes[fullest]))} of "
+        f"{format_bytes(float(simulator.limits[fullest]))}, on {simulator.network.names[fullest]}"
+    )
+    return lines
+
+
+def _network_lines(simulation: Simulation) -> list[str]:
+    """The busiest link or interface, and the traffic of gradients and activations."""
+    out, network = simulation.outcome, simulation.simulator.network
+    n_wires = len(out.busy) - network.n_devices
+    lines = []
+    if n_wires and out.busy[:n_wires].max(initial=0.0) > 0:
+        busiest = int(out.busy[:n_wires].argmax())
+        share = out.busy[busiest] / (out.step_s or 1.0)
+        rate = format_bandwidth(_rate(simulation, busiest))
+        lines.append(f"busiest: {network.resource_name(busiest)} ({rate}), {share:.0%} of the step")
+    moved = float(out.edge_bytes.sum()) * simulation.strategy.n_microbatches
+    synced = float(out.buckets.n_bytes.sum())
+    lines.append(
+        f"per step {format_bytes(moved)} of activations cross devices and {format_bytes(synced)} "
+        "of gradients are all-reduced"
+    )
+    return lines
+
+
+def _rate(simulation: Simulation, resource: int) -> float:
+    network = simulation.simulator.network
+    n = network.n_devices
+    if resource < n * n:
+        return float(network.bandwidth[resource // n, resource % n])
+    return float(network.nic[(resource - n * n) % len(network.nic)])
