@@ -14,6 +14,7 @@ cluster=(bash setup/virtual_cluster.sh)
 
 say() { echo "demo: $*"; }
 
+# shellcheck disable=SC2329  # called by the trap
 take_down() {
     trap - EXIT
     # Interrupted twice, it must still finish.
@@ -23,8 +24,8 @@ take_down() {
 
 # Nine tenths of the cores, shared evenly and at most one each: above that quotas compete and timings vary.
 cores_per_node() {
-    awk -v cores="$(nproc)" -v nodes="$n_nodes" \
-        'BEGIN { share = 0.9 * cores / nodes; printf "%.2f", share > 1 ? 1 : share }'
+    local hundredths=$((90 * $(nproc) / n_nodes))
+    if ((hundredths >= 100)); then echo 1; else printf '0.%02d\n' "$hundredths"; fi
 }
 
 run_on_cluster() {
