@@ -1,0 +1,158 @@
+"""`python -m harness.plot results/`: figures and a report; `import` brings in foreign logs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.errors import EXIT_CODE, ConfigError, HarnessError, ResultsError
+from harness.plot.figures import FIGURES
+
+EPILOG = "figures:\n" + "\n".join(f"  {name:15} {title}" for name, title in FIGURES.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.plot",
+        description="Draw figures and one self-contained HTML report from a results directory. "
+        "`python -m harness.plot import --help` brings in logs of other programs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, help="results directory, or one run's directory")
+    parser.add_argument(
+        "--out", type=Path, default=Path("plots"), help="where to write (default: plots)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", default=[], help="draw these figures only"
+    )
+    parser.add_argument(
+        "--format", choices=["png", "svg", "pdf"], default="png", help="of the files (default: png)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one object: files, tables, what was skipped"
+    )
+    return parser
+
+
+def _import_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.plot import",
+        description="Turn per-epoch CSVs and DeepSpeed step lines into runs. Importing a file "
+        "again replaces what it gave before. What a log does not say is taken from its name "
+        "(vit_b16_strong_2gpu.csv) and from these flags.",
+    )
+    parser.add_argument("paths", type=Path, nargs="+", help="log files, or directories of them")
+    parser.add_argument("--into", type=Path, default=Path("results"), help="default: results")
+    parser.add_argument("--model", default="vit_b_16", help="default: vit_b_16")
+    parser.add_argument("--dataset", default="cifar10", help="default: cifar10")
+    parser.add_argument("--dtype", default="fp32", help="default: fp32")
+    parser.add_argument("--strategy", default="deepspeed_zero0", help="default: deepspeed_zero0")
+    parser.add_argument("--batch-per-device", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--epoch-samples",
+        type=int,
+        default=50_000,
+        help="samples of one epoch of the whole data set (default: 50000)",
+    )
+    parser.add_argument(
+        "--weak-share",
+        type=float,
+        default=0.1,
+        help="share of the data set that each device trains in a weak scaling log (default: 0.1)",
+    )
+    parser.add_argument("--device-kind", default="", help="of a log that does not name its GPU")
+    parser.add_argument("--device-memory", default="", help="of such a GPU, such as 8GiB")
+    return parser
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    unknown = [name for name in names if name not in FIGURES]
+    if unknown:
+        raise ConfigError(f"no figure is called {unknown[0]!r}: choose from {', '.join(FIGURES)}")
+    return [name for name in FIGURES if not names or name in names]
+
+
+def _plot(args: argparse.Namespace) -> None:
+    names = _chosen(args.only)
+    from harness.measure.store import read_results, write_atomically
+    from harness.plot.catalog import Catalog
+    from harness.plot.render import render
+    from harness.plot.report import build_report
+
+    catalog = Catalog(read_results(args.results))
+    if not catalog.results.runs:
+        raise ResultsError(_nothing_to_draw(args.results, len(catalog.results.skipped)))
+    drawn, missing = render(catalog, names, args.out, args.format)
+    report = args.out / "report.html"
+    html = build_report(catalog, drawn, missing, args.results)
+    write_atomically(report, html.encode())
+    skipped = [(str(path), reason) for path, reason in catalog.results.skipped]
+    if args.json:
+        tables = {d.figure.name: json.loads(d.table.to_json(orient="records")) for d in drawn}
+        files = [str(file) for d in drawn for file in d.files]
+        _print_json(
+            report=str(report), files=files, missing=missing, skipped=skipped, tables=tables
+        )
+        return
+    for path, reason in skipped:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    for name, reason in missing:
+        print(f"not drawn: {name}: {reason}")
+    for figure in drawn:
+        print("wrote " + "  ".join(str(file) for file in figure.files))
+    print(f"report: {report}")
+
+
+def _nothing_to_draw(root: Path, n_skipped: int) -> str:
+    found = f"{n_skipped} entries that are not runs" if n_skipped else "nothing"
+    return f"{root} holds no run but {found}: make one with ./entry.sh, or import logs"
+
+
+def _print_json(**values: Any) -> None:
+    print(json.dumps(values, indent=1))
+
+
+def _import(args: argparse.Namespace) -> None:
+    from harness.plot.imports import ImportFacts, import_logs
+
+    facts = ImportFacts(
+        model=args.model,
+        dataset=args.dataset,
+        dtype=args.dtype,
+        strategy=args.strategy,
+        batch_per_device=args.batch_per_device,
+        epoch_samples=args.epoch_samples,
+        weak_share=args.weak_share,
+        device_kind=args.device_kind,
+        device_memory=args.device_memory,
+    )
+    imported, problems = import_logs(args.paths, args.into, facts)
+    for path, reason in problems:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    for run_dir in imported:
+        print(f"wrote {run_dir}")
+    if not imported:
+        raise ResultsError("no log could be imported: give per-epoch CSVs or DeepSpeed step lines")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["import"]:
+            _import(_import_parser().parse_args(words[1:]))
+        else:
+            _plot(_parser().parse_args(words))
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

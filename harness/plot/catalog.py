@@ -1,0 +1,205 @@
+"""Results prepared for figures: repeats brought together, unlike clusters kept apart, labels.
+
+Repeats are runs of one configuration (equal key) on one cluster (equal nodes, devices, cores and
+network speed) with one status: a case. Runs that are not ok are cases of their own, so that they
+stay in every figure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from harness.domain.run import RunHeader
+from harness.measure.derive import TrainingSummary, matmul_peaks, training_summary
+from harness.measure.derive_devices import PeakKey
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Results, Run
+
+BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
+UNTOLD = ("source", "repeats", "results", "run_name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Repeats of one configuration on one cluster with one status.
+
+    Attributes:
+        cluster: the cluster in a few words, unique among the clusters of the catalog.
+    """
+
+    workload: str
+    cluster: str
+    status: str
+    runs: tuple[Run, ...]
+
+    @property
+    def header(self) -> RunHeader:
+        return self.runs[0].header
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.header.ranks) or self.header.cluster.n_devices
+
+    @property
+    def reason(self) -> str:
+        """First line of why it is not ok."""
+        return self.header.reason.strip().partition("\n")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """A training case with the numbers of each of its repeats; `label` is unique."""
+
+    case: Case
+    label: str
+    summaries: tuple[TrainingSummary, ...]
+
+    @property
+    def first(self) -> TrainingSummary:
+        return self.summaries[0]
+
+
+def short_kind(kind: str) -> str:
+    """A device's kind without brands: `NVIDIA GeForce RTX 3070` is `RTX 3070`."""
+    return " ".join(BRANDS.sub(" ", kind).split()) or kind or "device"
+
+
+def _nic_digit(bytes_per_s: float | None) -> str:
+    """One significant digit: measurements of one link agree in it, links of two speeds do not."""
+    return f"{bytes_per_s:.0e}" if bytes_per_s else ""
+
+
+def cluster_identity(header: RunHeader) -> str:
+    """Hash of what must be equal for runs to be on like clusters."""
+    nodes = [
+        [node.name, [[d.kind, d.speed] for d in node.devices], _nic_digit(node.nic_bytes_per_s)]
+        for node in header.cluster.nodes
+    ]
+    ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in header.ranks]
+    return hashlib.sha256(json.dumps([nodes, ranks]).encode()).hexdigest()[:8]
+
+
+def _cluster_words(header: RunHeader) -> list[str]:
+    """Descriptions that grow more exact; the first that tells clusters apart is shown."""
+    kinds = Counter(
+        [short_kind(rank.device_kind) for rank in header.ranks]
+        or [short_kind(device.kind) for device in header.cluster.devices]
+    )
+    devices = " + ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
+    nodes = header.cluster.nodes
+    speeds = sorted({n.nic_bytes_per_s for n in nodes if n.nic_bytes_per_s})
+    network = "/".join(f"{speed * 8e-9:.2g}" for speed in speeds)
+    with_network = f"{devices}, {network} Gbit/s" if network and len(nodes) > 1 else devices
+    hosts = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} … {nodes[-1].name}"
+    exact = f"{with_network}, {hosts}"
+    return [with_network, exact, f"{exact} [{cluster_identity(header)}]"]
+
+
+def cluster_labels(headers: Sequence[RunHeader]) -> dict[str, str]:
+    """A label for each cluster identity: as short as stays unique."""
+    words = {cluster_identity(header): _cluster_words(header) for header in headers}
+    labels: dict[str, str] = {}
+    for level in range(3):
+        taken = Counter(w[level] for identity, w in words.items() if identity not in labels)
+        for identity, w in words.items():
+            if identity not in labels and taken[w[level]] == 1:
+                labels[identity] = w[level]
+    return {identity: labels.get(identity, words[identity][-1]) for identity in words}
+
+
+def merged(summaries: Sequence[Summary]) -> Summary:
+    """One summary of several repeats: the repeat is the unit; a single one keeps its samples."""
+    if len(summaries) == 1:
+        return summaries[0]
+    return summarize([summary.median for summary in summaries], shortest=0)
+
+
+def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            flat |= _scalars(value, f"{prefix}{name}.")
+        elif name not in UNTOLD:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
+def batch_of(run: Run, summary: TrainingSummary) -> float | None:
+    """Samples of the job in one step: measured, or as configured where nothing was."""
+    if summary.unit == "step" and summary.n_samples:
+        return summary.n_samples
+    config = run.header.config
+    for name, factor in (("global_batch", 1), ("batch", 1), ("batch_per_device", summary.n_ranks)):
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value > 0:
+            return float(value * factor)
+    return None
+
+
+def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
+    """Add to equal labels of the same status what tells their configurations apart."""
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for position, case in enumerate(cases):
+        groups[case.label, case.case.status].append(position)
+    for positions in groups.values():
+        if len(positions) < 2:
+            continue
+        configs = [_scalars(cases[i].case.header.config) for i in positions]
+        names = sorted({name for config in configs for name in config})
+        telling = [n for n in names if len({config.get(n) for config in configs}) > 1][:3]
+        for i, config in zip(positions, configs, strict=True):
+            extra = [f"{name} {config.get(name, '-')}" for name in telling]
+            words = extra or [cases[i].case.header.run_id]
+            cases[i] = replace(cases[i], label=" · ".join([cases[i].label, *words]))
+    return cases
+
+
+class Catalog:
+    """The runs of a results directory, by workload and case; derives each run once."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self._labels = cluster_labels([run.header for run in results.runs])
+
+    @cached_property
+    def peaks(self) -> dict[PeakKey, float]:
+        """Measured matmul peaks of all runs: MAMFU's denominator."""
+        return matmul_peaks(self.results.runs)
+
+    def cases(self, workload: str) -> list[Case]:
+        """Cases of one workload, by cluster and then in order of their first run."""
+        groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
+        for run in self.results.runs:
+            if run.header.workload == workload:
+                identity = cluster_identity(run.header)
+                groups[self._labels[identity], run.header.key, run.header.status].append(run)
+        cases = [
+            Case(workload=workload, cluster=cluster, status=status, runs=tuple(runs))
+            for (cluster, _, status), runs in groups.items()
+        ]
+        return sorted(cases, key=lambda case: (case.n_devices, case.cluster))
+
+    @cached_property
+    def training(self) -> list[TrainingCase]:
+        """Training cases with their numbers, by model, cluster and strategy."""
+        cases = []
+        for case in self.cases("train"):
+            summaries = tuple(training_summary(run, self.peaks) for run in case.runs)
+            first = summaries[0]
+            batch = batch_of(case.runs[0], first)
+            words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]
+            label = " · ".join(word for word in words if word)
+            cases.append(TrainingCase(case=case, label=label, summaries=summaries))
+        cases.sort(key=lambda c: (c.first.model, c.case.n_devices, c.case.cluster, c.label))
+        return _unique_labels(cases)

@@ -1,0 +1,26 @@
+"""The figures, in the order of the report: one module each, imported when it is drawn."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import cast
+
+from harness.plot.figure import Figure
+
+FIGURES = {
+    "throughput": "Training throughput by strategy",
+    "step_breakdown": "Where the time of a step goes",
+    "scaling": "Strong and weak scaling efficiency",
+    "step_time": "Time of every step",
+    "memory": "Peak memory",
+    "matmul": "Matrix multiplication on each device",
+    "summa": "One product over all devices",
+    "bandwidth": "Bandwidth against message size",
+    "link_heatmap": "Links between every pair of ranks",
+    "device_load": "Device load and temperature over time",
+}
+
+
+def load_figure(name: str) -> Figure:
+    """Import a figure of FIGURES."""
+    return cast(Figure, import_module(f"{__name__}.{name}").FIGURE)

@@ -1,0 +1,164 @@
+"""Bus bandwidth of every collective against message size, with the limit of the link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import best_link_bytes_per_s, collective_table, nic_limit_bytes_per_s
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Case, Catalog
+from harness.plot.figure import Figure
+from harness.plot.style import LIMIT, MUTED, grid_panels, note_failures, series_style, wrap_label
+from harness.units import format_bandwidth, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "label",
+    "cluster",
+    "status",
+    "reason",
+    "n_repeats",
+    "operation",
+    "transport",
+    "n_ranks",
+    "size_bytes",
+    "time_s",
+    "cv",
+    "algbw_bytes_per_s",
+    "busbw_bytes_per_s",
+    "low_bytes_per_s",
+    "high_bytes_per_s",
+    "nic_limit_bytes_per_s",
+    "best_link_bytes_per_s",
+]
+
+
+def _rows(case: Case) -> list[dict[str, Any]]:
+    base: dict[str, Any] = {
+        "label": case.cluster,
+        "cluster": case.cluster,
+        "status": case.status,
+        "reason": case.reason,
+    }
+    if not case.is_ok:
+        return [base]
+    base["nic_limit_bytes_per_s"] = nic_limit_bytes_per_s(case.runs[0])
+    links = [best for run in case.runs if (best := best_link_bytes_per_s(run))]
+    base["best_link_bytes_per_s"] = max(links, default=None)
+    groups: dict[tuple[str, str, int], list[Any]] = {}
+    for run in case.runs:
+        for row in collective_table(run):
+            groups.setdefault((row.transport, row.operation, row.n_bytes), []).append(row)
+    return [base | _numbers(rows, case.cluster) for _, rows in sorted(groups.items())]
+
+
+def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
+    first = rows[0]
+    over = summarize([row.busbw for row in rows], shortest=0)
+    is_single = len(rows) == 1
+    time = summarize([row.time.median for row in rows], shortest=0)
+    return {
+        "label": f"{cluster} · {first.transport}",
+        "n_repeats": len(rows),
+        "operation": first.operation,
+        "transport": first.transport,
+        "n_ranks": first.n_ranks,
+        "size_bytes": first.n_bytes,
+        "time_s": time.median,
+        "cv": first.time.cv if is_single else time.cv,
+        "algbw_bytes_per_s": first.n_bytes / time.median,
+        "busbw_bytes_per_s": over.median,
+        "low_bytes_per_s": first.low if is_single else over.low,
+        "high_bytes_per_s": first.high if is_single else over.high,
+    }
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per cluster, transport, operation and message size."""
+    rows = [row for case in catalog.cases("links") for row in _rows(case)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["busbw_bytes_per_s"].notna().any() else frame.iloc[:0]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """The largest message of each operation, and what is not ok."""
+    timed = table[table["busbw_bytes_per_s"].notna()]
+    largest = timed.loc[timed.groupby(["label", "operation"])["size_bytes"].idxmax()]
+    return pd.concat([largest, table[table["status"] != "ok"]])
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A panel for each cluster and transport; both axes logarithmic."""
+    timed = table[table["busbw_bytes_per_s"].notna()]
+    groups = list(timed.groupby("label", sort=True))
+    styles = series_style(timed["operation"])
+    for axes, (label, rows) in zip(
+        grid_panels(canvas, len(groups), height_in=4.4), groups, strict=True
+    ):
+        _draw_panel(axes, str(label), rows, styles)
+    note_failures(canvas, table)
+
+
+def _draw_panel(
+    axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]
+) -> None:
+    for operation, points in rows.groupby("operation", sort=True):
+        colour, marker = styles[str(operation)]
+        points = points.sort_values("size_bytes")
+        axes.plot(
+            points["size_bytes"],
+            points["busbw_bytes_per_s"] * 1e-9,
+            color=colour,
+            marker=marker,
+            label=str(operation),
+        )
+        axes.fill_between(
+            points["size_bytes"],
+            points["low_bytes_per_s"] * 1e-9,
+            points["high_bytes_per_s"] * 1e-9,
+            color=colour,
+            alpha=0.15,
+            linewidth=0,
+        )
+    for column, words, style, colour in (
+        ("nic_limit_bytes_per_s", "limit of the NIC", "--", LIMIT),
+        ("best_link_bytes_per_s", "best measured link", ":", MUTED),
+    ):
+        limit = rows[column].max()
+        if not pd.isna(limit):
+            text = f"{words}: {format_bandwidth(float(limit))}"
+            axes.axhline(limit * 1e-9, color=colour, linestyle=style, linewidth=1.2, label=text)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = sorted(int(size) for size in rows["size_bytes"].unique())
+    shown = sizes[:: max(1, -(-len(sizes) // 7))]
+    axes.set_xticks(shown, [format_bytes(size) for size in shown], rotation=30, fontsize=8)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("message size")
+    axes.set_ylabel("bus bandwidth (GB/s)")
+    axes.set_title(wrap_label(label, 50), fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
+
+
+FIGURE = Figure(
+    name="bandwidth",
+    title="Bandwidth against message size",
+    caption=(
+        "Bus bandwidth in GB/s (1e9 bytes per second, one way) of each operation: bytes / median "
+        "time, scaled by nccl-tests' factor so that a perfect ring reads the speed of the link "
+        "whatever the number of ranks. The time is the slowest rank's. The dashed line is what the "
+        "slowest NIC can carry, the dotted one the best bandwidth measured between two nodes. "
+        "Shades are 99 % intervals. Small messages are bound by latency, not by bandwidth."
+    ),
+    better="higher is better; at large messages, close to the dashed line",
+    needs="a links run: ./entry.sh links",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

@@ -1,0 +1,131 @@
+"""Utilisation, temperature, memory and power of every device over the time of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.domain.record import Sample
+from harness.measure.derive_devices import info_of
+from harness.measure.store import Run
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+METRICS = {
+    "device_utilization_percent": ("load (%)", 1.0),
+    "device_temperature_c": ("temperature (°C)", 1.0),
+    "memory_used_bytes": ("memory in use (GiB)", 2.0**-30),
+    "power_w": ("power (W)", 1.0),
+}
+COLUMNS = ["label", "status", "reason", "rank", "device", "metric", "time_s", "value"]
+MAX_RUNS = 12
+
+
+def _rows(run: Run, label: str) -> list[dict[str, Any]]:
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        host = info_of(run, rank).hostname
+        for record in records:
+            if not isinstance(record, Sample) or record.metric not in METRICS:
+                continue
+            if record.time_s is not None:
+                device = str(record.labels.get("device", ""))
+                rows.append(
+                    {
+                        "label": label,
+                        "status": run.header.status,
+                        "reason": run.header.reason,
+                        "rank": rank,
+                        "device": f"{host}:{device}" if device else host,
+                        "metric": record.metric,
+                        "time_s": record.time_s,
+                        "value": record.value,
+                    }
+                )
+    return rows
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per reading; times are each rank's own, from its start."""
+    labels = {
+        id(run): f"{case.first.model} · {case.label}"
+        for case in catalog.training
+        for run in case.case.runs
+    }
+    rows = []
+    for run in catalog.results.runs:
+        label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
+        is_repeated = run.header.repeat > 0
+        rows += _rows(run, f"{label} · repeat {run.header.repeat}" if is_repeated else label)
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """Median and maximum of each reading, by device."""
+    grouped = table.groupby(["label", "device", "metric"], sort=True)["value"]
+    return grouped.agg(readings="size", median="median", max="max").reset_index()
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A row of panels for each run, one panel for each reading that it has."""
+    groups = list(table.groupby("label", sort=False))[:MAX_RUNS]
+    metrics = [metric for metric in METRICS if (table["metric"] == metric).any()]
+    canvas.set_size_inches(WIDTH_IN, 2.5 * len(groups) + 0.4)
+    panels = canvas.subplots(len(groups), len(metrics), squeeze=False)
+    for row, (label, readings) in zip(panels, groups, strict=True):
+        styles = series_style(readings["device"])
+        for axes, metric in zip(row, metrics, strict=True):
+            _draw_metric(axes, readings[readings["metric"] == metric], metric, styles)
+        row[0].set_title(wrap_label(str(label), 90), fontsize=8.5)
+    n_all = table["label"].nunique()
+    if n_all > MAX_RUNS:
+        canvas.suptitle(f"The first {MAX_RUNS} of {n_all} runs; all are in the table")
+
+
+def _draw_metric(
+    axes: Axes, readings: pd.DataFrame, metric: str, styles: dict[str, tuple[str, str]]
+) -> None:
+    words, scale = METRICS[metric]
+    is_long = readings["time_s"].max() > 600
+    for device, points in readings.groupby("device", sort=True):
+        points = points.sort_values("time_s")
+        colour, marker = styles[str(device)]
+        axes.plot(
+            points["time_s"] / (60 if is_long else 1),
+            points["value"] * scale,
+            color=colour,
+            marker=marker if len(points) < 60 else None,
+            markersize=3,
+            linewidth=1.1,
+            label=shorten(str(device), 22),
+        )
+    axes.set_ylabel(words, fontsize=8)
+    axes.set_xlabel("minutes" if is_long else "seconds", fontsize=8)
+    axes.tick_params(labelsize=7.5)
+    if metric == "device_utilization_percent":
+        axes.set_ylim(0, 105)
+        axes.legend(fontsize=7, loc="lower left", ncols=2)
+    elif not readings.empty:
+        axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)
+
+
+FIGURE = Figure(
+    name="device_load",
+    title="Device load and temperature over time",
+    caption=(
+        "What each device reported during the run: load, temperature, memory in use by anybody, "
+        "power. A device that is hot and falls in load is throttling; one that is idle waits for "
+        "data or for other ranks. Times are seconds or minutes from each rank's own start."
+    ),
+    better="load: higher is better; temperature: lower and steady is better",
+    needs="a run on devices with counters (NVML), or imported logs",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

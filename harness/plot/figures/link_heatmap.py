@@ -1,0 +1,167 @@
+"""Bandwidth and latency of every ordered pair of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from harness.measure.derive import link_matrices
+from harness.plot.catalog import Case, Catalog
+from harness.plot.figure import Figure
+from harness.plot.style import MUTED, WIDTH_IN, note_failures, shorten, wrap_label
+from harness.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "label",
+    "status",
+    "reason",
+    "n_repeats",
+    "transport",
+    "source",
+    "target",
+    "source_name",
+    "target_name",
+    "message_bytes",
+    "bandwidth_bytes_per_s",
+    "latency_s",
+]
+
+
+def _rows(case: Case) -> list[dict[str, Any]]:
+    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
+    if not case.is_ok:
+        return [base]
+    by_transport: dict[str, list[Any]] = {}
+    for run in case.runs:
+        for matrix in link_matrices(run):
+            by_transport.setdefault(matrix.transport, []).append(matrix)
+    return [
+        row
+        for transport, matrices in sorted(by_transport.items())
+        for row in _pairs(base | {"label": f"{case.cluster} · {transport}"}, transport, matrices)
+    ]
+
+
+def _pairs(base: dict[str, Any], transport: str, matrices: list[Any]) -> list[dict[str, Any]]:
+    """Medians over repeats; a pair that no repeat measured has no row."""
+    names = matrices[0].names
+    like = [m for m in matrices if m.names == names]
+    stacks = {
+        "bandwidth_bytes_per_s": np.stack([m.bandwidth_bytes_per_s for m in like]),
+        "latency_s": np.stack([m.latency_s for m in like]),
+    }
+    rows = []
+    for i, source in enumerate(names):
+        for j, target in enumerate(names):
+            known = {k: s[:, i, j][~np.isnan(s[:, i, j])] for k, s in stacks.items()}
+            if i == j or not any(values.size for values in known.values()):
+                continue
+            rows.append(
+                base
+                | {
+                    "n_repeats": len(like),
+                    "transport": transport,
+                    "source": i,
+                    "target": j,
+                    "source_name": source,
+                    "target_name": target,
+                    "message_bytes": like[0].n_bytes or None,
+                }
+                | {k: float(np.median(v)) if v.size else None for k, v in known.items()}
+            )
+    return rows
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per cluster, transport and ordered pair."""
+    rows = [row for case in catalog.cases("links") for row in _rows(case)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    measured = frame["bandwidth_bytes_per_s"].notna() | frame["latency_s"].notna()
+    return frame if measured.any() else frame.iloc[:0]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """Slowest and fastest pair of each cluster and transport, and what is not ok."""
+    timed = table[table["bandwidth_bytes_per_s"].notna()]
+    grouped = timed.groupby("label")["bandwidth_bytes_per_s"]
+    ends = timed.loc[[*grouped.idxmin(), *grouped.idxmax()]].drop_duplicates()
+    return pd.concat([ends.sort_values(["label", "source"]), table[table["status"] != "ok"]])
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """For each cluster and transport: bandwidth on the left, latency on the right."""
+    groups = list(table[table["source"].notna()].groupby("label", sort=True))
+    n = max(int(rows[["source", "target"]].max().max()) + 1 for _, rows in groups)
+    canvas.set_size_inches(WIDTH_IN, len(groups) * min(8.0, 1.9 + 0.42 * n) + 0.3)
+    panels = canvas.subplots(len(groups), 2, squeeze=False)
+    for (left, right), (label, rows) in zip(panels, groups, strict=True):
+        size = format_bytes(float(rows["message_bytes"].max() or 0))
+        title = wrap_label(str(label), 48)
+        _draw_map(
+            canvas, left, rows, "bandwidth_bytes_per_s", 1e-9, f"{title}\nbandwidth, GB/s ({size})"
+        )
+        _draw_map(canvas, right, rows, "latency_s", 1e6, "latency, microseconds")
+    note_failures(canvas, table)
+
+
+def _draw_map(
+    canvas: Canvas, axes: Axes, rows: pd.DataFrame, column: str, scale: float, title: str
+) -> None:
+    names = dict(zip(rows["source"], rows["source_name"], strict=True))
+    names |= dict(zip(rows["target"], rows["target_name"], strict=True))
+    order = sorted(names)
+    grid = np.full((len(order), len(order)), np.nan)
+    for _, row in rows.iterrows():
+        grid[order.index(row["source"]), order.index(row["target"])] = row[column]
+    grid *= scale
+    # Dark is slow in both, so that a bad link stands out.
+    colours = "cividis" if column.startswith("bandwidth") else "cividis_r"
+    axes.set_title(title, fontsize=9)
+    axes.grid(visible=False)
+    ticks = [shorten(str(names[rank]), 14) for rank in order]
+    axes.set_xticks(range(len(order)), ticks, rotation=35, ha="right", fontsize=7.5)
+    axes.set_yticks(range(len(order)), ticks, fontsize=7.5)
+    axes.set_xlabel("to")
+    axes.set_ylabel("from")
+    if np.isnan(grid).all():
+        axes.annotate(
+            "not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=MUTED
+        )
+        return
+    image = axes.imshow(grid, cmap=colours)
+    canvas.colorbar(image, ax=axes, shrink=0.8)
+    if len(order) <= 16:
+        _write_values(axes, grid, image)
+
+
+def _write_values(axes: Axes, grid: np.ndarray, image: Any) -> None:
+    for (i, j), value in np.ndenumerate(grid):
+        if not np.isnan(value):
+            red, green, blue, _ = image.to_rgba(value)
+            is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
+            axes.text(
+                j, i, f"{value:.3g}", ha="center", va="center", fontsize=7,
+                color="black" if is_light else "white",
+            )  # fmt: skip
+
+
+FIGURE = Figure(
+    name="link_heatmap",
+    title="Links between every pair of ranks",
+    caption=(
+        "Every ordered pair of ranks, each way measured on its own: a row sends to a column. "
+        "Left: bandwidth of the largest message. Right: latency, half a round trip of the smallest "
+        "one. Dark cells are slow in both; a dark row or column points to one node's NIC."
+    ),
+    better="bandwidth: higher is better; latency: lower is better",
+    needs="a links run: ./entry.sh links",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

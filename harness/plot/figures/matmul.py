@@ -1,0 +1,180 @@
+"""TFLOP/s of one product on each device alone, by size and dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import matmul_table
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Case, Catalog, short_kind
+from harness.plot.figure import Figure
+from harness.plot.style import FAILED, WIDTH_IN, note_failures, series_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "label",
+    "status",
+    "reason",
+    "n_repeats",
+    "rank",
+    "hostname",
+    "device",
+    "dtype",
+    "m",
+    "n",
+    "k",
+    "flops_per_s",
+    "low_flops_per_s",
+    "high_flops_per_s",
+    "max_flops_per_s",
+    "cv",
+    "peak_flops_per_s",
+    "error",
+    "is_above_peak",
+]
+DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
+
+
+def _rows(case: Case) -> list[dict[str, Any]]:
+    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
+    if not case.is_ok:
+        return [base]
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for run in case.runs:
+        for row in matmul_table(run):
+            groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
+    return [base | _numbers(rows) for rows in groups.values()]
+
+
+def _numbers(rows: list[Any]) -> dict[str, Any]:
+    """Of one product on one rank; the repeat is the unit when there are several."""
+    first = rows[0]
+    low, high, cv = first.low, first.high, first.time.cv
+    over = summarize([row.flops_per_s for row in rows], shortest=0)
+    if len(rows) > 1:
+        low, high, cv = over.low, over.high, over.cv
+    return {
+        "n_repeats": len(rows),
+        "rank": first.rank,
+        "hostname": first.hostname,
+        "device": short_kind(first.device_kind),
+        "dtype": first.dtype,
+        "m": first.m,
+        "n": first.n,
+        "k": first.k,
+        "flops_per_s": over.median,
+        "low_flops_per_s": low,
+        "high_flops_per_s": high,
+        "max_flops_per_s": max(row.max_flops_per_s for row in rows),
+        "cv": cv,
+        "peak_flops_per_s": first.peak_flops_per_s,
+        "error": max((row.error for row in rows if row.error is not None), default=None),
+        "is_above_peak": any(row.is_above_peak for row in rows),
+    }
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per cluster, rank, dtype and size."""
+    rows = [row for case in catalog.cases("matmul") for row in _rows(case)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["flops_per_s"].notna().any() else frame.iloc[:0]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """The best size of each device and dtype, and what is not ok."""
+    timed = table[table["flops_per_s"].notna()]
+    best = timed.loc[timed.groupby(["label", "rank", "dtype"])["flops_per_s"].idxmax()]
+    return pd.concat([best, table[table["status"] != "ok"]])
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """For each cluster: rate against size on the left, the best of each device on the right."""
+    timed = table[table["flops_per_s"].notna()]
+    groups = list(timed.groupby("label", sort=False))
+    canvas.set_size_inches(WIDTH_IN, 3.8 * len(groups) + 0.3)
+    panels = canvas.subplots(len(groups), 2, squeeze=False)
+    styles = series_style(DTYPES)
+    for (left, right), (label, rows) in zip(panels, groups, strict=True):
+        _draw_sizes(left, str(label), rows, styles)
+        _draw_devices(right, rows, styles)
+    note_failures(canvas, table)
+
+
+def _style(styles: dict[str, tuple[str, str]], dtype: str) -> tuple[str, str]:
+    return styles.get(dtype, ("#5F6368", "x"))
+
+
+def _draw_sizes(
+    axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]
+) -> None:
+    for (dtype, rank), points in rows.groupby(["dtype", "rank"], sort=True):
+        colour, marker = _style(styles, str(dtype))
+        sizes = (points["m"] * points["n"] * points["k"]).astype(float) ** (1 / 3)
+        is_first = rank == rows["rank"].min()
+        axes.plot(
+            sizes,
+            points["flops_per_s"] * 1e-12,
+            color=colour,
+            marker=marker,
+            alpha=1.0 if is_first else 0.45,
+            label=str(dtype) if is_first else None,
+        )
+        above = points[points["is_above_peak"].astype(bool)]
+        axes.plot(sizes[above.index], above["flops_per_s"] * 1e-12, "x", color=FAILED, ms=9)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({int(n) for n in rows["n"]})
+    axes.set_xticks(ticks, [str(n) for n in ticks], rotation=30 if len(ticks) > 5 else 0)
+    axes.minorticks_off()
+    axes.set_yscale("log")
+    axes.set_xlabel("size n of an n × n × n product")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(label)
+    axes.legend()
+
+
+def _draw_devices(axes: Axes, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]) -> None:
+    best = rows.loc[rows.groupby(["rank", "dtype"])["flops_per_s"].idxmax()]
+    ranks = sorted(best["rank"].unique())
+    dtypes = sorted(best["dtype"].unique())
+    height = 0.8 / len(dtypes)
+    for i, dtype in enumerate(dtypes):
+        bars = best[best["dtype"] == dtype]
+        at = [ranks.index(rank) + (i - (len(dtypes) - 1) / 2) * height for rank in bars["rank"]]
+        values = bars["flops_per_s"] * 1e-12
+        drawn = axes.barh(at, values, height * 0.92, color=_style(styles, str(dtype))[0])
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=3)
+        peaks = bars["peak_flops_per_s"].to_numpy(dtype=float) * 1e-12
+        axes.plot(peaks, at, "|", color="#111111", markersize=12, markeredgewidth=2)
+    names = best.drop_duplicates("rank").set_index("rank")
+    axes.set_yticks(
+        range(len(ranks)),
+        [f"{names['hostname'][rank]} (rank {rank:.0f})\n{names['device'][rank]}" for rank in ranks],
+        fontsize=7.5,
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("best TFLOP/s (bar: published peak)")
+    axes.set_title("Best size of each device")
+
+
+FIGURE = Figure(
+    name="matmul",
+    title="Matrix multiplication on each device",
+    caption=(
+        "Floating-point operations per second of one dense product, 2n³ / median time, on each "
+        "device alone, verified against a float64 reference. Full lines are rank 0, pale lines the "
+        "other ranks. A black bar is the published dense peak where it is known; a red cross would "
+        "be a rate above it, which is a wrong measurement."
+    ),
+    better="higher is better",
+    needs="a matmul run: ./entry.sh matmul",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

@@ -1,0 +1,124 @@
+"""Peak memory of a device, by kind of reading, against what the device has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure
+from harness.plot.style import LIMIT, bar_panels, label_bars, mark_failed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "kind",
+    "rank",
+    "peak_bytes",
+    "device_bytes",
+]
+KINDS = {
+    "allocated": ("#0072B2", "tensors (allocated)"),
+    "reserved": ("#56B4E9", "held by the allocator (reserved)"),
+    "rss": ("#009E73", "process (resident set)"),
+    "used": ("#CC79A7", "device in use, by anybody"),
+}
+GIB = 2.0**30
+
+
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+    base = {
+        "model": case.first.model,
+        "label": case.label,
+        "strategy": case.first.strategy,
+        "status": case.case.status,
+        "reason": case.case.reason,
+    }
+    peaks: dict[str, tuple[float, int, int]] = {}
+    for summary in case.summaries:
+        for rank in summary.ranks:
+            for kind, n_bytes in rank.memory_bytes.items():
+                entry = (n_bytes, rank.rank, rank.info.memory_bytes)
+                peaks[kind] = max(peaks.get(kind, (0.0, 0, 0)), entry)
+    if not case.case.is_ok or not peaks:
+        limits = [info.memory_bytes for info in case.case.header.ranks]
+        return [base | {"device_bytes": min(limits, default=None)}]
+    return [
+        base | {"kind": kind, "rank": rank, "peak_bytes": n_bytes, "device_bytes": limit or None}
+        for kind, (n_bytes, rank, limit) in sorted(peaks.items())
+    ]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per case and kind of reading: the rank with the highest peak."""
+    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
+    return frame if frame["peak_bytes"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Grouped horizontal bars, a panel for each model."""
+    groups = list(table.groupby("model", sort=True))
+    sizes = [rows["label"].nunique() for _, rows in groups]
+    panels = bar_panels(canvas, sizes, row_in=0.5)
+    for axes, (model, rows) in zip(panels, groups, strict=True):
+        _draw_model(axes, str(model), rows)
+    entries = {
+        words: handle
+        for axes in panels
+        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
+    labels = list(dict.fromkeys(rows["label"]))
+    kinds = [kind for kind in KINDS if (rows["kind"] == kind).any()]
+    height = 0.76 / max(1, len(kinds))
+    for y, label in enumerate(labels):
+        of_case = rows[rows["label"] == label]
+        if of_case["peak_bytes"].isna().all():
+            status, reason = of_case["status"].iloc[0], of_case["reason"].iloc[0]
+            mark_failed(axes, y, status, reason if status != "ok" else "no memory recorded")
+        for i, kind in enumerate(kinds):
+            colour, words = KINDS[kind]
+            for _, row in of_case[of_case["kind"] == kind].iterrows():
+                at = y + (i - (len(kinds) - 1) / 2) * height
+                value = row["peak_bytes"] / GIB
+                axes.barh(at, value, height * 0.92, color=colour, label=words)
+                axes.annotate(
+                    f"{value:.3g}", (value, at), xytext=(4, 0), textcoords="offset points",
+                    va="center", fontsize=7.5,
+                )  # fmt: skip
+        limit = of_case["device_bytes"].min()
+        if not pd.isna(limit):
+            axes.plot(
+                [limit / GIB] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
+                label="memory of the device",
+            )  # fmt: skip
+    label_bars(axes, labels)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GiB, on the rank with the highest peak")
+    axes.set_title(model)
+
+
+FIGURE = Figure(
+    name="memory",
+    title="Peak memory",
+    caption=(
+        "The highest use of memory during the run, on the rank where it was highest. The black "
+        "mark is what that device has (for a CPU: the limit of its rank). A run out of memory "
+        "stays as a red cross."
+    ),
+    better="lower is better",
+    needs="a training run: ./entry.sh train",
+    table=table,
+    draw=draw,
+)

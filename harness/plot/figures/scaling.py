@@ -1,0 +1,185 @@
+"""Strong and weak scaling efficiency against the number of devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table, summa_table
+from harness.plot.catalog import Case, Catalog, TrainingCase, merged, short_kind
+from harness.plot.figure import Figure
+from harness.plot.style import MUTED, WIDTH_IN, colour_of, note_failures, series_style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "scaling",
+    "label",
+    "strategy",
+    "n_devices",
+    "status",
+    "reason",
+    "work",
+    "time_s",
+    "speedup",
+    "efficiency",
+    "low",
+    "high",
+    "baseline_devices",
+]
+
+
+def _kinds(case: Case) -> str:
+    """Kinds of device and share of cores: only like devices are compared."""
+    kinds = {(short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks}
+    return " + ".join(f"{kind}/{n_cores:g}" for kind, n_cores in sorted(kinds))
+
+
+def _training_point(case: TrainingCase) -> ScalingPoint | None:
+    first = case.first
+    durations = [s.duration for s in case.summaries if s.duration is not None]
+    if not case.case.is_ok or not durations or not first.n_samples:
+        return None
+    time = merged(durations)
+    config = case.case.header.config
+    data = config.get("dataset") or config.get("data") or ""
+    kind = short_kind(case.case.header.ranks[0].device_kind) if case.case.header.ranks else ""
+    family = f"{first.model} {first.dtype} {data} {first.unit} {_kinds(case.case)}"
+    return ScalingPoint(
+        family=family,
+        series=f"{first.strategy} · {first.model} · {first.dtype} · {kind}, by {first.unit}",
+        n_devices=case.case.n_devices,
+        work=first.n_samples,
+        time_s=time.median,
+        low_s=time.low,
+        high_s=time.high,
+        is_baseline=first.strategy == "single",
+    )
+
+
+def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
+    points = []
+    for case in catalog.cases("matmul"):
+        if not case.is_ok:
+            continue
+        for row in summa_table(case.runs[0], catalog.peaks):
+            points.append(
+                ScalingPoint(
+                    family=f"summa {row.dtype} {_kinds(case)}",
+                    series=f"summa · {row.dtype}",
+                    n_devices=row.n_ranks,
+                    work=2.0 * row.m * row.n * row.k,
+                    time_s=row.time.median,
+                    low_s=row.time.low,
+                    high_s=row.time.high,
+                )
+            )
+    return points
+
+
+def _row(result: EfficiencyRow) -> dict[str, Any]:
+    point = result.point
+    return {
+        "scaling": result.scaling,
+        "label": point.series,
+        "strategy": point.series.partition(" · ")[0],
+        "n_devices": point.n_devices,
+        "status": "ok",
+        "reason": "",
+        "work": point.work,
+        "time_s": point.time_s,
+        "speedup": result.speedup,
+        "efficiency": result.efficiency,
+        "low": result.low,
+        "high": result.high,
+        "baseline_devices": result.baseline.n_devices,
+    }
+
+
+def _failed(case: TrainingCase) -> dict[str, Any]:
+    return {
+        "scaling": "",
+        "label": case.label,
+        "strategy": case.first.strategy,
+        "n_devices": case.case.n_devices,
+        "status": case.case.status,
+        "reason": case.case.reason,
+    }
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per series and number of devices for each kind of scaling; then what is not ok."""
+    points = [point for case in catalog.training if (point := _training_point(case))]
+    points += _summa_points(catalog)
+    rows = [_row(r) for r in scaling_table(points, "strong")]
+    rows += [_row(r) for r in scaling_table(points, "weak")]
+    rows.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
+    if rows:
+        rows += [_failed(case) for case in catalog.training if not case.case.is_ok]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Two panels, strong and weak; the dashed line is perfect scaling."""
+    canvas.set_size_inches(WIDTH_IN, 4.8)
+    left, right = canvas.subplots(1, 2, sharey=True)
+    markers = series_style(table["label"])
+    for axes, scaling in ((left, "strong"), (right, "weak")):
+        _draw_panel(axes, scaling, table[table["scaling"] == scaling], markers)
+    left.set_ylabel("efficiency (%)")
+    top = 100 * max(1.0, float(table["high"].max()))
+    left.set_ylim(0, top * 1.08)
+    note_failures(canvas, table)
+
+
+def _draw_panel(
+    axes: Axes, scaling: str, rows: pd.DataFrame, markers: dict[str, tuple[str, str]]
+) -> None:
+    held = "same problem in all" if scaling == "strong" else "same problem per device"
+    axes.set_title(f"{scaling.capitalize()} scaling: {held}")
+    axes.set_xlabel("number of devices")
+    axes.axhline(100, color=MUTED, linestyle="--", linewidth=1)
+    if rows.empty:
+        axes.annotate(
+            "no two runs to compare", (0.5, 0.5), xycoords="axes fraction", ha="center", color=MUTED
+        )
+        axes.set_xticks([])
+        return
+    for label, points in rows.groupby("label", sort=True):
+        values = points["efficiency"] * 100
+        axes.errorbar(
+            points["n_devices"],
+            values,
+            yerr=[values - points["low"] * 100, points["high"] * 100 - values],
+            color=colour_of(points["strategy"].iloc[0]),
+            marker=markers[str(label)][1],
+            capsize=3,
+            label=str(label),
+        )
+        for n, value in zip(points["n_devices"], values, strict=True):
+            axes.annotate(
+                f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points", fontsize=8
+            )
+    axes.set_xticks(sorted(rows["n_devices"].unique()))
+    axes.margins(x=0.12)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+FIGURE = Figure(
+    name="scaling",
+    title="Strong and weak scaling efficiency",
+    caption=(
+        "How much of perfect speed-up is left with more devices. Strong scaling keeps the whole "
+        "problem and divides it: t(1) / (n t(n)). Weak scaling keeps the problem of each device: "
+        "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
+        "FLOPs. 100 % (dashed) means that adding devices costs nothing. Only devices of one kind "
+        "are compared; the start of a series is its run on the fewest devices."
+    ),
+    better="higher is better",
+    needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",
+    table=table,
+    draw=draw,
+)

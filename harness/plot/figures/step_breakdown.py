@@ -1,0 +1,134 @@
+"""The mean step of each case, split into phases that sum to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from harness.measure.derive import PHASES
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure
+from harness.plot.style import (
+    PHASE_COLOURS,
+    bar_panels,
+    label_bars,
+    mark_failed,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+PHASE_COLUMNS = [f"{phase}_s" for phase in PHASES]
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "n_repeats",
+    "step_s",
+    *PHASE_COLUMNS,
+    "communication_s",
+    "no_sync_exposed_s",
+    "overlap",
+    "synchronisations_per_s",
+]
+WORDS = {
+    "host_to_device": "host to device",
+    "exposed_communication": "exposed communication",
+    "other": "rest (no span)",
+}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _row(case: TrainingCase) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "model": case.first.model,
+        "label": case.label,
+        "strategy": case.first.strategy,
+        "status": case.case.status,
+        "reason": case.case.reason,
+        "n_repeats": len(case.summaries),
+    }
+    known = [summary for summary in case.summaries if summary.phases]
+    if not case.case.is_ok or not known:
+        return row
+    means = {f"{p}_s": _mean([summary.phases[p] for summary in known]) for p in PHASES}
+    row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
+    for name in ("communication_s", "no_sync_exposed_s", "overlap", "synchronisations_per_s"):
+        row[name] = _mean([getattr(summary, name) for summary in known])
+    return row
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """One row per case that logged steps or is not ok; seconds are means over steps and ranks."""
+    rows = [_row(case) for case in catalog.training if case.first.unit == "step"]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["step_s"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Stacked horizontal bars, a panel for each model; phases that never occur are left out."""
+    groups = list(table.groupby("model", sort=True))
+    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.15)
+    shown = [p for p in PHASES if (table[f"{p}_s"] > 1e-3 * table["step_s"]).any()]
+    for axes, (model, rows) in zip(panels, groups, strict=True):
+        _draw_model(axes, str(model), rows, shown)
+    handles, labels = panels[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) -> None:
+    widest = rows["step_s"].max() * 1e3
+    left = np.zeros(len(rows))
+    for phase in shown:
+        width = rows[f"{phase}_s"].fillna(0).to_numpy() * 1e3
+        axes.barh(
+            range(len(rows)),
+            width,
+            0.68,
+            left=left,
+            color=PHASE_COLOURS[phase],
+            edgecolor="white",
+            linewidth=0.5,
+            label=WORDS.get(phase, phase),
+        )
+        left += width
+    for y, (_, row) in enumerate(rows.iterrows()):
+        if pd.isna(row["step_s"]):
+            mark_failed(axes, y, row["status"], row["reason"])
+            continue
+        exposed = row["exposed_communication_s"] / row["step_s"]
+        words = f"{row['step_s'] * 1e3:.4g} ms" + (f", {exposed:.0%} exposed" if exposed else "")
+        axes.annotate(
+            words, (row["step_s"] * 1e3, y), xytext=(5, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    label_bars(axes, list(rows["label"]))
+    axes.set_xlim(0, widest * 1.3 if widest > 0 else 1)
+    axes.set_xlabel("milliseconds of a step")
+    axes.set_title(model)
+
+
+FIGURE = Figure(
+    name="step_breakdown",
+    title="Where the time of a step goes",
+    caption=(
+        "The mean step, averaged over steps and ranks, split into its phases. Exposed "
+        "communication is the part of the transfers that no computation hides: it is what a "
+        "better link or a better strategy can win. The rest is time that no span explains. "
+        "no_sync_exposed_s is a second reading of it: the step minus the same step without "
+        "synchronisation."
+    ),
+    better="shorter is better; less orange is better",
+    needs="a training run with step spans: ./entry.sh train",
+    table=table,
+    draw=draw,
+)

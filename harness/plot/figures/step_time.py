@@ -1,0 +1,142 @@
+"""Time of every step (or epoch), with the outliers marked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import epoch_times, outliers, step_times
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure
+from harness.plot.style import FAILED, LIMIT, colour_of, grid_panels, note_failures, wrap_label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "unit",
+    "status",
+    "reason",
+    "repeat",
+    "step",
+    "duration_s",
+    "is_outlier",
+]
+MAX_PANELS = 24
+RASTER_ABOVE = 2000
+
+
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+    base = {
+        "model": case.first.model,
+        "label": f"{case.first.model} · {case.label}",
+        "strategy": case.first.strategy,
+        "unit": case.first.unit,
+        "status": case.case.status,
+        "reason": case.case.reason,
+    }
+    rows = []
+    for repeat, run in enumerate(case.case.runs):
+        # An invalid run is never a number, also not a point.
+        times = (step_times(run) or epoch_times(run)) if case.case.status != "invalid" else {}
+        far = set(outliers(times))
+        rows += [
+            base | {"repeat": repeat, "step": s, "duration_s": t, "is_outlier": s in far}
+            for s, t in times.items()
+        ]
+    return rows or [base | {"is_outlier": False}]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """One row per step of every run: seconds, maximum over ranks."""
+    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
+    return frame if frame["duration_s"].notna().any() else frame.iloc[:0]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """One row per case: how steady its steps are."""
+    rows = []
+    for keys, steps in table.groupby(["label", "unit", "status", "reason"], sort=False):
+        row: dict[str, Any] = dict(zip(("label", "unit", "status", "reason"), keys, strict=True))
+        times = steps["duration_s"].dropna()
+        if len(times):
+            summary = summarize(times.tolist())
+            row |= {
+                "n_steps": summary.n,
+                "median_s": summary.median,
+                "p95_s": summary.p95,
+                "max_s": summary.max,
+                "cv": summary.cv,
+                "n_outliers": int(steps["is_outlier"].sum()),
+            }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A panel for each case; repeats in ever lighter tones of its colour."""
+    timed = table[table["duration_s"].notna()]
+    groups = list(timed.groupby("label", sort=False))
+    for axes, (label, steps) in zip(
+        grid_panels(canvas, min(len(groups), MAX_PANELS), height_in=2.7), groups, strict=False
+    ):
+        _draw_case(axes, str(label), steps)
+    if len(groups) > MAX_PANELS:
+        canvas.suptitle(f"The first {MAX_PANELS} of {len(groups)} cases; all are in the table")
+    note_failures(canvas, table)
+
+
+def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    is_epochs = steps["unit"].iloc[0] == "epoch"
+    scale = 1.0 if is_epochs else 1e3
+    colour = colour_of(steps["strategy"].iloc[0])
+    n_repeats = steps["repeat"].nunique()
+    for repeat, (_, points) in enumerate(steps.groupby("repeat", sort=True)):
+        axes.plot(
+            points["step"],
+            points["duration_s"] * scale,
+            marker="o" if len(points) < 40 else ".",
+            markersize=4 if len(points) < 40 else 2,
+            linewidth=0.8,
+            color=colour,
+            alpha=1 - 0.6 * repeat / n_repeats,
+            rasterized=len(points) > RASTER_ABOVE,
+        )
+    far = steps[steps["is_outlier"].astype(bool)]
+    axes.plot(far["step"], far["duration_s"] * scale, "o", mfc="none", mec=FAILED, markersize=8)
+    median = float(steps["duration_s"].median()) * scale
+    axes.axhline(median, color=LIMIT, linewidth=0.8, linestyle="--")
+    axes.set_ylim(0, float(steps["duration_s"].max()) * scale * 1.15)
+    unit = "s" if is_epochs else "ms"
+    words = f"median {median:.4g} {unit}"
+    words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
+    axes.annotate(words, (0.98, 0.06), xycoords="axes fraction", ha="right", fontsize=8)
+    axes.set_title(wrap_label(label, 52), fontsize=8.5)
+    axes.set_ylabel(f"{steps['unit'].iloc[0]} time ({unit})")
+    axes.set_xlabel(str(steps["unit"].iloc[0]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+FIGURE = Figure(
+    name="step_time",
+    title="Time of every step",
+    caption=(
+        "Wall time of each step (or epoch, where only epochs were logged), the maximum over "
+        "ranks, after the warm-up. The dashed line is the median. Red circles are outliers: above "
+        "the third quartile by three interquartile ranges and above the median by a tenth. "
+        "Repeats of one configuration are drawn in lighter tones."
+    ),
+    better="lower and flatter is better",
+    needs="a training run: ./entry.sh train",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

@@ -1,0 +1,155 @@
+"""One product distributed over all ranks: aggregate rate, efficiency, and where its time goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import summa_table
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Case, Catalog
+from harness.plot.figure import Figure
+from harness.plot.style import PHASE_COLOURS, WIDTH_IN, label_bars, mark_failed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "label",
+    "cluster",
+    "status",
+    "reason",
+    "n_repeats",
+    "scaling",
+    "dtype",
+    "m",
+    "n",
+    "k",
+    "n_ranks",
+    "flops_per_s",
+    "low_flops_per_s",
+    "high_flops_per_s",
+    "efficiency",
+    "time_s",
+    "compute_s",
+    "communication_s",
+    "exposed_communication_s",
+]
+
+
+def _rows(case: Case, catalog: Catalog) -> list[dict[str, Any]]:
+    base = {"cluster": case.cluster, "status": case.status, "reason": case.reason}
+    if not case.is_ok:
+        return [base | {"label": case.cluster}]
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for run in case.runs:
+        for row in summa_table(run, catalog.peaks):
+            groups.setdefault((row.scaling, row.dtype, row.m, row.n, row.k), []).append(row)
+    return [base | _numbers(rows, case.cluster) for rows in groups.values()]
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return summarize(known, shortest=0).median if known else None
+
+
+def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
+    first = rows[0]
+    flops = 2.0 * first.m * first.n * first.k
+    rates = summarize([row.flops_per_s for row in rows], shortest=0)
+    is_single = len(rows) == 1
+    return {
+        "label": f"{first.scaling} · {first.m}×{first.n}×{first.k} · {first.dtype} · {cluster}",
+        "n_repeats": len(rows),
+        "scaling": first.scaling,
+        "dtype": first.dtype,
+        "m": first.m,
+        "n": first.n,
+        "k": first.k,
+        "n_ranks": first.n_ranks,
+        "flops_per_s": rates.median,
+        "low_flops_per_s": flops / first.time.high if is_single else rates.low,
+        "high_flops_per_s": flops / first.time.low if is_single else rates.high,
+        "efficiency": _median([row.efficiency for row in rows]),
+        "time_s": _median([row.time.median for row in rows]),
+        "compute_s": _median([row.compute_s for row in rows]),
+        "communication_s": _median([row.communication_s for row in rows]),
+        "exposed_communication_s": _median([row.exposed_communication_s for row in rows]),
+    }
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per cluster, kind of scaling, dtype and size."""
+    rows = [row for case in catalog.cases("matmul") for row in _rows(case, catalog)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["flops_per_s"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Aggregate rate on the left, the slowest rank's time on the right."""
+    canvas.set_size_inches(WIDTH_IN, 0.5 * len(table) + 1.5)
+    left, right = canvas.subplots(1, 2, sharey=True)
+    _draw_rates(left, table)
+    _draw_times(right, table)
+    label_bars(left, list(table["label"]))
+    right.tick_params(axis="y", length=0)
+    right.grid(axis="y", visible=False)
+
+
+def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
+    for y, (_, row) in enumerate(table.iterrows()):
+        if pd.isna(row["flops_per_s"]):
+            mark_failed(axes, y, row["status"], row["reason"])
+            continue
+        rate = row["flops_per_s"] * 1e-12
+        axes.barh(y, rate, 0.66, color="#0072B2")
+        words = f"{rate:.3g}"
+        if not pd.isna(row["efficiency"]):
+            peak = rate / row["efficiency"]
+            axes.plot([peak] * 2, [y - 0.36, y + 0.36], color="#111111", linewidth=2)
+            words += f"  ({row['efficiency']:.0%})"
+        axes.annotate(
+            words, (rate, y), xytext=(-4, 0), textcoords="offset points", va="center", ha="right",
+            fontsize=7.5, color="white",
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    axes.set_xlabel("aggregate TFLOP/s (mark: sum of local peaks)")
+    axes.set_title("Rate and efficiency")
+
+
+def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
+    at = list(range(len(table)))
+    compute = table["compute_s"].fillna(0).to_numpy(dtype=float) * 1e3
+    exposed = table["exposed_communication_s"].fillna(0).to_numpy(dtype=float) * 1e3
+    whole = table["time_s"].fillna(0).to_numpy(dtype=float) * 1e3
+    axes.barh(at, whole, 0.66, color=PHASE_COLOURS["other"], label="whole product")
+    axes.barh(at, compute, 0.4, color=PHASE_COLOURS["backward"], label="compute")
+    axes.barh(
+        at,
+        exposed,
+        0.4,
+        left=compute,
+        color=PHASE_COLOURS["exposed_communication"],
+        label="exposed communication",
+    )
+    axes.set_xlabel("milliseconds, slowest rank")
+    axes.set_title("Time")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, fontsize=7.5)
+
+
+FIGURE = Figure(
+    name="summa",
+    title="One product over all devices",
+    caption=(
+        "One matrix product distributed over all ranks in blocks (SUMMA). Left: FLOP/s of all "
+        "devices together; the percentage is the efficiency against the sum of the peaks that "
+        "each device reached alone (black mark). Right: the product's time, and of it the slowest "
+        "rank's computing and the transfers that computing did not hide."
+    ),
+    better="left: higher is better; right: shorter is better",
+    needs="a matmul run on several ranks: ./entry.sh matmul",
+    table=table,
+    draw=draw,
+)

@@ -1,0 +1,132 @@
+"""Samples per second of the whole job, by strategy, for each model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Catalog, TrainingCase, batch_of
+from harness.plot.figure import Figure
+from harness.plot.style import bar_panels, colour_of, label_bars, mark_failed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "cluster",
+    "n_devices",
+    "batch",
+    "dtype",
+    "status",
+    "reason",
+    "n_repeats",
+    "throughput_samples_per_s",
+    "low_samples_per_s",
+    "high_samples_per_s",
+    "per_device_samples_per_s",
+    "cv",
+    "mfu",
+    "mamfu",
+]
+
+
+def _row(case: TrainingCase) -> dict[str, Any]:
+    first = case.first
+    row: dict[str, Any] = {
+        "model": first.model,
+        "label": case.label,
+        "strategy": first.strategy,
+        "cluster": case.case.cluster,
+        "n_devices": case.case.n_devices,
+        "batch": batch_of(case.case.runs[0], first),
+        "dtype": first.dtype,
+        "status": case.case.status,
+        "reason": case.case.reason,
+        "n_repeats": len(case.summaries),
+    }
+    known = [s for s in case.summaries if s.throughput is not None and s.duration is not None]
+    return row | _numbers(known) if case.case.is_ok and known else row
+
+
+def _numbers(known: list[Any]) -> dict[str, Any]:
+    """Over repeats when there are several, else over the steps of the only one."""
+    first = known[0]
+    median, low, high = first.throughput, first.throughput_low, first.throughput_high
+    cv = first.duration.cv
+    if len(known) > 1:
+        over = summarize([summary.throughput for summary in known], shortest=0)
+        median, low, high, cv = over.median, over.low, over.high, over.cv
+    return {
+        "throughput_samples_per_s": median,
+        "low_samples_per_s": low,
+        "high_samples_per_s": high,
+        "per_device_samples_per_s": median / first.n_ranks,
+        "cv": cv,
+        "mfu": _median([s.mfu for s in known]),
+        "mamfu": _median([s.mamfu for s in known]),
+    }
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return summarize(known, shortest=0).median if known else None
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """One row per case; rates are blank where the run is not ok."""
+    return pd.DataFrame([_row(case) for case in catalog.training], columns=COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Horizontal bars with intervals, a panel for each model."""
+    groups = list(table.groupby("model", sort=True))
+    for axes, (model, rows) in zip(
+        bar_panels(canvas, [len(rows) for _, rows in groups]), groups, strict=True
+    ):
+        _draw_model(axes, str(model), rows)
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
+    widest = rows["high_samples_per_s"].max()
+    for y, (_, row) in enumerate(rows.iterrows()):
+        value = row["throughput_samples_per_s"]
+        if pd.isna(value):
+            reason = row["reason"] if row["status"] != "ok" else "no samples per second recorded"
+            mark_failed(axes, y, row["status"], reason)
+            continue
+        errors = [[value - row["low_samples_per_s"]], [row["high_samples_per_s"] - value]]
+        axes.barh(y, value, 0.68, color=colour_of(row["strategy"]))
+        axes.errorbar(value, y, xerr=errors, color="#111111", capsize=3, linewidth=1)
+        axes.annotate(
+            f"{value:.4g}",
+            (row["high_samples_per_s"], y),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    label_bars(axes, list(rows["label"]))
+    axes.set_xlim(0, widest * 1.14 if widest > 0 else 1)
+    axes.set_xlabel("samples per second, whole job")
+    axes.set_title(model)
+
+
+FIGURE = Figure(
+    name="throughput",
+    title="Training throughput by strategy",
+    caption=(
+        "Samples that the whole job trains in a second: global batch / median step time. The bar "
+        "is the median, the whisker its 99 % interval: over repeats where there are several, else "
+        "over the steps of the one run. A red cross stands for a run that gave no number."
+    ),
+    better="higher is better",
+    needs="a training run: ./entry.sh train",
+    table=table,
+    draw=draw,
+)

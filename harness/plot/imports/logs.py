@@ -1,0 +1,334 @@
+"""Writes imported logs as runs: `imported-<name>/`, replaced whole when imported again."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.record import Record, Sample, Span
+from harness.domain.run import RankInfo, RunHeader, run_key
+from harness.errors import ResultsError
+from harness.measure.store import write_atomically, write_header
+from harness.plot.imports.deepspeed_log import StepLine, is_deepspeed_log, parse_deepspeed_log
+from harness.plot.imports.epoch_csv import EpochRow, is_epoch_csv, parse_epoch_csv
+from harness.units import parse_bytes
+
+SUFFIXES = {".csv", ".log", ".txt"}
+MAX_BYTES = 512 * 2**20
+Problems = list[tuple[Path, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportFacts:
+    """What logs do not say and whoever imports them knows.
+
+    Attributes:
+        epoch_samples: samples of the whole data set.
+        weak_share: share of it that each device trains in an epoch, in a weak scaling log.
+        device_kind, device_memory: for logs that name no GPU and have no CSV of equally many
+            GPUs beside them.
+    """
+
+    model: str = "vit_b_16"
+    dataset: str = "cifar10"
+    dtype: str = "fp32"
+    strategy: str = "deepspeed_zero0"
+    batch_per_device: int = 16
+    epoch_samples: int = 50_000
+    weak_share: float = 0.1
+    device_kind: str = ""
+    device_memory: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """The device of each rank, by rank: index on its host, kind, memory in bytes."""
+
+    by_rank: tuple[tuple[int, str, int], ...]
+
+
+def _logs(paths: Iterable[Path], problems: Problems) -> list[Path]:
+    """Files to read: those named, and in directories those with a log's suffix."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(p for p in path.iterdir() if p.is_file() and p.suffix in SUFFIXES)
+        elif path.is_file():
+            found.append(path)
+        else:
+            problems.append((path, "does not exist"))
+    return list(dict.fromkeys(found))
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_BYTES:
+        raise ResultsError(f"{path} is larger than {MAX_BYTES // 2**20} MiB: import a part of it")
+    # Foreign logs: a wrong byte spoils its line only.
+    return path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _run_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """A directory name for each file; files of one name get their folder's before it."""
+    stems = Counter(path.stem for path in paths)
+    names = {}
+    for path in paths:
+        words = [path.stem] if stems[path.stem] == 1 else [path.resolve().parent.name, path.stem]
+        names[path] = "imported-" + re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
+    return names
+
+
+def _n_gpus_named(path: Path) -> int | None:
+    match = re.search(r"(\d+)[ _-]?gpus?(?![a-z])", path.stem.lower())
+    return int(match[1]) if match else None
+
+
+def _origin(times: Iterable[tuple[datetime | None, float]]) -> datetime | None:
+    """When the first interval began, from ends and lengths."""
+    return min((at - timedelta(seconds=length) for at, length in times if at), default=None)
+
+
+def _seconds(at: datetime | None, origin: datetime | None) -> float | None:
+    return (at - origin).total_seconds() if at and origin else None
+
+
+def _cluster(devices: DeviceFacts) -> Cluster:
+    """Ranks with the same device index sit on nodes of their own, others share one."""
+    indices = [index for index, _, _ in devices.by_rank]
+    is_shared = len(indices) > 1 and len(set(indices)) == len(indices)
+    made = [
+        Device(name=f"node{0 if is_shared else r}:{index}", kind=kind, memory_bytes=memory)
+        for r, (index, kind, memory) in enumerate(devices.by_rank)
+    ]
+    groups = [made] if is_shared else [[device] for device in made]
+    return Cluster(nodes=[Node(name=f"node{i}", devices=group) for i, group in enumerate(groups)])
+
+
+def _ranks(devices: DeviceFacts, cluster: Cluster) -> list[RankInfo]:
+    return [
+        RankInfo(
+            rank=rank,
+            hostname=cluster.nodes[cluster.node_of()[rank]].name,
+            device=f"cuda:{index}",
+            device_kind=kind,
+            n_cores=0,
+            memory_bytes=memory,
+        )
+        for rank, (index, kind, memory) in enumerate(devices.by_rank)
+    ]
+
+
+def _header(
+    run_id: str,
+    repeat: int,
+    config: dict[str, Any],
+    devices: DeviceFacts,
+    start: datetime | None,
+    duration_s: float | None,
+) -> RunHeader:
+    cluster = _cluster(devices)
+    return RunHeader(
+        run_id=run_id,
+        workload="train",
+        key=run_key("train", config, cluster),
+        repeat=repeat,
+        argv=[],
+        config=config,
+        cluster=cluster,
+        ranks=_ranks(devices, cluster),
+        versions={},
+        commit="",
+        start_utc=start.isoformat(timespec="seconds") if start else "",
+        status="ok",
+        duration_s=duration_s,
+    )
+
+
+def _config(path: Path, facts: ImportFacts, n_ranks: int, **more: Any) -> dict[str, Any]:
+    return {
+        "strategy": facts.strategy,
+        "model": facts.model,
+        "dataset": facts.dataset,
+        "dtype": facts.dtype,
+        "batch_per_device": facts.batch_per_device,
+        "global_batch": facts.batch_per_device * n_ranks,
+        **more,
+        "source": path.name,
+    }
+
+
+def _write(into: Path, header: RunHeader, records: dict[int, list[Record]]) -> Path:
+    """Write a run whole; records first, so that a header never stands without them."""
+    run_dir = into / header.run_id
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for rank, of_rank in records.items():
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in of_rank)
+        write_atomically(run_dir / f"rank{rank}.jsonl", lines)
+    for stale in run_dir.glob("rank*.jsonl"):
+        if stale.name not in {f"rank{rank}.jsonl" for rank in records}:
+            stale.unlink()
+    write_header(run_dir, header)
+    return run_dir
+
+
+def _csv_devices(rows: Sequence[EpochRow], facts: ImportFacts, path: Path) -> DeviceFacts:
+    by_rank: dict[int, tuple[int, str, int]] = {}
+    for row in rows:
+        kind = row.device_kind or facts.device_kind
+        memory = row.memory_total_bytes or 0
+        if kind and memory > 0:
+            by_rank.setdefault(row.rank, (row.device_id, kind, int(memory)))
+    n_ranks = max(row.rank for row in rows) + 1
+    told = _told_device(facts)
+    known = [by_rank.get(rank, told and (0, *told)) for rank in range(n_ranks)]
+    if any(device is None for device in known):
+        raise ResultsError(
+            f"{path} does not name the GPU and memory of rank {known.index(None)}: "
+            "give --device-kind and --device-memory"
+        )
+    return DeviceFacts(by_rank=tuple(device for device in known if device))
+
+
+def _told_device(facts: ImportFacts) -> tuple[str, int] | None:
+    if not (facts.device_kind and facts.device_memory):
+        return None
+    return facts.device_kind, parse_bytes(facts.device_memory)
+
+
+def _epoch_records(
+    rows: Iterable[EpochRow], n_samples: float, origin: datetime | None
+) -> list[Record]:
+    records: list[Record] = []
+    for row in sorted(rows, key=lambda row: row.epoch):
+        time_s = _seconds(row.at, origin)
+        step = row.epoch - 1  # these logs count from 1
+        records.append(Sample(metric="epoch_s", value=row.duration_s, step=step, time_s=time_s))
+        records.append(Sample(metric="n_samples", value=n_samples, step=step))
+        for metric, value in (
+            ("device_utilization_percent", row.utilization_percent),
+            ("device_temperature_c", row.temperature_c),
+            ("memory_used_bytes", row.memory_used_bytes),
+        ):
+            if value is not None:
+                labels: dict[str, Any] = {"device": f"cuda:{row.device_id}"}
+                records.append(Sample(metric=metric, value=value, labels=labels, time_s=time_s))
+    return records
+
+
+def _import_csv(
+    path: Path, text: str, name: str, into: Path, facts: ImportFacts, problems: Problems
+) -> list[Path]:
+    rows, skipped = parse_epoch_csv(text, path)
+    problems += [(path, reason) for reason in skipped]
+    devices = _csv_devices(rows, facts, path)
+    n_ranks = len(devices.by_rank)
+    scaling = "weak" if "weak" in path.stem.lower() else "strong"
+    per_rank = facts.epoch_samples * (facts.weak_share if scaling == "weak" else 1 / n_ranks)
+    config = _config(
+        path, facts, n_ranks, scaling=scaling, samples_per_epoch=round(per_rank * n_ranks)
+    )
+    written = []
+    for repeat in sorted({row.occurrence for row in rows}):
+        of_repeat = [row for row in rows if row.occurrence == repeat]
+        origin = _origin((row.at, row.duration_s) for row in of_repeat)
+        ends = [s for row in of_repeat if (s := _seconds(row.at, origin)) is not None]
+        records = {
+            rank: _epoch_records((r for r in of_repeat if r.rank == rank), per_rank, origin)
+            for rank in range(n_ranks)
+        }
+        run_id = name if repeat == 0 else f"{name}-repeat{repeat}"
+        header = _header(run_id, repeat, config, devices, origin, max(ends, default=None))
+        written.append(_write(into, header, records))
+    return written
+
+
+def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Record]:
+    """Spans end where their line was written, or follow each other when lines have no time."""
+    records: list[Record] = []
+    reached_s = 0.0
+    for index, line in enumerate(steps):
+        end_s = _seconds(line.at, origin)
+        start_s = max(reached_s, (end_s if end_s is not None else 0.0) - line.step_s)
+        reached_s = start_s + line.step_s
+        records.append(Span(kind="step", step=index, start_s=start_s, duration_s=line.step_s))
+        at = start_s
+        for kind, span_name, duration_s in (
+            ("forward", "fwd", line.forward_s),
+            ("backward", "bwd_inner", line.backward_s),
+            ("communication", "bwd_allreduce", line.allreduce_s),
+            ("optimizer", "step", line.optimizer_s),
+        ):
+            if duration_s is not None:
+                records.append(
+                    Span(kind=kind, name=span_name, step=index, start_s=at, duration_s=duration_s)  # type: ignore[arg-type]
+                )
+                at += duration_s
+    return records
+
+
+def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFacts:
+    """What a log does not say of its GPUs, from a CSV of as many beside it, or as told."""
+    told = _told_device(facts)
+    if told:
+        return DeviceFacts(by_rank=tuple((0, *told) for _ in range(n_ranks)))
+    for sibling in sorted(path.parent.glob("*.csv")):
+        if _n_gpus_named(sibling) == n_ranks:
+            text = _read(sibling)
+            if is_epoch_csv(text):
+                devices = _csv_devices(parse_epoch_csv(text, sibling)[0], facts, sibling)
+                if len(devices.by_rank) == n_ranks:
+                    return devices
+    raise ResultsError(
+        f"{path} does not name its GPUs and no CSV of {n_ranks} GPUs stands beside it: "
+        "give --device-kind and --device-memory"
+    )
+
+
+def _import_deepspeed(
+    path: Path, text: str, name: str, into: Path, facts: ImportFacts, problems: Problems
+) -> list[Path]:
+    steps, skipped = parse_deepspeed_log(text, path)
+    problems += [(path, reason) for reason in skipped]
+    by_rank: dict[int, list[StepLine]] = defaultdict(list)
+    for line in steps:
+        by_rank[line.rank].append(line)
+    n_ranks = max(_n_gpus_named(path) or 1, max(by_rank) + 1)
+    devices = _sibling_devices(path, n_ranks, facts)
+    origin = _origin((line.at, line.step_s) for line in steps)
+    ends = [s for line in steps if (s := _seconds(line.at, origin)) is not None]
+    config = _config(path, facts, n_ranks)
+    header = _header(name, 0, config, devices, origin, max(ends, default=None))
+    records = {rank: _step_records(lines, origin) for rank, lines in sorted(by_rank.items())}
+    return [_write(into, header, records)]
+
+
+def import_logs(
+    paths: Iterable[Path], into: Path, facts: ImportFacts
+) -> tuple[list[Path], Problems]:
+    """Import files and directories; returns the runs written, and what was skipped and why.
+
+    A file that cannot be used never stops the others.
+    """
+    problems: Problems = []
+    logs = _logs(paths, problems)
+    names = _run_names(logs)
+    written: list[Path] = []
+    for path in logs:
+        try:
+            text = _read(path)
+            if is_epoch_csv(text):
+                written += _import_csv(path, text, names[path], into, facts, problems)
+            elif is_deepspeed_log(text):
+                written += _import_deepspeed(path, text, names[path], into, facts, problems)
+            else:
+                problems.append((path, "neither a per-epoch CSV nor DeepSpeed step lines"))
+        except (ResultsError, OSError) as error:
+            problems.append((path, str(error)))
+    return written, problems

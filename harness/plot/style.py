@@ -1,0 +1,180 @@
+"""How figures look: one palette that colour-blind readers can tell apart, one set of sizes.
+
+Colours are Okabe and Ito's (Color Universal Design), darkened where white is the background.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+WIDTH_IN = 9.0
+FAILED = "#B00020"
+MUTED = "#6B7280"
+LIMIT = "#111111"
+
+STRATEGIES = {
+    "single": "#5F6368",
+    "ddp": "#0072B2",
+    "pipeline": "#D55E00",
+    "searched": "#009E73",
+    "tensor": "#CC79A7",
+    "hybrid": "#E69F00",
+    "fsdp": "#56B4E9",
+    "deepspeed": "#7A5195",
+}
+PHASE_COLOURS = {
+    "data": "#B8BCC2",
+    "host_to_device": "#E6C229",
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "compute": "#004B75",
+    "exposed_communication": "#D55E00",
+    "optimizer": "#009E73",
+    "other": "#E9EAEC",
+}
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STATUS_WORDS = {
+    "oom": "out of memory",
+    "timeout": "timed out",
+    "crash": "crashed",
+    "skipped": "skipped",
+    "invalid": "invalid: failed verification",
+    "running": "not finished",
+}
+
+RC: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.parse_math": False,  # names from results are text, `$` included
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9AA0A6",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E5E7EB",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "svg.hashsalt": "harness",  # equal input, equal bytes
+    "figure.facecolor": "white",
+}
+
+
+@contextmanager
+def drawing_style() -> Iterator[None]:
+    """Apply the style for a while; matplotlib is imported here and not before."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(RC):
+        yield
+
+
+def colour_of(strategy: str) -> str:
+    """A strategy's colour, the same in all figures; unknown names get a fixed one as well."""
+    for name, colour in STRATEGIES.items():
+        if strategy == name or strategy.startswith((f"{name}_", f"{name}-")):
+            return colour
+    return SERIES[zlib.crc32(strategy.encode()) % len(SERIES)]
+
+
+def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each name, by its place in the sorted names."""
+    places = sorted(set(names))
+    return {
+        name: (SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(places)
+    }
+
+
+def status_words(status: str, reason: str = "") -> str:
+    """What a row that is not ok says instead of a number."""
+    words = STATUS_WORDS.get(status, status)
+    reason = reason.strip().partition("\n")[0]
+    return f"{words} ({shorten(reason, 60)})" if reason else words
+
+
+def shorten(text: str, limit: int) -> str:
+    """Cut a text that is too long for its place."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def wrap_label(text: str, limit: int = 44) -> str:
+    """Break a label at its separators into lines of about `limit` characters."""
+    lines = [""]
+    for word in text.split(" · "):
+        joined = f"{lines[-1]} · {word}" if lines[-1] else word
+        if len(joined) <= limit or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    return "\n".join(shorten(line, limit + 12) for line in lines)
+
+
+def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
+    """Say in place of a bar why there is none."""
+    axes.plot([0], [y], marker="x", color=FAILED, markersize=6, clip_on=False, linestyle="none")
+    axes.annotate(
+        status_words(status, reason),
+        (0, y),
+        xytext=(8, 0),
+        textcoords="offset points",
+        va="center",
+        color=FAILED,
+        fontsize=8,
+    )
+
+
+def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
+    """List below a figure the rows that are not ok."""
+    failed = table[table["status"] != "ok"]
+    lines = [
+        f"✕ {shorten(str(row['label']), 60)}: {status_words(row['status'], row['reason'])}"
+        for _, row in failed.drop_duplicates(["label", "status", "reason"]).iterrows()
+    ]
+    if lines:
+        canvas.supxlabel("\n".join(lines), fontsize=8, color=FAILED, ha="left", x=0.01)
+
+
+def bar_panels(
+    canvas: Canvas, sizes: Sequence[int], *, row_in: float = 0.42, extra_in: float = 1.1
+) -> list[Axes]:
+    """Stack panels of horizontal bars, each as tall as its number of bars needs."""
+    heights = [max(1, n) * row_in + extra_in for n in sizes]
+    canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
+    grid = canvas.subplots(len(sizes), 1, squeeze=False, height_ratios=heights)
+    return [row[0] for row in grid]
+
+
+def grid_panels(
+    canvas: Canvas, n: int, *, n_columns: int = 2, height_in: float = 3.2
+) -> list[Axes]:
+    """`n` equal panels in rows; what is left of the last row stays empty."""
+    columns = min(n, n_columns)
+    rows = math.ceil(n / columns)
+    canvas.set_size_inches(WIDTH_IN, rows * height_in + 0.4)
+    panels = list(canvas.subplots(rows, columns, squeeze=False).flat)
+    for unused in panels[n:]:
+        unused.set_axis_off()
+    return panels[:n]
+
+
+def label_bars(axes: Axes, labels: Sequence[str]) -> None:
+    """Name horizontal bars from the top down, and end the axis at them."""
+    axes.set_yticks(range(len(labels)), [wrap_label(label) for label in labels], fontsize=8)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
