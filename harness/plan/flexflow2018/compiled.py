@@ -17,7 +17,7 @@ def compiled(function: Function) -> Function:
     cache directory. Where none of them can be written, each process compiles anew.
     """
     try:
-        kernel: Function = numba.njit(cache=True, _nrt=False)(function)
+        kernel: Function = numba.njit(cache=True)(function)
     except RuntimeError:  # "no locator available": nowhere to write
-        kernel = numba.njit(_nrt=False)(function)
+        kernel = numba.njit(function)
     return kernel

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.plan.flexflow2018.compiled import compiled
-from harness.plan.flexflow2018.tables import State, Tables
-from harness.plan.flexflow2018.transfers import count_parts
+from harness.plan.flexflow2018.tables import Ints, Tables
+from harness.plan.flexflow2018.transfers import count_feature_blocks, count_parts
 
 Random = NDArray[np.uint64]  # (1,), the generator's state
 
@@ -49,46 +49,46 @@ def draw_unit(random: Random) -> float:
 
 
 @compiled
-def propose(tables: Tables, state: State, random: Random) -> tuple[int, int]:
-    """Change the plan in `state`; returns the first and last layer that it wrote."""
+def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
+    """Change the plan in `plan`; returns the first and last layer that it wrote."""
     layer = draw_below(random, tables.n_layers)
     kind = draw_below(random, 100)
     if kind < SPREAD:
-        _draw_cut(tables, state, random, layer)
-        _spread(tables, state, random, layer)
+        _draw_cut(tables, plan, random, layer)
+        _spread(tables, plan, random, layer)
     elif kind < COPY:
-        _copy_neighbour(tables, state, random, layer)
+        _copy_neighbour(tables, plan, random, layer)
     elif kind < SEGMENT:
-        return _write_segment(tables, state, random, layer)
+        return _write_segment(tables, plan, random, layer)
     elif kind < REFINE:
-        _refine(tables, state, random, layer)
+        _refine(tables, plan, random, layer)
     elif kind < MOVE:
-        part = draw_below(random, count_parts(tables, state, layer))
-        state.devices[layer, part] = draw_below(random, tables.n_devices)
+        part = draw_below(random, count_parts(tables, plan, layer))
+        plan[layer, part] = draw_below(random, tables.n_devices)
     elif kind < SWAP:
-        n_parts = count_parts(tables, state, layer)
+        n_parts = count_parts(tables, plan, layer)
         a, b = draw_below(random, n_parts), draw_below(random, n_parts)
-        devices = state.devices[layer]
+        devices = plan[layer]
         devices[a], devices[b] = devices[b], devices[a]
     else:
-        _draw_cut(tables, state, random, layer)
-        for part in range(count_parts(tables, state, layer)):
-            state.devices[layer, part] = draw_below(random, tables.n_devices)
+        _draw_cut(tables, plan, random, layer)
+        for part in range(count_parts(tables, plan, layer)):
+            plan[layer, part] = draw_below(random, tables.n_devices)
     return layer, layer
 
 
 @compiled
-def _draw_cut(tables: Tables, state: State, random: Random, layer: int) -> None:
-    state.s[layer] = draw_below(random, tables.part_ms.shape[1])
+def _draw_cut(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
+    plan[layer, tables.n_devices] = draw_below(random, tables.n_choices)
 
 
 @compiled
-def _spread(tables: Tables, state: State, random: Random, layer: int) -> None:
+def _spread(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     """Put the parts on an aligned power of two of consecutive devices."""
-    n_parts = count_parts(tables, state, layer)
-    n_features = tables.n_feature_blocks[layer, state.s[layer]]
+    n_parts = count_parts(tables, plan, layer)
+    n_features = count_feature_blocks(tables, plan, layer)
     n_samples = n_parts // n_features
-    width = 1 << draw_below(random, tables.part_ms.shape[1])
+    width = 1 << draw_below(random, tables.n_choices)
     base = width * draw_below(random, tables.n_devices // width)
     cyclic, transposed = draw_below(random, 2), draw_below(random, 2)
     for part in range(n_parts):
@@ -96,54 +96,54 @@ def _spread(tables: Tables, state: State, random: Random, layer: int) -> None:
         if transposed:
             place = part % n_features * n_samples + part // n_features
         offset = place % width if cyclic or n_parts < width else place * width // n_parts
-        state.devices[layer, part] = base + offset
+        plan[layer, part] = base + offset
 
 
 @compiled
-def _copy_neighbour(tables: Tables, state: State, random: Random, layer: int) -> None:
+def _copy_neighbour(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     neighbour = layer + 1 if layer == 0 or draw_below(random, 2) else layer - 1
     if neighbour == tables.n_layers:
         neighbour = layer - 1
     if draw_below(random, 2):
-        state.s[layer] = state.s[neighbour]
-    _follow(tables, state, layer, neighbour)
+        plan[layer, tables.n_devices] = plan[neighbour, tables.n_devices]
+    _follow(tables, plan, layer, neighbour)
 
 
 @compiled
-def _follow(tables: Tables, state: State, layer: int, leader: int) -> None:
+def _follow(tables: Tables, plan: Ints, layer: int, leader: int) -> None:
     """Give each part the device of the leader's part at the same place."""
-    n_parts, n_theirs = count_parts(tables, state, layer), count_parts(tables, state, leader)
+    n_parts, n_theirs = count_parts(tables, plan, layer), count_parts(tables, plan, leader)
     for part in range(n_parts):
-        state.devices[layer, part] = state.devices[leader, part * n_theirs // n_parts]
+        plan[layer, part] = plan[leader, part * n_theirs // n_parts]
 
 
 @compiled
 def _write_segment(
-    tables: Tables, state: State, random: Random, layer: int
+    tables: Tables, plan: Ints, random: Random, layer: int
 ) -> tuple[int, int]:
     length = 2 + draw_below(random, tables.n_layers - 1)
     first = max(0, layer - length + 1) if draw_below(random, 2) else layer
     last = min(tables.n_layers, first + length) - 1
     leader = first + draw_below(random, last - first + 1)
     if draw_below(random, 2):
-        _draw_cut(tables, state, random, leader)
-        _spread(tables, state, random, leader)
+        _draw_cut(tables, plan, random, leader)
+        _spread(tables, plan, random, leader)
     for follower in range(first, last + 1):
         if follower != leader:
-            state.s[follower] = state.s[leader]
-            _follow(tables, state, follower, leader)
+            plan[follower, tables.n_devices] = plan[leader, tables.n_devices]
+            _follow(tables, plan, follower, leader)
     return first, last
 
 
 @compiled
-def _refine(tables: Tables, state: State, random: Random, layer: int) -> None:
+def _refine(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     """Double or halve the sample blocks; parts keep the device of the block they come from."""
-    s = state.s[layer] + (1 if draw_below(random, 2) else -1)
-    s = min(max(s, 0), tables.part_ms.shape[1] - 1)
-    devices = state.devices[layer]
-    n_before = count_parts(tables, state, layer)
-    state.s[layer] = s
-    n_parts = count_parts(tables, state, layer)
+    s = plan[layer, tables.n_devices] + (1 if draw_below(random, 2) else -1)
+    s = min(max(s, 0), tables.n_choices - 1)
+    devices = plan[layer]
+    n_before = count_parts(tables, plan, layer)
+    plan[layer, tables.n_devices] = s
+    n_parts = count_parts(tables, plan, layer)
     if n_parts > n_before:
         for part in range(n_parts - 1, -1, -1):
             devices[part] = devices[part * n_before // n_parts]

@@ -1,4 +1,8 @@
-"""The cost model as arrays, and the arrays that a simulation works in; what the kernels read."""
+"""The cost model as arrays, and the arrays that a simulation works in; what the kernels read.
+
+Everything is in few, large arrays, with the first index naming the quantity: a compiled function
+pays for every array that it is handed, and one that takes thirty spends its time on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,179 +25,160 @@ from harness.plan.flexflow2018.model import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+# Planes of Tables.costs (layer, plane, s); TRANSFER + the producer's s is one plane each.
+PART, SLICE, TRANSFER = 0, 1, 2
+
+# Planes of State.times (plane, layer, device or part).
+FINISH, FREE, LAST_READY, CHANNEL, SYNC_MS, SYNC_SQUARED = range(6)
+
+# Planes of Work.times (plane, layer, device or part).
+READY, LONGEST, EVENT_FINISH, TAIL, DEVICE_LATEST, NODE_FIRST, NODE_SECOND = range(7)
+
+# Rows of Work.counts (row, device or part); WAITS + layer is one row each.
+ORDER, NODE_FIRST_DEVICE, ON_DEVICE, ON_NODE, HEAP_SIZE, WAITS = range(6)
+
 
 class Tables(NamedTuple):
     """Costs of a problem. A layer's cut is named by s, the base 2 logarithm of its sample blocks.
 
     Attributes:
-        n_feature_blocks: (layer, s).
-        part_ms: (layer, s), duration of one part.
-        between_ms: (layer, s of the producer, s of the consumer), one transfer into the layer
-            between nodes.
-        inside_ratio: a transfer inside a node takes this share of `between_ms`.
-        slice_ms: (layer,), one weight slice between two nodes; 0 without weights.
-        is_linear: (layer,), 1 for a linear layer.
-        node: (device,), its node.
+        n_choices: values that s can have.
+        node_shift: device d is in node d >> node_shift.
+        linear_mask: bit l says that layer l is linear.
+        inside_ratio: a transfer inside a node takes this share of one between nodes.
+        costs: (layer, plane, s) in ms. PART: one part. SLICE: one weight slice between two nodes,
+            at s = 0. TRANSFER + s of the producer: one transfer into the layer between nodes.
     """
 
     n_layers: int
     n_devices: int
-    n_nodes: int
-    n_feature_blocks: Ints
-    part_ms: Floats
-    between_ms: Floats
+    n_choices: int
+    node_shift: int
+    linear_mask: int
     inside_ratio: float
-    slice_ms: Floats
-    is_linear: Ints
-    node: Ints
+    costs: Floats
 
 
 class State(NamedTuple):
-    """A plan and its timeline. Rows are layers; row l of `free_ms`, `last_ready_ms` and
-    `channel_ms` is what layer l finds, so that simulation can go on from any layer.
+    """A plan and its timeline.
 
     Attributes:
-        s: (layer,), the cut of each layer.
-        devices: (layer, part).
-        finish_ms: (layer, part), as found layer by layer.
-        free_ms: (layer + 1, device), when the device has done all earlier layers' parts.
-        last_ready_ms: (layer + 1, device), when the last of those became ready.
-        channel_ms: (layer + 1, part), when every channel out of that part index is surely free.
-        transfer_ms: (layer,), synchronisation of the layer's weights.
-        squared_parts: (layer,), what the layer's synchronisation gives back, in units.
+        plan: (layer, n_devices + 1), each part's device, and s in the last column.
+        times: (plane, layer, device or part). FINISH of each part as found layer by layer. Row l
+            of FREE, LAST_READY and CHANNEL is what layer l finds, so that a simulation can go on
+            from any layer: when the device has done all earlier layers' parts, when the last of
+            those became ready, when every channel out of that part index is surely free. SYNC_MS
+            and SYNC_SQUARED, at index 0: the layer's synchronisation and what it gives back.
     """
 
-    s: Ints
-    devices: Ints
-    finish_ms: Floats
-    free_ms: Floats
-    last_ready_ms: Floats
-    channel_ms: Floats
-    transfer_ms: Floats
-    squared_parts: Ints
+    plan: Ints
+    times: Floats
 
 
-class Scratch(NamedTuple):
+class Work(NamedTuple):
     """Work space of one simulation; contents mean nothing between calls.
 
     Attributes:
-        ready_ms: (layer, part).
-        longest_ms: (layer, part), its longest transfer into the next layer.
-        event_finish_ms: (layer, part), from a simulation by events.
-        order: (part,), parts in order of readiness.
-        n_waits: (layer, group), producers that a group of consumers still waits for.
-        heap_ms, heap_id: a binary heap of (ready, task).
-        heap_size: (1,).
-        device_ms, first_ms, second_ms: latest finish per device; per node, of its latest device
-            and of its other devices.
-        first_device: (node,), the latest device.
-        channel_free_ms: (producer part, consumer part).
-        n_on_device, n_on_node: parts per device and devices per node that hold a weight slice.
+        times: READY of each part, its LONGEST transfer into the next layer, its EVENT_FINISH in a
+            simulation by events; TAIL, at index 0: durations of the layer and those after it;
+            DEVICE_LATEST, NODE_FIRST, NODE_SECOND, in row 0: latest finish per device, and per
+            node of its latest device and of its other devices.
+        counts: ORDER of parts by readiness, NODE_FIRST_DEVICE, parts ON_DEVICE and devices ON_NODE
+            that hold a slice, HEAP_SIZE at index 0, producers that a group or part WAITS for.
     """
 
-    ready_ms: Floats
-    longest_ms: Floats
-    event_finish_ms: Floats
-    order: Ints
-    n_waits: Ints
+    times: Floats
+    counts: Ints
+
+
+class Events(NamedTuple):
+    """A binary heap of (ready, task), and when each (producer part, consumer part) is free."""
+
     heap_ms: Floats
-    heap_id: Ints
-    heap_size: Ints
-    device_ms: Floats
-    first_ms: Floats
-    second_ms: Floats
-    first_device: Ints
+    heap_task: Ints
     channel_free_ms: Floats
-    n_on_device: Ints
-    n_on_node: Ints
 
 
 def build_tables(problem: Problem) -> Tables:
     """Tabulate every choice of every layer."""
     n_devices = problem.machine.n_devices
     n_layers, n_choices = len(problem.layers), n_devices.bit_length()
-    features = np.ones((n_layers, n_choices), dtype=np.int64)
-    part_ms = np.zeros((n_layers, n_choices))
-    between_ms = np.zeros((n_layers, n_choices, n_choices))
-    slice_ms = np.zeros(n_layers)
+    costs = np.zeros((n_layers, TRANSFER + n_choices, n_choices))
+    linear_mask = 0
     for index, layer in enumerate(problem.layers):
-        for s, (n_samples, n_features) in enumerate(problem.choices(layer)):
-            features[index, s] = n_features
-            part_ms[index, s] = problem.part_ms(layer, n_samples, n_features)
+        for s, choice in enumerate(problem.choices(layer)):
+            costs[index, PART, s] = problem.part_ms(layer, *choice)
         if layer.kind in (CONV, LINEAR):
             n_slices = n_devices if layer.kind == LINEAR else 1
-            slice_ms[index] = ELEMENT_BYTES * layer.n_weights / n_slices / BETWEEN_BYTES_PER_MS
-        for source in range(n_choices if index else 0):
-            n_features = problem.layers[index - 1].n_out // int(features[index - 1, source])
-            for target in range(n_choices):
-                n_common = problem.machine.batch >> max(source, target)
-                n_bytes = ELEMENT_BYTES * n_common * n_features
-                between_ms[index, source, target] = n_bytes / BETWEEN_BYTES_PER_MS
+            costs[index, SLICE, 0] = (
+                ELEMENT_BYTES * layer.n_weights / n_slices / BETWEEN_BYTES_PER_MS
+            )
+        linear_mask |= (layer.kind == LINEAR) << index
+        if index > 0:
+            costs[index, TRANSFER:] = _transfers_ms(problem, index)
     return Tables(
         n_layers=n_layers,
         n_devices=n_devices,
-        n_nodes=problem.machine.n_nodes,
-        n_feature_blocks=features,
-        part_ms=part_ms,
-        between_ms=between_ms,
+        n_choices=n_choices,
+        node_shift=problem.machine.devices_per_node.bit_length() - 1,
+        linear_mask=linear_mask,
         inside_ratio=BETWEEN_BYTES_PER_MS / INSIDE_BYTES_PER_MS,
-        slice_ms=slice_ms,
-        is_linear=np.array([layer.kind == LINEAR for layer in problem.layers], dtype=np.int64),
-        node=np.array([problem.machine.node(d) for d in range(n_devices)], dtype=np.int64),
+        costs=costs,
     )
+
+
+def _transfers_ms(problem: Problem, index: int) -> Floats:
+    """(producer's s, consumer's s): one transfer into the layer, between nodes."""
+    producer = problem.layers[index - 1]
+    choices = problem.choices(producer)
+    transfers_ms = np.zeros((len(choices), len(choices)))
+    for source, (_, n_features) in enumerate(choices):
+        for target in range(len(choices)):
+            n_common = problem.machine.batch >> max(source, target)
+            n_bytes = ELEMENT_BYTES * n_common * (producer.n_out // n_features)
+            transfers_ms[source, target] = n_bytes / BETWEEN_BYTES_PER_MS
+    return transfers_ms
 
 
 def new_state(tables: Tables) -> State:
     """Room for a plan and its timeline."""
     layers, n = tables.n_layers, tables.n_devices
     return State(
-        s=np.zeros(layers, dtype=np.int64),
-        devices=np.zeros((layers, n), dtype=np.int64),
-        finish_ms=np.zeros((layers, n)),
-        free_ms=np.zeros((layers + 1, n)),
-        last_ready_ms=np.zeros((layers + 1, n)),
-        channel_ms=np.zeros((layers + 1, n)),
-        transfer_ms=np.zeros(layers),
-        squared_parts=np.zeros(layers, dtype=np.int64),
+        plan=np.zeros((layers, n + 1), dtype=np.int64), times=np.zeros((6, layers + 1, n))
     )
 
 
-def new_scratch(tables: Tables) -> Scratch:
-    """Work space; the heap has room for every part and every transfer of a plan."""
+def new_work(tables: Tables) -> Work:
+    """Work space, with the maxima empty."""
     layers, n = tables.n_layers, tables.n_devices
-    n_tasks = layers * (n + n * n)
-    return Scratch(
-        ready_ms=np.zeros((layers, n)),
-        longest_ms=np.zeros((layers, n)),
-        event_finish_ms=np.zeros((layers, n)),
-        order=np.zeros(n, dtype=np.int64),
-        n_waits=np.zeros((layers, n), dtype=np.int64),
-        heap_ms=np.zeros(n_tasks),
-        heap_id=np.zeros(n_tasks, dtype=np.int64),
-        heap_size=np.zeros(1, dtype=np.int64),
-        device_ms=np.full(n, -1.0),
-        first_ms=np.full(tables.n_nodes, -1.0),
-        second_ms=np.full(tables.n_nodes, -1.0),
-        first_device=np.full(tables.n_nodes, -1, dtype=np.int64),
-        channel_free_ms=np.zeros((n, n)),
-        n_on_device=np.zeros(n, dtype=np.int64),
-        n_on_node=np.zeros(tables.n_nodes, dtype=np.int64),
-    )
+    work = Work(np.zeros((7, layers + 1, n)), np.zeros((WAITS + layers, n), dtype=np.int64))
+    work.times[DEVICE_LATEST:, 0] = -1.0
+    work.counts[NODE_FIRST_DEVICE] = -1
+    return work
 
 
-def write_plan(tables: Tables, plan: Plan, state: State) -> None:
-    """Put a plan into a state; its timeline is not yet simulated."""
+def new_events(tables: Tables) -> Events:
+    """Room for every part and every transfer of a plan."""
+    n = tables.n_devices
+    n_tasks = tables.n_layers * (n + n * n)
+    return Events(np.zeros(n_tasks), np.zeros(n_tasks, dtype=np.int64), np.zeros((n, n)))
+
+
+def encode(tables: Tables, plan: Plan) -> Ints:
+    """The plan as `State.plan` holds it."""
+    encoded = np.zeros((tables.n_layers, tables.n_devices + 1), dtype=np.int64)
     for index, cut in enumerate(plan):
-        state.s[index] = cut.n_samples.bit_length() - 1
-        state.devices[index, : len(cut.devices)] = cut.devices
+        encoded[index, : len(cut.devices)] = cut.devices
+        encoded[index, -1] = cut.n_samples.bit_length() - 1
+    return encoded
 
 
-def read_plan(tables: Tables, s: Ints, devices: Ints) -> Plan:
-    """The plan that a state's arrays hold."""
+def decode(tables: Tables, encoded: Ints) -> Plan:
+    """The plan that an array holds."""
     cuts = []
     for index in range(tables.n_layers):
-        n_samples = 1 << int(s[index])
-        n_features = int(tables.n_feature_blocks[index, s[index]])
-        held = tuple(int(d) for d in devices[index, : n_samples * n_features])
-        cuts.append(Cut(n_samples, n_features, held))
+        s = int(encoded[index, -1])
+        n_features = tables.n_devices >> s if tables.linear_mask >> index & 1 else 1
+        held = tuple(int(d) for d in encoded[index, : (1 << s) * n_features])
+        cuts.append(Cut(1 << s, n_features, held))
     return tuple(cuts)

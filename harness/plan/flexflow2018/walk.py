@@ -8,42 +8,52 @@ import numpy as np
 
 from harness.plan.flexflow2018.compiled import compiled
 from harness.plan.flexflow2018.proposals import Random, draw_unit, propose
+from harness.plan.flexflow2018.synchronisation import synchronise
 from harness.plan.flexflow2018.tables import (
+    CHANNEL,
+    FINISH,
+    FREE,
+    LAST_READY,
+    SYNC_MS,
+    SYNC_SQUARED,
+    Events,
     Floats,
     Ints,
-    Scratch,
     State,
     Tables,
-    new_scratch,
+    Work,
+    new_events,
     new_state,
+    new_work,
 )
 from harness.plan.flexflow2018.timeline import simulate_from, simulate_fully
-from harness.plan.flexflow2018.transfers import count_parts, synchronise
+from harness.plan.flexflow2018.transfers import count_parts
 
 CURRENT, BEST = 0, 1
-N_VALID, DIRTY_FROM, N_ACCEPTED, N_PROPOSED = 0, 1, 2, 3
+N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, N_BY_WAY = 0, 1, 2, 3, 4
 
 
 class Chain(NamedTuple):
     """A search in progress.
 
     Attributes:
-        current, trial, best: plans; only plan and cost are kept of the best. Outside of a proposal
-            trial's plan equals current's; its timeline does up to layer `DIRTY_FROM`.
+        current, trial: outside of a proposal trial's plan equals current's, and so does its
+            timeline up to what layer CLEAN_TO finds.
+        best: (layer, n_devices + 1), the best plan.
         cost_ms: (2,), of CURRENT and BEST.
-        count: (4,), indexed by N_VALID, DIRTY_FROM, N_ACCEPTED, N_PROPOSED.
-        n_by_way: (3,), proposals simulated in each way of `timeline`.
+        count: (8,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
+            `timeline` that settled them.
     """
 
     tables: Tables
     current: State
     trial: State
-    best: State
-    scratch: Scratch
+    best: Ints
+    work: Work
+    events: Events
     random: Random
     cost_ms: Floats
     count: Ints
-    n_by_way: Ints
 
 
 def new_chain(tables: Tables, seed: int) -> Chain:
@@ -52,77 +62,77 @@ def new_chain(tables: Tables, seed: int) -> Chain:
         tables=tables,
         current=new_state(tables),
         trial=new_state(tables),
-        best=new_state(tables),
-        scratch=new_scratch(tables),
+        best=np.zeros((tables.n_layers, tables.n_devices + 1), dtype=np.int64),
+        work=new_work(tables),
+        events=new_events(tables),
         random=np.array([seed % 2**64], dtype=np.uint64),
         cost_ms=np.full(2, np.inf),
-        count=np.zeros(4, dtype=np.int64),
-        n_by_way=np.zeros(3, dtype=np.int64),
+        count=np.zeros(8, dtype=np.int64),
     )
 
 
 @compiled
-def restart(chain: Chain, s: Ints, devices: Ints) -> None:
-    """Make a plan the current one, and the best if it is."""
-    _write(chain.current, s, devices)
-    _write(chain.trial, s, devices)
-    cost_ms, _, n_valid = simulate_fully(chain.tables, chain.current, chain.scratch)
-    _copy_timeline(chain.tables, chain.current, chain.trial, 0, chain.tables.n_layers)
-    for layer in range(chain.tables.n_layers):
+def restart(chain: Chain, plan: Ints) -> float:
+    """Make a plan the current one, and the best if it is; returns its cost in ms."""
+    tables = chain.tables
+    _copy_plan(plan, chain.current.plan)
+    _copy_plan(plan, chain.trial.plan)
+    cost_ms, _, n_valid = simulate_fully(tables, chain.current, chain.work, chain.events)
+    _copy_timeline(tables, chain.current, chain.trial, 0, tables.n_layers)
+    for layer in range(tables.n_layers):
         _copy_synchronisation(chain.current, chain.trial, layer)
     chain.cost_ms[CURRENT] = cost_ms
     chain.count[N_VALID] = n_valid
-    chain.count[DIRTY_FROM] = chain.tables.n_layers
+    chain.count[CLEAN_TO] = tables.n_layers
     _keep_best(chain)
+    return cost_ms
 
 
 @compiled
-def walk(chain: Chain, n_proposals: int, temperature_ms: float) -> None:
+def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool) -> None:
     """Judge `n_proposals` plans that differ from the current one.
 
-    A plan that is slower by d is accepted with probability exp(-d / temperature_ms).
+    A plan that is slower by d is accepted with probability exp(-d / temperature_ms). The random
+    number is drawn first, so that the slowest acceptable step is known before the simulation,
+    which may then end early (`use_bound`); decisions are the same either way.
     """
+    tables, current, trial = chain.tables, chain.current, chain.trial
+    work, events, count = chain.work, chain.events, chain.count
     n_done = 0
     while n_done < n_proposals:
-        first, last = propose(chain.tables, chain.trial, chain.random)
-        while first <= last and not _differs(chain, first):
+        first, last = propose(tables, trial.plan, chain.random)
+        while first <= last and not _differs(tables, trial.plan, current.plan, first):
             first += 1
         if first > last:
             continue
         n_done += 1
-        cost_ms, n_valid = _judge(chain, first, last)
-        slower_ms = cost_ms - chain.cost_ms[CURRENT]
-        if slower_ms <= 0 or draw_unit(chain.random) < np.exp(-slower_ms / temperature_ms):
+        limit_ms = chain.cost_ms[CURRENT] - temperature_ms * np.log(1.0 - draw_unit(chain.random))
+        if count[CLEAN_TO] < first:
+            _copy_timeline(tables, current, trial, count[CLEAN_TO], first)
+        for layer in range(first, last + 1):
+            synchronise(tables, trial, work, layer)
+        bound_ms = limit_ms if use_bound else np.inf
+        cost_ms, way, n_valid = simulate_from(
+            tables, trial, work, events, first, count[N_VALID], bound_ms
+        )
+        count[CLEAN_TO] = first
+        count[N_BY_WAY + way] += 1
+        if cost_ms <= limit_ms:
             _accept(chain, first, last, cost_ms, n_valid)
         else:
-            _take_back(chain, first, last)
-    chain.count[N_PROPOSED] += n_done
+            for layer in range(first, last + 1):
+                _copy_cut(tables, current, trial, layer)
+    count[N_PROPOSED] += n_done
 
 
 @compiled
-def _differs(chain: Chain, layer: int) -> bool:
-    if chain.trial.s[layer] != chain.current.s[layer]:
+def _differs(tables: Tables, a: Ints, b: Ints, layer: int) -> bool:
+    if a[layer, tables.n_devices] != b[layer, tables.n_devices]:
         return True
-    for part in range(count_parts(chain.tables, chain.trial, layer)):
-        if chain.trial.devices[layer, part] != chain.current.devices[layer, part]:
+    for part in range(count_parts(tables, a, layer)):
+        if a[layer, part] != b[layer, part]:
             return True
     return False
-
-
-@compiled
-def _judge(chain: Chain, first: int, last: int) -> tuple[float, int]:
-    dirty = chain.count[DIRTY_FROM]
-    if dirty < first:
-        _copy_timeline(chain.tables, chain.current, chain.trial, dirty, first)
-    chain.count[DIRTY_FROM] = min(dirty, first)
-    for layer in range(first, last + 1):
-        synchronise(chain.tables, chain.trial, chain.scratch, layer)
-    cost_ms, way, n_valid = simulate_from(
-        chain.tables, chain.trial, chain.scratch, first, chain.count[N_VALID]
-    )
-    chain.count[DIRTY_FROM] = first
-    chain.n_by_way[way] += 1
-    return cost_ms, n_valid
 
 
 @compiled
@@ -132,55 +142,44 @@ def _accept(chain: Chain, first: int, last: int, cost_ms: float, n_valid: int) -
     _copy_timeline(chain.tables, chain.trial, chain.current, first, chain.tables.n_layers)
     chain.cost_ms[CURRENT] = cost_ms
     chain.count[N_VALID] = n_valid
-    chain.count[DIRTY_FROM] = chain.tables.n_layers
+    chain.count[CLEAN_TO] = chain.tables.n_layers
     chain.count[N_ACCEPTED] += 1
-    if cost_ms < chain.cost_ms[BEST]:
-        _keep_best(chain)
-
-
-@compiled
-def _take_back(chain: Chain, first: int, last: int) -> None:
-    for layer in range(first, last + 1):
-        _copy_cut(chain.tables, chain.current, chain.trial, layer)
+    _keep_best(chain)
 
 
 @compiled
 def _keep_best(chain: Chain) -> None:
     if chain.cost_ms[CURRENT] < chain.cost_ms[BEST]:
         chain.cost_ms[BEST] = chain.cost_ms[CURRENT]
-        _write(chain.best, chain.current.s, chain.current.devices)
+        _copy_plan(chain.current.plan, chain.best)
 
 
 @compiled
-def _write(state: State, s: Ints, devices: Ints) -> None:
-    for layer in range(s.size):
-        state.s[layer] = s[layer]
-        for part in range(devices.shape[1]):
-            state.devices[layer, part] = devices[layer, part]
+def _copy_plan(source: Ints, target: Ints) -> None:
+    for layer in range(source.shape[0]):
+        for k in range(source.shape[1]):
+            target[layer, k] = source[layer, k]
 
 
 @compiled
 def _copy_cut(tables: Tables, source: State, target: State, layer: int) -> None:
-    target.s[layer] = source.s[layer]
-    for part in range(tables.n_devices):
-        target.devices[layer, part] = source.devices[layer, part]
+    for k in range(tables.n_devices + 1):
+        target.plan[layer, k] = source.plan[layer, k]
     _copy_synchronisation(source, target, layer)
 
 
 @compiled
 def _copy_synchronisation(source: State, target: State, layer: int) -> None:
-    target.transfer_ms[layer] = source.transfer_ms[layer]
-    target.squared_parts[layer] = source.squared_parts[layer]
+    target.times[SYNC_MS, layer, 0] = source.times[SYNC_MS, layer, 0]
+    target.times[SYNC_SQUARED, layer, 0] = source.times[SYNC_SQUARED, layer, 0]
 
 
 @compiled
 def _copy_timeline(tables: Tables, source: State, target: State, first: int, end: int) -> None:
     """Copy what layers `first` to `end - 1` did, and what layers `first` to `end` find."""
-    for layer in range(first, end):
-        for k in range(tables.n_devices):
-            target.finish_ms[layer, k] = source.finish_ms[layer, k]
     for layer in range(first, end + 1):
         for k in range(tables.n_devices):
-            target.free_ms[layer, k] = source.free_ms[layer, k]
-            target.last_ready_ms[layer, k] = source.last_ready_ms[layer, k]
-            target.channel_ms[layer, k] = source.channel_ms[layer, k]
+            target.times[FINISH, layer, k] = source.times[FINISH, layer, k]
+            target.times[FREE, layer, k] = source.times[FREE, layer, k]
+            target.times[LAST_READY, layer, k] = source.times[LAST_READY, layer, k]
+            target.times[CHANNEL, layer, k] = source.times[CHANNEL, layer, k]
