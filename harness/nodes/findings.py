@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Status(IntEnum):
@@ -36,6 +37,30 @@ class Finding:
     detail: str
     remedy: str = ""
     follows: bool = False
+
+
+class Verdict(NamedTuple):
+    """A finding before it is known which check said it about which host."""
+
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def ok(detail: str) -> Verdict:
+    return Verdict(Status.OK, detail)
+
+
+def warn(detail: str, remedy: str) -> Verdict:
+    return Verdict(Status.WARN, detail, remedy)
+
+
+def critical(detail: str, remedy: str) -> Verdict:
+    return Verdict(Status.CRITICAL, detail, remedy)
+
+
+def unknown(detail: str, remedy: str) -> Verdict:
+    return Verdict(Status.UNKNOWN, detail, remedy)
 
 
 def worst(statuses: Iterable[Status]) -> Status:

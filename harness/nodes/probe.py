@@ -39,6 +39,7 @@ class Order:
         env_dir, repo_dir: paths that are the same on every host.
         timeout_s: what one host may cost, from the first packet to the last.
         deep: run a kernel on each GPU.
+        hostfile: its path, as remedies write it, quoted for a shell.
     """
 
     peers: tuple[str, ...]
@@ -46,6 +47,7 @@ class Order:
     repo_dir: str
     timeout_s: float
     deep: bool = False
+    hostfile: str = "HOSTFILE"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,168 @@
+"""`bash setup/check_nodes.sh [hostfile]`: are these hosts ready to train together?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import harness
+from harness.domain.hostfile import load_hostfile
+from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
+from harness.nodes.checks import CHECKS, judge_all, select
+from harness.nodes.findings import worst
+from harness.nodes.probe import Order
+from harness.nodes.report import Look, render, to_json
+from harness.nodes.survey import ALLREDUCE, MPI, TCP, Survey, survey
+from harness.units import parse_duration
+
+_REPO = Path(harness.__file__).resolve().parents[1]
+_INTERRUPTED = 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, CHECKS))
+    table = "\n".join(f"  {name.ljust(width)}  {check.title}" for name, check in CHECKS.items())
+    parser = argparse.ArgumentParser(
+        prog="setup/check_nodes.sh",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Check every host of a hostfile over ssh, all at once, and say what to repair.\n"
+        "Nothing needs to be installed on them, and nothing is changed.",
+        epilog=f"checks, in this order:\n{table}\n\n"
+        "exit code: 0 all OK, 1 a WARN, 2 a CRITICAL (or a wrong call), 3 an UNKNOWN\n\n"
+        "examples:\n"
+        "  bash setup/check_nodes.sh                         hosts/tesla.txt\n"
+        "  bash setup/check_nodes.sh my.txt --deep           run a kernel on each GPU as well\n"
+        "  bash setup/check_nodes.sh my.txt --only login,tcp\n"
+        "  bash setup/check_nodes.sh my.txt --skip mpi,allreduce --timeout 5s\n"
+        "  bash setup/check_nodes.sh my.txt --json | jq '.hosts[] | {host, status}'\n\n"
+        "What each check means, its thresholds and its remedy: docs/checks.md",
+    )
+    parser.add_argument(
+        "hostfile", nargs="?", type=Path, default=_REPO / "hosts" / "tesla.txt",
+        help="hosts, one a line, as for mpirun --hostfile (default: hosts/tesla.txt)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", default="20s", metavar="TIME",
+        help="what one host may cost in all (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--launch-timeout", default="60s", metavar="TIME",
+        help="what the MPI hello and the all-reduce may take (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--deep", action="store_true", help="run a kernel on every GPU")
+    parser.add_argument("--only", default=[], type=_names, metavar="CHECKS", help="just these")
+    parser.add_argument("--skip", default=[], type=_names, metavar="CHECKS", help="all but these")
+    parser.add_argument(
+        "--env", type=Path, default=_default_env(), metavar="PATH",
+        help="the Python environment, at the same path on every host (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _default_env() -> Path:
+    """The environment that runs this, else the checkout's."""
+    return Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
+
+
+class _ProgressLine:
+    """The last message on the terminal's last line; nothing where no terminal is."""
+
+    def __init__(self) -> None:
+        self._is_shown = sys.stderr.isatty()
+
+    def __call__(self, message: str) -> None:
+        if self._is_shown:
+            print(f"\r\033[K{message} ...", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _positive_s(text: str, flag: str) -> float:
+    seconds = parse_duration(text)
+    if seconds < 1:
+        raise ConfigError(f"{flag} {text} is too short for an ssh login: give at least 1s")
+    return seconds
+
+
+def _look_at_all(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey:
+    if shutil.which("ssh") is None:
+        raise EnvironmentSetupError(
+            "no ssh client on this machine: sudo apt-get install openssh-client"
+        )
+    hosts = load_hostfile(arguments.hostfile)
+    order = Order(
+        peers=tuple(host.name for host in hosts),
+        env_dir=str(arguments.env.absolute()),
+        repo_dir=str(_REPO),
+        timeout_s=_positive_s(arguments.timeout, "--timeout"),
+        deep=arguments.deep,
+        hostfile=shlex.quote(str(arguments.hostfile)),
+    )
+    progress = _ProgressLine()
+    try:
+        return asyncio.run(
+            survey(
+                hosts,
+                order,
+                between=frozenset({TCP, MPI, ALLREDUCE} & set(checks)),
+                launch_timeout_s=_positive_s(arguments.launch_timeout, "--launch-timeout"),
+                progress=progress,
+            )
+        )
+    finally:
+        progress.clear()
+
+
+def _look(stream_is_terminal: bool) -> Look:
+    wants_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return Look(
+        width=shutil.get_terminal_size().columns if stream_is_terminal else None,
+        is_coloured=stream_is_terminal and wants_colour,
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    started_utc = datetime.now(UTC).isoformat(timespec="seconds")
+    start_s = time.monotonic()
+    checks = select(arguments.only, arguments.skip)
+    found = _look_at_all(arguments, checks)
+    findings = judge_all(found, checks)
+    duration_s = time.monotonic() - start_s
+    if arguments.json:
+        print(to_json(found, findings, started_utc=started_utc, duration_s=duration_s))
+    else:
+        print(render(found, findings, checks, _look(sys.stdout.isatty())), end="")
+        print(f"Checked {len(found.reports)} hosts of {arguments.hostfile} in {duration_s:.1f} s.")
+    return int(worst(finding.status for finding in findings))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the hosts; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except HarnessError as error:
+        print(f"check_nodes: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except KeyboardInterrupt:
+        print("check_nodes: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The table of checks, and the walk over it. Documented for users in docs/checks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.errors import ConfigError
+from harness.nodes.findings import Finding, Status, Verdict
+from harness.nodes.judge_access import (
+    judge_clock,
+    judge_login,
+    judge_port,
+    judge_resolve,
+    judge_shell,
+)
+from harness.nodes.judge_between import judge_allreduce, judge_mpi, judge_tcp
+from harness.nodes.judge_environment import judge_environment
+from harness.nodes.judge_gpu import judge_gpu, judge_torch_cuda
+from harness.nodes.judge_machine import judge_cpu, judge_disk, judge_memory, judge_nic, judge_os
+from harness.nodes.survey import ALLREDUCE, MPI, TCP, HostReport, Survey
+
+Judge = Callable[[HostReport, Survey], list[Verdict]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A column of the table.
+
+    Attributes:
+        title: what it looks at.
+        until: the section of the probe's text that begins behind what this check reads; where
+            the probe hung earlier, the check is UNKNOWN. Empty: it reads nothing of it.
+    """
+
+    judge: Judge
+    title: str
+    until: str = ""
+
+
+CHECKS: dict[str, Check] = {
+    "resolve": Check(judge_resolve, "its name has an address"),
+    "port": Check(judge_port, "its ssh port takes connections"),
+    "login": Check(judge_login, "a login without password, its host key known"),
+    "shell": Check(judge_shell, "the login shell is a POSIX one", "cpus_allowed"),
+    "clock": Check(judge_clock, "its clock agrees with this machine's"),
+    "os": Check(judge_os, "Linux, one architecture, no machine twice", "shell"),
+    "cpu": Check(judge_cpu, "cores within quotas, and their load", "net_dev"),
+    "memory": Check(judge_memory, "free memory within limits", "net_dev"),
+    "disk": Check(judge_disk, "room in home, /tmp and /dev/shm", "cgroup"),
+    "nic": Check(judge_nic, "the interface that reaches the others, and its speed", "python"),
+    "env": Check(
+        judge_environment, "Python, torch, mpi4py, MPI, harness: equal everywhere", "nvidia_cards"
+    ),
+    "gpu": Check(judge_gpu, "driver, memory, users, clocks, throttling, ECC, MIG", "end"),
+    "cuda": Check(judge_torch_cuda, "torch has code for each GPU (--deep: runs a kernel)", "end"),
+    TCP: Check(judge_tcp, "connections to every other host"),
+    MPI: Check(judge_mpi, "the real mpirun starts a rank on every host"),
+    ALLREDUCE: Check(judge_allreduce, "torch.distributed sums over all hosts"),
+}
+
+
+def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
+    """The checks to show, in the table's order.
+
+    Raises:
+        ConfigError: a name that no check has, or nothing left.
+    """
+    wrong = [name for name in (*only, *skip) if name not in CHECKS]
+    if wrong:
+        raise ConfigError(f"there is no check {wrong[0]!r}: choose from {', '.join(CHECKS)}")
+    chosen = [name for name in CHECKS if (not only or name in only) and name not in skip]
+    if not chosen:
+        raise ConfigError("--only and --skip leave no check: name fewer in --skip")
+    return chosen
+
+
+def judge_all(survey: Survey, names: Iterable[str]) -> list[Finding]:
+    """All findings, host by host, in the table's order; at least one of each host and check."""
+    chosen = list(names)
+    return [
+        finding
+        for report in survey.reports
+        for finding in _judge_host(report, survey)
+        if finding.check in chosen
+    ]
+
+
+def _judge_host(report: HostReport, survey: Survey) -> list[Finding]:
+    findings: list[Finding] = []
+    barrier = ""
+    for name, check in CHECKS.items():
+        if barrier:
+            findings.append(_consequence(report, name, f"{barrier} failed"))
+        elif check.until and not _has_reached(report, check.until):
+            findings.append(_consequence(report, name, "the probe hung before"))
+        else:
+            verdicts = check.judge(report, survey)
+            findings += [Finding(report.name, name, *verdict) for verdict in verdicts]
+            barrier = name if _is_barrier(name, report) else ""
+    return findings
+
+
+def _is_barrier(name: str, report: HostReport) -> bool:
+    """Nothing behind this check could be looked at."""
+    probe = report.probe
+    is_proxied = probe.target is not None and probe.target.is_proxied
+    if name == "resolve":
+        return probe.target is None or bool(probe.resolve_error and not is_proxied)
+    if name == "port":
+        return bool(probe.port_error)
+    return name == "login" and not report.is_in
+
+
+def _has_reached(report: HostReport, section: str) -> bool:
+    return report.probe.is_complete or f"@harness:{section}" in report.probe.text.splitlines()
+
+
+def _consequence(report: HostReport, name: str, cause: str) -> Finding:
+    return Finding(report.name, name, Status.UNKNOWN, f"not looked at: {cause}", "", True)

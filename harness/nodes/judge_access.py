@@ -1,0 +1,160 @@
+"""Verdicts on how a host is reached: name, port, login, shell, clock."""
+
+from __future__ import annotations
+
+import shlex
+
+from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.ssh import Login
+from harness.nodes.survey import HostReport, Survey
+from harness.units import format_duration
+
+# Files and logs of all hosts are put side by side by their clocks: a tenth of a second is less
+# than a step. From some seconds on, make, NFS and Kerberos misbehave as well.
+CLOCK_WARN_S = 0.1
+CLOCK_CRITICAL_S = 5.0
+_POSIX_SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh"}
+
+
+def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
+    """The name has an address here."""
+    probe = report.probe
+    if probe.target is None:
+        return [critical(f"ssh refuses the name: {probe.login_detail}", "correct ~/.ssh/config")]
+    if probe.target.is_proxied:
+        return [ok("reached through a proxy")]
+    if probe.resolve_error:
+        name = probe.target.hostname
+        return [
+            critical(
+                f"{name} has no address: {probe.resolve_error}",
+                f"correct the name in the hostfile, or add `ADDRESS {name}` to /etc/hosts here",
+            )
+        ]
+    loopback = [address for address in probe.addresses if address.startswith("127.")]
+    if loopback and len(survey.reports) > 1:
+        return [
+            warn(
+                f"resolves to {loopback[0]} here: other hosts cannot use that",
+                f"remove {report.name} from the 127.0.0.0/8 lines of /etc/hosts here",
+            )
+        ]
+    return [ok(probe.addresses[0])]
+
+
+def judge_port(report: HostReport, survey: Survey) -> list[Verdict]:
+    """The ssh port takes connections."""
+    probe = report.probe
+    assert probe.target is not None
+    if probe.target.is_proxied:
+        return [ok("reached through a proxy")]
+    if not probe.port_error:
+        return [ok(f"port {probe.target.port}, {probe.banner or 'silent'}")]
+    if "refused" in probe.port_error:
+        remedy = f"at {report.name}'s console: sudo systemctl enable --now ssh"
+    elif "route" in probe.port_error or "unreachable" in probe.port_error:
+        remedy = f"switch {report.name} on, and check its cable and its address"
+    else:
+        remedy = f"switch {report.name} on, or open port {probe.target.port} in its firewall"
+    return [critical(probe.port_error, remedy)]
+
+
+def judge_login(report: HostReport, survey: Survey) -> list[Verdict]:
+    """ssh logs in without a password, to a host whose key is known; the probe runs to its end."""
+    probe = report.probe
+    if not report.is_in:
+        detail, remedy = _explain_login(report)
+        return [critical(detail, remedy)]
+    if not probe.is_complete:
+        marks = [line for line in probe.text.splitlines() if line.startswith("@harness:")]
+        stage = marks[-1].removeprefix("@harness:") if marks else "its first line"
+        return [
+            critical(
+                f"logged in, then hung at {stage}: no end within {survey.order.timeout_s:g} s",
+                f"ssh {report.name}, and look for what hangs (a stale network file system: df; "
+                "a wedged GPU driver: nvidia-smi), or raise --timeout",
+            )
+        ]
+    user = f" as {report.facts.user}" if report.facts.user else ""
+    return [ok(f"key accepted{user}, probed in {format_duration(probe.duration_s)}")]
+
+
+def _explain_login(report: HostReport) -> tuple[str, str]:
+    """What is wrong and the command that repairs it."""
+    probe, name = report.probe, report.name
+    target = probe.target
+    port = f"-p {target.port} " if target and target.port != 22 else ""
+    known = _known_name(report)
+    scan = f"ssh-keyscan {port}{name} >> ~/.ssh/known_hosts"
+    fingerprint = "compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at its console"
+    quiet = "" if probe.banner or probe.port_error else " (the port is open, but nothing answers)"
+    table = {
+        Login.UNKNOWN_KEY: ("its host key is not known here", f"{scan}; {fingerprint}"),
+        Login.CHANGED_KEY: (
+            "its host key is not the one known here: reinstalled, or another machine",
+            f"if it was reinstalled: ssh-keygen -R {known} && {scan}; {fingerprint}",
+        ),
+        Login.DENIED: (
+            f"asks for more than a key: {probe.login_detail}",
+            f"ssh-copy-id {port}{name} (first ssh-keygen -t ed25519 if you have no key)",
+        ),
+        Login.KEY_FILE_OPEN: (
+            "ssh ignores a private key that others may read",
+            "chmod 600 ~/.ssh/id_*",
+        ),
+        Login.TIMED_OUT: (
+            f"hangs: no login within the timeout{quiet}",
+            f"restart {name}, or its sshd at its console: sudo systemctl restart ssh",
+        ),
+        Login.CLOSED: (
+            f"closes the connection: {probe.login_detail}",
+            f"at {name}'s console: sudo journalctl -u ssh -n 20 (MaxStartups? AllowUsers?)",
+        ),
+        Login.NO_SHELL: (
+            f"logs in but gives no shell: {probe.login_detail}",
+            f"at {name}'s console: sudo chsh -s /bin/bash {target.user if target else ''}",
+        ),
+    }
+    fallback = (
+        f"ssh fails: {probe.login_detail or 'without a word'}",
+        f"ssh -v {name} true",
+    )
+    return table.get(probe.login, fallback)
+
+
+def _known_name(report: HostReport) -> str:
+    """As known_hosts writes it: with brackets where the port is not 22."""
+    target = report.probe.target
+    if target is None or target.port == 22:
+        return report.name
+    return shlex.quote(f"[{target.hostname}]:{target.port}")
+
+
+def judge_shell(report: HostReport, survey: Survey) -> list[Verdict]:
+    """The login shell reads what mpirun and our scripts send: a POSIX one."""
+    shell = report.facts.shell
+    if not shell:
+        return [unknown("the account has no entry", f"ssh {report.name} getent passwd")]
+    if shell.rsplit("/", 1)[-1] in _POSIX_SHELLS:
+        return [ok(shell)]
+    return [
+        warn(
+            f"the login shell is {shell}: it does not read POSIX syntax",
+            f"bash setup/change_shell.sh {survey.order.hostfile} --apply",
+        )
+    ]
+
+
+def judge_clock(report: HostReport, survey: Survey) -> list[Verdict]:
+    """The clock agrees with this machine's, within the error of the look."""
+    clock = report.probe.clock
+    if clock is None:
+        return [unknown("`date` gives no seconds", f"ssh {report.name} date +%s.%N")]
+    text = f"{clock.offset_s * 1e3:+.1f} ms +- {format_duration(clock.error_s)}"
+    certain_s = abs(clock.offset_s) - clock.error_s
+    remedy = f"ssh {report.name} sudo timedatectl set-ntp true (or install chrony on every host)"
+    if certain_s >= CLOCK_CRITICAL_S:
+        return [critical(f"off by {text}", remedy)]
+    if certain_s >= CLOCK_WARN_S:
+        return [warn(f"off by {text}", remedy)]
+    return [ok(text)]

@@ -1,0 +1,169 @@
+"""Verdicts on what hosts do together: TCP between pairs, an MPI hello, an all-reduce."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.pairs import Connection, Pairs
+from harness.nodes.survey import HostReport, Survey, has_package
+from harness.units import format_duration
+
+_REASONS = {
+    "resolve": "does not resolve there",
+    "timeout": "no answer",
+    "refused": "refused",
+    "impostor": "another machine answers",
+}
+
+
+def judge_tcp(report: HostReport, survey: Survey) -> list[Verdict]:
+    """This host connects to every other, on a port of the system's choice."""
+    pairs = survey.pairs
+    if len(survey.reports) == 1:
+        return [ok("no other host to connect to")]
+    if excluded := _excluded(report, survey):
+        return [excluded]
+    if pairs is None:
+        return [unknown("no other host answered", "repair the other hosts")]
+    if report.name in pairs.silent:
+        return [
+            unknown(
+                f"its test program failed: {pairs.silent[report.name]}",
+                f"ssh {report.name} python3 -V (the test needs any Python 3)",
+            )
+        ]
+    mine = {target: c for (source, target), c in pairs.connections.items() if source == report.name}
+    failed = {target: c for target, c in mine.items() if c.error}
+    if failed:
+        return [_explain_failures(report.name, mine, failed, pairs)]
+    slowest_s = max((c.rtt_s or 0.0 for c in mine.values()), default=0.0)
+    text = f"reaches {len(mine)} of {len(mine)}, round trip up to {format_duration(slowest_s)}"
+    return [ok(text + _without(survey, (*mine, report.name)))]
+
+
+def _excluded(report: HostReport, survey: Survey) -> Verdict | None:
+    if report.name in survey.late:
+        return unknown(
+            f"answered after {report.probe.duration_s:.1f} s, too late to take part",
+            f"raise --timeout above {2 * report.probe.duration_s:.0f}",
+        )
+    if not report.probe.is_complete:
+        return unknown("left out: its probe hung", "see login")
+    return None
+
+
+def _explain_failures(
+    name: str, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
+) -> Verdict:
+    reasons = [
+        f"{target} ({_REASONS.get(c.error, c.error)}{': ' + c.detail if c.detail else ''})"
+        for target, c in failed.items()
+    ]
+    text = f"reaches {len(mine) - len(failed)} of {len(mine)}; not {', '.join(reasons)}"
+    errors = {connection.error for connection in failed.values()}
+    if errors & {"resolve", "impostor"}:
+        targets = " ".join(failed)
+        return critical(text, f"ssh {name} getent hosts {targets}; correct its /etc/hosts")
+    blamed = [target for target in failed if _is_shut(target, pairs)]
+    guilty = blamed[0] if blamed else name
+    return critical(
+        text,
+        f"open all TCP ports between the hosts in the firewall of {guilty}: "
+        f"ssh {guilty} sudo iptables -L -n (or ufw status)",
+    )
+
+
+def _is_shut(target: str, pairs: Pairs) -> bool:
+    """Nobody gets in there: its own firewall, rather than that of those who try."""
+    into = [c for (_, end), c in pairs.connections.items() if end == target]
+    return len(into) > 1 and all(connection.error for connection in into)
+
+
+def _without(survey: Survey, hosts: tuple[str, ...]) -> str:
+    """The hosts that a check between hosts could not include, named."""
+    missing = [report.name for report in survey.reports if report.name not in hosts]
+    return f"; without {', '.join(missing)}" if missing else ""
+
+
+def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
+    """mpirun starts a rank here, and the job has the size and the machines that it should."""
+    hello = survey.hello
+    if excluded := _excluded(report, survey):
+        return [excluded]
+    if not survey.has_mpirun:
+        return [unknown("no mpirun on this machine", "bash setup/install.sh")]
+    if hello is None or report.name not in hello.hosts:
+        remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
+        return [unknown("left out: no MPI or mpi4py there", remedy)]
+    if report.name in hello.culprits:
+        remedy = f"mpirun -np 1 --host {report.name} hostname"
+        return [critical(f"no rank starts: {hello.culprits[report.name]}", remedy)]
+    if hello.error and hello.culprits:
+        culprits = ", ".join(hello.culprits)
+        return [unknown(f"starts alone, but the whole job fails on {culprits}", "see there")]
+    if hello.error:
+        command = f"mpirun -np {len(hello.hosts)} --host {','.join(hello.hosts)} hostname"
+        return [critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)]
+    return [_judge_names(report, survey)]
+
+
+def _judge_names(report: HostReport, survey: Survey) -> Verdict:
+    hello = survey.hello
+    assert hello is not None
+    n_ranks, n_expected = len(hello.names), len(hello.hosts)
+    if n_ranks != n_expected:
+        return critical(
+            f"the job has {n_ranks} rank(s), {n_expected} were asked for: mpirun and mpi4py's "
+            "library are of different MPIs",
+            f"bash setup/install.sh, then bash setup/sync_env.sh {survey.order.hostfile}",
+        )
+    by_name = {other.name: other.facts.hostname for other in survey.reports}
+    missing = Counter(by_name[host] for host in hello.hosts) - Counter(hello.names)
+    if missing[report.facts.hostname]:
+        return critical(
+            f"no rank ran on {report.facts.hostname}; they ran on {', '.join(hello.names)}",
+            f"mpirun -np 1 --host {report.name} hostname; correct /etc/hosts where it says another",
+        )
+    spent = format_duration(hello.duration_s)
+    text = f"{n_ranks} ranks on {n_ranks} hosts started and ended in {spent}"
+    return ok(text + _without(survey, hello.hosts))
+
+
+def judge_allreduce(report: HostReport, survey: Survey) -> list[Verdict]:
+    """torch.distributed sums over all hosts, and the sum is right here."""
+    reduction = survey.reduction
+    if excluded := _excluded(report, survey):
+        return [excluded]
+    if not has_package(report.facts, "torch"):
+        remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
+        return [unknown("left out: no torch there", remedy)]
+    if reduction is None:
+        return [unknown("not run: no host was ready", "see environment")]
+    if report.name in reduction.left_out:
+        return [
+            critical(
+                f"torch does not get ready: {reduction.left_out[report.name]}",
+                f"ssh {report.name} {survey.order.env_dir}/bin/python -c 'import torch'",
+            )
+        ]
+    if report.name in reduction.errors:
+        return [_explain_rank(report, survey, reduction.errors[report.name])]
+    if reduction.errors:
+        failed = ", ".join(reduction.errors)
+        return [warn(f"right here, but not on {failed}", "see there")]
+    spent = format_duration(reduction.duration_s or 0.0)
+    text = f"{reduction.backend}, {len(reduction.hosts)} ranks, 1 MiB in {spent}"
+    return [ok(text + _without(survey, reduction.hosts))]
+
+
+def _explain_rank(report: HostReport, survey: Survey, error: str) -> Verdict:
+    assert survey.reduction is not None
+    interface = report.facts.cluster_interface
+    name = interface.name if interface else "the right interface"
+    variable = "NCCL" if survey.reduction.backend == "nccl" else "GLOO"
+    return critical(
+        f"{survey.reduction.backend} over {len(survey.reduction.hosts)} hosts fails: {error}",
+        f"repair tcp and nic first; then look with {variable}_SOCKET_IFNAME={name} and "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+    )

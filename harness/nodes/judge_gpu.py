@@ -1,0 +1,225 @@
+"""Verdicts on GPUs: driver, health, who uses them, and whether torch can."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from harness.nodes.facts import Gpu, GpuFacts
+from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.survey import HostReport, Survey, has_package
+from harness.units import format_bytes
+
+# A display server and the driver's own reserve stay below this.
+IN_USE_BYTES = 500 * 2**20
+BUSY_UTILIZATION = 0.1
+HOT_C = 85.0
+# Idle clocks and caps that an owner has set are not faults.
+_BAD_THROTTLES = {
+    "hw_slowdown": "hardware slowdown",
+    "hw_thermal_slowdown": "too hot (hardware)",
+    "sw_thermal_slowdown": "too hot (driver)",
+    "hw_power_brake_slowdown": "power supply brake",
+}
+_DRIVER_REMEDY = "sudo apt-get install --reinstall nvidia-driver && sudo reboot"
+
+
+def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
+    """Every GPU works, is free, cool and unthrottled, under the driver that the others have."""
+    gpu = report.facts.gpu
+    if gpu.smi_error:
+        remedy = f"ssh {report.name} sudo dmesg | grep -i nvrm; then {_DRIVER_REMEDY}"
+        return [critical(f"nvidia-smi: {gpu.smi_error}", remedy)]
+    if not gpu.gpus:
+        return [_judge_absence(report, survey)]
+    verdicts = [v for one in gpu.gpus for v in _judge_one(report, one)]
+    verdicts += _judge_host(report, survey)
+    return verdicts or [ok(describe_gpus(gpu))]
+
+
+def describe_gpus(gpu: GpuFacts) -> str:
+    """Models, memory, clock and driver, equal ones counted."""
+    models = Counter(
+        f"{one.name} {format_bytes(one.memory_total_bytes or 0)}"
+        + (f" at {one.clock_mhz:.0f}/{one.clock_max_mhz:.0f} MHz" if _has_clocks(one) else "")
+        for one in gpu.gpus
+    )
+    names = ", ".join(f"{count}x {name}" for name, count in models.items())
+    return f"{names}, driver {gpu.driver}"
+
+
+def _has_clocks(gpu: Gpu) -> bool:
+    return gpu.clock_mhz is not None and gpu.clock_max_mhz is not None
+
+
+def _judge_absence(report: HostReport, survey: Survey) -> Verdict:
+    gpu = report.facts.gpu
+    if gpu.n_cards:
+        return critical(
+            f"{gpu.n_cards} NVIDIA card(s) on the bus, but no driver that sees one",
+            f"ssh {report.name} {_DRIVER_REMEDY}",
+        )
+    having = [other.name for other in survey.answered if other.facts.gpu.gpus]
+    if not having:
+        return ok("no GPU")
+    return warn(
+        f"no GPU, while {', '.join(having)} have: ranks would share gloo and the slowest",
+        f"take {report.name} out of the hostfile for GPU runs",
+    )
+
+
+def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
+    name = f"GPU {gpu.index} ({gpu.name})"
+    verdicts = []
+    if gpu.memory_total_bytes is None or "lost" in gpu.name.lower():
+        return [critical(f"{name} does not answer", f"ssh {report.name} sudo reboot")]
+    if gpu.ecc_uncorrected:
+        verdicts.append(
+            critical(
+                f"{name} has {gpu.ecc_uncorrected} uncorrectable memory errors: results are not "
+                "to be trusted",
+                f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}; if they return, "
+                "replace it",
+            )
+        )
+    bad = [text for reason, text in _BAD_THROTTLES.items() if reason in gpu.throttle_reasons]
+    if bad:
+        remedy = (
+            f"clean fans and airflow, check power: ssh {report.name} nvidia-smi -q -d PERFORMANCE"
+        )
+        verdicts.append(warn(f"{name} is slowed down: {', '.join(bad)}", remedy))
+    elif gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
+        verdicts.append(warn(f"{name} is at {gpu.temperature_c:.0f} C", "clean fans and airflow"))
+    if gpu.mig_mode == "Enabled":
+        verdicts.append(
+            warn(
+                f"{name} is cut into MIG instances: a rank sees one slice only",
+                f"ssh {report.name} sudo nvidia-smi -i {gpu.index} -mig 0",
+            )
+        )
+    return verdicts + _judge_users(report, gpu, name)
+
+
+def _judge_users(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+    used = gpu.memory_used_bytes or 0
+    busy = (gpu.utilization or 0.0) > BUSY_UTILIZATION
+    if used <= IN_USE_BYTES and not busy:
+        return []
+    users = [
+        f"{process.name.rsplit('/', 1)[-1]} (pid {process.pid}"
+        + (f" of {process.user}" if process.user else "")
+        + (f", {format_bytes(process.memory_bytes)}" if process.memory_bytes else "")
+        + ")"
+        for process in gpu.processes
+    ]
+    who = ", ".join(users) or "a process that nvidia-smi does not name"
+    text = f"{name} is in use: {format_bytes(used)} held, {gpu.utilization or 0:.0%} busy, by {who}"
+    owners = sorted({p.user for p in gpu.processes if p.user})
+    ask = f"wait, or ask {', '.join(owners)}" if owners else "wait, or find its owner"
+    return [warn(text, f"{ask}: ssh {report.name} nvidia-smi")]
+
+
+def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
+    gpu, slots = report.facts.gpu, report.probe.host.slots
+    verdicts = []
+    drivers = [o.facts.gpu.driver for o in survey.answered if o.facts.gpu.driver]
+    usual = Counter(drivers).most_common(1)[0][0] if drivers else ""
+    if gpu.driver and gpu.driver != usual:
+        text = f"driver {gpu.driver}, most others {usual}"
+        verdicts.append(warn(text, f"install driver {usual} on {report.name}"))
+    if slots > len(gpu.gpus):
+        text = f"{slots} slots share {len(gpu.gpus)} GPU(s): NCCL refuses two ranks on one"
+        verdicts.append(warn(text, f"write `{report.name} slots={len(gpu.gpus)}` in the hostfile"))
+    return verdicts
+
+
+def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
+    """This torch build has code for each GPU; with --deep, a kernel runs and is right."""
+    facts = report.facts
+    gpu = facts.gpu
+    if not gpu.gpus:
+        return [ok("no GPU to support")]
+    if not has_package(facts, "torch"):
+        remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
+        return [unknown("no torch in the environment", remedy)]
+    assert facts.python is not None
+    version = facts.python.packages["torch"]
+    if facts.python.torch_cuda is None:
+        return [
+            critical(
+                f"torch {version} is a build without CUDA: the GPU would stand idle",
+                f"ssh {report.name} {facts.environment}/bin/pip install torch (a CUDA build)",
+            )
+        ]
+    if gpu.torch is None:
+        error = gpu.torch_error or "torch was not asked"
+        remedy = f"ssh {report.name} {facts.environment}/bin/python -c 'import torch'"
+        return [critical(f"torch fails: {error}", remedy)]
+    return _judge_build(report, version)
+
+
+def _judge_build(report: HostReport, version: str) -> list[Verdict]:
+    gpu = report.facts.gpu
+    torch = gpu.torch
+    assert torch is not None
+    verdicts = []
+    needed, offered = _major(torch.cuda or ""), _major(gpu.cuda)
+    if needed and offered and needed > offered:
+        text = f"torch {version} needs CUDA {torch.cuda}, the driver offers {gpu.cuda}"
+        verdicts.append(critical(text, "update the driver, or install a torch for its CUDA"))
+    elif not torch.is_available:
+        remedy = f"ssh {report.name} 'echo $CUDA_VISIBLE_DEVICES; nvidia-smi; ls -l /dev/nvidia*'"
+        verdicts.append(critical(f"torch {version} sees no GPU", remedy))
+    for index, capability in enumerate(_capabilities(gpu)):
+        name = f"GPU {index} (sm_{capability[0]}{capability[1]})"
+        support = kernel_support(capability, torch.arch_list)
+        has = " ".join(torch.arch_list)
+        remedy = f"install a torch build that holds sm_{capability[0]}{capability[1]}: pytorch.org"
+        if support == "none":
+            verdicts.append(critical(f"torch {version} has no code for {name}: {has}", remedy))
+        elif support == "jit":
+            text = f"torch {version} compiles for {name} at each first start (PTX): {has}"
+            verdicts.append(warn(text, remedy))
+    for index, error in enumerate(torch.kernel_errors or ()):
+        if error:
+            remedy = f"ssh {report.name} sudo dmesg | grep -i -E 'nvrm|xid'"
+            verdicts.append(critical(f"a kernel fails on GPU {index}: {error}", remedy))
+    if verdicts:
+        return verdicts
+    ran = "a kernel ran on each" if torch.kernel_errors is not None else "not run (--deep runs it)"
+    return [ok(f"torch {version} has code for every GPU, {ran}")]
+
+
+def _major(release: str) -> int:
+    match = re.match(r"(\d+)\.", release)
+    return int(match[1]) if match else 0
+
+
+def _capabilities(gpu: GpuFacts) -> Iterable[tuple[int, int]]:
+    """By nvidia-smi, else, where its driver is too old to tell, by torch."""
+    told = [one.capability for one in gpu.gpus if one.capability is not None]
+    if len(told) == len(gpu.gpus):
+        return told
+    return gpu.torch.capabilities if gpu.torch else ()
+
+
+def kernel_support(capability: tuple[int, int], arch_list: Iterable[str]) -> str:
+    """Whether a build's code runs on a device: `binary`, `jit` (from PTX) or `none`.
+
+    By the CUDA C++ Programming Guide, 5.8.1 and 5.8.2: machine code for sm_XY runs on X.Z with
+    Z >= Y; PTX of compute_XY compiles for anything not older. Code for sm_XYa runs on X.Y alone,
+    for sm_XYf on the same X from Y on.
+    """
+    has_ptx = False
+    for arch in arch_list:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if match is None:
+            continue
+        built = (int(match[2]), int(match[3]))
+        is_exact = match[4] == "a"
+        fits = built == capability if is_exact else built <= capability
+        if match[1] == "sm" and fits and built[0] == capability[0]:
+            return "binary"
+        has_ptx |= match[1] == "compute" and fits and not match[4]
+    return "jit" if has_ptx else "none"

@@ -1,0 +1,203 @@
+"""Verdicts on the machine: system, cores, memory, disk, network interface."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.nodes.facts import Facts, Interface
+from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.survey import HostReport, Survey
+from harness.units import format_bytes
+
+# Another job that takes half the cores is one that a measurement will show.
+LOAD_PER_CORE_WARN = 0.5
+MEMORY_WARN_BYTES = 2 * 2**30
+MEMORY_CRITICAL_BYTES = 2**29
+DISK_WARN_BYTES = 2**30
+DISK_CRITICAL_BYTES = 100 * 2**20
+# Docker's default of 64 MiB is too small for data loader workers and NCCL.
+SHM_WARN_BYTES = 256 * 2**20
+SPEED_WARN_MBIT_PER_S = 1000
+_NOT_SAID = "the host did not say"
+
+
+def judge_os(report: HostReport, survey: Survey) -> list[Verdict]:
+    """A Linux of the same architecture as the others, and not the same machine twice."""
+    facts = report.facts
+    system, _, rest = facts.kernel.partition(" ")
+    if not facts.kernel:
+        return [unknown(_NOT_SAID, f"ssh {report.name} uname -a")]
+    if system != "Linux":
+        return [critical(f"runs {system}: only Linux is supported", "take it out of the hostfile")]
+    verdicts = []
+    twins = [
+        other.name
+        for other in survey.answered
+        if other.facts.hostname == facts.hostname and other.name != report.name
+    ]
+    if twins and facts.hostname:
+        verdicts.append(
+            warn(
+                f"calls itself {facts.hostname}, as {', '.join(twins)} does",
+                "take the second name out of the hostfile, or give the machines different names",
+            )
+        )
+    machine = facts.kernel.split(" ")[-1]
+    usual = _majority(survey, lambda other: other.kernel.split(" ")[-1])
+    if machine != usual:
+        verdicts.append(
+            critical(
+                f"is {machine}, the others are {usual}: one environment does not fit both",
+                f"take {report.name} out of the hostfile",
+            )
+        )
+    return verdicts or [ok(f"{facts.os_name or 'Linux'}, {rest}")]
+
+
+def _majority(survey: Survey, value: object) -> str:
+    assert callable(value)
+    counts = Counter(str(value(other.facts)) for other in survey.answered)
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+def judge_cpu(report: HostReport, survey: Survey) -> list[Verdict]:
+    """Cores that a job here may use, and whether somebody uses them already."""
+    facts = report.facts
+    cores = facts.usable_cores
+    if cores is None or facts.n_cores is None:
+        return [unknown(_NOT_SAID, f"ssh {report.name} nproc")]
+    text = f"{facts.n_cores} cores" if facts.n_cores != 1 else "1 core"
+    if facts.quota_cores is not None and facts.quota_cores < facts.n_cores:
+        text += f", limited to {facts.quota_cores:.3g}"
+    if facts.cpu_model:
+        text += f", {facts.cpu_model}"
+    load = facts.load_1min
+    if load is not None and load > LOAD_PER_CORE_WARN * facts.n_cores:
+        return [
+            warn(
+                f"load {load:.3g} on {text}: other work disturbs what is measured",
+                f"ssh {report.name} top -b -n 1, and wait or ask its owner",
+            )
+        ]
+    return [ok(text if load is None else f"{text}, load {load:.3g}")]
+
+
+def judge_memory(report: HostReport, survey: Survey) -> list[Verdict]:
+    """Enough of it is free."""
+    facts = report.facts
+    usable, available = facts.usable_memory_bytes, facts.memory_available_bytes
+    if usable is None or available is None:
+        return [unknown(_NOT_SAID, f"ssh {report.name} cat /proc/meminfo")]
+    free = min(usable, available)
+    text = f"{format_bytes(free)} free of {format_bytes(usable)}"
+    remedy = f"ssh {report.name} ps aux --sort -rss, and end what is not needed"
+    if free < MEMORY_CRITICAL_BYTES:
+        return [critical(f"only {text}", remedy)]
+    if free < MEMORY_WARN_BYTES:
+        return [warn(f"only {text}", remedy)]
+    return [ok(text)]
+
+
+def judge_disk(report: HostReport, survey: Survey) -> list[Verdict]:
+    """Room in the home directory, /tmp and /dev/shm."""
+    verdicts = []
+    for disk in report.facts.disks:
+        text = f"{disk.mount} has {format_bytes(disk.free_bytes)} free"
+        if disk.mount == "/dev/shm":
+            if disk.free_bytes < SHM_WARN_BYTES:
+                remedy = f"ssh {report.name} sudo mount -o remount,size=50% /dev/shm"
+                verdicts.append(warn(text, remedy))
+            continue
+        remedy = f"ssh {report.name} du -xsh {disk.mount} (delete what is not needed)"
+        if disk.free_bytes < DISK_CRITICAL_BYTES:
+            verdicts.append(critical(f"{text}: results cannot be written", remedy))
+        elif disk.free_bytes < DISK_WARN_BYTES:
+            verdicts.append(warn(text, remedy))
+    if not report.facts.disks:
+        return [unknown("df does not answer", f"ssh {report.name} df (a stale network mount?)")]
+    free = [f"{disk.mount} {format_bytes(disk.free_bytes)}" for disk in report.facts.disks]
+    return verdicts or [ok(", ".join(free) + " free")]
+
+
+def judge_nic(report: HostReport, survey: Survey) -> list[Verdict]:
+    """One interface, up and as fast as the others', reaches the other hosts."""
+    facts = report.facts
+    if len(survey.reports) == 1:
+        return [ok("no other host to reach")]
+    interface = facts.cluster_interface
+    if interface is None:
+        return [
+            critical(
+                "no route to any of the other hosts by their names",
+                f"ssh {report.name} getent hosts {_others(report, survey)}; add the names to its "
+                "/etc/hosts",
+            )
+        ]
+    verdicts = [*_judge_routes(report, interface), *_judge_interface(report, interface, survey)]
+    return verdicts or [ok(_describe(interface, facts))]
+
+
+def _others(report: HostReport, survey: Survey) -> str:
+    return " ".join(other.name for other in survey.reports if other.name != report.name)
+
+
+def _describe(interface: Interface, facts: Facts) -> str:
+    speed = interface.speed_mbit_per_s
+    rate = f", {speed} Mbit/s" if speed else ", speed not told"
+    others = [
+        other.name
+        for other in facts.interfaces
+        if other.name not in (interface.name, "lo") and other.networks
+    ]
+    unused = f"; not used: {', '.join(others)}" if others else ""
+    return f"{interface.name} {facts.cluster_address}{rate}{unused}"
+
+
+def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
+    facts = report.facts
+    verdicts = []
+    names = sorted({route.interface for route in facts.peer_routes})
+    if len(names) > 1:
+        verdicts.append(
+            warn(
+                f"reaches the others through {' and '.join(names)}",
+                f"entry.sh takes {interface.name}; put the others' addresses on its network, or "
+                "set the interface per host",
+            )
+        )
+    loopback = [a for a in facts.own_addresses if a.startswith("127.") or a == "::1"]
+    if loopback:
+        verdicts.append(
+            warn(
+                f"its own name resolves to {loopback[0]} there: gloo would listen where nobody "
+                "connects",
+                f"remove {facts.hostname} from the {loopback[0]} line of its /etc/hosts",
+            )
+        )
+    return verdicts
+
+
+def _judge_interface(report: HostReport, interface: Interface, survey: Survey) -> list[Verdict]:
+    verdicts = []
+    speed = interface.speed_mbit_per_s
+    mates = [other.facts.cluster_interface for other in survey.answered]
+    fastest = max((mate.speed_mbit_per_s or 0 for mate in mates if mate), default=0)
+    cable = f"replace the cable, or: ssh {report.name} sudo ethtool -s {interface.name} autoneg on"
+    if interface.kind == "wireless":
+        verdicts.append(warn(f"{interface.name} is wireless", "plug in a cable"))
+    if interface.duplex == "half":
+        verdicts.append(warn(f"{interface.name} runs half duplex", cable))
+    if speed is not None and speed < max(fastest, SPEED_WARN_MBIT_PER_S):
+        beside = f", others {fastest}" if fastest > speed else ""
+        verdicts.append(warn(f"{interface.name} runs at {speed} Mbit/s{beside}", cable))
+    sizes = Counter(mate.mtu_bytes for mate in mates if mate and mate.mtu_bytes)
+    usual = sizes.most_common(1)[0][0] if sizes else None
+    if interface.mtu_bytes and usual and interface.mtu_bytes != usual:
+        verdicts.append(
+            warn(
+                f"{interface.name} has an MTU of {interface.mtu_bytes} B, most others {usual} B: "
+                "large packets may vanish",
+                f"ssh {report.name} sudo ip link set {interface.name} mtu {usual}",
+            )
+        )
+    return verdicts
