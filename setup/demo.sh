@@ -14,7 +14,7 @@ cluster=(bash setup/virtual_cluster.sh)
 
 say() { echo "demo: $*"; }
 
-# shellcheck disable=SC2329  # called by the trap
+# shellcheck disable=SC2317,SC2329  # called by the trap
 take_down() {
     trap - EXIT
     # Interrupted twice, it must still finish.

@@ -1,0 +1,194 @@
+#!/usr/bin/env bash
+# Bring this checkout and its environment to every host, at the same path:
+#   bash setup/sync_env.sh HOSTFILE [--apply] [--dir PATH]
+# Where the disk is shared there is nothing to send; elsewhere the files go by tar over ssh and
+# setup/install.sh runs there. Without --apply it only says what it would do.
+# shellcheck disable=SC2317,SC2329  # functions are handed to on_all by name
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=setup/lib.sh
+source "$root/setup/lib.sh"
+
+probe_timeout_s=30
+install_timeout_s=1800
+hostfile='' apply=no dir=$root install_flags='--no-system' copy_venv=no
+
+usage() {
+    cat <<'TEXT'
+Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--torch VERSION|keep]
+       [--copy-venv]
+
+Compares the code and the versions on every host of an Open MPI hostfile with those here; with
+--apply brings them where they differ, on all hosts at once, and compares again. --dir is the path
+on the hosts (default: the same as here, which mpirun needs); --torch is handed to setup/install.sh. --copy-venv sends .venv as it is here
+instead of installing there, for equal hosts that reach no package index (over 1 GB each).
+Exit code: 0 when all hosts are the same, 1 when some differ or cannot be reached, 2 for wrong use.
+TEXT
+}
+
+parse_flags() {
+    while (($#)); do
+        case $1 in
+            --apply) apply=yes ;;
+            --dry-run) apply=no ;;
+            --copy-venv) copy_venv=yes ;;
+            --dir) dir=${2:-} && shift ;;
+            --torch)
+                [[ ${2:-} =~ ^[A-Za-z0-9.+]+$ ]] || fail "--torch needs a version or keep"
+                install_flags+=" --torch $2"
+                shift
+                ;;
+            -h | --help) usage && exit 0 ;;
+            -*) usage >&2 && fail "unknown option $1" ;;
+            *)
+                [[ -z $hostfile ]] || fail "two hostfiles: $hostfile and $1"
+                hostfile=$1
+                ;;
+        esac
+        shift || fail "--dir needs a path"
+    done
+    [[ -n $hostfile ]] || { usage >&2 && exit 2; }
+    # It becomes part of commands that run on every host.
+    [[ $dir =~ ^/[A-Za-z0-9._/-]+$ ]] || fail "--dir '$dir' must be absolute, of letters, digits and ._/-"
+    [[ $copy_venv == no || $dir == "$root" ]] || fail "--copy-venv needs the path of here, not --dir $dir"
+    [[ -x $root/.venv/bin/python ]] || fail "this host has no environment: bash setup/install.sh"
+}
+
+# Prints, zero-separated, the files which make up the checkout.
+code_files() {
+    cd "$root"
+    if [[ -e .git ]] && command -v git >/dev/null; then
+        git ls-files -z --cached --others --exclude-standard -- ':!.sync-*' | while IFS= read -r -d '' file; do
+            [[ ! -e $file ]] || printf '%s\0' "$file"
+        done
+    else
+        find . -type f -not -path './.venv/*' -not -path './results/*' -not -path './plots/*' \
+            -not -name '*.pyc' -not -name '.sync*' -print0
+    fi
+}
+
+code_digest() {
+    (code_files | sort -z | (cd "$root" && xargs -0 sha256sum) | sha256sum | cut -d' ' -f1)
+}
+
+# Leaves a mark on a host's disk, so that hosts which share one with each other are known.
+announce() {
+    remote "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1"
+}
+
+# Prints four lines: shared or own disk (as seen from here), digest of the code there, versions
+# there, and the first host that has announced itself on that disk.
+probe() {
+    remote "$probe_timeout_s" "$1" <<SCRIPT
+if [ -e "$dir/$mark" ]; then echo shared; else echo own; fi
+cat "$dir/.synced" 2>/dev/null || echo missing
+"$dir/.venv/bin/python" - <<'CODE' 2>/dev/null || echo missing
+$(cat "$root/setup/versions.py")
+CODE
+cd "$dir" 2>/dev/null && ls -d $mark.* 2>/dev/null | sed -n '1s/^${mark}[.]//p' | grep . || echo nobody
+SCRIPT
+}
+
+is_same() {
+    local disk=$1 code=$2 versions=$3
+    [[ $versions == "$wanted_versions" && ($disk == shared || $code == "$digest") ]]
+}
+
+# Sends and installs where the code or the versions differ; once for each disk.
+bring() {
+    local host=$1
+    local -a answer
+    mapfile -t answer <"$work/$host.probe"
+    if ((${#answer[@]} != 4)) || is_same "${answer[@]}"; then return 0; fi
+    [[ ${answer[0]} == own && ${answer[3]} == "$host" ]] || return 0
+    (cd "$root" && code_files | tar -cf - --null -T -) | unpack "$host"
+    if [[ $copy_venv == yes ]]; then
+        (cd "$root" && tar -cf - .venv) | unpack "$host"
+    else
+        remote "$install_timeout_s" "$host" "bash $dir/setup/install.sh $install_flags"
+    fi
+}
+
+unpack() {
+    timeout "$install_timeout_s" ssh "${ssh_options[@]}" -- "$1" \
+        "mkdir -p $dir && tar -xf - -C $dir && echo $digest >$dir/.synced"
+}
+
+clear_marks() {
+    rm -f "$root/$mark" "$root/$mark".*
+    if [[ $apply == yes ]]; then
+        on_all clear_mark "${hosts[@]}"
+    fi
+}
+
+clear_mark() { remote "$probe_timeout_s" "$1" "rm -f $dir/$mark.$1"; }
+
+probe_all() {
+    local host
+    on_all probe "${hosts[@]}"
+    for host in "${hosts[@]}"; do
+        mv "$work/$host" "$work/$host.probe"
+        mv "$work/$host.err" "$work/$host.probe.err"
+    done
+}
+
+report() {
+    local host=$1
+    local -a answer
+    mapfile -t answer <"$work/$host.probe"
+    if ((${#answer[@]} != 4)); then
+        row "$host" '?' "UNREACHABLE: $(why_unreachable "$host.probe")"
+    elif is_same "${answer[@]}"; then
+        row "$host" "${answer[0]}" OK
+    else
+        row "$host" "${answer[0]}" "$(difference "${answer[@]}")"
+        if [[ $apply == yes ]]; then sed 's/^/    /' "$work/$host.bring" | tail -n 5; fi
+    fi
+}
+
+# What differs, and what to do.
+difference() {
+    local disk=$1 code=$2 versions=$3 remedy='--apply brings it'
+    [[ $apply == no ]] || remedy='it failed, see below'
+    if [[ $disk == shared ]]; then
+        echo "DIFFERS: the disk is shared, but versions there are: $versions; is its Python another?"
+    elif [[ $code != "$digest" ]]; then
+        echo "DIFFERS: code $([[ $code == missing ]] && echo missing || echo 'of another state'); $remedy"
+    else
+        echo "DIFFERS: versions there are: $versions; $remedy"
+    fi
+}
+
+row() {
+    printf '%-20s %-8s %s\n' "$1" "$2" "$3"
+    [[ $3 == OK ]] || status=1
+}
+
+main() {
+    parse_flags "$@"
+    local names
+    names=$(host_names "$hostfile")
+    mapfile -t hosts <<<"$names"
+    digest=$(code_digest)
+    wanted_versions=$("$root/.venv/bin/python" "$root/setup/versions.py")
+    work=$(mktemp -d)
+    # Seen under the same path on another host, this very file tells that the disk is the same.
+    mark=$(cd "$root" && mktemp .sync-XXXXXXXX)
+    trap 'clear_marks; rm -rf "$work"' EXIT
+    echo "here: $wanted_versions"
+    if [[ $apply == yes ]]; then on_all announce "${hosts[@]}"; fi
+    probe_all
+    if [[ $apply == yes ]]; then
+        on_all bring "${hosts[@]}"
+        for host in "${hosts[@]}"; do mv "$work/$host.err" "$work/$host.bring"; done
+        probe_all
+    fi
+    status=0
+    printf '%-20s %-8s %s\n' host disk result
+    for host in "${hosts[@]}"; do report "$host"; done
+    [[ $status == 0 || $apply == yes ]] || echo "nothing was changed: --apply brings what differs"
+    exit "$status"
+}
+
+main "$@"
