@@ -1,0 +1,93 @@
+"""Published dense peaks of GPUs, by the exact name that the driver reports, and dtype.
+
+Tensor cores without sparsity, accumulating in fp32, as PyTorch multiplies by default; fp32 is
+without tensor cores. Sources are NVIDIA's: data sheets (A, H, L, V, T and RTX A series) and the
+white papers of Turing (TU102), Ampere (GA102), Ada and Hopper. A device that is not listed has
+no peak: its MFU stays blank.
+"""
+
+from __future__ import annotations
+
+_DTYPES = ("fp32", "tf32", "bf16", "fp16")
+_NONE = 0.0  # no hardware for this dtype
+
+# TFLOP/s in the order of _DTYPES.
+_A100 = (19.5, 156.0, 312.0, 312.0)
+_H100_SXM = (66.9, 494.7, 989.4, 989.4)
+_H100_NVL = (60.0, 417.5, 835.5, 835.5)
+_V100_SXM = (15.7, _NONE, _NONE, 125.0)
+_V100_PCIE = (14.0, _NONE, _NONE, 112.0)
+
+_TFLOPS: dict[str, tuple[float, float, float, float]] = {
+    # Data centre, Hopper and Blackwell
+    "NVIDIA B200": (75.0, 1125.0, 2250.0, 2250.0),
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA GH200 480GB": _H100_SXM,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA H100 PCIe": (51.2, 378.0, 756.0, 756.0),
+    # Data centre, Ampere and Ada
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A40": (37.4, 74.8, 149.7, 149.7),
+    "NVIDIA A30": (10.3, 82.0, 165.0, 165.0),
+    "NVIDIA A10": (31.2, 62.5, 125.0, 125.0),
+    "NVIDIA L40S": (91.6, 183.0, 362.05, 362.05),
+    "NVIDIA L40": (90.5, 90.5, 181.05, 181.05),
+    "NVIDIA L4": (30.3, 60.0, 121.0, 121.0),
+    # Data centre, Turing, Volta and Pascal
+    "Tesla T4": (8.1, _NONE, _NONE, 65.0),
+    "Tesla V100-SXM2-16GB": _V100_SXM,
+    "Tesla V100-SXM2-32GB": _V100_SXM,
+    "Tesla V100-PCIE-16GB": _V100_PCIE,
+    "Tesla V100-PCIE-32GB": _V100_PCIE,
+    "Tesla V100S-PCIE-32GB": (16.4, _NONE, _NONE, 130.0),
+    "Tesla P100-SXM2-16GB": (10.6, _NONE, _NONE, 21.2),
+    "Tesla P100-PCIE-16GB": (9.3, _NONE, _NONE, 18.7),
+    "Tesla P40": (11.8, _NONE, _NONE, _NONE),
+    # Workstation
+    "NVIDIA RTX 6000 Ada Generation": (91.1, 182.1, 364.2, 364.2),
+    "NVIDIA RTX A6000": (38.7, 77.4, 154.8, 154.8),
+    "NVIDIA RTX A5500": (34.1, 68.2, 136.4, 136.4),
+    "NVIDIA RTX A5000": (27.8, 55.6, 111.1, 111.1),
+    "NVIDIA RTX A4500": (23.7, 47.3, 94.6, 94.6),
+    "NVIDIA RTX A4000": (19.2, 38.3, 76.7, 76.7),
+    "NVIDIA RTX A2000": (8.0, 16.0, 31.9, 31.9),
+    "NVIDIA RTX A2000 12GB": (8.0, 16.0, 31.9, 31.9),
+    "Quadro RTX 6000": (16.3, _NONE, _NONE, 130.5),
+    "Quadro RTX 8000": (16.3, _NONE, _NONE, 130.5),
+    "NVIDIA TITAN RTX": (16.3, _NONE, _NONE, 130.5),
+    "TITAN RTX": (16.3, _NONE, _NONE, 130.5),
+    # GeForce: tensor cores accumulate in fp32 at half the rate that fp16 would
+    "NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, 165.2),
+    "NVIDIA GeForce RTX 4080 SUPER": (52.2, 52.2, 104.4, 104.4),
+    "NVIDIA GeForce RTX 4080": (48.7, 48.7, 97.5, 97.5),
+    "NVIDIA GeForce RTX 4070 Ti SUPER": (44.1, 44.1, 88.2, 88.2),
+    "NVIDIA GeForce RTX 4070 Ti": (40.1, 40.1, 80.2, 80.2),
+    "NVIDIA GeForce RTX 4070 SUPER": (35.5, 35.5, 71.0, 71.0),
+    "NVIDIA GeForce RTX 4070": (29.1, 29.1, 58.3, 58.3),
+    "NVIDIA GeForce RTX 4060 Ti": (22.1, 22.1, 44.1, 44.1),
+    "NVIDIA GeForce RTX 4060": (15.1, 15.1, 30.2, 30.2),
+    "NVIDIA GeForce RTX 3090 Ti": (40.0, 40.0, 80.0, 80.0),
+    "NVIDIA GeForce RTX 3090": (35.6, 35.6, 71.0, 71.0),
+    "NVIDIA GeForce RTX 3080 Ti": (34.1, 34.1, 68.2, 68.2),
+    "NVIDIA GeForce RTX 3080": (29.8, 29.8, 59.5, 59.5),
+    "NVIDIA GeForce RTX 3070 Ti": (21.7, 21.7, 43.5, 43.5),
+    "NVIDIA GeForce RTX 3070": (20.3, 20.3, 40.6, 40.6),
+    "NVIDIA GeForce RTX 3060 Ti": (16.2, 16.2, 32.4, 32.4),
+    "NVIDIA GeForce RTX 3060": (12.7, 12.7, 25.5, 25.5),
+    "NVIDIA GeForce RTX 2080 Ti": (13.4, _NONE, _NONE, 53.8),
+    "NVIDIA GeForce RTX 2080": (10.1, _NONE, _NONE, 40.3),
+    "NVIDIA GeForce RTX 2070": (7.5, _NONE, _NONE, 29.9),
+}
+
+
+def peak_flops_per_s(device_kind: str) -> dict[str, float]:
+    """Dense FLOP/s by dtype (fp32, tf32, bf16, fp16); empty for an unknown device."""
+    peaks = _TFLOPS.get(device_kind)
+    if peaks is None:
+        return {}
+    return {name: peak * 1e12 for name, peak in zip(_DTYPES, peaks, strict=True) if peak}

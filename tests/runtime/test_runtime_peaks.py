@@ -1,0 +1,21 @@
+"""Published peaks: exact names only, and no dtype without hardware."""
+
+from harness.runtime.peaks import peak_flops_per_s
+
+
+def test_a_listed_gpu_has_its_dense_peaks() -> None:
+    assert peak_flops_per_s("NVIDIA H200") == {
+        "fp32": 66.9e12,
+        "tf32": 494.7e12,
+        "bf16": 989.4e12,
+        "fp16": 989.4e12,
+    }
+
+
+def test_volta_has_no_bf16_and_no_tf32() -> None:
+    assert set(peak_flops_per_s("Tesla V100-SXM2-16GB")) == {"fp32", "fp16"}
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_flops_per_s("NVIDIA A100") == {}
+    assert peak_flops_per_s("AMD EPYC 9454") == {}
