@@ -23,7 +23,7 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Results, Run
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
-UNTOLD = ("source", "repeats", "results", "run_name")
+UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +159,15 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
         names = sorted({name for config in configs for name in config})
         telling = [n for n in names if len({config.get(n) for config in configs}) > 1][:3]
         for i, config in zip(positions, configs, strict=True):
-            extra = [f"{name} {config.get(name, '-')}" for name in telling]
-            words = extra or [cases[i].case.header.run_id]
+            words = [f"{name} {config[name]}" for name in telling if name in config]
             cases[i] = replace(cases[i], label=" · ".join([cases[i].label, *words]))
-    return cases
+    taken = Counter((case.label, case.case.status) for case in cases)
+    return [
+        case
+        if taken[case.label, case.case.status] == 1
+        else replace(case, label=f"{case.label} · {case.case.header.run_id}")
+        for case in cases
+    ]
 
 
 class Catalog:
@@ -193,13 +198,14 @@ class Catalog:
     @cached_property
     def training(self) -> list[TrainingCase]:
         """Training cases with their numbers, by model, cluster and strategy."""
-        cases = []
+        cases: list[tuple[tuple[Any, ...], int, TrainingCase]] = []
         for case in self.cases("train"):
             summaries = tuple(training_summary(run, self.peaks) for run in case.runs)
             first = summaries[0]
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]
             label = " · ".join(word for word in words if word)
-            cases.append(TrainingCase(case=case, label=label, summaries=summaries))
-        cases.sort(key=lambda c: (c.first.model, c.case.n_devices, c.case.cluster, c.label))
-        return _unique_labels(cases)
+            order = (first.model, case.n_devices, case.cluster, first.strategy, batch or 0, label)
+            training = TrainingCase(case=case, label=label, summaries=summaries)
+            cases.append((order, len(cases), training))
+        return _unique_labels([training for *_, training in sorted(cases, key=lambda c: c[:2])])

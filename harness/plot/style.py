@@ -125,15 +125,18 @@ def wrap_label(text: str, limit: int = 44) -> str:
 
 
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
-    """Say in place of a bar why there is none."""
-    axes.plot([0], [y], marker="x", color=FAILED, markersize=6, clip_on=False, linestyle="none")
+    """Say in place of a bar why there is none; a run that is ok has not measured it."""
+    is_ok = status == "ok"
+    colour = MUTED if is_ok else FAILED
+    if not is_ok:
+        axes.plot([0], [y], marker="x", color=FAILED, markersize=6, clip_on=False, linestyle="none")
     axes.annotate(
-        status_words(status, reason),
+        reason if is_ok else status_words(status, reason),
         (0, y),
         xytext=(8, 0),
         textcoords="offset points",
         va="center",
-        color=FAILED,
+        color=colour,
         fontsize=8,
     )
 
@@ -170,6 +173,16 @@ def grid_panels(
     for unused in panels[n:]:
         unused.set_axis_off()
     return panels[:n]
+
+
+def log_rate_axis(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:

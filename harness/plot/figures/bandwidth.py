@@ -10,7 +10,15 @@ from harness.measure.derive import best_link_bytes_per_s, collective_table, nic_
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import LIMIT, MUTED, grid_panels, note_failures, series_style, wrap_label
+from harness.plot.style import (
+    LIMIT,
+    MUTED,
+    grid_panels,
+    log_rate_axis,
+    note_failures,
+    series_style,
+    wrap_label,
+)
 from harness.units import format_bandwidth, format_bytes
 
 if TYPE_CHECKING:
@@ -107,6 +115,8 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 def _draw_panel(
     axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]
 ) -> None:
+    from matplotlib.ticker import NullLocator
+
     for operation, points in rows.groupby("operation", sort=True):
         colour, marker = styles[str(operation)]
         points = points.sort_values("size_bytes")
@@ -134,12 +144,11 @@ def _draw_panel(
             text = f"{words}: {format_bandwidth(float(limit))}"
             axes.axhline(limit * 1e-9, color=colour, linestyle=style, linewidth=1.2, label=text)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    log_rate_axis(axes)
     sizes = sorted(int(size) for size in rows["size_bytes"].unique())
     shown = sizes[:: max(1, -(-len(sizes) // 7))]
     axes.set_xticks(shown, [format_bytes(size) for size in shown], rotation=30, fontsize=8)
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("message size")
     axes.set_ylabel("bus bandwidth (GB/s)")
     axes.set_title(wrap_label(label, 50), fontsize=9)

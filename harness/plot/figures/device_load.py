@@ -23,7 +23,7 @@ METRICS = {
     "memory_used_bytes": ("memory in use (GiB)", 2.0**-30),
     "power_w": ("power (W)", 1.0),
 }
-COLUMNS = ["label", "status", "reason", "rank", "device", "metric", "time_s", "value"]
+COLUMNS = ["label", "repeat", "status", "reason", "rank", "device", "metric", "time_s", "value"]
 MAX_RUNS = 12
 
 
@@ -59,30 +59,36 @@ def table(catalog: Catalog) -> pd.DataFrame:
         for run in case.case.runs
     }
     rows = []
-    for run in catalog.results.runs:
+    trained = [run for case in catalog.training for run in case.case.runs]
+    others = [run for run in catalog.results.runs if id(run) not in labels]
+    for run in [*trained, *others]:
         label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
-        is_repeated = run.header.repeat > 0
-        rows += _rows(run, f"{label} · repeat {run.header.repeat}" if is_repeated else label)
+        rows += [row | {"repeat": run.header.repeat} for row in _rows(run, label)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
     """Median and maximum of each reading, by device."""
-    grouped = table.groupby(["label", "device", "metric"], sort=True)["value"]
+    grouped = table.groupby(["label", "repeat", "device", "metric"], sort=False)["value"]
     return grouped.agg(readings="size", median="median", max="max").reset_index()
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
-    """A row of panels for each run, one panel for each reading that it has."""
-    groups = list(table.groupby("label", sort=False))[:MAX_RUNS]
+    """A row of panels for each case's first run, one panel for each reading that it has."""
+    first = table[table["repeat"] == table.groupby("label")["repeat"].transform("min")]
+    groups = list(first.groupby("label", sort=False))[:MAX_RUNS]
     metrics = [metric for metric in METRICS if (table["metric"] == metric).any()]
     canvas.set_size_inches(WIDTH_IN, 2.5 * len(groups) + 0.4)
-    panels = canvas.subplots(len(groups), len(metrics), squeeze=False)
-    for row, (label, readings) in zip(panels, groups, strict=True):
+    rows = canvas.subfigures(len(groups), 1, squeeze=False)[:, 0]
+    for row, (label, readings) in zip(rows, groups, strict=True):
         styles = series_style(readings["device"])
-        for axes, metric in zip(row, metrics, strict=True):
+        row.suptitle(wrap_label(str(label), 90), fontsize=9, fontweight="bold", x=0.01, ha="left")
+        for axes, metric in zip(
+            row.subplots(1, len(metrics), squeeze=False).flat, metrics, strict=True
+        ):
             _draw_metric(axes, readings[readings["metric"] == metric], metric, styles)
-        row[0].set_title(wrap_label(str(label), 90), fontsize=8.5)
+        handles, names = row.axes[0].get_legend_handles_labels()
+        row.legend(handles, names, loc="outside right center", fontsize=7.5)
     n_all = table["label"].nunique()
     if n_all > MAX_RUNS:
         canvas.suptitle(f"The first {MAX_RUNS} of {n_all} runs; all are in the table")
@@ -110,7 +116,6 @@ def _draw_metric(
     axes.tick_params(labelsize=7.5)
     if metric == "device_utilization_percent":
         axes.set_ylim(0, 105)
-        axes.legend(fontsize=7, loc="lower left", ncols=2)
     elif not readings.empty:
         axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)
 
@@ -121,7 +126,8 @@ FIGURE = Figure(
     caption=(
         "What each device reported during the run: load, temperature, memory in use by anybody, "
         "power. A device that is hot and falls in load is throttling; one that is idle waits for "
-        "data or for other ranks. Times are seconds or minutes from each rank's own start."
+        "data or for other ranks. Of repeats the first is drawn. Times are seconds or minutes from "
+        "each rank's own start."
     ),
     better="load: higher is better; temperature: lower and steady is better",
     needs="a run on devices with counters (NVML), or imported logs",

@@ -10,7 +10,7 @@ from harness.measure.derive import matmul_table
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
-from harness.plot.style import FAILED, WIDTH_IN, note_failures, series_style
+from harness.plot.style import FAILED, WIDTH_IN, log_rate_axis, note_failures, series_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,6 +112,8 @@ def _style(styles: dict[str, tuple[str, str]], dtype: str) -> tuple[str, str]:
 def _draw_sizes(
     axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]
 ) -> None:
+    from matplotlib.ticker import NullLocator
+
     for (dtype, rank), points in rows.groupby(["dtype", "rank"], sort=True):
         colour, marker = _style(styles, str(dtype))
         sizes = (points["m"] * points["n"] * points["k"]).astype(float) ** (1 / 3)
@@ -129,8 +131,8 @@ def _draw_sizes(
     axes.set_xscale("log", base=2)
     ticks = sorted({int(n) for n in rows["n"]})
     axes.set_xticks(ticks, [str(n) for n in ticks], rotation=30 if len(ticks) > 5 else 0)
-    axes.minorticks_off()
-    axes.set_yscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    log_rate_axis(axes)
     axes.set_xlabel("size n of an n × n × n product")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(label)

@@ -48,7 +48,9 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
             for kind, n_bytes in rank.memory_bytes.items():
                 entry = (n_bytes, rank.rank, rank.info.memory_bytes)
                 peaks[kind] = max(peaks.get(kind, (0.0, 0, 0)), entry)
-    if not case.case.is_ok or not peaks:
+    if case.case.is_ok and not peaks:
+        return []
+    if not case.case.is_ok:
         limits = [info.memory_bytes for info in case.case.header.ranks]
         return [base | {"device_bytes": min(limits, default=None)}]
     return [
@@ -85,8 +87,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     for y, label in enumerate(labels):
         of_case = rows[rows["label"] == label]
         if of_case["peak_bytes"].isna().all():
-            status, reason = of_case["status"].iloc[0], of_case["reason"].iloc[0]
-            mark_failed(axes, y, status, reason if status != "ok" else "no memory recorded")
+            mark_failed(axes, y, of_case["status"].iloc[0], of_case["reason"].iloc[0])
         for i, kind in enumerate(kinds):
             colour, words = KINDS[kind]
             for _, row in of_case[of_case["kind"] == kind].iterrows():

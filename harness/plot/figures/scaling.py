@@ -116,6 +116,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
     points += _summa_points(catalog)
     rows = [_row(r) for r in scaling_table(points, "strong")]
     rows += [_row(r) for r in scaling_table(points, "weak")]
+    rows = list({(r["scaling"], r["label"], r["n_devices"], r["work"]): r for r in rows}.values())
     rows.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
     if rows:
         rows += [_failed(case) for case in catalog.training if not case.case.is_ok]
@@ -132,6 +133,15 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     left.set_ylabel("efficiency (%)")
     top = 100 * max(1.0, float(table["high"].max()))
     left.set_ylim(0, top * 1.08)
+    entries = {
+        words: handle
+        for axes in (left, right)
+        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    n_columns = 2 if len(entries) > 1 else 1
+    canvas.legend(
+        list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
+    )
     note_failures(canvas, table)
 
 
@@ -150,22 +160,28 @@ def _draw_panel(
         return
     for label, points in rows.groupby("label", sort=True):
         values = points["efficiency"] * 100
+        colour = colour_of(points["strategy"].iloc[0])
+        # A series starts at its baseline, which may be another strategy's run on one device.
+        start = points["baseline_devices"].iloc[0]
+        axes.plot([start, *points["n_devices"]], [100, *values], color=colour, linewidth=1.4)
         axes.errorbar(
             points["n_devices"],
             values,
             yerr=[values - points["low"] * 100, points["high"] * 100 - values],
-            color=colour_of(points["strategy"].iloc[0]),
+            color=colour,
+            linestyle="none",
             marker=markers[str(label)][1],
             capsize=3,
             label=str(label),
         )
         for n, value in zip(points["n_devices"], values, strict=True):
+            if n == start:
+                continue
             axes.annotate(
                 f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points", fontsize=8
             )
     axes.set_xticks(sorted(rows["n_devices"].unique()))
     axes.margins(x=0.12)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 FIGURE = Figure(

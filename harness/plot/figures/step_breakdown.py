@@ -82,7 +82,9 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows, shown)
     handles, labels = panels[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
+    canvas.legend(
+        handles, labels, loc="outside upper center", ncols=min(6, len(labels)), fontsize=8
+    )
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame, shown: list[str]) -> None:

@@ -105,15 +105,16 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
             continue
         rate = row["flops_per_s"] * 1e-12
         axes.barh(y, rate, 0.66, color="#0072B2")
-        words = f"{rate:.3g}"
+        words, right = f"{rate:.3g}", rate
         if not pd.isna(row["efficiency"]):
             peak = rate / row["efficiency"]
             axes.plot([peak] * 2, [y - 0.36, y + 0.36], color="#111111", linewidth=2)
+            right = max(rate, peak)
             words += f"  ({row['efficiency']:.0%})"
         axes.annotate(
-            words, (rate, y), xytext=(-4, 0), textcoords="offset points", va="center", ha="right",
-            fontsize=7.5, color="white",
+            words, (right, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
         )  # fmt: skip
+    axes.margins(x=0.28)
     axes.set_xlim(left=0)
     axes.set_xlabel("aggregate TFLOP/s (mark: sum of local peaks)")
     axes.set_title("Rate and efficiency")
