@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from harness.errors import ConfigError
+from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.product import DTYPES
 from harness.runtime.sampling import Budget
@@ -22,7 +23,6 @@ from harness.workloads.matmul_local import (
 from harness.workloads.matmul_scaling import (
     Point,
     check_memory,
-    gather_numbers,
     measure_point,
     points_of,
     rank_counts,
@@ -89,7 +89,9 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
 
 
 def _sizes(config: MatmulConfig, world: World) -> list[int]:
-    by_default = (1024, 2048, 4096, 8192, 16384) if world.device.type == "cuda" else (256, 512, 1024)
+    by_default = (
+        (1024, 2048, 4096, 8192, 16384) if world.device.type == "cuda" else (256, 512, 1024)
+    )
     return list(config.sizes or by_default)
 
 

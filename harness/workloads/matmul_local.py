@@ -176,15 +176,16 @@ def measure_product(
     Raises:
         VerificationError: the result is wrong, or faster than the device can be.
     """
-    labels: dict[str, str | int | float | bool] = {"m": size, "n": size, "k": size, "dtype": dtype}
     with precision_of(dtype):
         durations, operands = time_product(size, dtype, context, budget, flush)
         check = check_block(operands.c, (0, size), (0, size), size, dtype)
     check.require(f"the {dtype} product of size {size} on {context.world.hostname}")
     check_peak(2.0 * size**3, durations, dtype, context.world.device_kind)
+    sample = context.recorder.sample
     for step, duration_s in enumerate(durations):
-        context.recorder.sample("matmul_s", duration_s, step=step, **labels)
-    context.recorder.sample("matmul_error", check.error, tolerance=check.tolerance, **labels)
+        sample("matmul_s", duration_s, step=step, m=size, n=size, k=size, dtype=dtype)
+    sample("matmul_error", check.error, m=size, n=size, k=size, dtype=dtype,
+           tolerance=check.tolerance)  # fmt: skip
     context.flush()
     return 2.0 * size**3 / sorted(durations)[len(durations) // 2]
 

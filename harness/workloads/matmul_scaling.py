@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from harness.domain.record import Span
-from harness.errors import ConfigError
+from harness.errors import ConfigError, VerificationError
 from harness.measure.clock import Clock, HostClock
 from harness.measure.derive_spans import covered_s
+from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.product import Check, check_block, torch_dtype
 from harness.runtime.summa import Marks, Summa, split_square
@@ -50,15 +50,6 @@ def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[Point]:
     """Strong: the same size on any number of ranks. Weak: a cube root that keeps work per rank."""
     sizes = [size if scaling == "strong" else 2 * round(size * n ** (1 / 3) / 2) for n in counts]
     return [Point(scaling=scaling, n_ranks=n, size=s) for n, s in zip(counts, sizes, strict=True)]
-
-
-def gather_numbers(value: float, world: World) -> list[float]:
-    """Every rank's number, by rank; all ranks must call it."""
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
-    mine = torch.tensor([value], dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
-    return [float(number) for number in torch.cat(everyone).tolist()]
 
 
 def check_memory(points: list[Point], dtype: str, world: World) -> None:
@@ -188,14 +179,11 @@ class _Part:
 
 
 def _require_everywhere(check: Check | None, point: Point, world: World) -> None:
-    """Fail on all ranks when one rank's block is wrong; a rank that fails alone leaves others waiting."""
-    excess = check.error / check.tolerance if check else 0.0
-    # NaN must not get lost in a maximum.
-    excesses = [e if e == e else float("inf") for e in gather_numbers(excess, world)]
-    worst = excesses.index(max(excesses))
-    if excesses[worst] <= 1.0:
-        return
-    bound = check.tolerance if check else 1.0
-    Check(
-        error=excesses[worst] * bound, tolerance=bound, dtype=check.dtype if check else "", k=point.size
-    ).require(f"rank {worst}'s block of the product over {point.n_ranks} ranks")
+    """Fail on all ranks when one's block is wrong: one that fails alone leaves others waiting."""
+    is_wrong = check is not None and not check.error <= check.tolerance
+    wrong = [rank for rank, flag in enumerate(gather_numbers(float(is_wrong), world)) if flag]
+    what = f"the distributed product of size {point.size} over {point.n_ranks} ranks"
+    if check is not None:
+        check.require(f"rank {world.rank}'s block of {what}")
+    if wrong:
+        raise VerificationError(f"{what} is wrong on ranks {wrong}: their messages say by how much")

@@ -42,7 +42,9 @@ def local_world(rank: int, size: int, device: str = "cpu") -> World:
 
 
 def _header(size: int, config: Any) -> RunHeader:
-    devices = [Device(name=f"node{i}:0", kind="test device", memory_bytes=4 << 30) for i in range(size)]
+    devices = [
+        Device(name=f"node{i}:0", kind="test device", memory_bytes=4 << 30) for i in range(size)
+    ]
     return RunHeader(
         run_id="run",
         workload="test",
@@ -53,11 +55,15 @@ def _header(size: int, config: Any) -> RunHeader:
         cluster=Cluster(nodes=[Node(name=f"node{i}", devices=[d]) for i, d in enumerate(devices)]),
         ranks=[
             RankInfo(
-                rank=i, hostname=f"node{i}", device="cpu", device_kind="test device", n_cores=1,
+                rank=i,
+                hostname=f"node{i}",
+                device="cpu",
+                device_kind="test device",
+                n_cores=1,
                 memory_bytes=4 << 30,
             )
             for i in range(size)
-        ],  # fmt: skip
+        ],
         versions={},
         commit="",
         start_utc="2026-01-01T00:00:00.000+00:00",
@@ -66,7 +72,9 @@ def _header(size: int, config: Any) -> RunHeader:
     )
 
 
-def _rank(rank: int, size: int, directory: str, function: Callable[..., Any], argument: Any) -> None:
+def _rank(
+    rank: int, size: int, directory: str, function: Callable[..., Any], argument: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{directory}/store", size)
@@ -95,12 +103,12 @@ def run_on_ranks(
 ) -> tuple[list[Any], Run]:
     """What each rank returned, and the run as read back; `function` must be importable."""
     with tempfile.TemporaryDirectory() as directory:
+        write_header(Path(directory) / "run", _header(size, argument))
         torch.multiprocessing.spawn(
             _rank, args=(size, directory, function, argument), nprocs=size, join=True
         )
         results = [torch.load(f"{directory}/result{rank}") for rank in range(size)]
         run_dir = Path(directory) / "run"
-        write_header(run_dir, _header(size, argument))
         read = Results()
         read_run(run_dir, read)
         assert not read.skipped, read.skipped

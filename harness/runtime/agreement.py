@@ -1,0 +1,30 @@
+"""Small numbers that ranks exchange between measurements; every rank must make the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from harness.runtime.world import World
+
+
+def _tensor(values: Sequence[float], world: World) -> torch.Tensor:
+    device = world.device if world.backend == "nccl" else torch.device("cpu")
+    return torch.tensor(list(values), dtype=torch.float64, device=device)
+
+
+def gather_numbers(value: float, world: World) -> list[float]:
+    """Every rank's number, by rank."""
+    mine = _tensor([value], world)
+    everyone = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(everyone, mine)
+    return [float(number) for number in torch.cat(everyone).tolist()]
+
+
+def agree_on_maximum(values: Sequence[float], world: World) -> list[float]:
+    """The maximum over ranks of each number."""
+    numbers = _tensor(values, world)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return [float(number) for number in numbers.tolist()]

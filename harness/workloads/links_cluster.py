@@ -1,0 +1,143 @@
+"""From measured pairs and collectives to the Cluster file that planning reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
+from harness.domain.run import RankInfo, RunHeader
+from harness.errors import ResultsError
+from harness.measure.derive import matmul_table
+from harness.measure.store import Results, read_header, read_run, write_atomically
+from harness.workloads.links_pairs import Pair, PairTimes
+
+_log = logging.getLogger(__name__)
+
+
+def fit_link(times: PairTimes) -> tuple[float, float]:
+    """Latency in s and bandwidth in bytes/s of t = latency + n_bytes / bandwidth.
+
+    The latency is the measured one; the seconds per byte are the weighted median of
+    (t - latency) / n_bytes with weights n_bytes, which has the least absolute deviation from the
+    measured times. So large messages count most, and one odd size does not move the line. A
+    message of less than two latencies cannot tell its bytes from noise: its latency counts as bytes.
+
+    Raises:
+        ValueError: no transfer was measured.
+    """
+    latency_s = times.latency_s
+    slopes = sorted(
+        ((time_s - latency_s if time_s > 2 * latency_s else time_s) / n_bytes, n_bytes)
+        for n_bytes, time_s in times.transfers.items()
+    )
+    if not slopes:
+        raise ValueError("a link needs the time of at least one message beside its latency")
+    total, passed = sum(n_bytes for _, n_bytes in slopes), 0
+    for seconds_per_byte, n_bytes in slopes:
+        passed += n_bytes
+        if 2 * passed >= total:
+            break
+    return latency_s, 1.0 / seconds_per_byte
+
+
+def device_names(ranks: Sequence[RankInfo]) -> list[str]:
+    """The cluster's name of each rank's device: host and position on the host."""
+    hosts = [info.hostname for info in ranks]
+    return [f"{host}:{hosts[:rank].count(host)}" for rank, host in enumerate(hosts)]
+
+
+def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
+    links = []
+    for (source, target), times in sorted(pairs.items()):
+        if times.transfers:
+            latency_s, bandwidth = fit_link(times)
+            links.append(
+                Link(
+                    source=names[source],
+                    target=names[target],
+                    latency_s=latency_s,
+                    bandwidth_bytes_per_s=bandwidth,
+                )
+            )
+    return links
+
+
+def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
+    """The fastest link to or from another node; None when all devices share the node.
+
+    A NIC is at least as fast as the fastest of its links, and with one pair at a time that link
+    has the NIC for itself.
+    """
+    inside = {device.name for device in node.devices}
+    crossing = [
+        link.bandwidth_bytes_per_s
+        for link in links
+        if (link.source in inside) != (link.target in inside)
+    ]
+    return max(crossing, default=None)
+
+
+def _places(header: RunHeader) -> list[tuple[str, str]]:
+    return [(info.hostname, info.device_kind) for info in header.ranks]
+
+
+def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
+    """Best matmul rate by dtype of each rank, from the newest matmul run on these devices.
+
+    Empty for every rank when the directory holds none.
+    """
+    newest: tuple[str, Path] | None = None
+    for path in results.iterdir() if results.is_dir() else []:
+        try:
+            other = read_header(path)
+        except ResultsError:
+            continue
+        is_usable = other.workload == "matmul" and other.status == "ok"
+        if is_usable and _places(other) == _places(header):
+            newest = max(newest or ("", path), (other.start_utc, path))
+    rates: list[dict[str, float]] = [{} for _ in header.ranks]
+    if newest is None:
+        return rates
+    found = Results()
+    read_run(newest[1], found)
+    for row in (row for run in found.runs for row in matmul_table(run)):
+        mine = rates[row.rank]
+        mine[row.dtype] = max(mine.get(row.dtype, 0.0), row.flops_per_s)
+    return rates
+
+
+def build_cluster(
+    header: RunHeader,
+    pairs: dict[Pair, PairTimes],
+    collectives: list[CollectivePoint],
+    flops: list[dict[str, float]],
+) -> Cluster:
+    """The launch's nodes and devices with what was measured about them."""
+    names = device_names(header.ranks)
+    rates = dict(zip(names, flops, strict=True))
+    links = _links(pairs, names)
+    nodes = [
+        msgspec.structs.replace(
+            node,
+            devices=[_with_rates(device, rates) for device in node.devices],
+            nic_bytes_per_s=_nic_bytes_per_s(node, links),
+        )
+        for node in header.cluster.nodes
+    ]
+    return Cluster(nodes=nodes, links=links, collectives=collectives)
+
+
+def _with_rates(device: Device, rates: dict[str, dict[str, float]]) -> Device:
+    return msgspec.structs.replace(device, flops_per_s=rates.get(device.name, {}))
+
+
+def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
+    """Write the same file to each place; rank 0 only."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, cluster.to_json())
+        _log.info("wrote %s", path)

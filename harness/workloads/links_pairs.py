@@ -1,0 +1,175 @@
+"""Latency and bandwidth of every ordered pair of ranks, one pair at a time.
+
+    source   |--- message --->          |
+    target                 |--- ack --->|     a trip; the ack is 4 bytes
+
+Half a trip of the smallest message is the latency; a trip of a larger message, less the latency
+of its ack, is its one-way time. All is read on the source's clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from harness.errors import VerificationError
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.collectives import ELEMENT_BYTES, Transport, pattern
+from harness.runtime.context import Context
+from harness.runtime.sampling import Budget
+from harness.units import format_bytes
+from harness.workloads.links_collectives import Limits
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PairTimes:
+    """One direction between two ranks: median seconds.
+
+    Attributes:
+        transfers: one-way time by size in bytes.
+    """
+
+    latency_s: float
+    transfers: dict[int, float]
+
+
+class _Line:
+    """A pair of ranks at work; both call the same methods in the same order."""
+
+    def __init__(self, transport: Transport, pair: Pair) -> None:
+        self._transport = transport
+        self.is_source = transport.rank == pair[0]
+        self._pair = pair
+        self._ack = torch.empty(1, device=transport.device)
+        self._peer = pair[1] if self.is_source else pair[0]
+
+    def trips(self, message: torch.Tensor, n: int) -> list[float]:
+        """Seconds of n trips; empty on the target."""
+        transport, clock = self._transport, self._transport.clock
+        durations = []
+        for _ in range(n):
+            if not self.is_source:
+                transport.receive(message, self._peer)
+                transport.send(self._ack, self._peer)
+                continue
+            start = clock.mark()
+            transport.send(message, self._peer)
+            transport.receive(self._ack, self._peer)
+            end = clock.mark()
+            clock.settle()
+            durations.append(clock.seconds_at(end) - clock.seconds_at(start))
+        return durations
+
+    def measure(self, n_bytes: int, budget: Budget, longest_s: float) -> list[float] | None:
+        """Trips of one size; [] on the target, None on both when one takes too long."""
+        n = max(1, -(-n_bytes // ELEMENT_BYTES))
+        message = pattern(self._pair[0], n, self._transport.device)
+        if not self.is_source:
+            message.fill_(-1.0)
+        warm_up = self.trips(message, max(1, budget.n_warm_up))
+        self._check(message)
+        is_short = not warm_up or min(warm_up) <= longest_s
+        n_trips = self._tell(budget.count(warm_up[-1]) if warm_up and is_short else 0)
+        if n_trips == 0:
+            return None
+        durations = self.trips(message, n_trips)
+        self._check(message)
+        return durations
+
+    def _tell(self, number: int) -> int:
+        """The source's number on both."""
+        told = torch.tensor([float(number)], device=self._transport.device)
+        if self.is_source:
+            self._transport.send(told, self._peer)
+        else:
+            self._transport.receive(told, self._peer)
+        return int(told.item())
+
+    def _check(self, message: torch.Tensor) -> None:
+        expected = pattern(self._pair[0], len(message), message.device)
+        n_wrong = int((message != expected).sum())
+        if n_wrong:
+            source, target = self._pair
+            raise VerificationError(
+                f"{n_wrong} of {len(message)} elements of {format_bytes(message.nbytes)} arrived wrong "
+                f"from rank {source} at rank {target} over {self._transport.name}: the network or "
+                "the library corrupts data"
+            )
+
+
+def _measure_pair(
+    pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
+) -> PairTimes | None:
+    """Measure and record one direction; its times on the source, None on the target."""
+    line = _Line(transport, pair)
+    labels: dict[str, str | int | float | bool] = {
+        "source": pair[0], "target": pair[1], "transport": transport.name
+    }  # fmt: skip
+    trips = line.measure(ELEMENT_BYTES, limits.budget, float("inf")) or []
+    latencies = [trip_s / 2 for trip_s in trips]
+    for step, latency_s in enumerate(latencies):
+        context.recorder.sample("link_latency_s", latency_s, step=step, **labels)
+    ack_s = median(latencies) if latencies else 0.0
+    transfers: dict[int, float] = {}
+    for n_bytes in sorted(sizes):
+        found = line.measure(n_bytes, limits.budget, limits.longest_s)
+        if found is None:
+            break
+        times = [trip_s - ack_s for trip_s in found]
+        for step, time_s in enumerate(times):
+            context.recorder.sample("link_transfer_s", time_s, step=step, n_bytes=n_bytes, **labels)
+        if times:
+            transfers[n_bytes] = median(times)
+    return PairTimes(ack_s, transfers) if line.is_source else None
+
+
+def measure_pairs(
+    sizes: list[int], transport: Transport, context: Context, limits: Limits
+) -> dict[Pair, PairTimes]:
+    """Every ordered pair, one after another; all ranks must call it, and get all times.
+
+    Ranks outside the pair sleep in a barrier. A pair leaves out sizes that take longer than the
+    limit.
+
+    Raises:
+        VerificationError: a message arrived wrong.
+    """
+    pairs = list(permutations(range(transport.size), 2))
+    mine: dict[Pair, PairTimes] = {}
+    for done, pair in enumerate(pairs):
+        note = f"{pair[0]} to {pair[1]}"
+        context.progress.update(f"pairs over {transport.name}", done, len(pairs), note)
+        if transport.rank in pair:
+            times = _measure_pair(pair, sizes, transport, context, limits)
+            if times is not None:
+                mine[pair] = times
+        dist.barrier()
+        context.flush()
+    context.progress.update(f"pairs over {transport.name}", len(pairs), len(pairs))
+    return _share(mine, pairs, sizes, context)
+
+
+def _share(
+    mine: dict[Pair, PairTimes], pairs: list[Pair], sizes: list[int], context: Context
+) -> dict[Pair, PairTimes]:
+    """All pairs' times on all ranks: each number is known to one rank, and -1 elsewhere."""
+    numbers: list[float] = []
+    for pair in pairs:
+        known = mine.get(pair)
+        numbers.append(known.latency_s if known else -1.0)
+        numbers += [known.transfers.get(n, -1.0) if known else -1.0 for n in sizes]
+    if not numbers:
+        return {}
+    shared = iter(agree_on_maximum(numbers, context.world))
+    found: dict[Pair, PairTimes] = {}
+    for pair in pairs:
+        latency_s = next(shared)
+        times = {n: next(shared) for n in sizes}
+        found[pair] = PairTimes(latency_s, {n: t for n, t in times.items() if t > 0})
+    return found

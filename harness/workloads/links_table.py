@@ -1,0 +1,70 @@
+"""What rank 0 prints after links: collectives by size, and the matrix of pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.measure.derive import (
+    CollectiveRow,
+    LinkMatrix,
+    best_link_bytes_per_s,
+    collective_table,
+    link_matrices,
+)
+from harness.measure.store import Run
+from harness.units import format_bandwidth, format_bytes, format_duration
+from harness.workloads.text import columns
+
+
+def links_text(runs: list[Run]) -> str:
+    """The tables of every run, one after another."""
+    return "\n\n".join(part for run in runs for part in _parts(run) if part)
+
+
+def _parts(run: Run) -> list[str]:
+    if run.header.status != "ok":
+        return [f"{run.header.run_id}: {run.header.status} {run.header.reason}".rstrip()]
+    left_out = [str(text) for text in run.header.summary.get("left_out", [])]
+    return [
+        *(_matrix(matrix) for matrix in link_matrices(run)),
+        _collectives(run),
+        "\n".join(f"left out: {text}" for text in left_out),
+    ]
+
+
+def _matrix(matrix: LinkMatrix) -> str:
+    heads = [f"{matrix.transport} from \\ to", *matrix.names]
+    rows = [
+        [name, *(_pair(matrix, source, target) for target in range(len(matrix.names)))]
+        for source, name in enumerate(matrix.names)
+    ]
+    title = f"half round trip, and bandwidth at {format_bytes(matrix.n_bytes)}, one pair at a time:"
+    return f"{title}\n{columns(heads, rows)}"
+
+
+def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
+    latency_s = float(matrix.latency_s[source, target])
+    bandwidth = float(matrix.bandwidth_bytes_per_s[source, target])
+    if np.isnan(latency_s):
+        return "-"
+    rate = "-" if np.isnan(bandwidth) else format_bandwidth(bandwidth)
+    return f"{format_duration(latency_s)}, {rate}"
+
+
+def _collectives(run: Run) -> str:
+    best = best_link_bytes_per_s(run)
+    heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", "of best link"]
+    return columns(heads, [_cells(row, best) for row in collective_table(run)])
+
+
+def _cells(row: CollectiveRow, best: float | None) -> list[str]:
+    return [
+        row.operation,
+        row.transport,
+        format_bytes(row.n_bytes),
+        format_duration(row.time.median),
+        f"{row.time.cv:.0%}",
+        format_bandwidth(row.algbw),
+        format_bandwidth(row.busbw),
+        f"{row.busbw / best:.0%}" if best else "-",
+    ]
