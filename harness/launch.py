@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ class Planned:
     case: Case
     key: str
     repeat: int
+    n_ranks: int
 
 
 def config_json(config: Any) -> dict[str, Any]:
@@ -96,13 +97,15 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     return Cluster(nodes=nodes)
 
 
-def plan_runs(cases: Sequence[Case], cluster: Cluster) -> list[Planned]:
+def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
     """Number the repeats: cases of equal configuration are repeats of one another."""
     seen: Counter[str] = Counter()
     planned = []
     for case in cases:
+        n_ranks = case.workload.n_ranks(case.config, len(ranks))
+        cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
-        planned.append(Planned(case=case, key=key, repeat=seen[key]))
+        planned.append(Planned(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
         seen[key] += 1
     return planned
 
@@ -140,7 +143,6 @@ class Launcher:
         self._world = meeting.world
         self._control = meeting.control
         self._ranks = self._control.gather("ranks", self._describe_rank(), RankInfo)
-        self.cluster = describe_cluster(self._ranks)
         self._results = Path(
             self._control.broadcast("results", str(options.results.absolute()), str)
         )
@@ -148,7 +150,7 @@ class Launcher:
 
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Carry out every case in order; returns the headers (complete on rank 0)."""
-        planned = plan_runs(cases, self.cluster)
+        planned = plan_runs(cases, self._ranks)
         done = finished_repeats(self._results) if self._options.resume else Counter[str]()
         skipped = [plan.repeat < done[plan.key] for plan in planned]
         skipped = self._control.broadcast("skipped", skipped, list[bool])
@@ -198,8 +200,8 @@ class Launcher:
             repeat=plan.repeat,
             argv=self._argv,
             config=config_json(plan.case.config),
-            cluster=self.cluster,
-            ranks=self._ranks,
+            cluster=describe_cluster(self._ranks[: plan.n_ranks]),
+            ranks=self._ranks[: plan.n_ranks],
             versions=self._meeting.facts[0].versions,
             commit=self._commit,
             start_utc=now.isoformat(timespec="milliseconds"),
@@ -213,7 +215,9 @@ class Launcher:
             write_header(run_dir, header)
         start_s = time.monotonic()
         try:
-            outcome = self._part(plan.case, f"run{number}", run_dir)
+            outcome = Outcome(status="ok")
+            if self._world.rank < plan.n_ranks:
+                outcome = self._part(plan, f"run{number}", run_dir)
         except KeyboardInterrupt:
             self._close(run_dir, header, "crash", "interrupted", start_s, {})
             raise
@@ -224,9 +228,12 @@ class Launcher:
         self._bring_records(run_dir)
         return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
 
-    def _part(self, case: Case, name: str, run_dir: Path) -> Outcome:
+    def _part(self, plan: Planned, name: str, run_dir: Path) -> Outcome:
         """This rank's part of a run."""
-        meeting = self._meeting
+        meeting, case = self._meeting, plan.case
+        world = replace(
+            self._world, size=plan.n_ranks, hostnames=self._world.hostnames[: plan.n_ranks]
+        )
         spec = RunSpec(
             name=name,
             run_dir=str(run_dir),
@@ -235,16 +242,15 @@ class Launcher:
             collective_timeout_s=self._options.collective_timeout_s,
         )
         if case.workload.is_isolated:
-            world = without_mpi(self._world)
             ending = run_isolated(
                 run_case,
-                (case.workload.body, case.config, world, spec),
+                (case.workload.body, case.config, without_mpi(world), spec),
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
             )
             outcome = _outcome_of(ending)
         else:
-            outcome = run_case(case.workload.body, case.config, self._world, spec)
+            outcome = run_case(case.workload.body, case.config, world, spec)
         if outcome.status != "ok":
             self._control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
         return outcome

@@ -53,24 +53,35 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_steps(
-    step: Callable[[], object], context: Context, *, n_steps: int, n_warm_up: int, what: str
+    step: Callable[[int], object],
+    context: Context,
+    *,
+    n_steps: int,
+    n_warm_up: int,
+    what: str,
+    between: Callable[[int], None] = lambda index: None,
 ) -> None:
     """Warm up, then record `n_steps` steps as back-to-back `step` spans; all ranks must call it.
 
     The boundary between two steps is one mark, so that nothing falls between them. Records are
     written after each step, outside its span, without waiting for the device.
+
+    Args:
+        step: gets the step's index; warm-up steps have -n_warm_up to -1.
+        between: called after each measured step, outside its span.
     """
     recorder = context.recorder
     context.flush()
-    for _ in range(n_warm_up):
-        step()
+    for index in range(-n_warm_up, 0):
+        step(index)
     recorder.discard()
     start = recorder.clock.mark()
     for index in range(n_steps):
         recorder.step = index
-        step()
+        step(index)
         end = recorder.clock.mark()
         recorder.add_marks("step", start, end)
+        between(index)
         context.flush()
         context.progress.update(what, index + 1, n_steps)
         start = recorder.clock.mark()

@@ -10,6 +10,11 @@ from harness.measure.store import Run
 from harness.runtime.context import Context
 
 
+def all_ranks(config: Any, n_ranks: int) -> int:
+    """A case that takes every rank."""
+    return n_ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One entry of WORKLOADS.
@@ -23,6 +28,8 @@ class Workload:
             kept). Raises VerificationError when a result is wrong (the run becomes `invalid`), and
             lets out-of-memory errors out (the run becomes `oom`).
         table: the text that rank 0 prints at the end, from the runs as read back.
+        n_ranks: how many ranks a case takes of those that were started: the first ones; the others
+            wait. A sweep over rank counts (scaling) is so one launch.
         is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
             own; a workload that needs MPI itself runs in the rank's first process instead.
     """
@@ -32,4 +39,5 @@ class Workload:
     cases: Callable[[Any, int], list[Any]]
     body: Callable[[Any, Context], dict[str, Any]]
     table: Callable[[list[Run]], str]
+    n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
