@@ -169,7 +169,7 @@ def _serve_part(
     finish_ms = start_ms + tables.costs[layer, PART, state.plan[layer, tables.n_devices]]
     work.times[EVENT_FINISH, layer, part] = finish_ms
     state.times[FREE, tables.n_layers, device] = finish_ms
-    return finish_ms
+    return float(finish_ms)
 
 
 @compiled

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
 
 from harness.errors import PlanError
 
-CONV, POOL, FLATTEN, LINEAR = "conv", "pool", "flatten", "linear"
+CONV, POOL, FLATTEN, LINEAR = "conv", "pool", "flat", "linear"
 
 FLOPS_PER_MS = 6.4e9
 MEMORY_BYTES_PER_MS = 5e8
@@ -75,7 +71,10 @@ def part_ms(layer: Layer, n_samples: int, n_features: int) -> float:
 
 
 class LayerChain:
-    """Builds layers one after the other, following the shape (channels, side, side)."""
+    """Builds layers one after the other, following the shape (channels, side, side).
+
+    Layers are numbered as FlexFlow named them, the flatten without a number.
+    """
 
     def __init__(self, channels: int, side: int) -> None:
         self.layers: list[Layer] = []
@@ -106,13 +105,25 @@ class LayerChain:
         return self
 
     def _append(
-        self, kind: str, n_in: int, n_out: int, n_weights: int = 0, macs: int = 0,
+        self,
+        kind: str,
+        n_in: int,
+        n_out: int,
+        n_weights: int = 0,
+        macs: int = 0,
         softmax: bool = False,
     ) -> None:
-        name = f"{kind}{1 + sum(layer.kind == kind for layer in self.layers)}"
+        number = 1 + sum(layer.kind != FLATTEN for layer in self.layers)
         self.layers.append(
-            Layer(name=name.replace("flatten1", "flatten"), kind=kind, n_in=n_in, n_out=n_out,
-                  n_weights=n_weights, macs=macs, has_softmax=softmax)
+            Layer(
+                name=kind if kind == FLATTEN else f"{kind}{number}",
+                kind=kind,
+                n_in=n_in,
+                n_out=n_out,
+                n_weights=n_weights,
+                macs=macs,
+                has_softmax=softmax,
+            )
         )
 
 
@@ -168,7 +179,7 @@ Plan = tuple[Cut, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """Layers on a machine, with the tables that the compiled kernels read."""
+    """Layers on a machine."""
 
     machine: Machine
     layers: Sequence[Layer] = field(default_factory=alexnet)
@@ -188,6 +199,15 @@ class Problem:
         n = self.machine.n_devices
         return tuple(Cut(n, 1, tuple(range(n))) for _ in self.layers)
 
+    def linear_by_feature(self) -> Plan:
+        """Convolutions cut over the samples, linear layers over the features (Krizhevsky 2014)."""
+        n = self.machine.n_devices
+        devices = tuple(range(n))
+        return tuple(
+            Cut(1, n, devices) if layer.kind == LINEAR else Cut(n, 1, devices)
+            for layer in self.layers
+        )
+
     def single_device(self) -> Plan:
         """Every part on device 0, in as few parts as the model allows."""
         plan = []
@@ -205,8 +225,10 @@ class Problem:
             PlanError: names the layer.
         """
         if len(plan) != len(self.layers):
-            raise PlanError(f"the plan has {len(plan)} layers, the model {len(self.layers)}: "
-                            "plan every layer of this model")
+            raise PlanError(
+                f"the plan has {len(plan)} layers, the model {len(self.layers)}: "
+                "plan every layer of this model"
+            )
         n = self.machine.n_devices
         for layer, cut in zip(self.layers, plan, strict=True):
             if (cut.n_samples, cut.n_features) not in self.choices(layer):
@@ -221,5 +243,6 @@ class Problem:
                 )
             outside = [d for d in cut.devices if not 0 <= d < n]
             if outside:
-                raise PlanError(f"layer {layer.name} is on device {outside[0]}, there are "
-                                f"devices 0 to {n - 1}")
+                raise PlanError(
+                    f"layer {layer.name} is on device {outside[0]}, there are devices 0 to {n - 1}"
+                )

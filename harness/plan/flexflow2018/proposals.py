@@ -27,25 +27,26 @@ SPREAD, COPY, SEGMENT, REFINE, MOVE, SWAP = 25, 40, 55, 70, 85, 95
 
 
 @compiled
-def draw_bits(random: Random) -> int:
+def draw_bits(random: Random) -> np.uint64:
     """The next 64 random bits (splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
     random[0] += np.uint64(0x9E3779B97F4A7C15)
     z = random[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    return np.uint64(z ^ (z >> np.uint64(31)))
 
 
 @compiled
 def draw_below(random: Random, n: int) -> int:
     """A whole number from 0 to n - 1."""
-    return np.int64(((draw_bits(random) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
+    high = draw_bits(random) >> np.uint64(32)
+    return int(np.int64((high * np.uint64(n)) >> np.uint64(32)))
 
 
 @compiled
 def draw_unit(random: Random) -> float:
     """A number from 0 up to, without, 1."""
-    return np.float64(draw_bits(random) >> np.uint64(11)) * 2.0**-53
+    return float(draw_bits(random) >> np.uint64(11)) * 2.0**-53
 
 
 @compiled
@@ -118,9 +119,7 @@ def _follow(tables: Tables, plan: Ints, layer: int, leader: int) -> None:
 
 
 @compiled
-def _write_segment(
-    tables: Tables, plan: Ints, random: Random, layer: int
-) -> tuple[int, int]:
+def _write_segment(tables: Tables, plan: Ints, random: Random, layer: int) -> tuple[int, int]:
     length = 2 + draw_below(random, tables.n_layers - 1)
     first = max(0, layer - length + 1) if draw_below(random, 2) else layer
     last = min(tables.n_layers, first + length) - 1

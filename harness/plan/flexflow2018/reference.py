@@ -30,7 +30,7 @@ Resource = int | tuple[int, int]  # a device, or a channel between part indices
 Span = tuple[int, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """A part's computation or a transfer. `order` breaks ties; `n_waits` counts producers left."""
 
@@ -68,9 +68,15 @@ def step_ms(problem: Problem, plan: Plan) -> float:
     """
     problem.check(plan)
     makespan_ms = max(task.finish_ms for task in simulate(problem, plan))
-    synchronisation = [synchronise(problem, *pair) for pair in zip(problem.layers, plan, strict=True)]
+    synchronisation = [
+        synchronise(problem, *pair) for pair in zip(problem.layers, plan, strict=True)
+    ]
     transfer_ms = sum(each.transfer_ms for each in synchronisation)
-    return makespan_ms + transfer_ms - GIVE_BACK_MS * sum(each.squared_parts for each in synchronisation)
+    return (
+        makespan_ms
+        + transfer_ms
+        - GIVE_BACK_MS * sum(each.squared_parts for each in synchronisation)
+    )
 
 
 def simulate(problem: Problem, plan: Plan) -> list[Task]:
@@ -129,7 +135,9 @@ def _connect(
             same_node = problem.machine.node(a) == problem.machine.node(b)
             bytes_per_ms = INSIDE_BYTES_PER_MS if same_node else BETWEEN_BYTES_PER_MS
             duration_ms = ELEMENT_BYTES * n_common * features / bytes_per_ms
-            transfer = Task((index, 1, to, producer_index), (producer_index, to), duration_ms, index)
+            transfer = Task(
+                (index, 1, to, producer_index), (producer_index, to), duration_ms, index
+            )
             producer.then(transfer)
             transfer.then(consumer)
             transfers.append(transfer)
@@ -143,7 +151,7 @@ def _sample_span(problem: Problem, cut: Cut, part: int) -> Span:
 
 
 def synchronise(problem: Problem, layer: Layer, cut: Cut) -> Synchronisation:
-    """Cost of summing the layer's weight gradients, slice by slice, over the devices that hold them."""
+    """Cost of summing the layer's weight gradients, slice by slice, over their holders."""
     if layer.kind == CONV:
         n_bytes = float(ELEMENT_BYTES * layer.n_weights)
         return Synchronisation(n_bytes * _ms_per_byte(problem, set(cut.devices)), 0)
@@ -155,9 +163,7 @@ def synchronise(problem: Problem, layer: Layer, cut: Cut) -> Synchronisation:
     for slice_ in range(n_devices):
         block = slice_ // cut.n_samples
         holders = [
-            device
-            for part, device in enumerate(cut.devices)
-            if part % cut.n_features == block
+            device for part, device in enumerate(cut.devices) if part % cut.n_features == block
         ]
         transfer_ms += n_bytes * _ms_per_byte(problem, set(holders))
         squared += sum(holders.count(device) ** 2 for device in set(holders))

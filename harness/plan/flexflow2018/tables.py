@@ -143,9 +143,7 @@ def _transfers_ms(problem: Problem, index: int) -> Floats:
 def new_state(tables: Tables) -> State:
     """Room for a plan and its timeline."""
     layers, n = tables.n_layers, tables.n_devices
-    return State(
-        plan=np.zeros((layers, n + 1), dtype=np.int64), times=np.zeros((6, layers + 1, n))
-    )
+    return State(plan=np.zeros((layers, n + 1), dtype=np.int64), times=np.zeros((6, layers + 1, n)))
 
 
 def new_work(tables: Tables) -> Work:

@@ -33,7 +33,7 @@ from harness.plan.flexflow2018.tables import (
 def count_feature_blocks(tables: Tables, plan: Ints, layer: int) -> int:
     """Feature blocks of a layer."""
     if tables.linear_mask >> layer & 1:
-        return tables.n_devices >> plan[layer, tables.n_devices]
+        return int(tables.n_devices >> plan[layer, tables.n_devices])
     return 1
 
 
@@ -42,20 +42,20 @@ def count_parts(tables: Tables, plan: Ints, layer: int) -> int:
     """Parts of a layer."""
     if tables.linear_mask >> layer & 1:
         return tables.n_devices
-    return 1 << plan[layer, tables.n_devices]
+    return int(1 << plan[layer, tables.n_devices])
 
 
 @compiled
 def count_groups(tables: Tables, plan: Ints, layer: int) -> int:
     """Groups between a layer and the one before it."""
-    return 1 << min(plan[layer - 1, tables.n_devices], plan[layer, tables.n_devices])
+    return int(1 << min(plan[layer - 1, tables.n_devices], plan[layer, tables.n_devices]))
 
 
 @compiled
 def transfer_ms(tables: Tables, plan: Ints, layer: int) -> float:
     """One transfer into the layer, between nodes."""
     s = tables.n_devices
-    return tables.costs[layer, TRANSFER + plan[layer - 1, s], plan[layer, s]]
+    return float(tables.costs[layer, TRANSFER + plan[layer - 1, s], plan[layer, s]])
 
 
 @compiled
@@ -167,7 +167,6 @@ def _deliver_all(
 @compiled
 def collides(tables: Tables, plan: Ints, finish_ms: Floats, layer: int, part: int) -> bool:
     """Whether a transfer from the part overlaps one of an earlier layer on the same channel."""
-    n = tables.n_devices
     n_groups = count_groups(tables, plan, layer + 1)
     n_targets = count_parts(tables, plan, layer + 1) // n_groups
     target = part * n_groups // count_parts(tables, plan, layer) * n_targets

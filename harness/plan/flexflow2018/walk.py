@@ -41,7 +41,7 @@ class Chain(NamedTuple):
             timeline up to what layer CLEAN_TO finds.
         best: (layer, n_devices + 1), the best plan.
         cost_ms: (2,), of CURRENT and BEST.
-        count: (8,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
+        tally: (8,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
             `timeline` that settled them.
     """
 
@@ -53,7 +53,7 @@ class Chain(NamedTuple):
     events: Events
     random: Random
     cost_ms: Floats
-    count: Ints
+    tally: Ints
 
 
 def new_chain(tables: Tables, seed: int) -> Chain:
@@ -67,7 +67,7 @@ def new_chain(tables: Tables, seed: int) -> Chain:
         events=new_events(tables),
         random=np.array([seed % 2**64], dtype=np.uint64),
         cost_ms=np.full(2, np.inf),
-        count=np.zeros(8, dtype=np.int64),
+        tally=np.zeros(8, dtype=np.int64),
     )
 
 
@@ -82,8 +82,8 @@ def restart(chain: Chain, plan: Ints) -> float:
     for layer in range(tables.n_layers):
         _copy_synchronisation(chain.current, chain.trial, layer)
     chain.cost_ms[CURRENT] = cost_ms
-    chain.count[N_VALID] = n_valid
-    chain.count[CLEAN_TO] = tables.n_layers
+    chain.tally[N_VALID] = n_valid
+    chain.tally[CLEAN_TO] = tables.n_layers
     _keep_best(chain)
     return cost_ms
 
@@ -97,7 +97,7 @@ def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool)
     which may then end early (`use_bound`); decisions are the same either way.
     """
     tables, current, trial = chain.tables, chain.current, chain.trial
-    work, events, count = chain.work, chain.events, chain.count
+    work, events, tally = chain.work, chain.events, chain.tally
     n_done = 0
     while n_done < n_proposals:
         first, last = propose(tables, trial.plan, chain.random)
@@ -107,29 +107,29 @@ def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool)
             continue
         n_done += 1
         limit_ms = chain.cost_ms[CURRENT] - temperature_ms * np.log(1.0 - draw_unit(chain.random))
-        if count[CLEAN_TO] < first:
-            _copy_timeline(tables, current, trial, count[CLEAN_TO], first)
+        if tally[CLEAN_TO] < first:
+            _copy_timeline(tables, current, trial, tally[CLEAN_TO], first)
         for layer in range(first, last + 1):
             synchronise(tables, trial, work, layer)
         bound_ms = limit_ms if use_bound else np.inf
         cost_ms, way, n_valid = simulate_from(
-            tables, trial, work, events, first, count[N_VALID], bound_ms
+            tables, trial, work, events, first, tally[N_VALID], bound_ms
         )
-        count[CLEAN_TO] = first
-        count[N_BY_WAY + way] += 1
+        tally[CLEAN_TO] = first
+        tally[N_BY_WAY + way] += 1
         if cost_ms <= limit_ms:
             _accept(chain, first, last, cost_ms, n_valid)
         else:
             for layer in range(first, last + 1):
                 _copy_cut(tables, current, trial, layer)
-    count[N_PROPOSED] += n_done
+    tally[N_PROPOSED] += n_done
 
 
 @compiled
 def _differs(tables: Tables, a: Ints, b: Ints, layer: int) -> bool:
     if a[layer, tables.n_devices] != b[layer, tables.n_devices]:
         return True
-    for part in range(count_parts(tables, a, layer)):
+    for part in range(count_parts(tables, a, layer)):  # noqa: SIM110  (numba has no generators in any)
         if a[layer, part] != b[layer, part]:
             return True
     return False
@@ -141,9 +141,9 @@ def _accept(chain: Chain, first: int, last: int, cost_ms: float, n_valid: int) -
         _copy_cut(chain.tables, chain.trial, chain.current, layer)
     _copy_timeline(chain.tables, chain.trial, chain.current, first, chain.tables.n_layers)
     chain.cost_ms[CURRENT] = cost_ms
-    chain.count[N_VALID] = n_valid
-    chain.count[CLEAN_TO] = chain.tables.n_layers
-    chain.count[N_ACCEPTED] += 1
+    chain.tally[N_VALID] = n_valid
+    chain.tally[CLEAN_TO] = chain.tables.n_layers
+    chain.tally[N_ACCEPTED] += 1
     _keep_best(chain)
 
 
