@@ -90,4 +90,4 @@ def peak_flops_per_s(device_kind: str) -> dict[str, float]:
     peaks = _TFLOPS.get(device_kind)
     if peaks is None:
         return {}
-    return {name: peak * 1e12 for name, peak in zip(_DTYPES, peaks, strict=True) if peak}
+    return {name: round(peak * 1e12, -6) for name, peak in zip(_DTYPES, peaks, strict=True) if peak}

@@ -1,0 +1,61 @@
+"""A user's own model: `--model package.module:factory`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from harness.errors import ModelError
+from harness.runtime.models.task import InputSpec, ModelOptions, Task
+
+_EXAMPLE = "write it like package.module:factory"
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(f"--model {name!r} does not name a factory: {_EXAMPLE}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"--model {name!r}: {error}; start in the directory that holds {module_name}, or set "
+            "PYTHONPATH, on every node"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ModelError(f"--model {name!r}: {module.__file__} has no callable {attribute!r}")
+    return factory  # type: ignore[no-any-return]
+
+
+def task_from_factory(name: str, options: ModelOptions) -> Task:
+    """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
+
+    It returns a module that maps images (n, n_channels, image_size, image_size) to logits
+    (n, n_classes), or a Task, which says itself what it is fed.
+
+    Raises:
+        ModelError: the factory is missing, fails or returns something else.
+    """
+    factory = _load(name)
+    image_size, n_channels = options.image_size or 224, options.n_channels or 3
+    offered = {"n_classes": options.n_classes, "n_channels": n_channels, "image_size": image_size}
+    accepted = inspect.signature(factory).parameters
+    try:
+        built = factory(**{key: value for key, value in offered.items() if key in accepted})
+    except TypeError as error:
+        raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
+    if isinstance(built, Task):
+        return built
+    if not isinstance(built, nn.Module):
+        raise ModelError(f"--model {name!r} returned a {type(built).__name__}, not an nn.Module")
+    images = InputSpec(name="images", shape=(n_channels, image_size, image_size))
+    return Task(model=built, inputs=(images,), n_classes=options.n_classes)

@@ -1,0 +1,96 @@
+"""What can be trained: a model, what it is fed, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LossName = Literal["cross_entropy", "binary_cross_entropy"]
+
+
+def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.float(), targets, reduction="sum")
+
+
+def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(
+        outputs.float().reshape(-1), targets.float().reshape(-1), reduction="sum"
+    )
+
+
+LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": _sum_cross_entropy,
+    "binary_cross_entropy": _sum_binary_cross_entropy,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """One tensor that a model is fed: its shape without the sample dim.
+
+    Attributes:
+        n_values: for integers, one more than the largest; None for floats.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    n_values: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model with its inputs and its loss.
+
+    Attributes:
+        model: called with one tensor per entry of `inputs`, each (samples, *shape).
+        n_classes: targets are integers below it; 0 for binary targets (floats 0 or 1).
+    """
+
+    model: nn.Module
+    inputs: tuple[InputSpec, ...]
+    loss: LossName = "cross_entropy"
+    n_classes: int = 0
+
+    def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss summed over the samples: whoever knows the global batch divides by it."""
+        return LOSSES[self.loss](outputs, targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DlrmOptions:
+    """Shape of a DLRM: MLPs as their layer widths, tables by their rows.
+
+    Attributes:
+        bottom_mlp: from the dense features to the embedding's width.
+        top_mlp: from the interaction's width to one logit.
+        table_rows: rows of each table; its length is the number of tables.
+        n_lookups: indices per table and sample, summed.
+    """
+
+    bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
+    top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
+    table_rows: tuple[int, ...] = (10_000,) * 8
+    n_lookups: int = 1
+    interaction: Literal["cat", "dot"] = "cat"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is chosen of a model, apart from its name.
+
+    Attributes:
+        n_channels, image_size: of the images; 0 takes the model's own.
+        dropout: probability everywhere in the model; None keeps the model's own.
+    """
+
+    n_classes: int = 1000
+    n_channels: int = 0
+    image_size: int = 0
+    dropout: float | None = None
+    dlrm: DlrmOptions = field(default_factory=DlrmOptions)
