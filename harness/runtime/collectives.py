@@ -170,8 +170,8 @@ class CollectiveTrial:
             return
         at = int(wrong.nonzero()[0])
         raise VerificationError(
-            f"{self.name} of {format_bytes(self.n_bytes)} over {self.transport.name}: element {at} of "
-            f"rank {self.transport.rank} is {self.out[at].item():g} instead of "
+            f"{self.name} of {format_bytes(self.n_bytes)} over {self.transport.name}: element {at} "
+            f"of rank {self.transport.rank} is {self.out[at].item():g} instead of "
             f"{self.expected[at].item():g} ({int(wrong.sum())} of {wrong.numel()} wrong): "
             "the network or the library corrupts data"
         )

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +88,7 @@ def cut_panels(blocks: Sequence[Block], size: int, width: int) -> list[Interval]
     """
     borders = sorted({0, size, *(edge for tile in blocks for side in tile for edge in side)})
     panels: list[tuple[float, int, Interval]] = []
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in pairwise(borders):
         n_panels = -(-(stop - start) // width)
         for i, (first, last) in enumerate(cut_dim(stop - start, n_panels)):
             panels.append(((i + 0.5) / n_panels, start, (start + first, start + last)))
@@ -105,7 +106,7 @@ class Piece:
 
 
 def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[Piece]:
-    """What moves for one panel, in an order that all ranks share; own parts (source = target) too."""
+    """What one panel needs from where, own parts too; in an order that all ranks share."""
     for target, (rows, columns) in enumerate(blocks):
         for source, held in enumerate(blocks):
             for matrix, needed in ((SEED_A, (rows, panel)), (SEED_B, (panel, columns))):

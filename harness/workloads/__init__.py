@@ -3,5 +3,10 @@
 from __future__ import annotations
 
 from harness.workloads.contract import Workload
+from harness.workloads.links import LINKS
+from harness.workloads.matmul import MATMUL
 
-WORKLOADS: dict[str, Workload] = {}
+WORKLOADS: dict[str, Workload] = {
+    "matmul": MATMUL,
+    "links": LINKS,
+}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -24,7 +26,7 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
     The latency is the measured one; the seconds per byte are the weighted median of
     (t - latency) / n_bytes with weights n_bytes, which has the least absolute deviation from the
     measured times. So large messages count most, and one odd size does not move the line. A
-    message of less than two latencies cannot tell its bytes from noise: its latency counts as bytes.
+    message of less than two latencies cannot tell its bytes from noise: all of it counts as bytes.
 
     Raises:
         ValueError: no transfer was measured.
@@ -36,12 +38,9 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
     )
     if not slopes:
         raise ValueError("a link needs the time of at least one message beside its latency")
-    total, passed = sum(n_bytes for _, n_bytes in slopes), 0
-    for seconds_per_byte, n_bytes in slopes:
-        passed += n_bytes
-        if 2 * passed >= total:
-            break
-    return latency_s, 1.0 / seconds_per_byte
+    passed = list(accumulate(n_bytes for _, n_bytes in slopes))
+    middle = bisect_left(passed, passed[-1] / 2)
+    return latency_s, 1.0 / slopes[middle][0]
 
 
 def device_names(ranks: Sequence[RankInfo]) -> list[str]:

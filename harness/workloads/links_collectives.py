@@ -82,8 +82,8 @@ def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
         raise failure
     if is_wrong_anywhere:
         raise VerificationError(
-            f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name} is wrong on "
-            "another rank: its message says where"
+            f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name} is wrong "
+            "on another rank: its message says where"
         )
 
 

@@ -97,9 +97,9 @@ class _Line:
         if n_wrong:
             source, target = self._pair
             raise VerificationError(
-                f"{n_wrong} of {len(message)} elements of {format_bytes(message.nbytes)} arrived wrong "
-                f"from rank {source} at rank {target} over {self._transport.name}: the network or "
-                "the library corrupts data"
+                f"{n_wrong} of {len(message)} elements of {format_bytes(message.nbytes)} arrived "
+                f"wrong from rank {source} at rank {target} over {self._transport.name}: the "
+                "network or the library corrupts data"
             )
 
 

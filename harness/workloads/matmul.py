@@ -72,7 +72,7 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
     for size in sizes:
         if not _SMALLEST <= size <= _LARGEST:
             raise ConfigError(
-                f"size {size} is outside {_SMALLEST} to {_LARGEST}: give the rows of a square matrix"
+                f"size {size} is outside {_SMALLEST} to {_LARGEST}: give a square matrix's rows"
             )
     for size in (config.strong_size, config.weak_size):
         if config.scaling != "none" and 0 < size < 8 * n_ranks:

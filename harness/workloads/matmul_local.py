@@ -164,7 +164,7 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
         if flops / duration_s > limit:
             raise VerificationError(
                 f"{dtype} at {format_flops(flops / duration_s)} is above the {format_flops(peak)} "
-                f"that {device_kind} can do: the clock or the product is wrong, do not trust this run"
+                f"that {device_kind} can do: the clock or the product is wrong, trust neither"
             )
 
 

@@ -15,7 +15,7 @@ import torch.multiprocessing
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader
 from harness.measure.recorder import Recorder
-from harness.measure.store import Results, RecordWriter, Run, read_run, write_header
+from harness.measure.store import RecordWriter, Results, Run, read_run, write_header
 from harness.runtime.context import Context
 from harness.runtime.cuda_clock import clock_for
 from harness.runtime.progress import Progress
