@@ -14,6 +14,7 @@ from harness.errors import EXIT_CODE, HarnessError
 from harness.units import format_bandwidth, format_bytes, format_duration
 from harness.virtual import faults, lifecycle, node, plan, state
 from harness.virtual.state import Saved, State
+from harness.virtual.system import check_rights, check_tools
 
 _EPILOG = """examples:
   up --nodes 5 --bandwidth 1gbit --cpu 0.36        five equal nodes
@@ -83,6 +84,8 @@ def _hosts_dir(arguments: argparse.Namespace) -> Path:
 def _up(place: State, arguments: argparse.Namespace) -> int:
     hostfile = plan.hostfile_path(_hosts_dir(arguments), place.name)
     n_cores = os.cpu_count() or 1
+    check_tools()
+    check_rights()
     with state.locked(place.root):
         if arguments.replace:
             lifecycle.down(place, hostfile)

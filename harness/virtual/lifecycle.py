@@ -17,7 +17,7 @@ from harness.errors import ConfigError, EnvironmentSetupError
 from harness.virtual import faults, limits, network, node, processes, relay, state
 from harness.virtual.plan import ClusterPlan
 from harness.virtual.state import Saved, State
-from harness.virtual.system import check_rights, check_tools, run
+from harness.virtual.system import run
 
 _SSHD_DIRECTORY = Path("/run/sshd")  # compiled into Debian's sshd, which does not make it
 
@@ -26,11 +26,9 @@ def up(place: State, saved: Saved) -> None:
     """Build a cluster; what was built is removed again if anything fails. Hold the lock.
 
     Raises:
-        EnvironmentSetupError: a tool or a right is missing.
         ConfigError: it stands already.
+        EnvironmentSetupError: a step failed; carries the tool's message.
     """
-    check_tools()
-    check_rights()
     if place.directory.exists():
         raise ConfigError(
             f"virtual cluster {place.name} is up already: take it down with `bash "

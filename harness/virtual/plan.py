@@ -26,7 +26,7 @@ MIN_CPU = 0.01
 # An sshd with one session under Open MPI's daemon stands at about 15 MiB; less cannot start a rank.
 MIN_MEMORY_BYTES = 32 * 2**20
 # Names become file, cgroup and host names: nothing in them may need quoting.
-_NAME = re.compile(r"^[a-z]([a-z0-9]{0,14})$")
+_NAME = re.compile(r"[a-z][a-z0-9]{0,14}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def check_name(name: str) -> str:
     Raises:
         ConfigError: it could not serve as part of file and host names.
     """
-    if not _NAME.match(name):
+    if not _NAME.fullmatch(name):
         raise ConfigError(
             f"cluster name {name!r} must be 1 to 15 lower-case letters and digits, "
             "the first a letter: try --name second"

@@ -156,13 +156,15 @@ def locked(root: Path) -> Iterator[None]:
 
 def _acquire(root: Path) -> int:
     while True:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root.chmod(0o700)
         path = root / "lock"
         try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.chmod(0o700)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
             continue  # the last cluster went, and the root with it, between the two lines
+        except PermissionError:
+            raise EnvironmentSetupError(f"no right to write {root}: run as root") from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor

@@ -1,0 +1,68 @@
+"""Which cgroup files get which values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.virtual.limits import Controller, cpu_quota_us, find_controllers, settings
+from harness.virtual.plan import NodePlan
+
+V1 = """\
+tmpfs /sys/fs/cgroup tmpfs rw 0 0
+cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,relatime,cpu,cpuacct 0 0
+cgroup /sys/fs/cgroup/cpuset cgroup rw,relatime,cpuset 0 0
+cgroup /sys/fs/cgroup/memory cgroup rw,relatime,memory 0 0
+cgroup2 /sys/fs/cgroup/unified cgroup2 rw,relatime 0 0
+"""
+V2 = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
+
+
+def test_version_1_controllers_are_found_by_their_mount_options():
+    assert find_controllers(V1, v2_controllers="hugetlb") == {
+        "cpu": Controller("cpu", Path("/sys/fs/cgroup/cpu,cpuacct"), 1),
+        "memory": Controller("memory", Path("/sys/fs/cgroup/memory"), 1),
+    }
+
+
+def test_version_2_serves_what_it_controls():
+    assert find_controllers(V2, v2_controllers="cpuset cpu io pids") == {
+        "cpu": Controller("cpu", Path("/sys/fs/cgroup"), 2)
+    }
+
+
+def test_no_cgroup_is_no_controller():
+    assert find_controllers("proc /proc proc rw 0 0\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "quota_and_period"),
+    [
+        (0.4, (4_000, 10_000)),
+        (1.5, (15_000, 10_000)),
+        (0.1, (1_000, 10_000)),
+        (0.05, (5_000, 100_000)),
+    ],
+)
+def test_quota_is_never_below_what_the_kernel_takes(cpu, quota_and_period):
+    assert cpu_quota_us(cpu) == quota_and_period
+
+
+def test_settings_of_both_versions():
+    node = NodePlan(name="node0", address="10.199.0.1", cpu=0.4, memory_bytes=2**30)
+    assert settings(1, node) == {
+        "cpu": [("cpu.cfs_period_us", "10000"), ("cpu.cfs_quota_us", "4000")],
+        "memory": [
+            ("memory.limit_in_bytes", "1073741824"),
+            ("memory.memsw.limit_in_bytes", "1073741824"),
+        ],
+    }
+    assert settings(2, node) == {
+        "cpu": [("cpu.max", "4000 10000")],
+        "memory": [("memory.max", "1073741824"), ("memory.swap.max", "0")],
+    }
+
+
+def test_an_unlimited_node_needs_no_cgroup():
+    assert settings(1, NodePlan(name="node0", address="10.199.0.1")) == {}
