@@ -128,9 +128,9 @@ class Trial:
         self.tables = Tables(
             simulator.costs(samples), simulator.network, simulator.options, dict(plans)
         )
-        self._stages = tuple(stages)
-        self._schedule: ScheduleName = schedule
-        self._n_microbatches = n_microbatches
+        self.batch, self.n_microbatches = batch, n_microbatches
+        self.stages = tuple(stages)
+        self.schedule: ScheduleName = schedule
         self._flow: Flow | None = None
         self._stage_key: object = None
 
@@ -154,21 +154,21 @@ class Trial:
         """The flow depends on which stage every operator is in and on the stages' devices."""
         plans = self.tables.plans
         n_devices = self.tables.n_devices
-        if len(self._stages) == 1:
+        if len(self.stages) == 1:
             if self._flow is None:
                 stage_of = [0 if op in plans else -1 for op in range(self.tables.n_ops)]
                 self._flow = flow_of(
                     stage_of,
-                    self._stages,
+                    self.stages,
                     [tuple(range(n_devices))],
                     1,
-                    self._schedule,
-                    self._n_microbatches,
+                    self.schedule,
+                    self.n_microbatches,
                     n_devices,
                 )
             return self._flow
         stage_of = [plans[op].stage if op in plans else -1 for op in range(self.tables.n_ops)]
-        sets: list[set[int]] = [set() for _ in self._stages]
+        sets: list[set[int]] = [set() for _ in self.stages]
         for plan in plans.values():
             sets[plan.stage].update(plan.devices)
         devices = [tuple(sorted(found)) for found in sets]
@@ -177,11 +177,11 @@ class Trial:
             n_ranks = len(dict.fromkeys(devices))
             self._flow = flow_of(
                 stage_of,
-                self._stages,
+                self.stages,
                 devices,
                 n_ranks,
-                self._schedule,
-                self._n_microbatches,
+                self.schedule,
+                self.n_microbatches,
                 n_devices,
             )
             self._stage_key = key

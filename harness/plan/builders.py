@@ -1,0 +1,179 @@
+"""The well-known strategies: single, ddp, balanced pipeline, tensor parallel, hybrids.
+
+They are what a search starts from and must beat, and what a user asks for by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import SAMPLE, Cut
+from harness.domain.schedule import ScheduleName
+from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, weight_dim
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.errors import StrategyError
+
+Planner = Callable[[Operator], OperatorPlan]
+
+
+def _build(name: str, graph: Graph, batch: int, plan: Planner) -> Strategy:
+    plans = {op.name: plan(op) for op in graph.operators if has_tasks(op)}
+    return Strategy(name=name, batch=batch, operators=plans)
+
+
+def cut_or_whole(
+    operator: Operator, graph: Graph, batch: int, dim: str, cut: Cut, devices: Sequence[int]
+) -> OperatorPlan:
+    """Cut along `dim` over the devices where that is possible; else by samples; else whole."""
+    shape = full_shape(operator, batch=batch, graph_batch=graph.batch)
+    allowed = cuttable_dims(operator, shape)
+    n = len(devices)
+    if n > 1 and dim in allowed and shape[dim] >= n:
+        return OperatorPlan({dim: cut}, list(devices))
+    if n > 1 and dim != SAMPLE and SAMPLE in allowed and shape[SAMPLE] >= n:
+        return OperatorPlan({SAMPLE: n}, list(devices))
+    return OperatorPlan({}, [devices[0]])
+
+
+def single(graph: Graph, batch: int, *, device: int = 0) -> Strategy:
+    """Everything on one device."""
+    return _build("single", graph, batch, lambda op: OperatorPlan({}, [device]))
+
+
+def ddp(
+    graph: Graph,
+    cluster: Cluster,
+    batch: int,
+    *,
+    shares: Sequence[int] | None = None,
+    devices: Sequence[int] | None = None,
+) -> Strategy:
+    """Every operator cut by samples over all devices.
+
+    Args:
+        shares: samples in proportion, for unlike devices; equal when None.
+        devices: which ones; all when None.
+
+    Raises:
+        StrategyError: fewer samples than devices.
+    """
+    used = list(range(cluster.n_devices)) if devices is None else list(devices)
+    if batch < len(used):
+        raise StrategyError(
+            f"data parallel needs a sample per device: batch {batch} on {len(used)} devices"
+        )
+    cut: Cut = list(shares) if shares is not None else len(used)
+    name = "ddp" if shares is None else "ddp by speed"
+    return _build(name, graph, batch, lambda op: cut_or_whole(op, graph, batch, SAMPLE, cut, used))
+
+
+def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
+    """Every operator with weights cut along them over all devices; the others likewise if they can
+    be, else by samples."""
+    devices = list(range(cluster.n_devices))
+
+    def plan(op: Operator) -> OperatorPlan:
+        dim = weight_dim(op) or "feature"
+        return cut_or_whole(op, graph, batch, dim, len(devices), devices)
+
+    return _build("tensor parallel", graph, batch, plan)
+
+
+def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
+    """Convolutions data parallel, fully connected layers cut by feature (Krizhevsky, 2014)."""
+    devices = list(range(cluster.n_devices))
+
+    def plan(op: Operator) -> OperatorPlan:
+        dim = "feature" if op.kind == "linear" else SAMPLE
+        return cut_or_whole(op, graph, batch, dim, len(devices), devices)
+
+    return _build("hybrid", graph, batch, plan)
+
+
+def tables_on_devices(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
+    """Embedding tables whole, each where most room is left; the rest data parallel."""
+    devices = list(range(cluster.n_devices))
+    room = [float(device.memory_bytes) for device in cluster.devices]
+
+    def plan(op: Operator) -> OperatorPlan:
+        if op.kind != "embedding":
+            return cut_or_whole(op, graph, batch, SAMPLE, len(devices), devices)
+        device = max(devices, key=lambda d: (room[d], -d))
+        room[device] -= max(1, op.parameter_bytes)
+        return OperatorPlan({}, [device])
+
+    return _build("tables on devices", graph, batch, plan)
+
+
+def pipeline(
+    graph: Graph,
+    batch: int,
+    stages: Sequence[Sequence[str]],
+    devices: Sequence[Sequence[int]],
+    *,
+    n_microbatches: int,
+    schedule: ScheduleName = "1f1b",
+    recompute: bool = False,
+    name: str = "pipeline",
+) -> Strategy:
+    """Consecutive operators on different devices; a stage on several is data parallel there.
+
+    Args:
+        stages: names of each stage's operators.
+        devices: of each stage.
+    """
+    samples = max(1, batch // n_microbatches)
+    index = graph.index()
+    plans = {
+        operator: OperatorPlan(plan.partition, plan.devices, k)
+        for k, (names, own) in enumerate(zip(stages, devices, strict=True))
+        for operator in names
+        for plan in (
+            cut_or_whole(graph.operators[index[operator]], graph, samples, SAMPLE, len(own), own),
+        )
+    }
+    return Strategy(
+        name=name,
+        batch=batch,
+        operators=plans,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        stages=[Stage(recompute) for _ in stages],
+    )
+
+
+def balanced_stages(
+    names: Sequence[str], seconds: Sequence[float], n_stages: int
+) -> list[list[str]]:
+    """Cut a list into consecutive, non-empty parts whose largest sum is least (exact).
+
+    Raises:
+        StrategyError: more stages than operators.
+    """
+    n = len(names)
+    if not 1 <= n_stages <= n:
+        raise StrategyError(f"{n_stages} stages cannot be made of {n} operators: use 1 to {n}")
+    total = [0.0]
+    for value in seconds:
+        total.append(total[-1] + value)
+    best = [total[i] if i else float("inf") for i in range(n + 1)]
+    cuts: list[list[int]] = []
+    for stage in range(2, n_stages + 1):
+        found, cut = [float("inf")] * (n + 1), [0] * (n + 1)
+        for i in range(stage, n + 1):
+            for j in range(i - 1, stage - 2, -1):
+                value = max(best[j], total[i] - total[j])
+                if value < found[i]:
+                    found[i], cut[i] = value, j
+                if total[i] - total[j] > found[i]:
+                    break
+        best = found
+        cuts.append(cut)
+    ends = [n]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    bounds = [*reversed(ends)] if ends[-1] == 0 else [0, *reversed(ends)]
+    return [list(names[a:b]) for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,1 @@
+"""Searches for the fastest strategy under the simulator."""

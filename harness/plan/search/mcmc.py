@@ -1,0 +1,162 @@
+"""Markov chain Monte Carlo over operators' plans (FlexFlow, MLSys'19), with better proposals.
+
+FlexFlow proposes a random configuration of a random operator. Most such proposals tear one operator
+out of its surroundings and only add transfers, so here half of them move several operators at once:
+
+    operator   one operator, any plan of its menu
+    copy       one operator takes the plan of a neighbour along an edge
+    segment    a run of consecutive operators takes one plan
+    kind       all operators of one kind take one plan
+
+A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)); the chain goes
+back to the best it has seen every few hundred proposals, and ends with a descent (`descend`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+from harness.domain.partition import SAMPLE
+from harness.domain.strategy import OperatorPlan
+from harness.plan.search.objective import Objective
+from harness.plan.search.space import Space
+from harness.plan.simulate.simulator import Trial
+
+TEMPERATURE = 0.02  # relative to the best step: 2% worse is accepted with probability 1/e
+RESET_EVERY = 300  # proposals
+
+Move = dict[int, OperatorPlan]
+
+
+class Chain:
+    """One chain over the plans of a trial; stages stay as they are (one)."""
+
+    def __init__(self, trial: Trial, space: Space, objective: Objective, seed: int) -> None:
+        self.trial, self.space, self.objective = trial, space, objective
+        self._random = random.Random(seed)
+        graph = objective.simulator.graph
+        self._ops = list(space.menus)
+        allowed = set(self._ops)
+        neighbours: dict[int, list[int]] = {op: [] for op in self._ops}
+        for a, b in trial.tables.edges:
+            if a in allowed and b in allowed:
+                neighbours[a].append(b)
+                neighbours[b].append(a)
+        self._neighbours = neighbours
+        kinds: dict[str, list[int]] = {}
+        for op in self._ops:
+            kinds.setdefault(graph.operators[op].kind, []).append(op)
+        self._kinds = list(kinds.values())
+
+    def run(self, start: Mapping[int, OperatorPlan]) -> None:
+        """Walk from a start until the objective's budget is used up."""
+        plans = dict(start)
+        _apply(self.trial, plans)
+        score = best_score = self.objective.judge(self.trial).score
+        best = dict(plans)
+        since = 0
+        while not self.objective.is_over():
+            move = self._propose(plans)
+            since += 1
+            if since >= RESET_EVERY and score > best_score:
+                _apply(self.trial, _difference(plans, best))
+                plans, score, since = dict(best), best_score, 0
+                continue
+            if not move:
+                self.objective.n_proposals += 1
+                continue
+            before = {op: plans[op] for op in move}
+            _apply(self.trial, move)
+            found = self.objective.judge(self.trial).score
+            if found <= score or self._random.random() < math.exp(
+                (score - found) / (TEMPERATURE * best_score)
+            ):
+                plans.update(move)
+                score = found
+                if score < best_score:
+                    best_score, best, since = score, dict(plans), 0
+            else:
+                _apply(self.trial, before)
+
+    def _propose(self, plans: Mapping[int, OperatorPlan]) -> Move:
+        """A move that changes something, or nothing when the draw has no effect."""
+        draw = self._random.random()
+        if draw < 0.45:
+            op = self._random.choice(self._ops)
+            move = {op: self._random.choice(self.space.menus[op])}
+        elif draw < 0.65:
+            move = self._copy(plans)
+        elif draw < 0.9:
+            a = self._random.randrange(len(self._ops))
+            length = 1 + int(self._random.expovariate(4 / len(self._ops)))
+            move = self._spread(self._ops[a : a + length])
+        else:
+            move = self._spread(self._random.choice(self._kinds))
+        return {op: plan for op, plan in move.items() if plan != plans[op]}
+
+    def _copy(self, plans: Mapping[int, OperatorPlan]) -> Move:
+        op = self._random.choice(self._ops)
+        if not self._neighbours[op]:
+            return {}
+        source = plans[self._random.choice(self._neighbours[op])]
+        return {op: closest(self.space.menus[op], source)}
+
+    def _spread(self, ops: Sequence[int]) -> Move:
+        """One operator's draw for all."""
+        source = self._random.choice(self.space.menus[self._random.choice(ops)])
+        return {op: closest(self.space.menus[op], source) for op in ops}
+
+
+def closest(menu: Sequence[OperatorPlan], source: OperatorPlan) -> OperatorPlan:
+    """The plan of a menu that is most like another operator's.
+
+    The same; else the same cut dims and devices (shares differ by operator); else by samples on
+    the same devices; else whole on the first of them.
+    """
+    used = set(source.devices)
+    for plan in menu:
+        if plan == source:
+            return plan
+    for plan in menu:
+        if list(plan.partition) == list(source.partition) and plan.devices == source.devices:
+            return plan
+    for plan in menu:
+        if list(plan.partition) == [SAMPLE] and set(plan.devices) == used:
+            return plan
+    return next(plan for plan in menu if plan.devices == [min(used)])
+
+
+def _apply(trial: Trial, plans: Mapping[int, OperatorPlan]) -> None:
+    for op, plan in plans.items():
+        if trial.tables.plans[op] != plan:
+            trial.replace(op, plan)
+
+
+def _difference(now: Mapping[int, OperatorPlan], then: Mapping[int, OperatorPlan]) -> Move:
+    return {op: plan for op, plan in then.items() if plan != now[op]}
+
+
+def descend(
+    trial: Trial, space: Space, objective: Objective, start: Mapping[int, OperatorPlan]
+) -> None:
+    """Take the best plan of one operator after another until none improves (a local optimum)."""
+    plans = dict(start)
+    _apply(trial, plans)
+    score = objective.judge(trial).score
+    improved = True
+    while improved and not objective.is_over():
+        improved = False
+        for op, menu in space.menus.items():
+            for plan in menu:
+                if objective.is_over():
+                    return
+                if plan == plans[op]:
+                    continue
+                trial.replace(op, plan)
+                found = objective.judge(trial).score
+                if found < score:
+                    score, improved = found, True
+                    plans[op] = plan
+            trial.replace(op, plans[op])

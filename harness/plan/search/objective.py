@@ -1,0 +1,143 @@
+"""What searches share: judging a trial, the best so far, budget, time and progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from harness.domain.graph import Graph
+from harness.domain.schedule import ScheduleName
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.plan.request import Progress
+from harness.plan.simulate.simulator import Simulator, Trial
+
+_PROGRESS_EVERY_S = 0.25
+
+
+class Judged(NamedTuple):
+    """One proposal's step, and by which share of its memory the fullest device is too small."""
+
+    step_s: float
+    excess: float
+
+    @property
+    def score(self) -> float:
+        """What a search minimises: a strategy that does not fit is worse the more it lacks."""
+        return self.step_s if self.excess == 0 else self.step_s * (2 + 10 * self.excess)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that fits, as the searches hold it."""
+
+    method: str
+    step_s: float
+    plans: Mapping[int, OperatorPlan]
+    batch: int
+    n_microbatches: int
+    schedule: ScheduleName
+    stages: tuple[Stage, ...]
+
+    def to_strategy(self, graph: Graph, name: str) -> Strategy:
+        plans = {graph.operators[op].name: self.plans[op] for op in sorted(self.plans)}
+        return Strategy(
+            name=name,
+            batch=self.batch,
+            operators=plans,
+            n_microbatches=self.n_microbatches,
+            schedule=self.schedule,
+            stages=list(self.stages),
+        )
+
+
+class Objective:
+    """Judges trials of one request and remembers the best.
+
+    Attributes:
+        best: of all searches so far; None until something fits.
+        best_of: of each search, by its name.
+        least_excess: of all proposals: how much memory was lacking at least.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        *,
+        seconds: float | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.simulator = simulator
+        self.best: Candidate | None = None
+        self.best_of: dict[str, Candidate] = {}
+        self.least_excess = math.inf
+        self.n_proposals = 0
+        self.judging_s = 0.0
+        self._method = ""
+        self._until = math.inf
+        self._of_budget = 0
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds if seconds is not None else math.inf
+        self._progress = progress
+        self._last_shown = self._began
+
+    def start(self, method: str, *, budget: int | None = None) -> None:
+        """Begin a search of that name with so many proposals."""
+        self._method = method
+        self._of_budget = budget or 0
+        self._until = self.n_proposals + budget if budget is not None else math.inf
+
+    def is_over(self) -> bool:
+        """Whether the current search has used up its budget or the request its time."""
+        return self.n_proposals >= self._until or time.monotonic() > self._deadline
+
+    def judge(self, trial: Trial) -> Judged:
+        """Simulate what the trial holds now."""
+        began = time.monotonic()
+        out = trial.outcome()
+        limits = self.simulator.limits
+        excess = max(0.0, float((out.memory_bytes / limits).max()) - 1)
+        self.n_proposals += 1
+        self.least_excess = min(self.least_excess, excess)
+        if excess == 0:
+            self._remember(trial, out.step_s)
+        now = time.monotonic()
+        self.judging_s += now - began
+        if self._progress is not None and now - self._last_shown > _PROGRESS_EVERY_S:
+            self._last_shown = now
+            self._show()
+        return Judged(out.step_s, excess)
+
+    def _remember(self, trial: Trial, step_s: float) -> None:
+        own = self.best_of.get(self._method)
+        if own is not None and own.step_s <= step_s:
+            return
+        found = Candidate(
+            method=self._method,
+            step_s=step_s,
+            plans=dict(trial.tables.plans),
+            batch=trial.batch,
+            n_microbatches=trial.n_microbatches,
+            schedule=trial.schedule,
+            stages=trial.stages,
+        )
+        self.best_of[self._method] = found
+        if self.best is None or step_s < self.best.step_s:
+            self.best = found
+
+    def _show(self) -> None:
+        assert self._progress is not None
+        fraction = None
+        if self._of_budget:
+            fraction = min(1.0, 1 - (self._until - self.n_proposals) / self._of_budget)
+        best_s = self.best.step_s if self.best is not None else math.inf
+        self._progress(
+            Progress(
+                n_proposals=self.n_proposals,
+                best_step_s=best_s,
+                phase=self._method,
+                fraction=fraction,
+            )
+        )

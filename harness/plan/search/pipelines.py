@@ -1,0 +1,253 @@
+"""Pipelines on unlike devices and links: dynamic programming over (cut, devices used, last stage).
+
+A stage is a run of consecutive operators on a group of devices, which share each microbatch. With
+M microbatches a stage that takes w seconds per microbatch (forward and backward) and is reached
+after p seconds of earlier stages and transfers (there and back) cannot end before p + M w. So
+every partial pipeline has the pair (p, largest p_s + M w_s of its stages), both to be kept small:
+the programme keeps, for each (operators done, devices used, last group), the pairs that no other
+one beats, and is exact for the maximum over stages of p_s + M w_s. The best are then simulated,
+with what the pair leaves out: contention, gradient synchronisation, memory, schedules.
+
+On up to four devices every ordered choice of groups is tried; on more, groups are neighbours in a
+few orders of the devices (by node, fastest first, slowest first).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+
+from harness.domain.partition import SAMPLE
+from harness.domain.schedule import ScheduleName
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.search.objective import Objective
+from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
+from harness.plan.simulate.costs import Costs
+from harness.plan.simulate.simulator import Simulator, Trial
+
+MOST_SEGMENTS = 40  # operators are merged into so many runs before the programme
+MOST_PAIRS = 4  # kept per state, unless there are so few pipelines that all can be kept
+ALL_PIPELINES_UP_TO = 20_000
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages as runs of segments, each with its devices.
+
+    Attributes:
+        bound_s: the programme's estimate of the step, without what it leaves out.
+        ends: the segment at which each stage ends.
+    """
+
+    bound_s: float
+    ends: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+
+class PipelineSearch:
+    """Pipelines of one graph for one number of microbatches."""
+
+    def __init__(self, simulator: Simulator, batch: int, n_microbatches: int) -> None:
+        self.simulator, self.batch, self.n_microbatches = simulator, batch, n_microbatches
+        self.samples = -(-batch // n_microbatches)
+        self.costs: Costs = simulator.costs(self.samples)
+        self.segments = merge_operators(simulator, self.costs)
+        self._cut_bytes = self._bytes_at_cuts()
+        self._seconds = self._segment_seconds()
+
+    def _segment_seconds(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """(n_segments + 1, n_devices): running sum of forward plus backward of whole operators."""
+        n_devices = self.costs.n_devices
+        table = np.zeros((len(self.segments) + 1, n_devices))
+        for k, ops in enumerate(self.segments):
+            for d in range(n_devices):
+                table[k + 1, d] = table[k, d] + sum(
+                    sum(self.costs.block_s(op, self._whole(op), d)) for op in ops
+                )
+        return table
+
+    def _whole(self, op: int) -> tuple[tuple[int, int], ...]:
+        return tuple((0, size) for size in self.costs.shapes[op].values())
+
+    def _bytes_at_cuts(self) -> list[float]:
+        """Bytes of a microbatch that cross each cut between segments."""
+        at = {op: k for k, ops in enumerate(self.segments) for op in ops}
+        found = [0.0] * (len(self.segments) + 1)
+        for p, consumers in enumerate(self.simulator.graph.consumers()):
+            places = [at[c] for c in consumers if c in at]
+            if p not in at or not places:
+                continue
+            share = self.costs.bytes_per_element(p) * float(
+                np.prod([float(s) for s in self.costs.shapes[p].values()])
+            )
+            for k in range(at[p] + 1, max(places) + 1):
+                found[k] += share
+        return found
+
+    def _stage_s(self, a: int, b: int, group: Group) -> float:
+        """Seconds of segments a..b for one microbatch: replicas share it by their speed."""
+        rates = [self._seconds[b, d] - self._seconds[a, d] for d in group]
+        if min(rates) <= 0:
+            return float(max(rates)) / len(group)
+        return 1 / sum(1 / float(rate) for rate in rates)
+
+    def _transfer_s(self, cut: int, before: Group, after: Group) -> float:
+        """There and back across a cut, shared by the pairs of devices that join the groups."""
+        network = self.simulator.network
+        lanes = min(len(before), len(after))
+        amount = self._cut_bytes[cut] / lanes
+        there = min(network.transfer_s(a, b, amount) for a in before for b in after)
+        back = min(network.transfer_s(b, a, amount) for a in before for b in after)
+        return there + back
+
+    def candidates(self, n_best: int) -> list[Pipeline]:
+        """The pipelines of at least two stages with the least bounds, least first."""
+        found: list[Pipeline] = []
+        for order in self._orders():
+            found += self._programme(order)
+        unique = {(p.ends, p.groups): p for p in found if len(p.groups) > 1}
+        return heapq.nsmallest(n_best, unique.values(), key=lambda p: (p.bound_s, p.ends, p.groups))
+
+    def _orders(self) -> list[tuple[int, ...] | None]:
+        """Orders of devices from which groups are taken; None for all subsets."""
+        n = self.costs.n_devices
+        if n <= ALL_SUBSETS_UP_TO:
+            return [None]
+        devices = self.simulator.cluster.devices
+        plain = tuple(range(n))
+        fast = tuple(sorted(plain, key=lambda d: (-devices[d].speed, d)))
+        return list(dict.fromkeys([plain, plain[::-1], fast, fast[::-1]]))
+
+    def _groups(self, order: tuple[int, ...] | None, used: int) -> Iterator[Group]:
+        """Next groups of devices when those of the mask are used."""
+        n = self.costs.n_devices
+        if order is None:
+            free = [d for d in range(n) if not used >> d & 1]
+            for k in range(1, len(free) + 1):
+                yield from combinations(free, k)
+            return
+        first = used.bit_count()
+        for k in range(1, n - first + 1):
+            yield tuple(sorted(order[first : first + k]))
+
+    def _programme(self, order: tuple[int, ...] | None) -> list[Pipeline]:
+        n, m = len(self.segments), self.n_microbatches
+        n_devices = self.costs.n_devices
+        n_cuts = math.comb(n + n_devices, n_devices)
+        few = n_cuts * (math.factorial(n_devices) if order is None else 2**n_devices)
+        keep = None if few <= ALL_PIPELINES_UP_TO else MOST_PAIRS
+        # State: (segments done, mask, last group) -> [(prefix, bound, ends, groups)].
+        layers: list[
+            dict[tuple[int, Group], list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]]]
+        ]
+        layers = [{} for _ in range(n + 1)]
+        layers[0][(0, ())] = [(0.0, 0.0, (), ())]
+        stage_s = lru_cache(maxsize=None)(self._stage_s)
+        transfer_s = lru_cache(maxsize=None)(self._transfer_s)
+        for a in range(n):
+            for (used, last), partials in layers[a].items():
+                partials[:] = _undominated(partials, keep)
+                for group in self._groups(order, used):
+                    if len(group) > self.samples:
+                        continue
+                    mask = used | sum(1 << d for d in group)
+                    extra = transfer_s(a, last, group) if last else 0.0
+                    for b in range(a + 1, n + 1):
+                        seconds = stage_s(a, b, group)
+                        target = layers[b].setdefault((mask, group), [])
+                        for prefix, bound, ends, groups in partials:
+                            reached = prefix + extra
+                            target.append(
+                                (
+                                    reached + seconds,
+                                    max(bound, reached + m * seconds),
+                                    (*ends, b),
+                                    (*groups, group),
+                                )
+                            )
+        finals = [item for partials in layers[n].values() for item in _undominated(partials, keep)]
+        return [Pipeline(bound, ends, groups) for _, bound, ends, groups in finals]
+
+    def plans(self, pipeline: Pipeline) -> dict[int, OperatorPlan]:
+        """The operators' plans; replicas of unlike speed get samples in proportion."""
+        found: dict[int, OperatorPlan] = {}
+        start = 0
+        for stage, (end, group) in enumerate(zip(pipeline.ends, pipeline.groups, strict=True)):
+            seconds = [float(self._seconds[end, d] - self._seconds[start, d]) for d in group]
+            shares = proportional_shares(seconds, self.samples) if len(group) > 1 else None
+            for ops in self.segments[start:end]:
+                for op in ops:
+                    samples = self.costs.shapes[op].get(SAMPLE, 0)
+                    if len(group) > 1 and samples >= len(group):
+                        cut = (
+                            shares if shares is not None and samples == self.samples else len(group)
+                        )
+                        found[op] = OperatorPlan({SAMPLE: cut}, list(group), stage)
+                    else:
+                        found[op] = OperatorPlan({}, [group[0]], stage)
+            start = end
+        return found
+
+    def judge(
+        self,
+        pipeline: Pipeline,
+        objective: Objective,
+        schedule: ScheduleName = "1f1b",
+        *,
+        recompute: bool = False,
+    ) -> float:
+        """Simulate one pipeline; the score."""
+        trial = Trial(
+            self.simulator,
+            self.plans(pipeline),
+            batch=self.batch,
+            n_microbatches=self.n_microbatches,
+            schedule=schedule,
+            stages=[Stage(recompute)] * len(pipeline.groups),
+        )
+        return objective.judge(trial).score
+
+
+def _undominated(
+    partials: list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]], keep: int | None
+) -> list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]]:
+    """Pairs that no other beats in both, at most `keep`; all of them when keep is None."""
+    if keep is None:
+        return partials
+    found: list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]] = []
+    for item in sorted(partials, key=lambda item: (item[1], item[0])):
+        if not found or item[0] < found[-1][0]:
+            found.append(item)
+    return found[:keep]
+
+
+def merge_operators(simulator: Simulator, costs: Costs) -> list[list[int]]:
+    """Placed operators, in order, as at most MOST_SEGMENTS runs of about equal time."""
+    placed = simulator.placed
+    if len(placed) <= MOST_SEGMENTS:
+        return [[op] for op in placed]
+    weight = [
+        sum(costs.block_s(op, tuple((0, s) for s in costs.shapes[op].values()), 0)) for op in placed
+    ]
+    target = sum(weight) / MOST_SEGMENTS
+    runs: list[list[int]] = [[]]
+    filled = 0.0
+    for op, seconds in zip(placed, weight, strict=True):
+        runs[-1].append(op)
+        filled += seconds
+        if filled >= target * len(runs) and len(runs) < MOST_SEGMENTS:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def schedules_for(n_microbatches: int) -> Sequence[ScheduleName]:
+    """Schedules worth simulating: with one microbatch all are the same."""
+    return ("1f1b",) if n_microbatches == 1 else ("1f1b", "gpipe", "zero_bubble")
