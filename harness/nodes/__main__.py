@@ -33,8 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="setup/check_nodes.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check every host of a hostfile over ssh, all at once, and say what to repair.\n"
-        "Nothing needs to be installed on them, and nothing is changed.",
+        description="Check every host of a hostfile over ssh, all at once, and say what to\n"
+        "repair. Nothing needs to be installed on them, and nothing is changed.",
         epilog=f"checks, in this order:\n{table}\n\n"
         "exit code: 0 all OK, 1 a WARN, 2 a CRITICAL (or a wrong call), 3 an UNKNOWN\n\n"
         "examples:\n"

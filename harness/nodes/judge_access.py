@@ -85,6 +85,7 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
     target = probe.target
     port = f"-p {target.port} " if target and target.port != 22 else ""
     known = _known_name(report)
+    key_file = f" -f {shlex.quote(probe.key_file)}" if probe.key_file else ""
     scan = f"ssh-keyscan {port}{name} >> ~/.ssh/known_hosts"
     fingerprint = "compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at its console"
     quiet = "" if probe.banner or probe.port_error else " (the port is open, but nothing answers)"
@@ -92,7 +93,7 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         Login.UNKNOWN_KEY: ("its host key is not known here", f"{scan}; {fingerprint}"),
         Login.CHANGED_KEY: (
             "its host key is not the one known here: reinstalled, or another machine",
-            f"if it was reinstalled: ssh-keygen -R {known} && {scan}; {fingerprint}",
+            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {scan}; {fingerprint}",
         ),
         Login.DENIED: (
             f"asks for more than a key: {probe.login_detail}",

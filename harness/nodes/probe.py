@@ -69,7 +69,8 @@ class Probe:
         resolve_error, port_error: why there is no address, no connection; empty when fine.
         is_port_open: the port takes connections (not tried through a proxy).
         banner: what the port answers, such as `SSH-2.0-OpenSSH_9.2`; empty when it is silent.
-        login: how the attempt to log in ended, and ssh's message.
+        login, login_detail: how the attempt to log in ended, and ssh's message.
+        key_file: where a host key stands that the host no longer has.
         text: the probe's output, perhaps cut off.
         is_complete: the probe came to its end.
     """
@@ -83,6 +84,7 @@ class Probe:
     banner: str = ""
     login: Login = Login.UNTRIED
     login_detail: str = ""
+    key_file: str = ""
     clock: Clock | None = None
     text: str = ""
     is_complete: bool = False
@@ -204,6 +206,7 @@ async def _log_in(found: Probe, order: Order, deadline_s: float) -> Probe:
     lines: list[str] = []
     clock: Clock | None = None
     is_in = is_complete = False
+    key_file = ""
     async with processes.start(command) as child:
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -222,10 +225,11 @@ async def _log_in(found: Probe, order: Order, deadline_s: float) -> Probe:
         except EOFError:
             await child.settle(1.0)
             problem, detail = ssh.explain(child.errors), ssh.last_line(child.errors)
+            key_file = ssh.offending_file(child.errors)
     found = replace(found, clock=clock, text="\n".join(lines), is_complete=is_complete)
     if is_in:
         return replace(found, login=Login.OK)
-    return replace(found, login=problem, login_detail=detail)
+    return replace(found, login=problem, login_detail=detail, key_file=key_file)
 
 
 async def _read_clock(child: processes.Child) -> Clock | None:

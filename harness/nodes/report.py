@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def _render_machines(survey: Survey, look: Look) -> str:
     kinds: dict[str, list[str]] = {}
     for report in survey.answered:
         kinds.setdefault(plain(describe_machine(report.facts)), []).append(report.name)
-    return "\n".join(_wrap(f"{', '.join(hosts)}: {kind}", look, 2) for kind, hosts in kinds.items())
+    return "\n".join(_wrap(f"{host_list(hosts)}: {kind}", look, 2) for kind, hosts in kinds.items())
 
 
 def describe_machine(facts: Facts) -> str:
@@ -121,20 +122,51 @@ def describe_machine(facts: Facts) -> str:
 
 
 def _render_findings(findings: Sequence[Finding], look: Look) -> str:
-    """The most severe first; the same finding on several hosts is one; consequences are left out."""
+    """The most severe first; one entry for equal findings; consequences are left out."""
     shown = [f for f in findings if f.status is not Status.OK]
     explained = {finding.host for finding in shown if not finding.follows}
     shown = [f for f in shown if not (f.follows and f.host in explained)]
-    groups: dict[tuple[Status, str, str, str], list[str]] = {}
+    groups: dict[tuple[Status, str, str, str], list[Finding]] = {}
     for f in sorted(shown, key=lambda f: _ORDER.index(f.status)):
-        groups.setdefault((f.status, f.check, f.detail, f.remedy), []).append(f.host)
+        # Equal but for the host's own name is equal.
+        pattern = (_without_name(f.detail, f.host), _without_name(f.remedy, f.host))
+        groups.setdefault((f.status, f.check, *pattern), []).append(f)
     lines = []
-    for (status, check, detail, remedy), hosts in groups.items():
-        text = plain(f"{', '.join(hosts)}: {check}: {detail}")
+    for (status, check, detail, remedy), group in groups.items():
+        if len(group) == 1:
+            detail, remedy = group[0].detail, group[0].remedy
+        text = plain(f"{host_list([f.host for f in group])}: {check}: {detail}")
         lines.append(look.paint(status.name.ljust(_MARGIN), status) + _wrap(text, look, _MARGIN))
         if remedy:
             lines.append(" " * _MARGIN + _wrap("remedy: " + plain(remedy), look, _MARGIN))
     return "\n".join(lines)
+
+
+def _without_name(text: str, host: str) -> str:
+    return re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)", "HOST", text)
+
+
+def host_list(names: Sequence[str]) -> str:
+    """Names in order, three or more of consecutive numbers as a range: `node[0-4], gpu7`."""
+    runs: list[tuple[str, list[str]]] = []  # prefix and the numbers behind it
+    for name in names:
+        match = re.fullmatch(r"(.*?)(0|[1-9]\d*)", name)
+        prefix, number = match.groups() if match else (name, "")
+        if runs and number and runs[-1][0] == prefix and _follows(runs[-1][1][-1], number):
+            runs[-1][1].append(number)
+        else:
+            runs.append((prefix, [number]))
+    parts: list[str] = []
+    for prefix, numbers in runs:
+        if len(numbers) > 2:
+            parts.append(f"{prefix}[{numbers[0]}-{numbers[-1]}]")
+        else:
+            parts += [prefix + number for number in numbers]
+    return ", ".join(parts)
+
+
+def _follows(number: str, after: str) -> bool:
+    return number != "" and int(after) == int(number) + 1
 
 
 def _wrap(text: str, look: Look, indent: int) -> str:

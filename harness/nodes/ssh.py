@@ -118,6 +118,12 @@ def explain(stderr: str) -> Login:
     return Login.FAILED
 
 
+def offending_file(stderr: str) -> str:
+    """The file that holds the host key which no longer fits; empty when ssh names none."""
+    match = re.search(r"Offending .*key in (.+):\d+", stderr)
+    return match[1] if match else ""
+
+
 def last_line(text: str) -> str:
     """The last line that says something."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
 """Ask all hosts everything at once, and keep what each said.
 
     every host   name, port, login, clock, probe.sh        at most timeout_s each, all at once
-                      torch is imported meanwhile
+                 torch is imported                         while others still hang
     then         TCP between all pairs                     among the hosts that have answered
     then         MPI hello | all-reduce                    side by side
 
@@ -28,6 +28,9 @@ from harness.nodes.ssh import Login
 
 # Checks that talk between hosts; the rest look at one host.
 TCP, MPI, ALLREDUCE = "tcp", "mpi", "allreduce"
+# Importing torch costs the seconds that probing does not: where hosts share cores, as virtual ones
+# do, it has to wait until no probe has ended for this long.
+_QUIET_S = 1.0
 # A host may hang at any moment: ssh sessions beyond this wait for their turn.
 _N_AT_ONCE = 128
 
@@ -86,7 +89,10 @@ async def survey(
     async with AsyncExitStack() as stack:
         inspection = _Inspection(stack, order, ALLREDUCE in between, launch_timeout_s, progress)
         tasks = {host.name: asyncio.create_task(inspection.inspect(host)) for host in hosts}
+        warm_up = asyncio.create_task(inspection.warm_up())
         settled, _ = await asyncio.wait(tasks.values(), timeout=order.timeout_s / 2)
+        inspection.is_over = True
+        await warm_up
         early = [task.result() for task in tasks.values() if task in settled]
         healthy = {r.name: r.facts for r in early if r.is_in and r.probe.is_complete}
         found = Survey(order=order, reports=())
@@ -125,6 +131,9 @@ class _Inspection:
         self._limit_s = round(order.timeout_s + 3 * launch_timeout_s)
         self._progress = progress
         self._gate = asyncio.Semaphore(_N_AT_ONCE)
+        self.is_over = False
+        self._has_settled = asyncio.Event()
+        self._waiting: list[str] = []
         self._n_settled = 0
 
     async def inspect(self, host: Host) -> HostReport:
@@ -132,13 +141,29 @@ class _Inspection:
             found = await probe(host, self._order)
         report = HostReport(probe=found, facts=parse_facts(found.text))
         if self._wants_torch and has_package(report.facts, "torch") and found.is_complete:
-            python = f"{self._order.env_dir}/bin/python"
-            self.agents[host.name] = await self._stack.enter_async_context(
-                start_agent(host.name, "allreduce.py", pythons=[python], limit_s=self._limit_s)
-            )
+            self._waiting.append(host.name)
         self._n_settled += 1
+        self._has_settled.set()
         self._progress(f"{self._n_settled} of {len(self._order.peers)} hosts probed")
         return report
+
+    async def warm_up(self) -> None:
+        """Start torch on the hosts that have answered, whenever the others keep quiet."""
+        while not self.is_over:
+            try:
+                await asyncio.wait_for(self._has_settled.wait(), _QUIET_S)
+                self._has_settled.clear()
+            except TimeoutError:
+                await self._start_torch()
+        await self._start_torch()
+
+    async def _start_torch(self) -> None:
+        python = f"{self._order.env_dir}/bin/python"
+        while self._waiting:
+            host = self._waiting.pop()
+            self.agents[host] = await self._stack.enter_async_context(
+                start_agent(host, "allreduce.py", pythons=[python], limit_s=self._limit_s)
+            )
 
 
 def has_package(facts: Facts, name: str) -> bool:
