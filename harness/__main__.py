@@ -65,18 +65,21 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
         if argv and argv[0] in ("-h", "--help"):
             print(_usage())
             raise SystemExit(0)
-        return "", None, tyro.cli(RunOptions, args=argv, prog="entry.sh")
+        options = tyro.cli(
+            RunOptions, args=argv, prog="entry.sh", config=(tyro.conf.FlagCreatePairsOff,)
+        )
+        return "", None, options
     name, *rest = argv
     if name not in WORKLOADS:
         print(f"there is no workload {name!r}\n\n{_usage()}", file=sys.stderr)
         raise SystemExit(EXIT_CODE)
     workload = WORKLOADS[name]
     command = dataclasses.make_dataclass(
-        "Command", [("config", workload.config), ("options", RunOptions)], frozen=True
+        "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )
-    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes)(command)
+    flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
     parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=workload.summary)
-    return name, parsed.config, parsed.options
+    return name, parsed.workload, parsed.run
 
 
 def _cases(name: str, config: Any, launch: Launch) -> list[Any]:

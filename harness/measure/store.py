@@ -17,6 +17,9 @@ from harness.domain.record import Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ResultsError
 
+# What a results directory may hold beside runs.
+_BESIDE_RUNS = ("README.md", "cluster.json")
+
 _DECODER = msgspec.json.Decoder(Record)
 
 
@@ -147,7 +150,7 @@ def read_results(root: Path) -> Results:
     for entry in sorted(root.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             read_run(entry, results)
-        elif entry.name != "README.md" and not entry.name.startswith("."):
+        elif entry.name not in _BESIDE_RUNS and not entry.name.startswith("."):
             results.skipped.append((entry, "not a run's directory"))
     results.runs.sort(key=lambda run: run.header.start_utc)
     return results
