@@ -171,7 +171,10 @@ class _Searches:
         each = max(4, budget // (3 * len(self.counts)))
         for n_microbatches in self.counts:
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
-            for pipeline in search.candidates(each):
+            # The bound leaves out what makes pipelines slower: above the best it is hopeless.
+            best = self.objective.best
+            limit_s = best.step_s if best is not None else math.inf
+            for pipeline in search.candidates(each, limit_s=limit_s):
                 for schedule in schedules_for(n_microbatches):
                     if self.objective.is_over():
                         return

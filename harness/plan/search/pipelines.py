@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,23 @@ class Pipeline:
     bound_s: float
     ends: tuple[int, ...]
     groups: tuple[Group, ...]
+
+
+class Partial(NamedTuple):
+    """Stages of the first segments: when the next one is reached, and the bound so far."""
+
+    prefix_s: float
+    bound_s: float
+    ends: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+    def extended(
+        self, transfer_s: float, seconds: float, n_microbatches: int, end: int, group: Group
+    ) -> Partial:
+        """With one more stage, that takes so many seconds per microbatch."""
+        reached = self.prefix_s + transfer_s
+        bound = max(self.bound_s, reached + n_microbatches * seconds)
+        return Partial(reached + seconds, bound, (*self.ends, end), (*self.groups, group))
 
 
 class PipelineSearch:
@@ -108,11 +126,11 @@ class PipelineSearch:
         back = min(network.transfer_s(b, a, amount) for a in before for b in after)
         return there + back
 
-    def candidates(self, n_best: int) -> list[Pipeline]:
-        """The pipelines of at least two stages with the least bounds, least first."""
+    def candidates(self, n_best: int, *, limit_s: float = math.inf) -> list[Pipeline]:
+        """The pipelines of at least two stages with the least bounds up to limit_s, least first."""
         found: list[Pipeline] = []
         for order in self._orders():
-            found += self._programme(order)
+            found += self._programme(order, limit_s)
         unique = {(p.ends, p.groups): p for p in found if len(p.groups) > 1}
         return heapq.nsmallest(n_best, unique.values(), key=lambda p: (p.bound_s, p.ends, p.groups))
 
@@ -138,43 +156,46 @@ class PipelineSearch:
         for k in range(1, n - first + 1):
             yield tuple(sorted(order[first : first + k]))
 
-    def _programme(self, order: tuple[int, ...] | None) -> list[Pipeline]:
+    def _programme(self, order: tuple[int, ...] | None, limit_s: float) -> list[Pipeline]:
         n, m = len(self.segments), self.n_microbatches
         n_devices = self.costs.n_devices
         n_cuts = math.comb(n + n_devices, n_devices)
         few = n_cuts * (math.factorial(n_devices) if order is None else 2**n_devices)
         keep = None if few <= ALL_PIPELINES_UP_TO else MOST_PAIRS
-        # State: (segments done, mask, last group) -> [(prefix, bound, ends, groups)].
-        layers: list[
-            dict[tuple[int, Group], list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]]]
-        ]
-        layers = [{} for _ in range(n + 1)]
-        layers[0][(0, ())] = [(0.0, 0.0, (), ())]
+        # State: (segments done), (mask, last group) -> partial pipelines.
+        layers: list[dict[tuple[int, Group], list[Partial]]] = [{} for _ in range(n + 1)]
+        layers[0][(0, ())] = [Partial(0.0, 0.0, (), ())]
         stage_s = lru_cache(maxsize=None)(self._stage_s)
-        transfer_s = lru_cache(maxsize=None)(self._transfer_s)
         for a in range(n):
             for (used, last), partials in layers[a].items():
-                partials[:] = _undominated(partials, keep)
+                kept = _undominated(partials, keep)
+                if not kept or m * self._rest_s(a, used) > limit_s:
+                    continue
                 for group in self._groups(order, used):
                     if len(group) > self.samples:
                         continue
                     mask = used | sum(1 << d for d in group)
-                    extra = transfer_s(a, last, group) if last else 0.0
+                    extra = self._transfer_s(a, last, group) if last else 0.0
+                    least = min(p.prefix_s for p in kept) + extra
                     for b in range(a + 1, n + 1):
                         seconds = stage_s(a, b, group)
+                        if least + m * seconds > limit_s:
+                            break
                         target = layers[b].setdefault((mask, group), [])
-                        for prefix, bound, ends, groups in partials:
-                            reached = prefix + extra
-                            target.append(
-                                (
-                                    reached + seconds,
-                                    max(bound, reached + m * seconds),
-                                    (*ends, b),
-                                    (*groups, group),
-                                )
-                            )
+                        target += [p.extended(extra, seconds, m, b, group) for p in kept]
         finals = [item for partials in layers[n].values() for item in _undominated(partials, keep)]
-        return [Pipeline(bound, ends, groups) for _, bound, ends, groups in finals]
+        return [Pipeline(p.bound_s, p.ends, p.groups) for p in finals if p.bound_s <= limit_s]
+
+    def _rest_s(self, a: int, used: int) -> float:
+        """Seconds of what is left per microbatch, if all free devices shared it perfectly."""
+        rest = [
+            float(self._seconds[-1, d] - self._seconds[a, d])
+            for d in range(self.costs.n_devices)
+            if not used >> d & 1
+        ]
+        if not rest:
+            return math.inf
+        return 0.0 if min(rest) <= 0 else 1 / sum(1 / seconds for seconds in rest)
 
     def plans(self, pipeline: Pipeline) -> dict[int, OperatorPlan]:
         """The operators' plans; replicas of unlike speed get samples in proportion."""
@@ -216,15 +237,13 @@ class PipelineSearch:
         return objective.judge(trial).score
 
 
-def _undominated(
-    partials: list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]], keep: int | None
-) -> list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]]:
-    """Pairs that no other beats in both, at most `keep`; all of them when keep is None."""
+def _undominated(partials: list[Partial], keep: int | None) -> list[Partial]:
+    """Those that no other beats in both numbers, at most `keep`; all of them when keep is None."""
     if keep is None:
         return partials
-    found: list[tuple[float, float, tuple[int, ...], tuple[Group, ...]]] = []
-    for item in sorted(partials, key=lambda item: (item[1], item[0])):
-        if not found or item[0] < found[-1][0]:
+    found: list[Partial] = []
+    for item in sorted(partials, key=lambda p: (p.bound_s, p.prefix_s)):
+        if not found or item.prefix_s < found[-1].prefix_s:
             found.append(item)
     return found[:keep]
 

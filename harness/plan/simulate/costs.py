@@ -29,6 +29,7 @@ from harness.plan.fit import OperatorTimes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,23 @@ class Costs:
         self._edges: dict[object, EdgeCosts] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._seconds: dict[object, tuple[float, float]] = {}
+        self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
+
+    def _key(self, plan: OperatorPlan) -> PlanKey:
+        """A plan as a hashable value; kept by identity, since a search repeats its plans."""
+        known = self._keys.get(id(plan))
+        if known is None:
+            cuts = tuple(
+                (dim, tuple(cut) if isinstance(cut, list) else cut)
+                for dim, cut in plan.partition.items()
+            )
+            # The plan is kept too: its id must not be given to another one.
+            known = self._keys[id(plan)] = plan, (cuts, tuple(plan.devices))
+        return known[1]
 
     def blocks(self, op: int, plan: OperatorPlan) -> list[Block]:
         """The blocks of an operator's output, in the order of its devices."""
-        key = (op, _cut_key(plan))
+        key = (op, self._key(plan)[0])
         if key not in self._blocks:
             shape = self.shapes[op]
             self._blocks[key] = blocks(list(shape), list(shape.values()), plan.partition)
@@ -120,10 +134,11 @@ class Costs:
 
     def operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         """Price one operator's plan."""
-        key = (op, _cut_key(plan), tuple(plan.devices))
-        if key not in self._operators:
-            self._operators[key] = self._price_operator(op, plan)
-        return self._operators[key]
+        key = (op, self._key(plan))
+        found = self._operators.get(key)
+        if found is None:
+            found = self._operators[key] = self._price_operator(op, plan)
+        return found
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
@@ -166,11 +181,11 @@ class Costs:
 
     def edge(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> EdgeCosts:
         """Price the transfers from one operator to one that reads it."""
-        same = (_cut_key(a), tuple(a.devices)), (_cut_key(b), tuple(b.devices))
-        key = (producer, consumer, *same)
-        if key not in self._edges:
-            self._edges[key] = self._price_edge(producer, consumer, a, b)
-        return self._edges[key]
+        key = (producer, consumer, self._key(a), self._key(b))
+        found = self._edges.get(key)
+        if found is None:
+            found = self._edges[key] = self._price_edge(producer, consumer, a, b)
+        return found
 
     def _price_edge(
         self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan
@@ -206,12 +221,6 @@ class Costs:
         return EdgeCosts(
             sources, targets, amounts[sources, targets] * self.bytes_per_element(producer)
         )
-
-
-def _cut_key(plan: OperatorPlan) -> tuple[object, ...]:
-    return tuple(
-        (dim, tuple(cut) if isinstance(cut, list) else cut) for dim, cut in plan.partition.items()
-    )
 
 
 def _shares(shape: dict[str, int], operator: Operator, plan: OperatorPlan) -> int | list[int]:

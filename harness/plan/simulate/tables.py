@@ -128,6 +128,7 @@ class Tables:
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
+        self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._edge_costs: list[EdgeCosts] = []
         for op, plan in plans.items():
             self._fill_row(op, plan)
@@ -141,6 +142,7 @@ class Tables:
             row.backward_s,
         )
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
+        self._slices[op] = row.slices
 
     def _price(self, e: int) -> EdgeCosts:
         p, c = self.edges[e]
@@ -176,7 +178,7 @@ class Tables:
         sizes: list[int] = []
         open_bucket: dict[tuple[int, ...], int] = {}
         for op in reversed(self.parameterised):
-            for n_bytes, group in self.costs.operator(op, self.plans[op]).slices:
+            for n_bytes, group in self._slices[op]:
                 if len(group) < 2:
                     continue
                 k = open_bucket.get(group)
