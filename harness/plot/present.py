@@ -64,36 +64,52 @@ def format_value(column: str, value: Any) -> str:
     if column.startswith("n_") or column in COUNTS:
         return f"{number:,.0f}"
     if column.endswith("_s") and not column.endswith("_per_s"):
-        return format_duration(number)
+        return format_duration(number) if number else "0"
     return f"{number:.4g}"
 
 
-def _is_numeric(column: str, values: Iterable[Any]) -> bool:
+def _is_numeric(values: Iterable[Any]) -> bool:
     known = [value for value in values if not _is_blank(value)]
     return bool(known) and all(
         isinstance(value, numbers.Real) and not isinstance(value, bool) for value in known
     )
 
 
+def _is_telling(frame: pd.DataFrame, column: str) -> bool:
+    """Whether a column says anything: not blank or zero throughout, not a part of the label."""
+    values = list(frame[column])
+    if column in ("status", "reason") or all(_is_blank(value) for value in values):
+        return False
+    if all(_is_blank(value) or value is False or value == 0 for value in values):
+        return column in COUNTS or column.startswith("n_")
+    if "label" not in frame.columns or column == "label":
+        return True
+    texts = zip(values, frame["label"], strict=True)
+    return not all(isinstance(value, str) and value in str(label) for value, label in texts)
+
+
 def present(frame: pd.DataFrame) -> dict[str, Any]:
     """A table for the report: headers, cells, which columns align right, rows not ok.
 
-    Columns without any value are left out, and `status` with its reason in words comes last.
+    Columns that say nothing are left out; `status` with its reason in words follows the label.
     """
-    shown = [
-        column
-        for column in frame.columns
-        if column not in ("status", "reason") and not all(_is_blank(v) for v in frame[column])
-    ]
+    shown = [str(column) for column in frame.columns if _is_telling(frame, str(column))]
     has_failures = "status" in frame.columns and bool((frame["status"] != "ok").any())
+    place = shown.index("label") + 1 if "label" in shown else 0
     rows = []
     for record in frame.to_dict("records"):
-        cells = [format_value(str(column), record[column]) for column in shown]
+        cells = [format_value(column, record[column]) for column in shown]
         status = str(record.get("status", "ok"))
         if has_failures:
-            words = status_words(status, str(record.get("reason") or ""))
-            cells.append("ok" if status == "ok" else words)
+            reason = record.get("reason")
+            words = status_words(status, reason if isinstance(reason, str) else "")
+            cells.insert(place, "ok" if status == "ok" else words)
         rows.append({"cells": cells, "is_ok": status == "ok"})
-    headers = [header_of(str(column)) for column in shown] + (["status"] if has_failures else [])
-    right = [_is_numeric(str(column), frame[column]) for column in shown] + [False]
-    return {"headers": headers, "rows": rows, "right": right}
+    headers = [header_of(column) for column in shown]
+    styles = ["right" if _is_numeric(frame[column]) else "" for column in shown]
+    if "label" in shown:
+        styles[place - 1] = "words"
+    if has_failures:
+        headers.insert(place, "status")
+        styles.insert(place, "status")
+    return {"headers": headers, "rows": rows, "styles": styles}

@@ -125,7 +125,7 @@ def build_report(
     counts = Counter(header.status for header in headers)
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
-        root=root.name,
+        root=root.resolve().name,
         sections=[_section(figure) for figure in drawn],
         missing=list(missing),
         runs=[_run_row(run) for run in catalog.results.runs],

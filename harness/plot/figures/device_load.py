@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.domain.record import Sample
 from harness.measure.derive_devices import info_of
+from harness.measure.derive_spans import samples_of
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
@@ -28,24 +28,26 @@ MAX_RUNS = 12
 
 
 def _rows(run: Run, label: str) -> list[dict[str, Any]]:
+    base = {
+        "label": label,
+        "repeat": run.header.repeat,
+        "status": run.header.status,
+        "reason": run.header.reason,
+    }
     rows = []
     for rank, records in sorted(run.ranks.items()):
         host = info_of(run, rank).hostname
-        for record in records:
-            if not isinstance(record, Sample) or record.metric not in METRICS:
-                continue
-            if record.time_s is not None:
-                device = str(record.labels.get("device", ""))
+        for sample in (record for metric in METRICS for record in samples_of(records, metric)):
+            if sample.time_s is not None:
+                device = str(sample.labels.get("device", ""))
                 rows.append(
-                    {
-                        "label": label,
-                        "status": run.header.status,
-                        "reason": run.header.reason,
+                    base
+                    | {
                         "rank": rank,
                         "device": f"{host}:{device}" if device else host,
-                        "metric": record.metric,
-                        "time_s": record.time_s,
-                        "value": record.value,
+                        "metric": sample.metric,
+                        "time_s": sample.time_s,
+                        "value": sample.value,
                     }
                 )
     return rows
@@ -63,7 +65,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
     others = [run for run in catalog.results.runs if id(run) not in labels]
     for run in [*trained, *others]:
         label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
-        rows += [row | {"repeat": run.header.repeat} for row in _rows(run, label)]
+        rows += _rows(run, label)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -115,7 +117,8 @@ def _draw_metric(
     axes.set_xlabel("minutes" if is_long else "seconds", fontsize=8)
     axes.tick_params(labelsize=7.5)
     if metric == "device_utilization_percent":
-        axes.set_ylim(0, 105)
+        # A CPU's load is in percent of one core, so it may be above 100.
+        axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))
     elif not readings.empty:
         axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.derive import matmul_table
+from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
@@ -48,7 +49,26 @@ def _rows(case: Case) -> list[dict[str, Any]]:
     for run in case.runs:
         for row in matmul_table(run):
             groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
-    return [base | _numbers(rows) for rows in groups.values()]
+    return [base | _numbers(rows) for rows in groups.values()] + _skipped(case)
+
+
+def _skipped(case: Case) -> list[dict[str, Any]]:
+    """Products that a device could not do, each reason once with its ranks."""
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for rank, records in sorted(case.runs[0].ranks.items()):
+        for sample in samples_of(records, "matmul_skipped"):
+            names = ("dtype", "n", "reason")
+            dtype, size, reason = (str(sample.labels.get(name, "")) for name in names)
+            ranks.setdefault((dtype, size, reason), []).append(rank)
+    return [
+        {
+            "label": f"{case.cluster} · {dtype} n = {size}",
+            "status": "skipped",
+            "reason": f"ranks {', '.join(map(str, where))}: {reason}",
+            "dtype": dtype,
+        }
+        for (dtype, size, reason), where in ranks.items()
+    ]
 
 
 def _numbers(rows: list[Any]) -> dict[str, Any]:

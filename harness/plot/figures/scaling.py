@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table, summa_table
+from harness.measure.statistics import Summary
 from harness.plot.catalog import Case, Catalog, TrainingCase, merged, short_kind
 from harness.plot.figure import Figure
 from harness.plot.style import MUTED, WIDTH_IN, colour_of, note_failures, series_style
@@ -32,10 +34,15 @@ COLUMNS = [
 ]
 
 
-def _kinds(case: Case) -> str:
-    """Kinds of device and share of cores: only like devices are compared."""
+def _first_kind(case: Case) -> str:
+    """Kind and cores of the first rank's device: what the run on one device ran on."""
+    first = case.header.ranks[0] if case.header.ranks else None
+    return f"{short_kind(first.device_kind)}/{first.n_cores:.2g}" if first else ""
+
+
+def _device_words(case: Case) -> str:
     kinds = {(short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks}
-    return " + ".join(f"{kind}/{n_cores:g}" for kind, n_cores in sorted(kinds))
+    return "unlike devices" if len(kinds) > 1 else next((kind for kind, _ in kinds), "")
 
 
 def _training_point(case: TrainingCase) -> ScalingPoint | None:
@@ -46,11 +53,11 @@ def _training_point(case: TrainingCase) -> ScalingPoint | None:
     time = merged(durations)
     config = case.case.header.config
     data = config.get("dataset") or config.get("data") or ""
-    kind = short_kind(case.case.header.ranks[0].device_kind) if case.case.header.ranks else ""
-    family = f"{first.model} {first.dtype} {data} {first.unit} {_kinds(case.case)}"
+    family = f"{first.model} {first.dtype} {data} {first.unit} {_first_kind(case.case)}"
+    devices = _device_words(case.case)
     return ScalingPoint(
         family=family,
-        series=f"{first.strategy} · {first.model} · {first.dtype} · {kind}, by {first.unit}",
+        series=f"{first.strategy} · {first.model} · {first.dtype} · {devices}, by {first.unit}",
         n_devices=case.case.n_devices,
         work=first.n_samples,
         time_s=time.median,
@@ -61,22 +68,26 @@ def _training_point(case: TrainingCase) -> ScalingPoint | None:
 
 
 def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
-    points = []
-    for case in catalog.cases("matmul"):
-        if not case.is_ok:
-            continue
-        for row in summa_table(case.runs[0], catalog.peaks):
-            points.append(
-                ScalingPoint(
-                    family=f"summa {row.dtype} {_kinds(case)}",
-                    series=f"summa · {row.dtype}",
-                    n_devices=row.n_ranks,
-                    work=2.0 * row.m * row.n * row.k,
-                    time_s=row.time.median,
-                    low_s=row.time.low,
-                    high_s=row.time.high,
-                )
+    """A point per cluster, product and number of ranks; repeats brought together."""
+    points: list[ScalingPoint] = []
+    for case in filter(lambda case: case.is_ok, catalog.cases("matmul")):
+        groups: dict[tuple[str, str, int, float], list[Summary]] = defaultdict(list)
+        for run in case.runs:
+            for row in summa_table(run, catalog.peaks):
+                flops = 2.0 * row.m * row.n * row.k
+                groups[row.scaling, row.dtype, row.n_ranks, flops].append(row.time)
+        for (scaling, dtype, n_ranks, flops), times in groups.items():
+            time = merged(times)
+            point = ScalingPoint(
+                family=f"summa {scaling} {dtype} {case.cluster}",
+                series=f"summa · {dtype} · {case.cluster}",
+                n_devices=n_ranks,
+                work=flops,
+                time_s=time.median,
+                low_s=time.low,
+                high_s=time.high,
             )
+            points.append(point)
     return points
 
 
@@ -191,8 +202,9 @@ FIGURE = Figure(
         "How much of perfect speed-up is left with more devices. Strong scaling keeps the whole "
         "problem and divides it: t(1) / (n t(n)). Weak scaling keeps the problem of each device: "
         "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
-        "FLOPs. 100 % (dashed) means that adding devices costs nothing. Only devices of one kind "
-        "are compared; the start of a series is its run on the fewest devices."
+        "FLOPs. 100 % (dashed) means that adding devices costs nothing. A series starts "
+        "at the run on the fewest devices. Where the devices of a run are unlike, it starts at the "
+        "first rank alone, and 100 % is not the ideal."
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",

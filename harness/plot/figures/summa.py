@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import summa_table
+from harness.measure.derive import SummaRow, summa_table
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
@@ -46,7 +46,9 @@ def _rows(case: Case, catalog: Catalog) -> list[dict[str, Any]]:
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in case.runs:
         for row in summa_table(run, catalog.peaks):
-            groups.setdefault((row.scaling, row.dtype, row.m, row.n, row.k), []).append(row)
+            groups.setdefault(
+                (row.scaling, row.dtype, row.m, row.n, row.k, row.n_ranks), []
+            ).append(row)
     return [base | _numbers(rows, case.cluster) for rows in groups.values()]
 
 
@@ -55,13 +57,19 @@ def _median(values: list[float | None]) -> float | None:
     return summarize(known, shortest=0).median if known else None
 
 
+def _label(row: SummaRow, cluster: str) -> str:
+    sizes = f"{row.m}" if row.m == row.n == row.k else f"{row.m}×{row.n}×{row.k}"
+    ranks = f"{row.n_ranks} rank{'s' if row.n_ranks > 1 else ''}"
+    return f"{row.scaling} · n = {sizes} · {row.dtype} · {ranks} · {cluster}"
+
+
 def _numbers(rows: list[Any], cluster: str) -> dict[str, Any]:
     first = rows[0]
     flops = 2.0 * first.m * first.n * first.k
     rates = summarize([row.flops_per_s for row in rows], shortest=0)
     is_single = len(rows) == 1
     return {
-        "label": f"{first.scaling} · {first.m}×{first.n}×{first.k} · {first.dtype} · {cluster}",
+        "label": _label(first, cluster),
         "n_repeats": len(rows),
         "scaling": first.scaling,
         "dtype": first.dtype,
@@ -89,10 +97,12 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Aggregate rate on the left, the slowest rank's time on the right."""
-    canvas.set_size_inches(WIDTH_IN, 0.5 * len(table) + 1.5)
+    canvas.set_size_inches(WIDTH_IN, 0.45 * len(table) + 1.5)
     left, right = canvas.subplots(1, 2, sharey=True)
     _draw_rates(left, table)
     _draw_times(right, table)
+    handles, words = right.get_legend_handles_labels()
+    canvas.legend(handles, words, loc="outside upper right", ncols=3, fontsize=7.5)
     label_bars(left, list(table["label"]))
     right.tick_params(axis="y", length=0)
     right.grid(axis="y", visible=False)
@@ -137,7 +147,6 @@ def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
     )
     axes.set_xlabel("milliseconds, slowest rank")
     axes.set_title("Time")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=3, fontsize=7.5)
 
 
 FIGURE = Figure(

@@ -1,0 +1,268 @@
+"""Figures by their tables: what is drawn, what stays although it is not ok, what merges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness.domain.cluster import Cluster, Node
+from harness.measure.derive import PHASES
+from harness.measure.store import read_results
+from harness.plot.catalog import Catalog, cluster_labels, short_kind
+from harness.plot.figures import FIGURES, load_figure
+from harness.plot.present import format_value, header_of, present
+from harness.plot.render import image_bytes
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def catalog(comparison: Path) -> Catalog:
+    return Catalog(read_results(comparison))
+
+
+def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
+    return load_figure(name).table(catalog)
+
+
+def row_of(table: pd.DataFrame, **values: Any) -> Any:
+    """The only row with these values."""
+    for column, value in values.items():
+        table = table[table[column] == value]
+    assert len(table) == 1, table
+    return table.iloc[0]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_says_what_it_shows_and_what_is_better(name: str) -> None:
+    figure = load_figure(name)
+    assert figure.name == name
+    assert figure.title == FIGURES[name]
+    assert len(figure.caption) > 80
+    assert "better" in figure.better
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_keeps_the_run_that_is_not_ok(name: str, catalog: Catalog) -> None:
+    table = table_of(name, catalog)
+    if name in ("matmul", "summa", "bandwidth", "link_heatmap", "device_load"):
+        assert not table.empty  # of other workloads, all of which went well
+        return
+    failed = row_of(table, status="oom")
+    assert "tried to allocate 2.4 GiB" in failed["reason"]
+    numbers = [column for column in table.columns if column.endswith("_per_s")]
+    assert failed[numbers].isna().all()
+
+
+def test_throughput_is_global_batch_over_median_step(catalog: Catalog) -> None:
+    table = table_of("throughput", catalog)
+    single = row_of(table, strategy="single")
+    # data 2 ms, copy 1 ms, compute 100 ms, optimizer 4 ms; noise of 1 % around it
+    assert single["throughput_samples_per_s"] == pytest.approx(32 / 0.107, rel=0.01)
+    assert single["low_samples_per_s"] < single["throughput_samples_per_s"]
+    assert single["n_devices"] == 1
+
+
+def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
+    table = table_of("throughput", catalog)
+    ddp = row_of(table, strategy="ddp", batch=160)
+    assert ddp["n_repeats"] == 3
+    assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
+
+
+def test_mamfu_uses_the_matmul_run_beside_it(catalog: Catalog) -> None:
+    single = row_of(table_of("throughput", catalog), strategy="single")
+    flops_per_s = 2.5e10 * single["throughput_samples_per_s"]
+    best = 1.6e13 * 4096 / (4096 + 400)  # the median device's largest size
+    assert single["mamfu"] == pytest.approx(flops_per_s / best, rel=1e-6)
+    assert single["mfu"] == pytest.approx(flops_per_s / 2.03e13, rel=1e-6)
+
+
+def test_phases_sum_to_the_step(catalog: Catalog) -> None:
+    table = table_of("step_breakdown", catalog)
+    ok = table[table["status"] == "ok"]
+    phases = [f"{phase}_s" for phase in PHASES]
+    assert ok[phases].sum(axis=1).to_numpy() == pytest.approx(ok["step_s"].to_numpy())
+    single = row_of(ok, strategy="single")
+    assert single["exposed_communication_s"] == 0
+    pipeline = row_of(ok, strategy="pipeline")
+    assert pipeline["exposed_communication_s"] == pytest.approx(0.03, rel=0.05)
+    assert pipeline["overlap"] == pytest.approx(1 / 3, rel=0.01)  # half as long before as after
+
+
+def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> None:
+    table = table_of("scaling", catalog)
+    strong = row_of(table, scaling="strong", strategy="ddp", n_devices=5)
+    assert strong["efficiency"] == pytest.approx(0.107 / (5 * 0.117), rel=0.01)
+    assert strong["low"] < strong["efficiency"] < strong["high"]
+    weak = row_of(table, scaling="weak", strategy="ddp", n_devices=5)
+    assert weak["efficiency"] == pytest.approx(0.107 / 0.197, rel=0.01)
+    assert weak["speedup"] == pytest.approx(5 * weak["efficiency"])
+    assert weak["baseline_devices"] == 1
+
+
+def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
+    table = table_of("step_time", catalog)
+    far = table[table["is_outlier"].astype(bool)]
+    assert set(far["step"]) == {20}
+    assert len(far) == 8  # single, 2 x 3 ddp, pipeline
+    digest = load_figure("step_time").report_table(table)
+    assert pd.isna(row_of(digest, status="oom")["n_steps"])
+    assert digest["n_outliers"].sum() == 8
+
+
+def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
+    table = table_of("memory", catalog)
+    row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")
+    assert row["peak_bytes"] == pytest.approx(3.5 * 2**30)
+    assert (row["rank"], row["device_bytes"]) == (4, 8 * 2**30)
+
+
+def test_matmul_has_a_row_per_device_dtype_and_size(catalog: Catalog) -> None:
+    table = table_of("matmul", catalog)
+    assert len(table) == 5 * 2 * 5
+    slow = row_of(table, rank=4, dtype="fp32", n=4096)
+    assert slow["flops_per_s"] == pytest.approx(0.8 * 1.6e13 * 4096 / 4496)
+    assert not table["is_above_peak"].any()
+    assert len(load_figure("matmul").report_table(table)) == 5 * 2
+
+
+def test_summa_efficiency_is_against_measured_local_peaks(catalog: Catalog) -> None:
+    row = row_of(table_of("summa", catalog), scaling="strong")
+    local = 4096 / 4496 * 1.6e13  # all five count with the median device's peak
+    assert row["efficiency"] == pytest.approx(0.7 * 4.8 * 1.6e13 / (5 * local))
+    assert row["exposed_communication_s"] == pytest.approx(0.2 * row["time_s"])
+
+
+def test_bandwidth_carries_the_limit_of_the_link(catalog: Catalog) -> None:
+    table = table_of("bandwidth", catalog)
+    assert set(table["nic_limit_bytes_per_s"]) == {1.25e8}
+    assert set(table["best_link_bytes_per_s"]) == {1.17e8}
+    row = row_of(table, operation="all_reduce", transport="nccl", size_bytes=2**24)
+    assert row["busbw_bytes_per_s"] == 1.6 * row["algbw_bytes_per_s"]
+    assert 0.9 * 1.17e8 < row["busbw_bytes_per_s"] < 1.17e8
+
+
+def test_heat_map_shows_the_slow_node_in_both_directions(catalog: Catalog) -> None:
+    table = table_of("link_heatmap", catalog)
+    assert len(table) == 20
+    slow = table[table["bandwidth_bytes_per_s"] < 1e8]
+    assert len(slow) == 8
+    ends = zip(slow["source_name"], slow["target_name"], strict=True)
+    assert all("tesla4" in pair for pair in ends)
+
+
+def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
+    table = table_of("device_load", catalog)
+    readings = table[table["metric"] == "device_temperature_c"]
+    assert len(readings) == 20 * (1 + 5 * 7)
+    assert readings["time_s"].max() == 19.0
+
+
+def test_drawing_twice_gives_equal_bytes(catalog: Catalog) -> None:
+    figure = load_figure("throughput")
+    table = figure.table(catalog)
+    for file_format in ("svg", "png"):
+        once = image_bytes(figure, table, file_format)
+        assert once == image_bytes(figure, table, file_format)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_draws_its_table(name: str, catalog: Catalog) -> None:
+    figure = load_figure(name)
+    svg = image_bytes(figure, figure.table(catalog), "svg").decode()
+    assert svg.count("<path") > 20
+
+
+def test_an_invalid_run_is_never_a_number(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
+) -> None:
+    for status in ("invalid", "crash", "timeout", "running"):
+        config = configured("ddp", 32)
+        run = header("train", config, cluster(2), run_id=status, status=status)
+        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    made = Catalog(read_results(tmp_path))
+    table = table_of("throughput", made)
+    assert sorted(table["status"]) == ["crash", "invalid", "running", "timeout"]
+    assert table["throughput_samples_per_s"].isna().all()
+    assert image_bytes(load_figure("throughput"), table, "svg")
+    steps = table_of("step_time", made)
+    assert steps[steps["status"] == "invalid"]["duration_s"].isna().all()
+
+
+def test_runs_of_unlike_clusters_do_not_merge(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
+) -> None:
+    for name, nic in (("slow", 1.25e7), ("fast", 1.25e8), ("fast-again", 1.24e8)):
+        run = header("train", configured("ddp", 32), cluster(2, nic), run_id=name)
+        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    table = table_of("throughput", Catalog(read_results(tmp_path)))
+    assert sorted(table["n_repeats"]) == [1, 2]
+    assert len(set(table["cluster"])) == 2
+
+
+def test_equal_labels_tell_the_setting_that_differs(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
+) -> None:
+    for buckets in (1, 25):
+        config = configured("ddp", 32) | {"bucket_mb": buckets}
+        run = header("train", config, cluster(2), run_id=f"buckets{buckets}")
+        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    labels = list(table_of("throughput", Catalog(read_results(tmp_path)))["label"])
+    assert [label.rpartition(" · ")[2] for label in labels] == ["bucket_mb 1", "bucket_mb 25"]
+
+
+def test_cluster_labels_are_short_until_they_must_tell_apart(header: Any, cluster: Any) -> None:
+    one, two = cluster(1), cluster(2)
+    other = Cluster(nodes=[Node(name="b", devices=one.nodes[0].devices)])
+    headers = [header("train", {}, c, run_id="r") for c in (one, two, other)]
+    labels = sorted(cluster_labels(headers).values())
+    assert labels == ["1 × RTX 3070, b", "1 × RTX 3070, tesla0", "2 × RTX 3070, 1 Gbit/s"]
+
+
+def test_device_kinds_lose_their_brands() -> None:
+    assert short_kind("NVIDIA GeForce RTX 3070") == "RTX 3070"
+    assert short_kind("Intel(R) Xeon(R) Processor @ 2.10GHz") == "Xeon"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("throughput_samples_per_s", 299.47, "299.5"),
+        ("busbw_bytes_per_s", 1.25e9, "1.25 GB/s"),
+        ("peak_bytes", 2.0**31, "2 GiB"),
+        ("flops_per_s", 1.5e13, "15 TFLOP/s"),
+        ("step_s", 0.0123, "12.3 ms"),
+        ("efficiency", 0.876, "87.6%"),
+        ("n_devices", 5.0, "5"),
+        ("mfu", float("nan"), ""),
+        ("is_above_peak", True, "yes"),
+    ],
+)
+def test_cells_take_their_unit_from_the_column(column: str, value: Any, text: str) -> None:
+    assert format_value(column, value) == text
+
+
+def test_columns_that_say_nothing_are_left_out_of_the_report() -> None:
+    frame = pd.DataFrame(
+        {
+            "label": ["ddp · a", "ddp · b"],
+            "strategy": ["ddp", "ddp"],
+            "mfu": [None, None],
+            "compute_s": [0.0, 0.0],
+            "step_s": [0.1, None],
+            "status": ["ok", "oom"],
+            "reason": ["", "too large"],
+        }
+    )
+    shown = present(frame)
+    assert shown["headers"] == ["label", "status", "step"]
+    assert shown["rows"][1] == {
+        "cells": ["ddp · b", "out of memory (too large)", ""],
+        "is_ok": False,
+    }
+    assert header_of("exposed_communication_s") == "exposed communication"
