@@ -12,10 +12,15 @@ outside reads; kept so that its figures and ours compare.)
 
 from __future__ import annotations
 
+import heapq
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from harness.plan.pipedream.workload import Workload
+
+
+_BEAM_LOOK = 3  # cuts looked at, for each one kept
 
 
 class Cut(NamedTuple):
@@ -176,56 +181,94 @@ class Lattice:
         return found
 
     def beam(self, width: int) -> list[Cut]:
-        """Of each size, at most `width` cuts that are cheapest to cross and can be grown to."""
-        level = [self.empty()]
-        found = list(level)
+        """Of each size, at most `width` cuts that are cheap to cross and can be grown to.
+
+        Those with the fewest live bytes, which somebody outside reads, are looked at: these are
+        cheaper to keep up than the bytes that the formula counts, and close to them.
+        """
+        level = [(0, self.empty())]
+        found = [self.empty()]
         while level:
-            above: dict[int, Cut] = {}
-            for cut in level:
+            above: dict[int, tuple[int, Cut, int]] = {}
+            for live, cut in level:
                 for i in cut.ready:
-                    if cut.members | 1 << i not in above:
-                        grown = self.grow(cut, i)
-                        above[grown.members] = grown
-            cheapest = sorted(above.values(), key=lambda cut: (cut.crossing_bytes, cut.members))
-            level = cheapest[:width]
-            found.extend(level)
+                    members = cut.members | 1 << i
+                    if members not in above:
+                        above[members] = (live + self._live_change(members, i), cut, i)
+            cheapest = sorted((live, members) for members, (live, _, _) in above.items())
+            grown = [
+                (live, self.grow(above[members][1], above[members][2]))
+                for live, members in cheapest[: _BEAM_LOOK * width]
+            ]
+            level = sorted(grown, key=lambda each: (each[1].crossing_bytes, each[1].members))
+            level = level[:width]
+            found.extend(cut for _, cut in level)
         return found
 
+    def _live_change(self, members: int, i: int) -> int:
+        """Bytes that become live when operator i joins, less those that are read for the last time.
+
+        Args:
+            members: of the cut, i among them.
+        """
+        sizes = self.workload.output_bytes
+        change = sizes[i] if self.workload.consumers[i] else 0
+        for producer in self.workload.producers[i]:
+            if not self._consumer_bits[producer] & ~members:
+                change -= sizes[producer]
+        return change
+
     def around(self, members: int, limit: int) -> list[Cut]:
-        """At most `limit` cuts, those nearest to one cut by operators added or removed."""
-        found = {members: self.cut(members)}
-        level = list(found.values())
-        while level:
-            following: list[Cut] = []
-            for cut in level:
-                near = [(cut.members | 1 << i, i, self.grow) for i in cut.ready]
-                near += [(cut.members & ~(1 << i), i, self.shrink) for i in bits(cut.last)]
-                for other, i, step in near:
-                    if other not in found:
-                        if len(found) >= limit:
-                            return list(found.values())
-                        found[other] = step(cut, i)
-                        following.append(found[other])
-            level = following
+        """At most `limit` cuts near one: half the nearest, half the cheapest to cross."""
+        start = self.cut(members)
+        found = {members: start}
+        # Nearest first is first in, first out; then the cheapest of all that were reached.
+        queue = deque([start])
+        while queue and len(found) < limit // 2:
+            queue.extend(self._neighbours(queue.popleft(), found, limit // 2))
+        heap = [(cut.crossing_bytes, cut.members, cut) for cut in found.values()]
+        heapq.heapify(heap)
+        while heap and len(found) < limit:
+            for cut in self._neighbours(heapq.heappop(heap)[2], found, limit):
+                heapq.heappush(heap, (cut.crossing_bytes, cut.members, cut))
         return list(found.values())
+
+    def _neighbours(self, cut: Cut, found: dict[int, Cut], limit: int) -> list[Cut]:
+        """Cuts one operator away that are not yet found; they are added, up to the limit."""
+        steps = [(cut.members | 1 << i, i, self.grow) for i in cut.ready]
+        steps += [(cut.members & ~(1 << i), i, self.shrink) for i in bits(cut.last)]
+        new: list[Cut] = []
+        for members, i, step in steps:
+            if members not in found and len(found) < limit:
+                found[members] = step(cut, i)
+                new.append(found[members])
+        return new
+
+    def _above(self) -> list[int]:
+        """Per operator: itself and all that depends on it."""
+        above = [0] * self.workload.n_operators
+        for i in reversed(range(self.workload.n_operators)):
+            above[i] = 1 << i | _union_bits(above[j] for j in self.workload.consumers[i])
+        return above
+
+    def principal(self) -> list[Cut]:
+        """Per operator: the smallest cut with it, and the largest one without it."""
+        smallest = self.below
+        largest = [self.full & ~over for over in self._above()]
+        return [self.cut(members) for members in dict.fromkeys([*smallest, *largest])]
 
     def trunk(self) -> list[bool]:
         """Per operator: whether every other one is before or after it."""
         n = self.workload.n_operators
-        n_before = [under.bit_count() for under in self.below]
-        n_after = [1] * n
-        above = [0] * n
-        for i in reversed(range(n)):
-            over = 1 << i
-            for consumer in self.workload.consumers[i]:
-                over |= above[consumer]
-            above[i] = over
-            n_after[i] = over.bit_count()
-        return [a + b == n + 1 for a, b in zip(n_before, n_after, strict=True)]
+        pairs = zip(self.below, self._above(), strict=True)
+        return [under.bit_count() + over.bit_count() == n + 1 for under, over in pairs]
 
 
-def merge_branches(lattice: Lattice) -> tuple[Workload, list[int]]:
+def merge_branches(lattice: Lattice, most_ticks: float) -> tuple[Workload, list[int]]:
     """Merge chains of operators that lie beside other operators, so that fewer cuts are left.
+
+    Args:
+        most_ticks: compute of a merged operator, unless a single one has more.
 
     Returns:
         The coarser workload, and the members of each of its operators in the finer one.
@@ -235,21 +278,25 @@ def merge_branches(lattice: Lattice) -> tuple[Workload, list[int]]:
     group: list[int] = []
     members: list[int] = []
     last: list[int] = []
+    ticks: list[int] = []
     for i, producers in enumerate(work.producers):
         joins = (
             len(producers) == 1
             and len(work.consumers[producers[0]]) == 1
             and not on_trunk[i]
             and not on_trunk[producers[0]]
+            and ticks[group[producers[0]]] + work.compute_ticks[i] <= most_ticks
         )
         if joins:
             k = group[producers[0]]
             members[k] |= 1 << i
             last[k] = i
+            ticks[k] += work.compute_ticks[i]
         else:
             k = len(members)
             members.append(1 << i)
             last.append(i)
+            ticks.append(work.compute_ticks[i])
         group.append(k)
     return _merged(work, group, members, last)
 

@@ -29,6 +29,7 @@ from harness.plan.pipedream.nested import GroupStages, all_pairs
 from harness.plan.pipedream.workload import Workload
 
 _BEAM_WIDTH = 12
+_COARSE_PARTS, _FINE_PARTS = 4, 32  # a merged branch is at most this part of a device's share
 _MAX_ROUNDS = 6
 _FLAT_CUTS = 3000
 _PAIR_OPERATIONS = 3e9  # element operations that one solution over pairs may take: some seconds
@@ -71,6 +72,10 @@ class Problem:
     unlike: Workers | None = None
 
     @property
+    def n_devices(self) -> int:
+        return math.prod(level.n_workers for level in self.levels)
+
+    @property
     def most_cuts(self) -> int:
         """As many as the program can take in a few seconds."""
         if len(self.levels) == 1:
@@ -95,7 +100,7 @@ def search(
         report: called with the best seconds so far, what comes next, and the cuts considered.
         deadline_s: on the monotonic clock; no refinement begins after it.
     """
-    listed, is_exact = _candidates(lattice, problem.most_cuts)
+    listed, is_exact = _candidates(lattice, problem)
     cuts = Cuts.from_cuts(listed)
     if len(cuts) > problem.most_cuts:
         cuts = cuts.thin(max(1, problem.most_cuts // 4), 4)
@@ -117,14 +122,18 @@ def search(
     return found
 
 
-def _candidates(lattice: Lattice, limit: int) -> tuple[list[Cut], bool]:
+def _candidates(lattice: Lattice, problem: Problem) -> tuple[list[Cut], bool]:
     """All cuts when there are few; else those of the graph with merged branches, or a beam's."""
-    every = lattice.every(limit)
+    every = lattice.every(problem.most_cuts)
     if every is not None:
         return every, True
-    coarser, units = merge_branches(lattice)
-    merged = Lattice(coarser, units)
-    return merged.every(limit) or merged.beam(_BEAM_WIDTH), False
+    share = sum(lattice.workload.compute_ticks) / problem.n_devices
+    coarse = Lattice(*merge_branches(lattice, share / _COARSE_PARTS))
+    listed = coarse.every(problem.most_cuts)
+    if listed is not None:
+        return listed, False
+    fine = Lattice(*merge_branches(lattice, share / _FINE_PARTS))
+    return [*fine.beam(_BEAM_WIDTH), *fine.principal()], False
 
 
 def _refine(
@@ -172,7 +181,7 @@ def _within_bound(cuts: Cuts, problem: Problem, bound_s: float) -> Cuts:
     """
     if bound_s == math.inf:
         return cuts
-    n = math.prod(level.n_workers for level in problem.levels)
+    n = problem.n_devices
     speeds = np.ones(n) if problem.unlike is None else problem.unlike.rate[:, 1]
     before_s = np.concatenate([[0.0], np.cumsum(speeds)]) * bound_s * (1 + 1e-9) + 1e-12
     after_s = before_s[-1] - before_s
