@@ -156,7 +156,8 @@ def _execute(place: State, arguments: argparse.Namespace) -> int:
     name = saved.plan.node(getattr(arguments, "node", "0")).name
     argv = node.command_on(place, name, arguments.argv, Path.cwd())
     node.join_limits(place, name)
-    os.execvpe(argv[0], argv, os.environ | node.environment(saved.project))
+    variables = node.environment(saved.project, os.environ.get("PATH", node.SYSTEM_PATH))
+    os.execvpe(argv[0], argv, os.environ | variables)
 
 
 def _fault(place: State, arguments: argparse.Namespace) -> int:

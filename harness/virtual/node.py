@@ -23,19 +23,19 @@ from harness.virtual.system import in_network, run
 READY_TIMEOUT_S = 15.0
 SSH_PORT = 22
 HOST_KEY = "ssh_host_ed25519_key"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 _BOOT = Path(__file__).with_name("boot.sh")
 
 
-def environment(project: Path) -> dict[str, str]:
-    """What every process on a node has, by ssh as by `exec`.
+def environment(project: Path, path: str = SYSTEM_PATH) -> dict[str, str]:
+    """What every process on a node has: `path` by ssh, that of the caller by `exec`.
 
     Cores are not bound: all nodes stand on the same ones, and Open MPI would put the first rank
     of each node on core 0.
     """
-    system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     variables = {
-        "PATH": f"{project / '.venv' / 'bin'}:{system}",
+        "PATH": f"{project / '.venv' / 'bin'}:{path}",
         "LANG": "C.UTF-8",
         "OMPI_MCA_hwloc_base_binding_policy": "none",
     }
@@ -171,6 +171,15 @@ def listens(proc_net_tcp: str, port: int) -> bool:
     return False
 
 
+def _listens_in(namespace: Path, pid: int) -> bool:
+    """Whether the process has entered the namespace (port 22 is not the machine's) and listens."""
+    try:
+        entered = os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), namespace.stat())
+        return entered and listens(Path(f"/proc/{pid}/net/tcp").read_text(), SSH_PORT)
+    except OSError:
+        return False  # it has ended; the caller's next look at the pid tells
+
+
 def wait_until_ready(state: State, name: str) -> None:
     """Block until the node accepts logins.
 
@@ -182,7 +191,7 @@ def wait_until_ready(state: State, name: str) -> None:
         pid = processes.read_alive(state.pid_file(name))
         if pid is None:
             break
-        if listens(Path(f"/proc/{pid}/net/tcp").read_text(), SSH_PORT):
+        if _listens_in(state.namespace(name), pid):
             return
         time.sleep(0.01)
     log = (state.node(name) / "sshd.log").read_text().strip().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -59,24 +60,28 @@ def in_namespaces(paths: Iterable[Path]) -> set[int]:
 
 
 def end_all(find: Callable[[], set[int]]) -> int:
-    """Kill what `find` names until it names nothing; returns how many were killed.
+    """Kill what `find` names until it names nothing and all have ended; returns how many.
+
+    A killed process leaves its namespaces before it closes its sockets, so that `find` no longer
+    naming it is not enough: its port would still be taken.
 
     Raises:
         EnvironmentSetupError: some process does not end.
     """
-    killed: set[int] = set()
+    killed: dict[int, int] = {}
     deadline = time.monotonic() + END_TIMEOUT_S
-    while pids := {pid for pid in find() if start_time(pid) is not None}:
+    while True:
+        found = {pid: start for pid in find() if (start := start_time(pid)) is not None}
+        ending = {pid for pid, start in killed.items() if start_time(pid) == start}
+        if not found and not ending:
+            return len(killed)
         if time.monotonic() > deadline:
             raise EnvironmentSetupError(
-                f"processes {sorted(pids)} do not end after SIGKILL: see their state in "
-                "/proc/PID/status"
+                f"processes {sorted(ending | set(found))} do not end after SIGKILL: see their "
+                "state in /proc/PID/status"
             )
-        for pid in pids:
-            try:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-            except ProcessLookupError:
-                continue
+        killed |= found
         time.sleep(0.02)
-    return len(killed)

@@ -259,10 +259,10 @@ def test_without_the_right_to_make_namespaces_it_names_the_alternative(new_clust
         "import sys; sys.path.insert(0, sys.argv.pop(1));"
         "from harness.virtual.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
+    drop_rights = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
-        + [sys.executable, "-c", script, root, *cluster.argv("up")[2:]],
+        [*drop_rights, sys.executable, "-c", script, root, *cluster.argv("up")[2:]],
         env={"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

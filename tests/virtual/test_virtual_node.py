@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -80,7 +82,7 @@ def test_a_damaged_state_file_says_how_to_clear_it(tmp_path, content):
     place = State(tmp_path, "second")
     place.directory.mkdir()
     place.plan_file.write_text(content)
-    with pytest.raises(EnvironmentSetupError, match="is damaged .* down --name second"):
+    with pytest.raises(EnvironmentSetupError, match=r"is damaged .* down --name second"):
         state.load(place)
     assert state.taken_subnets(tmp_path) == set()
 
@@ -104,3 +106,11 @@ def test_a_damaged_pid_file_names_no_process(tmp_path, content):
 def test_this_process_is_found_by_its_network_namespace():
     assert os.getpid() in processes.in_namespaces([Path("/proc/self/ns/net")])
     assert processes.in_namespaces([Path("/nowhere")]) == set()
+
+
+def test_ending_waits_until_a_process_is_gone_though_no_longer_found():
+    child = subprocess.Popen(["sleep", "60"])
+    answers = iter([{child.pid}])
+    assert processes.end_all(lambda: next(answers, set())) == 1
+    assert processes.start_time(child.pid) is None
+    assert child.wait() == -signal.SIGKILL
