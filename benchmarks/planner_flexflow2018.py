@@ -1,0 +1,201 @@
+"""Search FlexFlow's 2018 cost model on its AlexNet, beside the best listed figures.
+
+    python benchmarks/planner_flexflow2018.py [--seeds 20] [--json] [--quick]
+
+Prints, per topology: data parallel (must equal the published digits), the worst and best step over
+all seeds against the best listed, and proposals per second of CPU against the best listed, with
+the early refusal by a lower bound and without it (then every proposal is simulated to its end).
+Compilation is done before anything is timed. The rate is judged in pairs: each seed's against the
+listed figure, which was taken on one core of another day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+from harness.plan.flexflow2018.model import Machine, Problem
+from harness.plan.flexflow2018.reference import build_tasks, step_ms
+from harness.plan.flexflow2018.search import HOT, schedule
+from harness.plan.flexflow2018.tables import build_tables, decode, encode
+from harness.plan.flexflow2018.walk import BEST, N_BY_WAY, Chain, new_chain, restart, walk
+
+BUDGET = 250_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """The best listed figures of a topology, and how many times their rate is asked."""
+
+    n_nodes: int
+    n_devices: int
+    data_parallel_ms: str = ""
+    best_ms: float = 0.0
+    proposals_per_s: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.n_nodes}x{self.n_devices}"
+
+
+LISTED = [
+    Listed(n_nodes=1, n_devices=2, data_parallel_ms="102.147", best_ms=47.304,
+           proposals_per_s=176_000, factor=1),
+    Listed(n_nodes=1, n_devices=4, data_parallel_ms="218.664", best_ms=52.012,
+           proposals_per_s=35_000, factor=5),
+    Listed(n_nodes=2, n_devices=4, data_parallel_ms="451.692", best_ms=64.615,
+           proposals_per_s=12_900, factor=10),
+    Listed(n_nodes=4, n_devices=4, data_parallel_ms="917.718", best_ms=86.035,
+           proposals_per_s=3_400, factor=10),
+]  # fmt: skip
+LARGE = [Listed(n_nodes=8, n_devices=8), Listed(n_nodes=16, n_devices=4)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One seed's search.
+
+    Attributes:
+        n_tasks: of the best plan: parts and transfers.
+        n_bounded: proposals refused before their simulation's end.
+    """
+
+    best_ms: float
+    cpu_s: float
+    n_proposals: int
+    n_bounded: int
+    n_tasks: int
+
+    @property
+    def proposals_per_s(self) -> float:
+        return self.n_proposals / self.cpu_s
+
+
+def run_trial(problem: Problem, seed: int, budget: int, *, use_bound: bool) -> Trial:
+    """Search once, and cost the result task by task in plain Python."""
+    tables = build_tables(problem)
+    chain = new_chain(tables, seed)
+    restart(chain, encode(tables, problem.data_parallel()))
+    start_s = time.process_time()
+    search(chain, budget, use_bound=use_bound)
+    cpu_s = time.process_time() - start_s
+    plan = decode(tables, chain.best)
+    best_ms = step_ms(problem, plan)
+    if best_ms != chain.cost_ms[BEST]:
+        raise SystemExit(f"the kernels say {chain.cost_ms[BEST]} ms, plain Python {best_ms} ms")
+    n_bounded = int(chain.tally[N_BY_WAY + 3])
+    return Trial(best_ms=best_ms, cpu_s=cpu_s, n_proposals=budget, n_bounded=n_bounded,
+                 n_tasks=len(build_tasks(problem, plan)))  # fmt: skip
+
+
+def search(chain: Chain, budget: int, *, use_bound: bool) -> None:
+    """The rounds of the planner, with or without early refusal."""
+    for round_, size, temperature in schedule(budget):
+        if temperature == HOT and round_ > 0:
+            restart(chain, chain.best.copy())
+        walk(chain, size, temperature * float(chain.cost_ms[BEST]), use_bound)
+
+
+def compare(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
+    """Run all seeds of a topology; print its lines; return the comparisons."""
+    problem = Problem(Machine(listed.n_nodes, listed.n_devices))
+    run_trial(problem, 0, 10, use_bound=True)  # compiles or loads
+    data_parallel = f"{step_ms(problem, problem.data_parallel()):.3f}"
+    is_right = data_parallel == (listed.data_parallel_ms or data_parallel)
+    trials = [run_trial(problem, seed, budget, use_bound=True) for seed in range(n_seeds)]
+    full = [run_trial(problem, s, budget // 10, use_bound=False) for s in range(min(n_seeds, 5))]
+    steps = [trial.best_ms for trial in trials]
+    row = [
+        listed.name,
+        data_parallel + ("" if is_right else " (!)"),
+        f"{max(steps):.3f}",
+        f"{min(steps):.3f}",
+        f"{listed.best_ms:.3f}" if listed.best_ms else "-",
+        f"{statistics.median(t.proposals_per_s for t in trials):,.0f}",
+        f"{statistics.median(t.proposals_per_s for t in full):,.0f}",
+        f"{listed.proposals_per_s * listed.factor:,.0f}" if listed.best_ms else "-",
+        f"{sum(t.n_bounded for t in trials) / sum(t.n_proposals for t in trials):.0%}",
+        f"{max(t.cpu_s for t in trials):.2f}",
+        str(trials[0].n_tasks),
+    ]
+    print("".join(f"{cell:>14}" for cell in row), file=sys.stderr if ARGS.json else sys.stdout)
+    if not listed.best_ms:
+        return []
+    return [
+        as_comparison(f"flexflow2018 step {listed.name}, best listed over ours",
+                      [listed.best_ms / step for step in steps]),
+        as_comparison(f"flexflow2018 proposals per s {listed.name}, ours over best listed",
+                      [t.proposals_per_s / listed.proposals_per_s for t in trials]),
+        as_comparison(f"flexflow2018 proposals per s {listed.name} without bound",
+                      [t.proposals_per_s / listed.proposals_per_s for t in full]),
+    ]  # fmt: skip
+
+
+def as_comparison(name: str, ratios: list[float]) -> dict[str, object]:
+    """One comparison: the median and a 95% bootstrap interval of it."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return {
+        "name": name,
+        "ratio": statistics.median(ratios),
+        "low": medians[25],
+        "high": medians[974],
+        "n_pairs": len(ratios),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{platform.processor() or platform.machine()}, Python "
+        f"{platform.python_version()}",
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The checked-out commit, or nothing outside of a checkout."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--budget", type=int, default=BUDGET, help="proposals per search")
+    parser.add_argument("--json", action="store_true", help="one object per comparison")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 seeds, 20000 proposals, no 64 devices"
+    )
+    return parser.parse_args()
+
+
+HEADS = ["topology", "data parallel", "worst step", "best step", "listed", "proposals/s",
+         "all simulated", "asked", "by bound", "worst CPU s", "tasks"]  # fmt: skip
+
+
+def main() -> None:
+    n_seeds, budget = (3, 20_000) if ARGS.quick else (ARGS.seeds, ARGS.budget)
+    out = sys.stderr if ARGS.json else sys.stdout
+    print("".join(f"{head:>14}" for head in HEADS), file=out)
+    found = [compare(listed, n_seeds, budget) for listed in LISTED]
+    if not ARGS.quick:
+        found += [compare(listed, min(3, n_seeds), budget) for listed in LARGE]
+    print("times in ms but CPU; 'proposals/s' and 'all simulated' are medians per CPU second",
+          file=out)  # fmt: skip
+    if ARGS.json:
+        for comparison in itertools.chain.from_iterable(found):
+            print(json.dumps(comparison))
+
+
+if __name__ == "__main__":
+    ARGS = parse()
+    main()
