@@ -1,0 +1,337 @@
+"""From facts to verdicts, one broken thing at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from harness.errors import ConfigError
+from harness.nodes.allreduce import Reduction
+from harness.nodes.checks import CHECKS, judge_all, select
+from harness.nodes.facts import Disk, PythonFacts, Route
+from harness.nodes.findings import Status, worst
+from harness.nodes.mpi import Hello
+from harness.nodes.pairs import Connection
+from harness.nodes.probe import Clock
+from harness.nodes.ssh import Login, Target
+
+GIB = 2**30
+
+
+def interface_of(cluster, index: int):
+    return cluster.reports[index].facts.interfaces
+
+
+def with_nic(cluster, index: int, **changes: object):
+    lo, eth0, docker0 = interface_of(cluster, index)
+    return cluster.facts(index, interfaces=(lo, dataclasses.replace(eth0, **changes), docker0))
+
+
+def test_a_healthy_cluster_is_ok_in_every_check(hosts, full_mesh) -> None:
+    names = ("n0", "n1", "n2")
+    survey = hosts(3).survey(
+        pairs=full_mesh(3),
+        hello=Hello(hosts=names, names=names, duration_s=2.0),
+        reduction=Reduction(hosts=names, backend="gloo", errors={}, left_out={}, duration_s=0.01),
+    )
+    findings = judge_all(survey, CHECKS)
+    assert [f for f in findings if f.status is not Status.OK] == []
+    assert [f.check for f in findings if f.host == "n0"] == list(CHECKS)
+
+
+def test_critical_outweighs_unknown_outweighs_warn() -> None:
+    assert worst([Status.OK, Status.UNKNOWN, Status.WARN]) is Status.UNKNOWN
+    assert worst([Status.UNKNOWN, Status.CRITICAL]) is Status.CRITICAL
+    assert worst([]) is Status.OK
+
+
+def test_a_name_without_address_stops_the_host_with_one_finding(hosts) -> None:
+    cluster = hosts(2).fail_login(
+        1, Login.UNTRIED, addresses=(), resolve_error="Name or service not known"
+    )
+    findings = [f for f in judge_all(cluster.survey(), CHECKS) if f.host == "n1"]
+    assert findings[0].status is Status.CRITICAL
+    assert findings[0].detail == "n1 has no address: Name or service not known"
+    assert "/etc/hosts" in findings[0].remedy
+    assert all(f.status is Status.UNKNOWN and f.follows for f in findings[1:])
+    assert len(findings) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            "10.0.0.2 port 22: Connection refused",
+            "at n1's console: sudo systemctl enable --now ssh",
+        ),
+        ("10.0.0.2 port 22: No route to host", "switch n1 on, and check its cable and its address"),
+        ("10.0.0.2 port 22: no answer in 20 s", "switch n1 on, or open port 22 in its firewall"),
+    ],
+)
+def test_each_shut_port_has_its_remedy(hosts, error: str, remedy: str) -> None:
+    cluster = hosts(2).fail_login(1, Login.UNTRIED, is_port_open=False, port_error=error)
+    (finding,) = cluster.judge("port", 1)
+    assert (finding.status, finding.detail, finding.remedy) == (Status.CRITICAL, error, remedy)
+
+
+@pytest.mark.parametrize(
+    ("login", "detail", "remedy"),
+    [
+        (Login.UNKNOWN_KEY, "its host key is not known here", "ssh-keyscan n1 >> "),
+        (Login.CHANGED_KEY, "not the one known here", "ssh-keygen -R n1 && ssh-keyscan n1 >> "),
+        (Login.DENIED, "asks for more than a key", "ssh-copy-id n1"),
+        (Login.KEY_FILE_OPEN, "others may read", "chmod 600"),
+        (Login.TIMED_OUT, "hangs: no login", "sudo systemctl restart ssh"),
+        (Login.CLOSED, "closes the connection", "journalctl -u ssh"),
+        (Login.NO_SHELL, "gives no shell", "chsh -s /bin/bash ada"),
+        (Login.FAILED, "ssh fails: so it is", "ssh -v n1 true"),
+    ],
+)
+def test_each_failed_login_has_its_remedy(hosts, login: Login, detail: str, remedy: str) -> None:
+    (finding,) = hosts(2).fail_login(1, login, login_detail="so it is").judge("login", 1)
+    assert finding.status is Status.CRITICAL
+    assert detail in finding.detail
+    assert remedy in finding.remedy
+
+
+def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts) -> None:
+    target = Target(hostname="n1.lab", port=2222, user="ada", is_proxied=False)
+    cluster = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target, key_file="/etc/my hosts")
+    (finding,) = cluster.judge("login", 1)
+    assert "ssh-keygen -R '[n1.lab]:2222' -f '/etc/my hosts' && " in finding.remedy
+    assert "ssh-keyscan -p 2222 n1 >> ~/.ssh/known_hosts" in finding.remedy
+
+
+def test_a_hang_behind_the_login_is_located_and_keeps_earlier_facts(hosts) -> None:
+    text = "@harness:hostname\nn1\n@harness:shell\n@harness:cpus_allowed\n@harness:disk"
+    cluster = hosts(2).probe(1, is_complete=False, text=text)
+    assert "hung at disk" in cluster.judge("login", 1)[0].detail
+    assert cluster.judge("shell", 1)[0].status is Status.OK
+    (nic,) = cluster.judge("nic", 1)
+    assert (nic.status, nic.follows) == (Status.UNKNOWN, True)
+    assert cluster.judge("tcp", 1)[0].status is Status.UNKNOWN
+
+
+def test_a_csh_is_a_warning_with_the_command_that_changes_it(hosts) -> None:
+    (finding,) = hosts(1).facts(0, shell="/bin/tcsh").judge("shell", 0)
+    assert finding.status is Status.WARN
+    assert finding.remedy == "bash setup/change_shell.sh my.txt --apply"
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "error_s", "status"),
+    [
+        (0.05, 0.001, Status.OK),
+        (-0.2, 0.001, Status.WARN),
+        (0.2, 0.15, Status.OK),  # may be 50 ms only
+        (0.7, 0.5, Status.WARN),
+        (-7.0, 0.001, Status.CRITICAL),
+        (5.2, 0.3, Status.WARN),
+    ],
+)
+def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
+    hosts, offset_s: float, error_s: float, status: Status
+) -> None:
+    cluster = hosts(1).probe(0, clock=Clock(offset_s=offset_s, error_s=error_s))
+    assert cluster.judge("clock", 0)[0].status is status
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "status", "words"),
+    [
+        ("os", {"kernel": "Darwin 23.1 arm64"}, Status.CRITICAL, "runs Darwin"),
+        ("os", {"kernel": "Linux 6.1 aarch64"}, Status.CRITICAL, "is aarch64, the others are x86"),
+        ("os", {"hostname": "n0"}, Status.WARN, "calls itself n0, as n0 does"),
+        ("cpu", {"quota_cores": 0.5}, Status.OK, "8 cores, limited to 0.5, AMD EPYC"),
+        ("cpu", {"load_1min": 4.1}, Status.WARN, "load 4.1 on 8 cores"),
+        ("cpu", {"n_cores": None}, Status.UNKNOWN, "did not say"),
+        ("memory", {"memory_available_bytes": GIB}, Status.WARN, "only 1 GiB free"),
+        ("memory", {"memory_limit_bytes": 2**28}, Status.CRITICAL, "256 MiB free of 256 MiB"),
+        ("disk", {"disks": ()}, Status.UNKNOWN, "df does not answer"),
+        ("nic", {"routes": ()}, Status.CRITICAL, "no route to any"),
+        ("nic", {"own_addresses": ("127.0.1.1",)}, Status.WARN, "resolves to 127.0.1.1 there"),
+        ("env", {"environment": ""}, Status.CRITICAL, "no environment at /e"),
+        ("env", {"mpi": ""}, Status.CRITICAL, "lacks mpirun"),
+        ("env", {"mpi": "Open MPI 5.0.3"}, Status.CRITICAL, "MPI Open MPI 5.0.3, while 2 of 3"),
+        (
+            "env",
+            {"python": None, "python_error": "Killed"},
+            Status.CRITICAL,
+            "its Python fails: Killed",
+        ),
+    ],
+)
+def test_each_broken_fact_has_its_verdict(
+    hosts, check: str, changes: dict[str, object], status: Status, words: str
+) -> None:
+    cluster = hosts(3).facts(2, **changes)
+    (finding,) = cluster.judge(check, 2)
+    assert finding.status is status
+    assert words in finding.detail
+    assert bool(finding.remedy) is (status is not Status.OK)
+    assert cluster.judge(check, 1)[0].status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("mount", "free_bytes", "status"),
+    [
+        ("/", 50 * 2**20, Status.CRITICAL),
+        ("/tmp", GIB // 2, Status.WARN),
+        ("/tmp", 2 * GIB, Status.OK),
+        ("/dev/shm", 64 * 2**20, Status.WARN),
+        ("/dev/shm", GIB // 2, Status.OK),
+    ],
+)
+def test_full_disks_are_found(hosts, mount: str, free_bytes: int, status: Status) -> None:
+    disk = Disk(path=mount, mount=mount, total_bytes=10**12, free_bytes=free_bytes)
+    assert hosts(1).facts(0, disks=(disk,)).judge("disk", 0)[0].status is status
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speed_mbit_per_s": 100}, "eth0 runs at 100 Mbit/s, others 1000"),
+        ({"kind": "wireless"}, "eth0 is wireless"),
+        ({"duplex": "half"}, "eth0 runs half duplex"),
+        ({"mtu_bytes": 9000}, "MTU of 9000 B, most others 1500 B"),
+    ],
+)
+def test_a_slow_or_odd_interface_is_a_warning(
+    hosts, changes: dict[str, object], words: str
+) -> None:
+    cluster = with_nic(hosts(3), 1, **changes)
+    (finding,) = cluster.judge("nic", 1)
+    assert finding.status is Status.WARN
+    assert words in finding.detail
+    assert cluster.judge("nic", 0)[0].status is Status.OK
+
+
+def test_docker0_is_named_as_not_used(hosts) -> None:
+    detail = hosts(2).judge("nic", 0)[0].detail
+    assert detail == "eth0 10.0.0.1, 1000 Mbit/s; not used: docker0"
+
+
+def test_routes_over_two_interfaces_are_a_warning(hosts) -> None:
+    cluster = hosts(3)
+    routes = (
+        *cluster.reports[0].facts.routes,
+        Route(address="10.0.0.9", interface="docker0", source="172.17.0.1"),
+    )
+    (finding,) = cluster.facts(0, routes=routes).judge("nic", 0)
+    assert "through docker0 and eth0" in finding.detail
+
+
+def test_outliers_are_named_against_the_majority(hosts) -> None:
+    old = PythonFacts(
+        version="3.11.7",
+        packages={"torch": "2.4.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"},
+        harness_hash="aaa",
+    )
+    cluster = hosts(4).facts(3, python=old)
+    (finding,) = cluster.judge("env", 3)
+    assert finding.detail == "torch 2.4.0, while 3 of 4 hosts have 2.13.0"
+    assert finding.remedy == "bash setup/sync_env.sh my.txt"
+    assert cluster.judge("env", 0)[0].status is Status.OK
+
+
+def test_cpu_and_cuda_builds_of_one_torch_release_are_equal(hosts) -> None:
+    packages = {"torch": "2.13.0+cu130", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
+    python = PythonFacts(version="3.11.7", packages=packages, harness_hash="aaa")
+    assert hosts(2).facts(1, python=python).judge("env", 1)[0].status is Status.OK
+
+
+def test_other_source_of_the_harness_is_critical(hosts) -> None:
+    packages = {"torch": "2.13.0", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
+    python = PythonFacts(version="3.11.9", packages=packages, harness_hash="bbb")
+    (finding,) = hosts(3).facts(1, python=python).judge("env", 1)
+    assert finding.status is Status.CRITICAL
+    assert finding.detail == "harness source bbb, while 2 of 3 hosts have aaa"
+
+
+def test_a_blocked_pair_names_the_host_whose_firewall_shuts_all_out(hosts, full_mesh) -> None:
+    shut = Connection(error="timeout", detail="10.0.0.3")
+    pairs = full_mesh(3, n0_n2=shut, n1_n2=shut)
+    (finding,) = hosts(3).judge("tcp", 0, pairs=pairs)
+    assert finding.detail == "reaches 1 of 2; not n2 (no answer: 10.0.0.3)"
+    assert "in the firewall of n2" in finding.remedy
+    assert hosts(3).judge("tcp", 2, pairs=pairs)[0].status is Status.OK
+
+
+def test_one_way_that_fails_blames_the_source(hosts, full_mesh) -> None:
+    pairs = full_mesh(3, n0_n2=Connection(error="timeout", detail="10.0.0.3"))
+    assert "in the firewall of n0" in hosts(3).judge("tcp", 0, pairs=pairs)[0].remedy
+
+
+def test_another_machine_behind_a_name_is_found(hosts, full_mesh) -> None:
+    pairs = full_mesh(3, n0_n1=Connection(error="impostor", detail="10.0.0.3 is n2"))
+    (finding,) = hosts(3).judge("tcp", 0, pairs=pairs)
+    assert "n1 (another machine answers: 10.0.0.3 is n2)" in finding.detail
+    assert finding.remedy == "ssh n0 getent hosts n1; correct its /etc/hosts"
+
+
+def test_a_host_without_python_is_unknown_in_tcp(hosts, full_mesh) -> None:
+    pairs = full_mesh(2)
+    pairs.silent["n1"] = "sh: python3: not found"
+    assert hosts(2).judge("tcp", 1, pairs=pairs)[0].status is Status.UNKNOWN
+
+
+def test_checks_between_hosts_name_who_is_missing(hosts) -> None:
+    cluster = hosts(3).fail_login(1, Login.DENIED)
+    hello = Hello(hosts=("n0", "n2"), names=("n0", "n2"), duration_s=1.0)
+    (finding,) = cluster.judge("mpi", 0, hello=hello)
+    assert finding.status is Status.OK
+    assert finding.detail == "2 ranks on 2 hosts started and ended in 1 s; without n1"
+
+
+def test_a_late_host_is_unknown_between_hosts_and_told_so(hosts) -> None:
+    cluster = hosts(2).probe(1, duration_s=12.0)
+    (finding,) = cluster.judge("mpi", 1, late=("n1",))
+    assert finding.status is Status.UNKNOWN
+    assert finding.remedy == "raise --timeout above 24"
+
+
+def test_an_mpi_of_another_kind_shows_as_a_job_of_one(hosts) -> None:
+    hello = Hello(hosts=("n0", "n1"), names=("n0",))
+    (finding,) = hosts(2).judge("mpi", 0, hello=hello)
+    assert finding.status is Status.CRITICAL
+    assert "1 rank(s), 2 were asked for" in finding.detail
+
+
+def test_a_rank_on_another_machine_is_critical_for_the_host_that_missed_it(hosts) -> None:
+    hello = Hello(hosts=("n0", "n1"), names=("n0", "n0"))
+    cluster = hosts(2)
+    assert cluster.judge("mpi", 0, hello=hello)[0].status is Status.OK
+    assert "no rank ran on n1" in cluster.judge("mpi", 1, hello=hello)[0].detail
+
+
+def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
+    culprits = {"n1": "orted: command not found"}
+    hello = Hello(hosts=("n0", "n1"), error="ORTE was unable", culprits=culprits)
+    cluster = hosts(2)
+    assert cluster.judge("mpi", 1, hello=hello)[0].status is Status.CRITICAL
+    (other,) = cluster.judge("mpi", 0, hello=hello)
+    assert (other.status, other.detail) == (
+        Status.UNKNOWN,
+        "starts alone, but the whole job fails on n1",
+    )
+
+
+def test_a_wrong_sum_is_critical_there_and_a_warning_elsewhere(hosts) -> None:
+    reduction = Reduction(
+        hosts=("n0", "n1"), backend="gloo", errors={"n1": "the sum is wrong"}, left_out={}
+    )
+    cluster = hosts(2)
+    (bad,) = cluster.judge("allreduce", 1, reduction=reduction)
+    assert bad.status is Status.CRITICAL
+    assert "GLOO_SOCKET_IFNAME=eth0" in bad.remedy
+    assert cluster.judge("allreduce", 0, reduction=reduction)[0].status is Status.WARN
+
+
+def test_checks_are_chosen_by_name_in_the_tables_order() -> None:
+    assert select(["tcp", "login"], []) == ["login", "tcp"]
+    assert "mpi" not in select([], ["mpi"])
+    with pytest.raises(ConfigError, match="no check 'gpus': choose from resolve, port"):
+        select(["gpus"], [])
+    with pytest.raises(ConfigError, match="leave no check"):
+        select(["mpi"], ["mpi"])

@@ -1,0 +1,150 @@
+"""probe.sh itself, under every POSIX shell that this machine has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.nodes.parse import parse_facts, split_sections
+from harness.nodes.probe import Order, remote_text, script
+
+SHELLS = [s for s in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(s[0])]
+
+
+def order(tmp_path: Path, **changes: object) -> Order:
+    values = {"peers": ("localhost",), "env_dir": str(tmp_path / "env"), "repo_dir": "/no/repo"}
+    return Order(**{**values, "timeout_s": 10.0, **changes})
+
+
+def run_probe(text: str, shell: list[str], path: str | None = None) -> str:
+    env = {**os.environ, "PATH": path or os.environ["PATH"]}
+    command = [shutil.which(shell[0]) or shell[0], *shell[1:], "-s"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=env, timeout=60)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda argv: argv[0])
+def test_the_probe_runs_clean_and_its_facts_are_this_machines(
+    shell: list[str], tmp_path: Path
+) -> None:
+    facts = parse_facts(run_probe(script(order(tmp_path)), shell))
+    assert facts.hostname == os.uname().nodename
+    assert facts.n_cores == len(os.sched_getaffinity(0))
+    assert facts.kernel.startswith("Linux ")
+    assert facts.memory_total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert facts.disks
+    assert "lo" in [interface.name for interface in facts.interfaces]
+    assert facts.environment == ""
+
+
+def test_this_environments_packages_are_read_without_importing_them(tmp_path: Path) -> None:
+    start = run_probe(script(order(tmp_path, env_dir=sys.prefix)), ["sh"])
+    python = parse_facts(start).python
+    assert python is not None
+    assert python.version == ".".join(map(str, sys.version_info[:3]))
+    assert "torch" in python.packages
+
+
+def test_hostile_values_stay_values(tmp_path: Path) -> None:
+    evil = f"'; touch {tmp_path}/pwned; $(touch {tmp_path}/pwned) `touch {tmp_path}/pwned`"
+    run_probe(script(order(tmp_path, env_dir=evil, repo_dir=evil)), ["sh"])
+    assert not (tmp_path / "pwned").exists()
+
+
+def fake_bin(tmp_path: Path, **programs: str) -> str:
+    """A PATH whose first directory holds the given shell scripts."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    for name, body in programs.items():
+        path = directory / name.replace("_", "-")
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def test_nvidia_smi_is_asked_for_its_state_and_capability(tmp_path: Path, smi_xml) -> None:
+    (tmp_path / "smi.xml").write_text(smi_xml("rtx3070"))
+    body = (
+        f'case $1 in -q) cat {tmp_path}/smi.xml ;; *) echo "GPU-3a1f0c52-6a4e-9d1b-1c7f-'
+        '7a7a2f6a0b11, 8.6" ;; esac'
+    )
+    text = run_probe(script(order(tmp_path)), ["sh"], fake_bin(tmp_path, nvidia_smi=body))
+    (gpu,) = parse_facts(text).gpu.gpus
+    assert (gpu.name, gpu.capability) == ("NVIDIA GeForce RTX 3070", (8, 6))
+
+
+def test_a_failing_nvidia_smi_is_reported_in_its_words(tmp_path: Path) -> None:
+    path = fake_bin(tmp_path, nvidia_smi="echo 'NVIDIA-SMI has failed because of you'; exit 9")
+    facts = parse_facts(run_probe(script(order(tmp_path)), ["sh"], path))
+    assert facts.gpu.smi_error == "NVIDIA-SMI has failed because of you"
+
+
+def test_a_hanging_command_costs_its_limit_and_not_the_rest(tmp_path: Path) -> None:
+    path = fake_bin(tmp_path, df="exec sleep 60")
+    start_s = time.monotonic()
+    text = run_probe(script(order(tmp_path, timeout_s=2.0)), ["sh"], path)
+    assert time.monotonic() - start_s < 10
+    assert split_sections(text)["disk"].returncode == 124
+    assert parse_facts(text).gpu.has_smi is False
+    assert text.rstrip().endswith("@harness:end")
+
+
+def test_the_probe_kills_itself_when_nobody_else_does(tmp_path: Path) -> None:
+    # Without `timeout`, nothing bounds a single command.
+    path = fake_bin(tmp_path, df="exec sleep 20", timeout="exit 127")
+    text = "total_s=1\n" + remote_text("probe.sh")
+    start_s = time.monotonic()
+    process = subprocess.Popen(
+        ["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PATH": path}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        assert process.wait(10) == -signal.SIGKILL
+        assert time.monotonic() - start_s < 8
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_probe_leaves_no_process_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["sh", "-s"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    process.communicate(script(order(tmp_path)).encode(), timeout=60)
+    deadline_s = time.monotonic() + 3
+    while time.monotonic() < deadline_s and members(process.pid):
+        time.sleep(0.02)
+    assert members(process.pid) == []
+
+
+def members(group: int) -> list[int]:
+    """The processes of a session that still live."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == group and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="needs shellcheck")
+def test_the_probe_is_shellcheck_clean() -> None:
+    text = remote_text("probe.sh")
+    subprocess.run(["shellcheck", "-s", "sh", "-"], input=text, text=True, check=True)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from harness.errors import EnvironmentSetupError
+from harness.nodes import processes
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> bool:
+    deadline_s = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return not is_alive(pid)
+
+
+def test_output_errors_and_status_come_back() -> None:
+    done = asyncio.run(processes.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout_s=5))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
+def test_a_command_past_its_time_is_killed_with_its_children_and_keeps_its_output() -> None:
+    script = "echo before; sleep 60 & echo $!; wait"
+    start_s = time.monotonic()
+    done = asyncio.run(processes.run(["sh", "-c", script], timeout_s=0.5))
+    assert time.monotonic() - start_s < 5
+    before, pid = done.stdout.split()
+    assert (done.returncode, before) == (None, "before")
+    assert wait_until_gone(int(pid))
+
+
+def test_leaving_the_context_ends_the_child() -> None:
+    async def leave() -> int:
+        async with processes.start(["sh", "-c", "echo $$; exec sleep 60"]) as child:
+            return int(await child.read_line())
+
+    assert wait_until_gone(asyncio.run(leave()))
+
+
+def test_a_polite_end_lets_the_child_clean_up(tmp_path) -> None:
+    script = f"trap 'touch {tmp_path}/cleaned; exit' TERM; echo up; while :; do sleep 0.05; done"
+
+    async def end() -> None:
+        async with processes.start(["sh", "-c", script], grace_s=5) as child:
+            await child.read_line()
+
+    asyncio.run(end())
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_a_flood_of_output_is_bounded() -> None:
+    done = asyncio.run(processes.run(["head", "-c", str(20 * 2**20), "/dev/zero"], timeout_s=30))
+    assert len(done.stdout) <= 9 * 2**20
+
+
+def test_a_child_has_no_terminal_to_ask_a_password_on() -> None:
+    done = asyncio.run(processes.run(["sh", "-c", "echo > /dev/tty"], timeout_s=5))
+    assert done.returncode != 0
+
+
+def test_a_missing_program_is_one_clear_error() -> None:
+    with pytest.raises(EnvironmentSetupError, match="no-such-program is not installed"):
+        asyncio.run(processes.run(["no-such-program"], timeout_s=1))
+    assert os.getpid()

@@ -1,0 +1,105 @@
+"""What ssh says, and what the login shell is given to read."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from harness.nodes import ssh
+from harness.nodes.ssh import Login
+
+CHANGED = """@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+The fingerprint for the ED25519 key sent by the remote host is
+SHA256:0123.
+Add correct host key in /home/ada/.ssh/known_hosts to get rid of this message.
+Offending ED25519 key in /home/ada/.ssh/known_hosts:3
+Host key for n1 has changed and you have requested strict checking.
+Host key verification failed.
+"""
+UNPROTECTED = """@         WARNING: UNPROTECTED PRIVATE KEY FILE!          @
+Permissions 0644 for '/home/ada/.ssh/id_rsa' are too open.
+ada@n1: Permission denied (publickey,password).
+"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "login"),
+    [
+        (CHANGED, Login.CHANGED_KEY),
+        (
+            "No ED25519 host key is known for n1 and you have requested strict checking.\n"
+            "Host key verification failed.",
+            Login.UNKNOWN_KEY,
+        ),
+        (UNPROTECTED, Login.KEY_FILE_OPEN),
+        ("ada@n1: Permission denied (publickey,password).", Login.DENIED),
+        ("Received disconnect: Too many authentication failures", Login.DENIED),
+        ("ssh: connect to host n1 port 22: Connection refused", Login.REFUSED),
+        ("ssh: connect to host n1 port 22: No route to host", Login.UNREACHABLE),
+        ("ssh: connect to host n1 port 22: Connection timed out", Login.TIMED_OUT),
+        ("Connection timed out during banner exchange", Login.TIMED_OUT),
+        ("ssh: Could not resolve hostname n1: Name or service not known", Login.UNRESOLVED),
+        ("kex_exchange_identification: Connection closed by remote host", Login.CLOSED),
+        ("Connection reset by 10.0.0.2 port 22", Login.CLOSED),
+        ("This account is currently not available.", Login.NO_SHELL),
+        ("something new", Login.FAILED),
+        ("", Login.FAILED),
+    ],
+)
+def test_each_message_of_ssh_is_told_apart(stderr: str, login: Login) -> None:
+    assert ssh.explain(stderr) is login
+
+
+def test_the_file_of_a_changed_key_is_found() -> None:
+    assert ssh.offending_file(CHANGED) == "/home/ada/.ssh/known_hosts"
+    assert ssh.offending_file("Permission denied") == ""
+
+
+def test_no_login_ever_asks_or_trusts() -> None:
+    command = ssh.command("n1", "true", connect_timeout_s=2.2)
+    assert {"-oBatchMode=yes", "-oStrictHostKeyChecking=yes", "-oConnectTimeout=3"} <= set(command)
+    assert command[-3:] == ["--", "n1", "true"]
+
+
+SHELLS = [
+    argv
+    for argv in (["bash", "-c"], ["dash", "-c"], ["busybox", "sh", "-c"], ["tcsh", "-c"])
+    if shutil.which(argv[0])
+]
+NASTY = "import sys\nprint(sys.argv[1:], sys.stdin.readline(), '! \"$HOME\" `id`')\n"
+
+
+@pytest.mark.parametrize("shell", SHELLS, ids=lambda argv: argv[0])
+def test_a_program_arrives_unchanged_through_any_login_shell(shell: list[str]) -> None:
+    arguments = ["a b", "$(touch /tmp/pwned)", "it's"]
+    remote = ssh.python_command(
+        NASTY, arguments, pythons=["/no/such/py thon", sys.executable], limit_s=5
+    )
+    done = subprocess.run([*shell, remote], input="hello\n", capture_output=True, text=True)
+    assert done.stdout == f'{arguments!r} hello\n ! "$HOME" `id`\n'
+
+
+def test_a_host_without_any_python_says_so() -> None:
+    remote = ssh.python_command("print(1)", [], pythons=["/no/python"], limit_s=5)
+    done = subprocess.run(["sh", "-c", remote], capture_output=True, text=True)
+    assert done.returncode == 127
+    assert "/no/python" in done.stderr
+
+
+def test_a_program_that_hangs_ends_at_its_limit() -> None:
+    program = "import time\ntime.sleep(60)\n"
+    remote = ssh.python_command(program, [], pythons=[sys.executable], limit_s=1)
+    assert subprocess.run(["sh", "-c", remote], timeout=10).returncode == 124
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs an ssh client")
+def test_ssh_itself_says_where_it_goes() -> None:
+    target = asyncio.run(ssh.target("no-such-host.invalid"))
+    assert isinstance(target, ssh.Target)
+    assert (target.hostname, target.port) == ("no-such-host.invalid", 22)
