@@ -1,0 +1,222 @@
+"""The command line and the report: what is written, what is skipped and named, what is escaped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.plot.__main__ import main
+from harness.plot.figures import FIGURES
+
+HOSTILE = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """Tags, their links and the text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        named = dict(attrs)
+        self.links += [named[name] or "" for name in ("src", "href") if name in named]
+        self.anchors.add(named.get("id") or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def plot(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def plots(comparison: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("plots")
+    assert plot(comparison, "--out", out) == 0
+    return out
+
+
+def test_every_figure_is_written_with_its_table_and_a_report(plots: Path) -> None:
+    names = {path.name for path in plots.iterdir()}
+    expected = {f"{name}.{suffix}" for name in FIGURES for suffix in ("png", "csv")}
+    assert names == expected | {"report.html"}
+    assert (plots / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_is_self_contained(plots: Path) -> None:
+    page = Page((plots / "report.html").read_text())
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    for link in page.links:
+        assert link.startswith(("data:image/svg+xml;base64,", "#"))
+    assert sum(link.startswith("data:") for link in page.links) == len(FIGURES)
+    targets = {link[1:] for link in page.links if link.startswith("#")}
+    assert targets <= page.anchors
+    assert set(FIGURES) <= targets
+
+
+def test_report_holds_the_environment_and_what_failed(plots: Path) -> None:
+    text = Page((plots / "report.html").read_text()).text
+    for expected in (
+        "11 runs (10 ok, 1 oom)",
+        "tesla3",
+        "2.13.0",
+        "0123456789ab",
+        "entry.sh train",
+        "CUDA out of memory on rank 3",
+        "Higher is better.",
+        "NVIDIA GeForce RTX 3070",
+    ):
+        assert expected in text
+
+
+def test_equal_results_give_an_equal_report(comparison: Path, plots: Path, tmp_path: Path) -> None:
+    assert plot(comparison, "--out", tmp_path) == 0
+    for path in plots.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_only_draws_what_is_named(comparison: Path, tmp_path: Path) -> None:
+    arguments = (comparison, "--out", tmp_path, "--only", "matmul", "memory", "--format", "svg")
+    assert plot(*arguments) == 0
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"matmul.svg", "matmul.csv", "memory.svg", "memory.csv", "report.html"}
+
+
+def test_json_holds_the_tables(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot(comparison, "--out", tmp_path, "--only", "throughput", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["report"] == str(tmp_path / "report.html")
+    rows = printed["tables"]["throughput"]
+    assert {row["status"] for row in rows} == {"ok", "oom"}
+    failed = next(row for row in rows if row["status"] == "oom")
+    assert failed["throughput_samples_per_s"] is None
+
+
+def test_half_written_and_foreign_files_are_skipped_and_named(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "results"
+    shutil.copytree(comparison, root)
+    records = root / "single" / "rank0.jsonl"
+    with records.open("ab") as file:
+        file.write(b'{"type":"span","kind":"forw')
+    (root / "notes.docx").write_bytes(b"\xff\xfe\x00")
+    (root / "half").mkdir()
+    (root / "half" / "run.json").write_text('{"schema": "harness-run", "ver')
+    (root / "future").mkdir()
+    (root / "future" / "run.json").write_text('{"schema": "harness-run", "version": 99}')
+    assert plot(root, "--out", tmp_path / "plots", "--only", "throughput") == 0
+    captured = capsys.readouterr()
+    n_lines = len(records.read_bytes().splitlines())
+    page = Page((tmp_path / "plots" / "report.html").read_text())
+    for text in (captured.err, page.text):
+        assert "rank0.jsonl: line " + str(n_lines) in text
+        assert "notes.docx: not a run's directory" in text
+        assert "half" in text
+        assert "has schema harness-run version 99" in text
+    assert captured.out.splitlines()[-1] == f"report: {tmp_path / 'plots' / 'report.html'}"
+
+
+def test_hostile_names_stay_text(
+    tmp_path: Path, write: Any, header: Any, cluster: Any, trained: Any, configured: Any
+) -> None:
+    made = header(
+        "train",
+        configured("ddp", 32, model=f"$x_{HOSTILE}"),
+        cluster(2),
+        run_id="hostile",
+        argv=["entry.sh", HOSTILE],
+        versions={HOSTILE: HOSTILE},
+    )
+    ranks = [msgspec.structs.replace(rank, hostname=HOSTILE) for rank in made.ranks]
+    made = msgspec.structs.replace(made, ranks=ranks)
+    write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
+    failed = msgspec.structs.replace(made, run_id="failed", status="crash", reason=HOSTILE)
+    write(tmp_path / "results", failed, {})
+    assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
+    html = (tmp_path / "plots" / "report.html").read_text()
+    assert HOSTILE not in html
+    page = Page(html)
+    assert "script" not in page.tags
+    assert HOSTILE in page.text
+
+
+def test_figures_without_data_are_named(
+    tmp_path: Path,
+    write: Any,
+    header: Any,
+    cluster: Any,
+    trained: Any,
+    configured: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = header("train", configured("ddp", 32), cluster(2), run_id="one")
+    write(tmp_path / "results", made, trained(2, 32, 0.1, 0.1))
+    assert plot(tmp_path / "results", "--out", tmp_path / "plots") == 0
+    printed = capsys.readouterr().out
+    assert "not drawn: link_heatmap: no data: it needs a links run" in printed
+    assert not (tmp_path / "plots" / "link_heatmap.png").exists()
+    assert "link_heatmap" in Page((tmp_path / "plots" / "report.html").read_text()).text
+
+
+def test_a_single_run_directory_can_be_drawn(comparison: Path, tmp_path: Path) -> None:
+    assert plot(comparison / "links", "--out", tmp_path, "--only", "bandwidth") == 0
+    assert (tmp_path / "bandwidth.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent"], "is not a directory"),
+        (["."], "holds no run but nothing"),
+        ([".", "--only", "nonsense"], "no figure is called 'nonsense': choose from throughput"),
+        (["import", "absent"], "no log could be imported"),
+    ],
+)
+def test_nothing_to_draw_is_one_clear_error(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_does_not_wait_for_libraries() -> None:
+    program = (
+        "import sys; from harness.plot.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "slow = {'matplotlib', 'pandas', 'numpy', 'scipy', 'torch', 'jinja2'} & set(sys.modules)\n"
+        "sys.exit(f'imported {slow}' if slow else 0)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "link_heatmap" in done.stdout
+    assert time.perf_counter() - start < 10  # a hang, not a slow machine
