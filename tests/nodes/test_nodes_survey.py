@@ -1,0 +1,266 @@
+"""Everything together over a stand-in for ssh that runs commands on this machine.
+
+The stand-in is first in PATH and fails as the host's name says; the real ssh, sshd and mpirun
+between real nodes are tested in test_nodes_cluster.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from harness.nodes.__main__ import main
+from harness.nodes.agent import start_agent
+from harness.nodes.allreduce import Reduction, run_allreduce
+from harness.nodes.facts import Facts, Interface, Route
+from harness.nodes.pairs import Pairs, connect_pairs
+
+FAKE_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do
+    [ "$1" = -G ] && asked=1
+    shift
+done
+host=$2 remote=$3
+if [ -n "$asked" ]; then
+    port={port}
+    [ "$host" = off ] && port={closed_port}
+    printf 'hostname 127.0.0.1\\nport %s\\nuser ada\\n' "$port"
+    exit 0
+fi
+case $host in
+denied) echo "ada@denied: Permission denied (publickey)." >&2; exit 255 ;;
+unknown) echo "No ED25519 host key is known for unknown" >&2; exit 255 ;;
+hang) exec sleep 60 ;;
+wedged) echo @harness:ready; exec sleep 60 ;;
+nologin) echo "This account is currently not available."; exit 1 ;;
+esac
+exec sh -c "$remote"
+"""
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """Takes connections and greets as an sshd."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def greet() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+    thread = threading.Thread(target=greet, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join(5)
+
+
+@pytest.fixture
+def fake_ssh(
+    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        closed_port = other.getsockname()[1]
+    text = FAKE_SSH.replace("{port}", str(listener.getsockname()[1]))
+    path = tmp_path / "bin" / "ssh"
+    path.parent.mkdir()
+    path.write_text(text.replace("{closed_port}", str(closed_port)))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    return path
+
+
+def check(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, names: list[str], *flags: str
+) -> tuple[int, dict[str, dict[str, str]]]:
+    """Run the program; returns its exit code and the worst status by host and check."""
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
+    code = main([str(hostfile), "--json", "--env", str(tmp_path / "no-env"), *flags])
+    document = json.loads(capsys.readouterr().out)
+    return code, {
+        host["host"]: {finding["check"]: finding["status"] for finding in host["findings"]}
+        for host in document["hosts"]
+    }
+
+
+def test_every_host_gets_its_own_verdict_within_one_timeout(
+    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ["good", "denied", "unknown", "hang", "wedged", "off", "nologin"]
+    start_s = time.monotonic()
+    code, seen = check(capsys, tmp_path, names, "--timeout", "4s", "--only", "port,login,shell,cpu")
+    assert time.monotonic() - start_s < 4 + 2
+    assert code == 2
+    assert seen["good"]["login"] == "OK"
+    assert seen["off"]["port"] == "CRITICAL"
+    for name in ("denied", "unknown", "hang", "wedged", "nologin"):
+        assert (name, seen[name]["port"], seen[name]["login"]) == (name, "OK", "CRITICAL")
+    assert seen["hang"]["cpu"] == "UNKNOWN"
+
+
+def test_a_hung_host_does_not_hold_up_the_others_connections(
+    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ["localhost", "127.0.0.1", "hang"]
+    code, seen = check(capsys, tmp_path, names, "--timeout", "6s", "--only", "login,tcp")
+    assert code == 2
+    assert [seen[name]["tcp"] for name in names] == ["OK", "OK", "UNKNOWN"]
+
+
+def test_no_child_outlives_the_check(
+    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = children()
+    check(capsys, tmp_path, ["good", "hang", "wedged"], "--timeout", "2s", "--only", "login")
+    deadline_s = time.monotonic() + 5
+    while children() != before and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert children() == before
+
+
+def children() -> set[str]:
+    """Processes below this one, by /proc."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(path.read_text().split())
+
+
+def test_pairs_meet_by_name_and_know_each_other(fake_ssh: Path) -> None:
+    names = ["localhost", "127.0.0.1"]
+    pairs = asyncio.run(connect_pairs(names, pythons=[sys.executable], timeout_s=10))
+    assert pairs.silent == {}
+    assert set(pairs.connections) == {("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")}
+    for connection in pairs.connections.values():
+        assert connection.error == ""
+        assert connection.rtt_s is not None
+        assert 0 < connection.rtt_s < 1
+
+
+def test_a_name_that_does_not_resolve_there_is_a_failed_pair(fake_ssh: Path) -> None:
+    names = ["localhost", "no-such-name.invalid"]
+    pairs = asyncio.run(connect_pairs(names, pythons=[sys.executable], timeout_s=10))
+    assert pairs.connections["localhost", "no-such-name.invalid"].error == "resolve"
+    assert pairs.connections["no-such-name.invalid", "localhost"].error == ""
+
+
+def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh: Path) -> None:
+    pairs: Pairs = asyncio.run(
+        connect_pairs(["localhost", "denied"], pythons=[sys.executable], timeout_s=10)
+    )
+    assert set(pairs.silent) == {"denied"}
+    assert "Permission denied" in pairs.silent["denied"]
+
+
+def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
+    lo = Interface(name="lo", networks=("127.0.0.1/8",))
+    route = Route(address="127.0.0.1", interface="lo", source="127.0.0.1")
+    facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
+
+    async def go() -> Reduction:
+        async with AsyncExitStack() as stack:
+            agents = [
+                await stack.enter_async_context(
+                    start_agent(name, "allreduce.py", pythons=[python], limit_s=120)
+                )
+                for name in names
+            ]
+            return await run_allreduce(agents, facts, timeout_s=timeout_s)
+
+    return asyncio.run(go())
+
+
+def test_the_sum_over_real_ranks_is_right(fake_ssh: Path) -> None:
+    pytest.importorskip("torch")
+    reduction = reduce_over(["a", "b", "c"], sys.executable, 60)
+    assert (reduction.hosts, reduction.backend) == (("a", "b", "c"), "gloo")
+    assert (reduction.errors, reduction.left_out) == ({}, {})
+    assert reduction.duration_s is not None
+
+
+def test_ranks_that_do_not_get_ready_are_left_out_by_name(fake_ssh: Path) -> None:
+    pytest.importorskip("torch")
+    reduction = reduce_over(["a", "denied"], sys.executable, 60)
+    assert reduction.hosts == ("a",)
+    assert "Permission denied" in reduction.left_out["denied"]
+    assert reduction.errors == {}
+
+
+def test_a_python_without_torch_is_told_in_its_own_words(fake_ssh: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    reduction = reduce_over(["a"], str(bare), 30)
+    assert reduction.hosts == ()
+    assert "No module named 'torch'" in reduction.left_out["a"]
+
+
+def test_the_package_needs_only_the_standard_library() -> None:
+    program = (
+        "import sys, harness.nodes.__main__\n"
+        "own = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(sorted(own - {'harness', '__main__'}))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/no/such/file"], "hostfile /no/such/file"),
+        (["HOSTS", "--only", "gpus"], "there is no check 'gpus'"),
+        (["HOSTS", "--timeout", "10 parsecs"], "unknown unit"),
+        (["HOSTS", "--timeout", "0.1s"], "too short for an ssh login"),
+        (["EVIL"], "is not a host name"),
+        (["EMPTY"], "names no host"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_two(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    for name, text in {"HOSTS": "localhost\n", "EVIL": "-oProxyCommand=id\n", "EMPTY": ""}.items():
+        (tmp_path / name).write_text(text)
+    resolved = [str(tmp_path / a) if a in ("HOSTS", "EVIL", "EMPTY") else a for a in arguments]
+    assert main(resolved) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("check_nodes: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_missing_ssh_client_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("localhost\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main([str(tmp_path / "hosts")]) == 2
+    assert "no ssh client on this machine" in capsys.readouterr().err
+
+
+def test_help_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "exit code: 0 all OK" in text
+    assert "  allreduce  torch.distributed sums over all hosts" in text
