@@ -1,6 +1,10 @@
-"""Recognise running out of memory, on a GPU or a CPU."""
+"""Recognise running out of memory, and read peaks, on a GPU or a CPU."""
 
 from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
 
 import torch
 
@@ -13,3 +17,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in text or "out of memory" in text.lower()
     )
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget peaks so far: those of a GPU's allocator; on Linux also this process's own."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_rss_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """Peaks since `reset_peak`, by kind: rss of the process; allocated and reserved on a GPU."""
+    peaks = {"rss": _peak_rss_bytes()}
+    if device.type == "cuda":
+        peaks["allocated"] = torch.cuda.max_memory_allocated(device)
+        peaks["reserved"] = torch.cuda.max_memory_reserved(device)
+    return peaks

@@ -28,7 +28,7 @@ def _declare_operators() -> torch.library.Library:
 
 
 def import_torchvision(submodule: str) -> ModuleType:
-    """Import `torchvision.<submodule>`, declaring the missing operators only if it fails plainly."""
+    """Import `torchvision.<submodule>`, declaring operators only if the plain import fails."""
     name = f"torchvision.{submodule}"
     try:
         return importlib.import_module(name)

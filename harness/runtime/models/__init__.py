@@ -45,6 +45,7 @@ class ModelEntry:
     min_image_size: int = 32
     size_multiple: int = 1
     n_channels: int = 3
+    n_classes: int = 1000
 
 
 def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
@@ -72,7 +73,7 @@ def _dlrm(options: ModelOptions) -> nn.Module:
 
 
 MODELS: dict[str, ModelEntry] = {
-    "lenet": ModelEntry(build=_lenet, image_size=28, min_image_size=28, n_channels=1),
+    "lenet": ModelEntry(build=_lenet, image_size=28, min_image_size=28, n_channels=1, n_classes=10),
     "alexnet": ModelEntry(build=partial(_torchvision, "alexnet"), min_image_size=63),
     "vgg16": ModelEntry(build=partial(_torchvision, "vgg16")),
     "resnet18": ModelEntry(build=partial(_torchvision, "resnet18")),
@@ -100,15 +101,12 @@ def entry_of(name: str) -> ModelEntry | None:
 def fit_options(
     name: str, options: ModelOptions, data_image_size: int = 0, data_channels: int = 0
 ) -> ModelOptions:
-    """Fill in channels and image size: as asked, else the data's, where the model can take it.
+    """Fill in classes, channels and image size: as asked, else the data's, else the model's.
 
     Raises:
         ModelError: unknown model, or an image size that it cannot take.
     """
-    entry = entry_of(name)
-    if entry is None:
-        size = options.image_size or data_image_size or 224
-        return replace(options, image_size=size, n_channels=options.n_channels or data_channels or 3)
+    entry = entry_of(name) or ModelEntry(build=_no_entry, min_image_size=1)
     if name == "dlrm":
         check_dlrm(options.dlrm)
         return options
@@ -123,7 +121,12 @@ def fit_options(
             f"{entry.min_image_size}, a multiple of {entry.size_multiple}"
         )
     n_channels = options.n_channels or data_channels or entry.n_channels
-    return replace(options, image_size=size, n_channels=n_channels)
+    n_classes = options.n_classes or entry.n_classes
+    return replace(options, image_size=size, n_channels=n_channels, n_classes=n_classes)
+
+
+def _no_entry(options: ModelOptions) -> nn.Module:
+    raise AssertionError("a factory of the user's is called by task_from_factory")
 
 
 def _takes(entry: ModelEntry, size: int) -> bool:

@@ -6,6 +6,7 @@ Systems, 2019; interaction `cat` is that of FlexFlow's DLRM, `dot` that of the p
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -37,9 +38,9 @@ def check_dlrm(options: DlrmOptions) -> None:
     width = interaction_width(options)
     if options.top_mlp[0] != width:
         raise ModelError(
-            f"dlrm's top MLP starts with {options.top_mlp[0]}, but {len(options.table_rows)} tables "
-            f"of width {options.bottom_mlp[-1]} interact by {options.interaction} to {width}: "
-            f"start --dlrm-top-mlp with {width}"
+            f"dlrm's top MLP starts with {options.top_mlp[0]}, but {len(options.table_rows)} "
+            f"tables of width {options.bottom_mlp[-1]} interact by {options.interaction} to "
+            f"{width}: start --dlrm-top-mlp with {width}"
         )
     if options.top_mlp[-1] != 1:
         raise ModelError(
@@ -50,7 +51,7 @@ def check_dlrm(options: DlrmOptions) -> None:
 
 def _mlp(widths: tuple[int, ...], *, is_last_linear: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for n_in, n_out in zip(widths, widths[1:], strict=False):
+    for n_in, n_out in itertools.pairwise(widths):
         layers += [nn.Linear(n_in, n_out), nn.ReLU()]
     return nn.Sequential(*(layers[:-1] if is_last_linear else layers))
 

@@ -46,8 +46,11 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         ModelError: the factory is missing, fails or returns something else.
     """
     factory = _load(name)
-    image_size, n_channels = options.image_size or 224, options.n_channels or 3
-    offered = {"n_classes": options.n_classes, "n_channels": n_channels, "image_size": image_size}
+    offered = {
+        "n_classes": options.n_classes,
+        "n_channels": options.n_channels,
+        "image_size": options.image_size,
+    }
     accepted = inspect.signature(factory).parameters
     try:
         built = factory(**{key: value for key, value in offered.items() if key in accepted})
@@ -57,5 +60,6 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         return built
     if not isinstance(built, nn.Module):
         raise ModelError(f"--model {name!r} returned a {type(built).__name__}, not an nn.Module")
-    images = InputSpec(name="images", shape=(n_channels, image_size, image_size))
+    side = options.image_size
+    images = InputSpec(name="images", shape=(options.n_channels, side, side))
     return Task(model=built, inputs=(images,), n_classes=options.n_classes)

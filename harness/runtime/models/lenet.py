@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class LeNet(nn.Module):
-    """Two convolutions, three linear layers; a 28 x 28 image is padded to the 32 x 32 of the paper."""
+    """Two convolutions, three linear layers; 28 x 28 images are padded to the paper's 32 x 32."""
 
     def __init__(self, n_classes: int, n_channels: int, image_size: int) -> None:
         super().__init__()

@@ -85,11 +85,11 @@ class ModelOptions:
     """What is chosen of a model, apart from its name.
 
     Attributes:
-        n_channels, image_size: of the images; 0 takes the model's own.
+        n_classes, n_channels, image_size: 0 takes the model's own, or the data's.
         dropout: probability everywhere in the model; None keeps the model's own.
     """
 
-    n_classes: int = 1000
+    n_classes: int = 0
     n_channels: int = 0
     image_size: int = 0
     dropout: float | None = None

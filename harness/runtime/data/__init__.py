@@ -1,0 +1,164 @@
+"""The data that a model can be trained on: the DATA table, each through a real DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from harness.errors import ConfigError, DataError
+from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
+from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
+from harness.runtime.data.images import class_names, open_cifar, open_folder
+from harness.runtime.data.synthetic import SyntheticData, default_n_samples
+from harness.runtime.models.task import DlrmOptions, Task
+
+__all__ = [
+    "DATA",
+    "Batch",
+    "BatchPlan",
+    "DataEntry",
+    "DataOptions",
+    "load_batches",
+    "open_data",
+    "split_by_weight",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Where the data is and how to make it.
+
+    Attributes:
+        n_samples: size of synthetic data; 0 is a few global batches.
+    """
+
+    data_dir: Path
+    n_samples: int = 0
+    seed: int = 0
+    dlrm: DlrmOptions
+
+
+Open = Callable[[DataOptions, Task, int], Dataset[Batch]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataEntry:
+    """One line of DATA.
+
+    Attributes:
+        open: makes the data set for a task and a global batch; raises DataError.
+        n_classes: reads the number of classes from the directory; 0 leaves it to the model.
+        image_size, n_channels: as stored; 0 when the model decides.
+        is_shuffled: whether each epoch draws a new order.
+        is_for_dlrm: what it can feed: only dlrm (True), only images (False), anything (None).
+    """
+
+    open: Open
+    n_classes: Callable[[Path], int] = lambda _: 0
+    image_size: int = 0
+    n_channels: int = 0
+    is_shuffled: bool = True
+    is_for_dlrm: bool | None = False
+
+
+def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
+    n_samples = options.n_samples or default_n_samples(task, global_batch)
+    return SyntheticData(task, n_samples, options.seed)
+
+
+def _cifar(name: str) -> Open:
+    def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
+        return open_cifar(name, options.data_dir, task.inputs[0].shape[-1])
+
+    return open_it
+
+
+def _folder(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
+    return open_folder(options.data_dir, task.inputs[0].shape[-1])
+
+
+def _dlrm_hdf5(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
+    return DlrmHdf5(options.data_dir, options.dlrm)
+
+
+DATA: dict[str, DataEntry] = {
+    "synthetic": DataEntry(open=_synthetic, is_shuffled=False, is_for_dlrm=None),
+    "cifar10": DataEntry(
+        open=_cifar("cifar10"), n_classes=lambda _: 10, image_size=32, n_channels=3
+    ),
+    "cifar100": DataEntry(
+        open=_cifar("cifar100"), n_classes=lambda _: 100, image_size=32, n_channels=3
+    ),
+    "imagefolder": DataEntry(
+        open=_folder, n_classes=lambda data_dir: len(class_names(data_dir)), n_channels=3
+    ),
+    "dlrm_hdf5": DataEntry(open=_dlrm_hdf5, is_for_dlrm=True),
+}
+
+
+def entry_for(data: str, model: str) -> DataEntry:
+    """The entry that feeds a model.
+
+    Raises:
+        ConfigError: unknown data, or data that this model cannot take.
+    """
+    if data not in DATA:
+        raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
+    entry = DATA[data]
+    if entry.is_for_dlrm is not None and entry.is_for_dlrm != (model == "dlrm"):
+        raise ConfigError(f"--data {data} cannot feed --model {model}: choose one that it can")
+    return entry
+
+
+def open_data(name: str, options: DataOptions, task: Task, global_batch: int) -> Any:
+    """Open a data set; its length is its number of samples.
+
+    Raises:
+        DataError: it is missing, has another layout, or is smaller than one global batch.
+    """
+    data: Any = DATA[name].open(options, task, global_batch)
+    if len(data) < 1:
+        raise DataError(f"--data {name} in {options.data_dir} holds no sample")
+    return data
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def load_batches(
+    data: Any, plan: BatchPlan, rank: int, *, n_workers: int, device: torch.device
+) -> Iterator[Batch]:
+    """This rank's batches, step by step, without end, through a DataLoader.
+
+    Synthetic samples of the first epoch are drawn before it returns.
+    """
+    if isinstance(data, SyntheticData):
+        for indices in islice(plan.indices(rank), plan.n_steps_per_epoch):
+            data.prepare(indices)
+    as_it_is: Any = _as_it_is  # __getitems__ has put the batch together
+    loader: DataLoader[Any] = DataLoader(
+        data,
+        batch_sampler=_Indices(plan, rank),
+        num_workers=n_workers,
+        collate_fn=as_it_is,
+        pin_memory=device.type == "cuda",
+    )
+    return iter(loader)
+
+
+class _Indices:
+    """A batch sampler that can be iterated again, as DataLoader wants."""
+
+    def __init__(self, plan: BatchPlan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._plan.indices(self._rank)

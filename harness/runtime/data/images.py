@@ -1,0 +1,97 @@
+"""CIFAR-10, CIFAR-100 and folders of images, by torchvision's data sets; nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from harness.errors import DataError
+from harness.runtime.data.batch import Batch
+from harness.runtime.torchvision_import import import_torchvision
+
+CIFAR_LAYOUT = {
+    "cifar10": "cifar-10-batches-py/ with data_batch_1 to 5, test_batch and batches.meta",
+    "cifar100": "cifar-100-python/ with train, test and meta",
+}
+FOLDER_LAYOUT = "one directory per class, each with its images (class_a/1.jpg, class_b/2.jpg)"
+# Channel means and deviations of ImageNet, as torchvision's reference training uses them.
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ImageData(Dataset[Batch]):
+    """A torchvision data set whose items are (image tensor, class) as batches."""
+
+    def __init__(self, images: Any) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        samples = [self._images[index] for index in indices]
+        images = torch.stack([image for image, _ in samples])
+        return Batch((images,), torch.tensor([target for _, target in samples]))
+
+
+def _to_tensor(transforms: Any) -> list[Any]:
+    return [transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)]
+
+
+def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
+    """The training part of CIFAR-10 or CIFAR-100, resized where another size is asked for.
+
+    Raises:
+        DataError: not there, or damaged.
+    """
+    transforms = import_torchvision("transforms")
+    resize = [transforms.Resize((image_size, image_size))] if image_size != 32 else []
+    steps = transforms.Compose([*resize, *_to_tensor(transforms)])
+    kind = import_torchvision("datasets").__dict__[name.upper()]
+    try:
+        return ImageData(kind(str(data_dir), train=True, transform=steps, download=False))
+    except RuntimeError as error:
+        raise DataError(
+            f"{name} is not (whole) in --data-dir {data_dir}: it should hold {CIFAR_LAYOUT[name]}, "
+            "as the archive from its authors unpacks"
+        ) from error
+
+
+def class_names(data_dir: Path) -> list[str]:
+    """The classes of a folder of images.
+
+    Raises:
+        DataError: no such directory, or no class in it.
+    """
+    names = sorted(e.name for e in data_dir.iterdir() if e.is_dir()) if data_dir.is_dir() else []
+    if not names:
+        raise DataError(f"--data-dir {data_dir} holds no classes: it should hold {FOLDER_LAYOUT}")
+    return names
+
+
+def open_folder(data_dir: Path, image_size: int) -> ImageData:
+    """Images by class, resized and cut to a square in the middle.
+
+    Raises:
+        DataError: not such a directory.
+    """
+    class_names(data_dir)
+    transforms = import_torchvision("transforms")
+    steps = transforms.Compose(
+        [
+            transforms.Resize(image_size),
+            transforms.CenterCrop(image_size),
+            *_to_tensor(transforms),
+        ]
+    )
+    try:
+        return ImageData(import_torchvision("datasets").ImageFolder(str(data_dir), steps))
+    except FileNotFoundError as error:
+        raise DataError(
+            f"--data-dir {data_dir}: {error}; it should hold {FOLDER_LAYOUT}"
+        ) from error

@@ -1,0 +1,100 @@
+"""What carries a training strategy out: the interface that every engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.models.task import Task
+from harness.runtime.optimizers import OptimizerOptions
+from harness.runtime.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A rank's part of one global batch, in samples.
+
+    Attributes:
+        n_local: its own; 0 when its batch only stands in and must not count.
+        n_global: the job's.
+    """
+
+    n_local: int
+    n_global: int
+
+    @property
+    def weight(self) -> float:
+        """What the sum of the local losses is multiplied by, so that the ranks' parts add up."""
+        return 1.0 / self.n_global if self.n_local else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What every engine is told.
+
+    Attributes:
+        dtype: fp32, tf32, bf16 or fp16.
+        bucket_bytes: gradients that are reduced together.
+        zero_stage: what DeepSpeed's ZeRO partitions: 0 nothing, 1 optimizer state, 2 gradients too.
+        batch: largest share of this rank.
+    """
+
+    dtype: str
+    optimizer: OptimizerOptions
+    bucket_bytes: int = 25 << 20
+    zero_stage: int = 0
+    batch: int = 1
+
+
+class Engine(Protocol):
+    """Trains a model step by step; all ranks of the run call the same methods in the same order.
+
+    The phases of a step are recorded as spans whose boundaries are shared, so that they sum to it.
+    """
+
+    def step(
+        self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
+    ) -> Tensor:
+        """Carry out one optimizer step.
+
+        Args:
+            fetch: hands over this rank's next batch, on the host.
+            is_synchronised: False leaves gradients local, to read what synchronising costs; the
+                replicas differ from then on.
+
+        Returns:
+            This rank's part of the global batch's mean loss, detached, on the device; the sum
+            over ranks is the mean.
+        """
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as one device would have it."""
+        ...
+
+    @property
+    def n_synchronisations(self) -> int:
+        """Collectives started in the last synchronised step."""
+        ...
+
+    @property
+    def can_skip_synchronisation(self) -> bool:
+        """Whether `step` takes `is_synchronised=False`."""
+        ...
+
+    def full_state(self) -> dict[str, Any]:
+        """Model and optimizer state as one device has them, under `model` and `optimizer`."""
+        ...
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `full_state` returned."""
+        ...
+
+
+MakeEngine = Callable[[Task, World, Recorder, EngineOptions], Engine]

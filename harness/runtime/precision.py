@@ -1,0 +1,34 @@
+"""What a dtype means for training: autocast, loss scaling, and tensor cores for fp32."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+# Parameters and optimizer state stay fp32; these are what autocast computes in.
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = ("fp32", "tf32", "bf16", "fp16")
+
+
+class Precision:
+    """Computes a step's forward in one dtype and scales its loss where that needs it."""
+
+    def __init__(self, dtype: str, device: torch.device) -> None:
+        self.dtype = dtype
+        self._device_type = device.type
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == "fp16")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        if self.dtype not in _AUTOCAST:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, _AUTOCAST[self.dtype])
+
+
+def set_tensor_cores(dtype: str) -> None:
+    """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default."""
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    torch.backends.cudnn.benchmark = True

@@ -1,0 +1,102 @@
+"""Load, temperature, memory and power of a rank's device over time, read by a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import torch
+
+from harness.domain.record import Sample
+from harness.measure.recorder import Recorder
+
+_INTERVAL_S = 1.0
+
+Reading = dict[str, float]
+
+
+def _gpu_reader(index: int) -> Callable[[], Reading] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(index).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except (ImportError, AttributeError, pynvml.NVMLError):
+        return None
+
+    def read() -> Reading:
+        return {
+            "device_utilization_percent": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "device_temperature_c": float(pynvml.nvmlDeviceGetTemperature(handle, 0)),
+            "memory_used_bytes": float(pynvml.nvmlDeviceGetMemoryInfo(handle).used),
+            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
+        }
+
+    return read
+
+
+def _cpu_temperature() -> float | None:
+    sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
+    return next((s[0].current for s in sensors.values() if s), None)
+
+
+def _cpu_reader() -> Callable[[], Reading]:
+    process = psutil.Process()
+    process.cpu_percent()
+
+    def read() -> Reading:
+        reading = {
+            "device_utilization_percent": process.cpu_percent(),
+            "memory_used_bytes": float(process.memory_info().rss),
+        }
+        temperature = _cpu_temperature()
+        return reading if temperature is None else {**reading, "device_temperature_c": temperature}
+
+    return read
+
+
+class _Watcher(threading.Thread):
+    def __init__(self, read: Callable[[], Reading], device: str, origin_s: float) -> None:
+        super().__init__(daemon=True, name="telemetry")
+        self._read = read
+        self._device = device
+        self._origin_s = origin_s
+        self._is_over = threading.Event()
+        self.samples: list[Sample] = []
+
+    def run(self) -> None:
+        while not self._is_over.wait(_INTERVAL_S):
+            at_s = time.perf_counter() - self._origin_s
+            self.samples += [
+                Sample(metric=name, value=value, labels={"device": self._device}, time_s=at_s)
+                for name, value in self._read().items()
+            ]
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self.join()
+
+
+@contextlib.contextmanager
+def watched_device(device: torch.device, recorder: Recorder) -> Iterator[None]:
+    """Read the device about once a second while the body runs; the samples go to the recorder.
+
+    A CPU's utilization is of this process, in percent of one core.
+    """
+    reader: Any = _gpu_reader(device.index or 0) if device.type == "cuda" else _cpu_reader()
+    if reader is None:
+        yield
+        return
+    watcher = _Watcher(reader, str(device), time.perf_counter())
+    watcher.start()
+    try:
+        yield
+    finally:
+        watcher.stop()
+        for sample in watcher.samples:
+            recorder.add(sample)

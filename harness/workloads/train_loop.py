@@ -1,0 +1,117 @@
+"""The steps of a training run and what is recorded around them, outside their spans."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.errors import VerificationError
+from harness.run import measure_steps
+from harness.runtime.context import Context
+from harness.runtime.data import Batch
+from harness.runtime.engine import Share
+from harness.runtime.nic import NicCounter
+from harness.workloads.train_setup import Training
+
+
+class TrainLoop:
+    """Trains for some steps on this rank; all ranks call the same methods.
+
+    Losses stay on the device until the end, so that reading them costs no step a wait.
+    """
+
+    def __init__(self, training: Training, context: Context, n_warm_up: int) -> None:
+        self._training = training
+        self._context = context
+        self._n_warm_up = n_warm_up
+        self._losses: list[Tensor] = []
+        self._nic = NicCounter(context.world.interface)
+        self._epoch_start_s = 0.0
+
+    def measure(self, n_steps: int) -> None:
+        """Warm up, then train `n_steps` recorded steps."""
+        measure_steps(
+            self._step,
+            self._context,
+            n_steps=n_steps,
+            n_warm_up=self._n_warm_up,
+            what="training steps",
+            between=self._between,
+        )
+
+    def _share(self, index: int) -> Share:
+        sizes = self._training.plan.sizes(index + self._n_warm_up)
+        return Share(n_local=sizes[self._context.world.rank], n_global=sum(sizes))
+
+    def _step(self, index: int) -> None:
+        training = self._training
+        loss = training.engine.step(lambda: next(training.batches), self._share(index))
+        self._losses.append(loss)
+        if index == -1:
+            self._nic.advance()
+            self._epoch_start_s = time.perf_counter()
+
+    def _between(self, index: int) -> None:
+        recorder = self._context.recorder
+        sent, received = self._nic.advance()
+        interface = self._context.world.interface
+        recorder.sample("nic_sent_bytes", sent, interface=interface)
+        recorder.sample("nic_received_bytes", received, interface=interface)
+        recorder.sample("n_samples", self._share(index).n_local)
+        recorder.sample("n_synchronisations", self._training.engine.n_synchronisations)
+        epoch, last = divmod(index + 1, self._training.plan.n_steps_per_epoch)
+        if last == 0:
+            now_s = time.perf_counter()
+            recorder.sample("epoch_s", now_s - self._epoch_start_s, step=epoch - 1)
+            self._epoch_start_s = now_s
+
+    def record_losses(self) -> list[float]:
+        """Add the ranks' parts up and record the global loss of every measured step.
+
+        Raises:
+            VerificationError: a loss is not finite.
+        """
+        losses = torch.stack(self._losses).float()
+        if self._context.world.size > 1:
+            dist.all_reduce(losses)
+        values = [float(value) for value in losses.tolist()][self._n_warm_up :]
+        for step, value in enumerate(values):
+            if not math.isfinite(value):
+                raise VerificationError(
+                    f"the loss is {value} from step {step} on: lower --learning-rate"
+                )
+            self._context.recorder.sample("loss", value, step=step)
+        return values
+
+    def measure_without_synchronisation(self, n_steps: int) -> None:
+        """Time the same steps without gradient synchronisation; the replicas differ afterwards.
+
+        Uses full batches only, so that the steps compare with the measured ones.
+        """
+        engine, recorder = self._training.engine, self._context.recorder
+        if not n_steps or not engine.can_skip_synchronisation:
+            return
+        self._context.flush()
+        sizes = self._training.plan.shares
+        share = Share(n_local=sizes[self._context.world.rank], n_global=sum(sizes))
+        marks = []
+        dist.barrier()
+        for _ in range(n_steps + 1):
+            start = recorder.clock.mark()
+            engine.step(self._full_batch, share, is_synchronised=False)
+            marks.append((start, recorder.clock.mark()))
+        recorder.discard()
+        for step, (start, end) in enumerate(marks[1:]):
+            seconds = recorder.clock.seconds_at(end) - recorder.clock.seconds_at(start)
+            recorder.sample("no_sync_step_s", seconds, step=step)
+
+    def _full_batch(self) -> Batch:
+        n_local = self._training.plan.shares[self._context.world.rank]
+        while True:
+            batch = next(self._training.batches)
+            if len(batch.targets) == n_local:
+                return batch

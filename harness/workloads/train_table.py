@@ -1,0 +1,129 @@
+"""What rank 0 prints after training: throughput, where the time goes, communication, doubts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.measure.derive import TrainingSummary, training_summary
+from harness.measure.store import Run
+from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.workloads.text import columns
+
+_PHASES = {
+    "data": "data",
+    "host_to_device": "h2d",
+    "forward": "forward",
+    "backward": "backward",
+    "exposed_communication": "exposed comm",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+
+def train_text(runs: list[Run]) -> str:
+    """Four tables over all runs, then what speaks against them."""
+    rows = [(_name(run), training_summary(run)) for run in runs]
+    done = [(name, summary) for name, summary in rows if summary.duration is not None]
+    parts = [_throughput(rows), _phases(done), _communication(done), _device(done), _doubts(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _name(run: Run) -> str:
+    config = run.header.config
+    words = (
+        config.get("model"),
+        config.get("strategy"),
+        config.get("dtype"),
+        f"batch {config.get('batch')}",
+        f"on {len(run.header.ranks)}",
+        f"#{run.header.repeat}",
+    )
+    engine = config.get("engine")
+    return " ".join(str(word) for word in words) + (f" {engine}" if engine != "torch" else "")
+
+
+def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss"]
+    return columns(heads, [[name, summary.status, *_rate(summary)] for name, summary in rows])
+
+
+def _rate(summary: TrainingSummary) -> list[str]:
+    step = summary.duration
+    if step is None:
+        return ["-"] * 5
+    return [
+        format_duration(step.median),
+        f"{format_duration(step.low)} to {format_duration(step.high)}",
+        _number(summary.throughput),
+        _number(summary.throughput_per_device),
+        f"{_number(summary.first_loss)} to {_number(summary.last_loss)}",
+    ]
+
+
+def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    cells = [
+        [name, *(format_duration(summary.phases.get(phase, 0.0)) for phase in _PHASES)]
+        for name, summary in rows
+        if summary.phases
+    ]
+    return columns(["mean step", *_PHASES.values()], cells)
+
+
+def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    heads = ["run", "communication", "overlapped", "exposed", "step - no_sync", "sync/s",
+             "sent", "received", "ring needs"]  # fmt: skip
+    cells = [
+        [
+            name,
+            _duration(summary.communication_s),
+            _percent(summary.overlap),
+            _duration(summary.exposed_communication_s),
+            _duration(summary.no_sync_exposed_s),
+            _number(summary.synchronisations_per_s),
+            _bandwidth(summary.sent_bytes_per_s),
+            _bandwidth(summary.received_bytes_per_s),
+            format_bytes(summary.ring_bytes or 0) + "/step",
+        ]
+        for name, summary in rows
+        if summary.communication_s
+    ]
+    return columns(heads, cells)
+
+
+def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    cells = [
+        [
+            name,
+            "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
+            _percent(summary.mfu),
+            _percent(summary.mamfu),
+            ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
+        ]
+        for name, summary in rows
+    ]
+    return columns(["run", "rate", "MFU", "MAMFU", "memory peak"], cells)
+
+
+def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    lines = []
+    for name, summary in rows:
+        lines += [f"{name}: {doubt}" for doubt in summary.warnings]
+        if summary.reason:
+            lines.append(f"{name}: {summary.status}: {summary.reason.splitlines()[0]}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else format_duration(seconds)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _bandwidth(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else format_bandwidth(bytes_per_s)
