@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from harness.errors import GraphError
 SCHEMA = "harness-graph"
 SCHEMA_VERSION = 1
 
-Attribute = bool | int | float | str | list[int] | list[float] | list[str]
+Attribute = bool | int | float | str | Sequence[int | float | str]
 
 # The dims that a partition may name, in the order in which tensors are stored.
 DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
@@ -172,6 +172,8 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
             raise GraphError(f"{source}: {error}") from None
         except msgspec.DecodeError as error:
             raise GraphError(f"{source} is not JSON: {error}") from None
+        except GraphError as error:
+            raise GraphError(f"{source}: {error}") from None
         if (graph.schema, graph.version) != (SCHEMA, SCHEMA_VERSION):
             raise GraphError(
                 f"{source} has schema {graph.schema} version {graph.version}, this harness reads "

@@ -135,6 +135,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise GraphError(f"{source}: {error}") from None
         except msgspec.DecodeError as error:
             raise GraphError(f"{source} is not JSON: {error}") from None
+        except GraphError as error:
+            raise GraphError(f"{source}: {error}") from None
         if (profile.schema, profile.version) != (SCHEMA, SCHEMA_VERSION):
             raise GraphError(
                 f"{source} has schema {profile.schema} version {profile.version}, this harness "

@@ -6,18 +6,23 @@ from collections.abc import Mapping, Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of an aligned table: first column left, the others right."""
+    """Lines of an aligned table: numbers right, words left."""
     cells = [list(header), *(list(row) for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = []
-    for row in cells:
-        first, *others = (
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *others]).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    is_number = [all(_starts_a_number(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_number, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "-" * max(len(line) for line in lines))
     return lines
+
+
+def _starts_a_number(cell: str) -> bool:
+    return cell[:1].isdigit() or cell == "-"
 
 
 def format_shape(shape: Mapping[str, int]) -> str:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from harness.plan.pipedream.workload import Workload
 
-
 _BEAM_LOOK = 3  # cuts looked at, for each one kept
 
 

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from harness.domain.graph import Graph, Operator
+from harness.errors import GraphError
+
+
+def op(name: str, *inputs: str, **fields: object) -> Operator:
+    return Operator(name=name, kind="other", inputs=list(inputs), **fields)  # type: ignore[arg-type]
+
+
+def diamond() -> Graph:
+    operators = [op("a"), op("b", "a"), op("c", "a"), op("d", "c", "b", "b")]
+    return Graph(name="diamond", operators=operators, batch=8)
+
+
+def test_producers_and_consumers_are_positions_without_repetition() -> None:
+    graph = diamond()
+    assert graph.producers() == [[], [0], [0], [2, 1]]
+    assert graph.consumers() == [[1, 2], [3], [3], []]
+
+
+def test_json_round_trip_keeps_everything() -> None:
+    graph = Graph(
+        name="one",
+        operators=[
+            op(
+                "conv",
+                shape={"sample": 2, "feature": 3, "height": 4, "width": 5},
+                forward_flops=1.5,
+                parameter_bytes=12,
+                signature="conv2d 3x3",
+                attrs={"kernel": [3, 3], "bias": True, "function": "relu"},
+            )
+        ],
+    )
+    again = Graph.from_json(graph.to_json())
+    assert again == graph
+    assert list(again.operators[0].shape) == ["sample", "feature", "height", "width"]
+
+
+def test_hash_depends_on_content_only() -> None:
+    assert diamond().content_hash() == diamond().content_hash()
+    other = Graph(name="diamond", operators=[*diamond().operators, op("e")], batch=8)
+    assert other.content_hash() != diamond().content_hash()
+
+
+def test_from_unordered_sorts_and_keeps_the_listed_order_where_it_can() -> None:
+    graph = Graph.from_unordered("g", [op("d", "b", "c"), op("c", "a"), op("a"), op("b", "a")])
+    assert [o.name for o in graph.operators] == ["a", "c", "b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("operators", "message"),
+    [
+        ([], "graph 'g' is empty"),
+        ([op("a"), op("a")], "two operators named 'a'"),
+        ([op("a", "x")], "operator 'a' reads from an unknown operator 'x'"),
+        ([op("s"), op("a", "s", "c"), op("b", "a"), op("c", "b")], "cyclic: a -> b -> c -> a"),
+        ([op("a", "a")], "cyclic: a -> a"),
+        ([op("b", "a"), op("a")], "'b' comes before its producer 'a'"),
+    ],
+)
+def test_inconsistent_graph_is_refused_by_name(operators: list[Operator], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Graph(name="g", operators=operators)
+
+
+def test_cycle_is_named_though_it_is_listed_out_of_order() -> None:
+    with pytest.raises(GraphError, match="cyclic: b -> a -> b"):
+        Graph.from_unordered("g", [op("end", "b"), op("a", "b"), op("b", "a")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parameter_bytes": -1}, "'a' has parameter_bytes -1"),
+        ({"activation_bytes": -4}, "'a' has activation_bytes -4"),
+        ({"forward_flops": float("nan")}, "'a' has forward_flops nan"),
+        ({"shape": {"sample": 0}}, "'a' has sample 0"),
+        ({"shape": {"batch": 3}}, "unknown dim 'batch'"),
+    ],
+)
+def test_impossible_operator_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        op("a", **fields)
+
+
+def test_other_version_is_refused() -> None:
+    data = msgspec.json.decode(diamond().to_json())
+    data["version"] = 2
+    with pytest.raises(GraphError, match="version 2, this harness reads harness-graph version 1"):
+        Graph.from_json(msgspec.json.encode(data))
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"name": 3}', b"\xff\x00"])
+def test_malformed_file_is_refused_with_its_name(data: bytes) -> None:
+    with pytest.raises(GraphError, match=r"my\.json"):
+        Graph.from_json(data, source="my.json")

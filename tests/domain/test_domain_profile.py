@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from harness.domain.profile import Measurement, Profile, WholeStep
+from harness.errors import GraphError
+
+
+def point(**fields: object) -> Measurement:
+    values: dict[str, object] = {
+        "device_kind": "gpu",
+        "operator": "conv",
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+    }
+    return Measurement(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def test_json_round_trip_keeps_everything() -> None:
+    profile = Profile(
+        model="m",
+        measurements=[point(shape={"sample": 4}, saved_bytes=10, spread=0.01), point()],
+        whole_steps=[
+            WholeStep(device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=3.0)
+        ],
+        provenance={"host": "a"},
+    )
+    again = Profile.from_json(profile.to_json())
+    assert again == profile
+    assert again.whole_steps[0].ratio == 1.5
+
+
+def test_hash_is_of_the_measurements() -> None:
+    a = Profile(model="m", measurements=[point()], provenance={"host": "a"})
+    b = Profile(model="m", measurements=[point()], provenance={"host": "b"})
+    c = Profile(model="m", measurements=[point(forward_s=1.5)])
+    assert a.content_hash() == b.content_hash() != c.content_hash()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"forward_s": -1.0}, "'conv' on 'gpu' has forward_s -1.0: a time must be >= 0"),
+        ({"backward_s": float("inf")}, "has backward_s inf"),
+        ({"saved_bytes": -1}, "saved_bytes -1"),
+        ({"shape": {"sample": 0}}, "sizes must be >= 1"),
+    ],
+)
+def test_impossible_measurement_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        point(**fields)
+
+
+def test_negative_time_in_a_file_is_refused_with_the_file() -> None:
+    data = msgspec.json.decode(Profile(model="m", measurements=[point()]).to_json())
+    data["measurements"][0]["forward_s"] = -0.5
+    with pytest.raises(GraphError, match=r"times\.json.*forward_s -0.5"):
+        Profile.from_json(msgspec.json.encode(data), source="times.json")
+
+
+def test_point_measured_twice_is_refused() -> None:
+    with pytest.raises(GraphError, match="measures operator 'conv' twice"):
+        Profile(model="m", measurements=[point(), point(forward_s=3.0)])

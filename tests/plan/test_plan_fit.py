@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from harness.domain.graph import Operator
+from harness.domain.profile import Measurement, Profile
+from harness.errors import PlanError
+from harness.plan.fit import OperatorTimes, fit_line
+
+CONV = Operator(name="conv1", kind="conv2d", shape={"sample": 8, "feature": 4}, signature="conv")
+
+
+def profile(*points: tuple[dict[str, int], float, float]) -> Profile:
+    return Profile(
+        model="m",
+        measurements=[
+            Measurement(
+                device_kind="gpu", operator="conv", shape=shape, forward_s=f, backward_s=b
+            )
+            for shape, f, b in points
+        ],
+    )
+
+
+def test_measured_shape_is_exact() -> None:
+    times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 3.0)))
+    found = times.lookup(CONV, "gpu")
+    assert (found.forward_s, found.backward_s, found.fitted) == (1.0, 3.0, False)
+    assert found.total_s == 4.0
+
+
+def test_between_shapes_a_line_is_fitted() -> None:
+    times = OperatorTimes(
+        profile(
+            ({"sample": 8, "feature": 4}, 0.5 + 32 * 0.25, 32.0),
+            ({"sample": 2, "feature": 4}, 0.5 + 8 * 0.25, 8.0),
+        )
+    )
+    found = times.lookup(CONV, "gpu", shape={"sample": 4, "feature": 4})
+    assert found.forward_s == pytest.approx(0.5 + 16 * 0.25)
+    assert found.backward_s == pytest.approx(16.0)
+    assert found.fitted
+    assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.0, abs=1e-9)
+
+
+def test_error_of_the_fit_is_kept() -> None:
+    # Least relative squares of one slope through (1, 1) and (2, 4): the line cannot hold both.
+    line = fit_line([1.0, 2.0], [1.0, 4.0])
+    assert line.fixed_s == 0.0
+    assert line.slope_s == pytest.approx(1.2)  # (1 + 1/2) / (1 + 1/4)
+    assert line.relative_error == pytest.approx(0.4)  # 2.4 for 4
+
+
+def test_fixed_cost_is_not_negative_when_time_falls_with_size() -> None:
+    line = fit_line([1.0, 2.0], [2.0, 1.0])
+    assert line.slope_s == 0.0
+    assert line.fixed_s == pytest.approx(1.2)
+
+
+def test_one_point_scales_in_proportion_and_knows_no_error() -> None:
+    times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 2.0)))
+    assert times.lookup(CONV, "gpu", shape={"sample": 2, "feature": 4}).forward_s == 0.25
+    assert times.relative_error(CONV, "gpu", "float32") is None
+
+
+def test_time_of_the_whole_minibatch_scales_to_a_part() -> None:
+    times = OperatorTimes(profile(({}, 1.0, 2.0)))
+    assert times.lookup(CONV, "gpu", shape={"sample": 4, "feature": 4}).backward_s == 1.0
+
+
+def test_unknown_operator_is_named() -> None:
+    times = OperatorTimes(profile(({}, 1.0, 2.0)))
+    with pytest.raises(PlanError, match="does not know operator 'fc'"):
+        times.lookup(Operator(name="fc", kind="linear"), "gpu")
+
+
+def test_unknown_device_kind_names_the_known_ones() -> None:
+    times = OperatorTimes(profile(({}, 1.0, 2.0)))
+    with pytest.raises(PlanError, match="no device kind 'cpu', only 'gpu'"):
+        times.lookup(CONV, "cpu")
+
+
+def test_inputs_cost_nothing() -> None:
+    times = OperatorTimes(profile(({}, 1.0, 2.0)))
+    assert times.lookup(Operator(name="x", kind="input"), "gpu").total_s == 0.0
