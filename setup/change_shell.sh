@@ -89,8 +89,10 @@ probe_and_change() {
     mapfile -t answer < <(probe "$1")
     if [[ ${answer[1]:-} == usable && ${answer[0]} != "$shell" ]]; then
         change "$1" >&2 || true
+        probe "$1"
+    else
+        printf '%s\n' "${answer[@]}"
     fi
-    probe "$1"
 }
 
 main() {

@@ -74,7 +74,21 @@ code_digest() {
 
 # Leaves a mark on a host's disk, so that hosts which share one with each other are known.
 announce() {
-    remote "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1"
+    remote "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
+}
+
+# Whoever does not answer once is not waited for again.
+announce_all() {
+    local host
+    on_all announce "${hosts[@]}"
+    reached=()
+    for host in "${hosts[@]}"; do
+        if [[ $(<"$work/$host") == reached ]]; then
+            reached+=("$host")
+        else
+            keep_answer "$host"
+        fi
+    done
 }
 
 # Prints four lines: shared or own disk (as seen from here), digest of the code there, versions
@@ -118,7 +132,7 @@ unpack() {
 clear_marks() {
     rm -f "$root/$mark" "$root/$mark".*
     if [[ $apply == yes ]]; then
-        on_all clear_mark "${hosts[@]}"
+        on_all clear_mark "${reached[@]}"
     fi
 }
 
@@ -126,11 +140,13 @@ clear_mark() { remote "$probe_timeout_s" "$1" "rm -f $dir/$mark.$1"; }
 
 probe_all() {
     local host
-    on_all probe "${hosts[@]}"
-    for host in "${hosts[@]}"; do
-        mv "$work/$host" "$work/$host.probe"
-        mv "$work/$host.err" "$work/$host.probe.err"
-    done
+    on_all probe "${reached[@]}"
+    for host in "${reached[@]}"; do keep_answer "$host"; done
+}
+
+keep_answer() {
+    mv "$work/$1" "$work/$1.probe"
+    mv "$work/$1.err" "$work/$1.probe.err"
 }
 
 report() {
@@ -174,14 +190,16 @@ main() {
     wanted_versions=$("$root/.venv/bin/python" "$root/setup/versions.py")
     work=$(mktemp -d)
     # Seen under the same path on another host, this very file tells that the disk is the same.
+    reached=()
     mark=$(cd "$root" && mktemp .sync-XXXXXXXX)
     trap 'clear_marks; rm -rf "$work"' EXIT
     echo "here: $wanted_versions"
-    if [[ $apply == yes ]]; then on_all announce "${hosts[@]}"; fi
+    reached=("${hosts[@]}")
+    if [[ $apply == yes ]]; then announce_all; fi
     probe_all
     if [[ $apply == yes ]]; then
-        on_all bring "${hosts[@]}"
-        for host in "${hosts[@]}"; do mv "$work/$host.err" "$work/$host.bring"; done
+        on_all bring "${reached[@]}"
+        for host in "${reached[@]}"; do mv "$work/$host.err" "$work/$host.bring"; done
         probe_all
     fi
     status=0

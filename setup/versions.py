@@ -16,5 +16,8 @@ def installed(name: str) -> str:
 
 
 if __name__ == "__main__":
-    words = [f"python {platform.python_version()}", *(f"{name} {installed(name)}" for name in NAMES)]
+    words = [
+        f"python {platform.python_version()}",
+        *(f"{name} {installed(name)}" for name in NAMES),
+    ]
     print(", ".join(words))

@@ -1,0 +1,43 @@
+"""uv is given the package sources that pip's configuration names."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def uv_flags():
+    path = Path(__file__).parents[2] / "setup" / "uv_flags.py"
+    spec = importlib.util.spec_from_file_location("uv_flags", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_source_is_handed_over_once(uv_flags):
+    listing = [
+        ":env:.find-links='/opt/wheels'",
+        "global.find-links='/opt/wheels /opt/more'",
+        "global.index-url='https://packages.example/simple'",
+        "global.extra-index-url='https://one.example/simple\\nhttps://two.example/simple'",
+        "global.timeout='60'",
+    ]
+    assert uv_flags.flags(uv_flags.parse(listing)) == [
+        *("--index-strategy", "unsafe-best-match"),
+        *("--find-links", "/opt/wheels", "--find-links", "/opt/more"),
+        *("--default-index", "https://packages.example/simple"),
+        *("--index", "https://one.example/simple", "--index", "https://two.example/simple"),
+    ]
+
+
+def test_an_offline_configuration_stays_offline(uv_flags):
+    assert uv_flags.flags(uv_flags.parse(["global.no-index='true'"]))[-1] == "--no-index"
+    assert "--no-index" not in uv_flags.flags(uv_flags.parse(["global.no-index='false'"]))
+
+
+@pytest.mark.parametrize("line", ["", "WARNING: pip is old", "global.x=", "global.x='unclosed"])
+def test_other_lines_are_skipped(uv_flags, line):
+    assert uv_flags.flags(uv_flags.parse([line])) == ["--index-strategy", "unsafe-best-match"]
