@@ -76,8 +76,9 @@ class Dlrm(nn.Module):
     def forward(self, dense: Tensor, indices: Tensor) -> Tensor:
         """Returns logits (n, 1)."""
         vectors = [self.bottom(dense)]
-        per_table = indices.split(self.options.n_lookups, dim=1)
-        vectors += [table(index) for table, index in zip(self.tables, per_table, strict=True)]
+        n = self.options.n_lookups
+        # Slices rather than split: torch.fx can follow them.
+        vectors += [table(indices[:, i * n : (i + 1) * n]) for i, table in enumerate(self.tables)]
         logits: Tensor = self.top(self._interact(vectors))
         return logits
 

@@ -1,0 +1,315 @@
+"""Capture a model as a Graph: trace it, then push shapes and FLOPs through without memory.
+
+torch.fx keeps modules (a convolution, an attention) as single operators; a model whose control
+flow it cannot follow is exported by torch.export instead. Shapes come from a run on the meta
+device, FLOPs from torch.utils.flop_counter around each operator's forward and backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.domain.graph import Graph, Operator
+from harness.errors import ModelError
+from harness.runtime.models import ModelOptions, Task, build_task, fit_options
+from harness.runtime.operators import describe_node, function_name, is_known
+
+_log = logging.getLogger(__name__)
+
+_DIMS = {
+    1: ("sample",),
+    2: ("sample", "feature"),
+    3: ("sample", "seq", "feature"),
+    4: ("sample", "feature", "height", "width"),
+    5: ("sample", "feature", "depth", "height", "width"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A traced model and its graph.
+
+    Attributes:
+        module: executes the nodes; holds the model's own parameters.
+        nodes: by operator name; operators without one are inputs and the loss.
+    """
+
+    graph: Graph
+    module: fx.GraphModule
+    nodes: dict[str, fx.Node]
+
+
+def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Trace by torch.fx, or by torch.export where its control flow depends on values.
+
+    Raises:
+        ModelError: neither can follow the model.
+    """
+    try:
+        return fx.symbolic_trace(model)
+    except Exception as error:
+        _log.info("torch.fx cannot trace the model (%s): exporting it", error)
+        reason = error
+    try:
+        exported = torch.export.export(copy.deepcopy(model), examples)
+        module: fx.GraphModule = exported.module()
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} can be captured neither by torch.fx ({reason}) nor by "
+            f"torch.export ({error}): remove control flow that depends on values"
+        ) from error
+    return module
+
+
+class _Measured:
+    """What running one node on the meta device showed."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.forward_flops = 0.0
+        self.backward_flops = 0.0
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        fresh = value.detach()
+        # A copy of the leaf, because operators in place refuse leaves.
+        return fresh.requires_grad_().clone() if value.requires_grad else fresh
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []
+
+
+class _MetaRun(fx.Interpreter):
+    """Runs each node by itself on meta tensors and counts its FLOPs."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.measured: dict[fx.Node, _Measured] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "output", "get_attr"):
+            value = super().run_node(n)
+            self.measured[n] = found = _Measured()
+            found.value = value
+            return value
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
+        found = _Measured()
+        with FlopCounterMode(display=False) as forward:
+            value = getattr(self, n.op)(n.target, args, kwargs)
+        outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
+        with FlopCounterMode(display=False) as backward:
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        found.value = value
+        found.forward_flops = float(forward.get_total_flops())
+        found.backward_flops = float(backward.get_total_flops())
+        self.measured[n] = found
+        return value
+
+
+def _run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, _Measured]:
+    # The copy shares no memory; its nodes correspond to the original's by position.
+    meta = copy.deepcopy(module).to("meta")
+    run = _MetaRun(meta)
+    run.run(*(example.to("meta") for example in examples))
+    pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
+    return {node: run.measured[twin] for node, twin in pairs if twin in run.measured}
+
+
+def _parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:
+    """Parameters that a node itself uses, by their name in the model."""
+    if node.op == "call_module":
+        path = str(node.target)
+        owned = module.get_submodule(path).named_parameters()
+        return {f"{path}.{name}": parameter for name, parameter in owned}
+    if node.op == "get_attr":
+        value = _attribute(module, str(node.target))
+        return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
+    return {}
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _named_shape(tensor: Tensor) -> dict[str, int]:
+    names = _DIMS.get(tensor.dim(), ())
+    return dict(zip(names, tensor.shape, strict=True)) if names else {}
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _signature(kind: str, attrs: dict[str, Any], inputs: list[Tensor], output: Tensor) -> str:
+    told = {k: v for k, v in sorted(attrs.items()) if k not in ("module", "parameters")}
+    words = [f"{name}={value}" for name, value in told.items()]
+    shapes = ", ".join(_text(tensor.shape[1:]) for tensor in inputs)
+    return f"{kind}({', '.join(words)}) {shapes} -> {_text(output.shape[1:])}"
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a node's arguments, in order; one that stands twice is listed twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+class _Builder:
+    """Turns nodes into operators, passing over what computes no tensor."""
+
+    def __init__(self, module: fx.GraphModule, measured: dict[fx.Node, _Measured]) -> None:
+        self._module = module
+        self._modules = dict(module.named_modules())
+        self._measured = measured
+        # A node that is no operator of its own stands for the operator behind it.
+        self._name_of: dict[fx.Node, str] = {}
+        self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
+        self._counted: set[int] = set()
+        self.operators: list[Operator] = []
+        self.nodes: dict[str, fx.Node] = {}
+        self.output = ""
+
+    def add(self, node: fx.Node) -> None:
+        """Take the next node in the order of execution."""
+        if node.op == "output":
+            last = [n for n in node.all_input_nodes if n in self._name_of]
+            self.output = self._name_of[last[0]] if last else ""
+            return
+        value = self._measured[node].value
+        if node.op == "placeholder":
+            self._add_input(node, value)
+        elif node.op == "get_attr":
+            self._waiting[node] = _parameters_of(node, self._module)
+        elif isinstance(value, (tuple, list)) and _tensors(value):
+            self._add_operator(node, _tensors(value)[0])
+        elif isinstance(value, Tensor):
+            self._add_tensor(node, value)
+
+    def _add_tensor(self, node: fx.Node, value: Tensor) -> None:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        is_part = function_name(node.target) == "getitem" and source is not None
+        if is_part and source is not None and not isinstance(self._measured[source].value, Tensor):
+            self._name_of[node] = self._name_of[source]  # one of several outputs
+            return
+        self._add_operator(node, value)
+
+    def _add_input(self, node: fx.Node, value: Tensor) -> None:
+        self._name_of[node] = node.name
+        self.operators.append(
+            Operator(
+                name=node.name,
+                kind="input",
+                shape=_named_shape(value),
+                dtype=str(value.dtype).removeprefix("torch."),
+                activation_bytes=value.numel() * value.element_size(),
+            )
+        )
+
+    def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
+        found = _parameters_of(node, self._module)
+        for source in node.all_input_nodes:
+            found |= self._waiting.get(source, {})
+        return found
+
+    def _add_operator(self, node: fx.Node, value: Tensor) -> None:
+        sources = [n for n in _arguments(node) if n in self._name_of]
+        inputs = [_tensors(self._measured[n].value)[0] for n in sources]
+        kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
+        if not is_known(kind, str(attrs.get("function"))):
+            _log.warning(
+                "operator %s (%s) is not known: it is planned as cut by samples or not at all",
+                node.name, attrs.get("function"),
+            )  # fmt: skip
+        parameters = self._own_parameters(node)
+        new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
+        self._counted |= {id(p) for p in new.values()}
+        signature = _signature(kind, attrs, inputs, value)
+        if node.op == "call_module":
+            attrs["module"] = str(node.target)
+        if parameters:
+            attrs["parameters"] = list(parameters)
+        name = str(node.target) if node.op == "call_module" else node.name
+        name = name if name not in self.nodes else node.name
+        self._name_of[node] = name
+        self.nodes[name] = node
+        found = self._measured[node]
+        self.operators.append(
+            Operator(
+                name=name,
+                kind=kind,
+                inputs=[self._name_of[n] for n in sources],
+                shape=_named_shape(value),
+                dtype=str(value.dtype).removeprefix("torch."),
+                forward_flops=found.forward_flops,
+                backward_flops=found.backward_flops,
+                parameter_bytes=sum(p.numel() * p.element_size() for p in new.values()),
+                activation_bytes=value.numel() * value.element_size(),
+                signature=signature,
+                attrs=attrs,
+            )
+        )
+
+
+def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
+    n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
+    return Operator(
+        name="loss",
+        kind="loss",
+        inputs=[producer.name],
+        shape={"sample": batch},
+        activation_bytes=4 * batch,
+        signature=f"loss(function={task.loss}) {n_classes} -> ",
+        attrs={"function": str(task.loss)},
+    )
+
+
+def capture(task: Task, batch: int, name: str) -> Captured:
+    """Trace a task's model for a global batch of `batch` samples; allocates no activations.
+
+    Raises:
+        ModelError: the model cannot be traced.
+    """
+    examples = tuple(torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in task.inputs)
+    module = trace(task.model, examples)
+    measured = _run_on_meta(module, examples)
+    builder = _Builder(module, measured)
+    for node in module.graph.nodes:
+        builder.add(node)
+    if not builder.output:
+        raise ModelError(f"{name} returns no tensor that its operators computed")
+    last = next(o for o in builder.operators if o.name == builder.output)
+    operators = [*builder.operators, _loss_operator(task, last, batch)]
+    graph = Graph.from_unordered(name, operators, batch=batch)
+    return Captured(graph=graph, module=module, nodes=builder.nodes)
+
+
+def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:
+    """The graph of a named model or a user's factory, without allocating its weights.
+
+    Raises:
+        ModelError: no such model, or it cannot be captured.
+    """
+    with torch.device("meta"):
+        task = build_task(name, fit_options(name, options or ModelOptions()))
+        return capture(task, batch, name).graph

@@ -1,0 +1,173 @@
+"""What an fx node is, in the graph's words: kind, attributes and signature.
+
+Read from the module's type or the function's name; nothing is known of any model.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from harness.domain.graph import Attribute
+
+Attributes = dict[str, Attribute]
+
+
+def _ints(value: Any) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, (tuple, list)) else [int(value)] * 2
+
+
+def _conv2d(module: nn.Conv2d) -> Attributes:
+    found: Attributes = {
+        "in_features": module.in_channels,
+        "out_features": module.out_channels,
+        "kernel": _ints(module.kernel_size),
+        "stride": _ints(module.stride),
+        "dilation": _ints(module.dilation),
+        "groups": module.groups,
+        "bias": module.bias is not None,
+    }
+    if not isinstance(module.padding, str):
+        found["padding"] = _ints(module.padding)
+    return found
+
+
+def _pool(module: Any) -> Attributes:
+    kernel = _ints(module.kernel_size)
+    stride = kernel if module.stride is None else _ints(module.stride)
+    return {"kernel": kernel, "stride": stride, "padding": _ints(module.padding)}
+
+
+def _linear(module: nn.Linear) -> Attributes:
+    return {
+        "in_features": module.in_features,
+        "out_features": module.out_features,
+        "bias": module.bias is not None,
+    }
+
+
+def _embedding(module: nn.Embedding | nn.EmbeddingBag) -> Attributes:
+    return {"n_rows": module.num_embeddings, "out_features": module.embedding_dim}
+
+
+def _attention(module: nn.MultiheadAttention) -> Attributes:
+    return {"n_heads": module.num_heads, "in_features": module.embed_dim}
+
+
+def _lstm(module: nn.LSTM) -> Attributes:
+    return {
+        "in_features": module.input_size,
+        "out_features": module.hidden_size,
+        "n_layers": module.num_layers,
+    }
+
+
+def _none(module: nn.Module) -> Attributes:
+    return {}
+
+
+def _probability(module: Any) -> Attributes:
+    return {"probability": float(module.p)}
+
+
+# Module types in order: the first that matches says the kind and reads the attributes.
+_MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attributes]]] = [
+    ((nn.Conv2d,), "conv2d", _conv2d),
+    ((nn.Linear,), "linear", _linear),
+    ((nn.MaxPool2d, nn.AvgPool2d), "pool", _pool),
+    ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _none),
+    ((nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm), "batch_norm", _none),
+    ((nn.LayerNorm, nn.GroupNorm), "layer_norm", _none),
+    ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
+    ((nn.MultiheadAttention,), "attention", _attention),
+    ((nn.LSTM,), "lstm", _lstm),
+    ((nn.Softmax, nn.LogSoftmax), "softmax", _none),
+    ((nn.Flatten,), "flatten", _none),
+    ((nn.Dropout, nn.Dropout2d), "elementwise", _probability),
+    (
+        (nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.LeakyReLU, nn.Identity,
+         nn.Hardswish, nn.Hardsigmoid, nn.ELU, nn.Softplus),
+        "elementwise",
+        _none,
+    ),
+]  # fmt: skip
+
+_ELEMENTWISE = {
+    "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "mul", "sub", "truediv", "div", "neg",
+    "dropout", "clamp", "pow", "sqrt", "rsqrt", "leaky_relu", "hardswish", "softplus", "elu", "to",
+    "float", "contiguous", "log", "abs", "imul", "isub", "exp",
+}  # fmt: skip
+_ADD = {"add", "add_", "iadd"}
+_CAT = {"cat", "concat", "concatenate"}
+_FLATTEN = {"flatten"}
+_SOFTMAX = {"softmax", "log_softmax"}
+_RESHAPES = {
+    "reshape", "view", "permute", "transpose", "expand", "unsqueeze", "squeeze", "stack", "chunk",
+    "split", "mean", "sum", "matmul", "bmm", "getitem", "t", "repeat", "expand_as", "unflatten",
+}  # fmt: skip
+_FUNCTIONS: dict[Any, str] = {
+    F.conv2d: "conv2d",
+    F.linear: "linear",
+    F.max_pool2d: "pool",
+    F.avg_pool2d: "pool",
+    F.adaptive_avg_pool2d: "pool",
+    F.batch_norm: "batch_norm",
+    F.layer_norm: "layer_norm",
+    F.embedding: "embedding",
+    F.embedding_bag: "embedding",
+    F.scaled_dot_product_attention: "attention",
+}
+
+
+def function_name(target: Any) -> str:
+    """The bare name of an fx target: `add` for operator.add, torch.add and aten.add.Tensor."""
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return str(getattr(target, "__name__", target))
+
+
+def _kind_of_name(name: str, n_tensors: int) -> str:
+    if name in _ADD:
+        return "add" if n_tensors > 1 else "elementwise"
+    if name in _ELEMENTWISE:
+        return "elementwise"
+    for names, kind in ((_CAT, "cat"), (_FLATTEN, "flatten"), (_SOFTMAX, "softmax")):
+        if name in names:
+            return kind
+    aten = {function_name(function): kind for function, kind in _FUNCTIONS.items()}
+    return aten.get(name.removesuffix("_"), "other")
+
+
+def is_known(kind: str, name: str) -> bool:
+    """Whether planning knows what it does; of kind `other` that is so of the reshapes."""
+    return kind != "other" or name in _RESHAPES
+
+
+def describe_node(
+    node: fx.Node, modules: dict[str, nn.Module], n_tensors: int
+) -> tuple[str, Attributes]:
+    """Kind and attributes of a node that computes a tensor.
+
+    Args:
+        n_tensors: how many of its arguments are tensors.
+    """
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        for types, kind, read in _MODULES:
+            if isinstance(module, types):
+                return kind, {"function": type(module).__name__, **read(module)}
+        return "other", {"function": type(module).__name__}
+    if node.op == "get_attr":
+        return "other", {"function": "parameter"}
+    if node.target is operator.getitem:
+        return "other", {"function": "getitem"}
+    name = function_name(node.target)
+    kind = _FUNCTIONS.get(node.target) or _kind_of_name(name, n_tensors)
+    return kind, {"function": name}
