@@ -22,7 +22,7 @@ from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
 
 _LARGEST_BYTES = 8 << 30
-_LONGEST_S = 0.6
+_LONGEST_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LinksConfig:
     sizes: tuple[str, ...] = ()
     """Message sizes of the collectives, such as 4KiB 16MiB (for all_gather, reduce_scatter and
     all_to_all the whole buffer of all ranks, as in nccl-tests); by default 4KiB to 16MiB, on GPUs
-    to 256MiB, less those that would take over 0.6 s an iteration."""
+    to 256MiB, less those that would take over 0.5 s an iteration."""
     pair_sizes: tuple[str, ...] = ()
     """Message sizes between pairs of ranks, beside the smallest; by default 256KiB and 4MiB, on
     GPUs 1MiB and 64MiB."""
@@ -42,13 +42,13 @@ class LinksConfig:
     """Only the links between pairs of ranks, only the collectives, or both."""
     transport: Literal["all", "torch", "mpi"] = "all"
     """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
-    time_budget_s: float = 0.25
+    time_budget_s: float = 0.15
     """Sample each operation at each size for about this long, but --min-iterations at least."""
     min_iterations: int = 4
     """Fewest samples of each operation at each size."""
     max_iterations: int = 100
     """Most samples of each operation at each size."""
-    warm_up: int = 2
+    warm_up: int = 1
     """Iterations that are thrown away before the samples."""
     cluster_file: str = ""
     """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the

@@ -3,8 +3,9 @@
     source   |--- message --->          |
     target                 |--- ack --->|     a trip; the ack is 4 bytes
 
-Half a trip of the smallest message is the latency; a trip of a larger message, less the latency
-of its ack, is its one-way time. All is read on the source's clock.
+Half a trip of the smallest message is the latency; a trip of a larger message, less the shortest
+latency seen for its ack, is its one-way time (less the median, noise could make a link look faster
+than it is). All is read on the source's clock.
 """
 
 from __future__ import annotations
@@ -103,30 +104,56 @@ class _Line:
             )
 
 
+@dataclass(frozen=True)
+class PairSamples:
+    """One direction's samples in seconds; empty on the target."""
+
+    latencies: list[float]
+    transfers: dict[int, list[float]]
+
+
+def time_pair(
+    pair: Pair,
+    sizes: list[int],
+    transport: Transport,
+    budget: Budget,
+    longest_s: float = float("inf"),
+) -> PairSamples:
+    """Time one direction; both ranks of the pair must call it, and no other.
+
+    Stops at the first size that takes longer than `longest_s`.
+
+    Raises:
+        VerificationError: a message arrived wrong.
+    """
+    line = _Line(transport, pair)
+    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, budget, float("inf")) or []]
+    ack_s = min(latencies, default=0.0)
+    transfers: dict[int, list[float]] = {}
+    for n_bytes in sorted(sizes):
+        found = line.measure(n_bytes, budget, longest_s)
+        if found is None:
+            break
+        transfers[n_bytes] = [trip_s - ack_s for trip_s in found]
+    return PairSamples(latencies, transfers)
+
+
 def _measure_pair(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
-    """Measure and record one direction; its times on the source, None on the target."""
-    line = _Line(transport, pair)
-    labels: dict[str, str | int | float | bool] = {
-        "source": pair[0], "target": pair[1], "transport": transport.name
-    }  # fmt: skip
-    trips = line.measure(ELEMENT_BYTES, limits.budget, float("inf")) or []
-    latencies = [trip_s / 2 for trip_s in trips]
-    for step, latency_s in enumerate(latencies):
-        context.recorder.sample("link_latency_s", latency_s, step=step, **labels)
-    ack_s = median(latencies) if latencies else 0.0
-    transfers: dict[int, float] = {}
-    for n_bytes in sorted(sizes):
-        found = line.measure(n_bytes, limits.budget, limits.longest_s)
-        if found is None:
-            break
-        times = [trip_s - ack_s for trip_s in found]
+    """Time and record one direction; its medians on the source, None on the target."""
+    samples = time_pair(pair, sizes, transport, limits.budget, limits.longest_s)
+    if transport.rank != pair[0]:
+        return None
+    record, (source, target), name = context.recorder.sample, pair, transport.name
+    for step, time_s in enumerate(samples.latencies):
+        record("link_latency_s", time_s, step=step, source=source, target=target, transport=name)
+    for n_bytes, times in samples.transfers.items():
         for step, time_s in enumerate(times):
-            context.recorder.sample("link_transfer_s", time_s, step=step, n_bytes=n_bytes, **labels)
-        if times:
-            transfers[n_bytes] = median(times)
-    return PairTimes(ack_s, transfers) if line.is_source else None
+            record("link_transfer_s", time_s, step=step, source=source, target=target,
+                   transport=name, n_bytes=n_bytes)  # fmt: skip
+    transfers = {n_bytes: median(times) for n_bytes, times in samples.transfers.items()}
+    return PairTimes(median(samples.latencies), transfers)
 
 
 def measure_pairs(

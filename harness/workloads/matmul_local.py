@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from harness.errors import VerificationError
+from harness.measure.clock import Clock
 from harness.runtime.caches import CacheFlush, last_cache_bytes
 from harness.runtime.context import Context
 from harness.runtime.peaks import peak_flops_per_s
@@ -106,9 +107,8 @@ class _Operands:
         return 3 * self.a.nbytes
 
 
-def _seconds_of(work: Callable[[], object], context: Context) -> float:
+def _seconds_of(work: Callable[[], object], clock: Clock) -> float:
     """One untimed call, then one timed."""
-    clock = context.recorder.clock
     work()
     clock.settle()
     start = clock.mark()
@@ -125,19 +125,18 @@ def _spread_over_cache(first: _Operands, n_products: int, flush: CacheFlush) -> 
 
 
 def time_product(
-    size: int, dtype: str, context: Context, budget: Budget, flush: CacheFlush
+    size: int, dtype: str, device: torch.device, clock: Clock, budget: Budget
 ) -> tuple[list[float], _Operands]:
     """Seconds of each sample of one product, from a cold cache; and its operands.
 
     One sample is one product, but under a CPU quota as many, on operands of their own, as span
     several of its periods: their mean is the sample.
     """
-    operands = _Operands.make(size, dtype, context.world.device)
-    shortest_s = shortest_sample_s(context.world.device.type)
-    once_s = _seconds_of(operands.multiply, context) if shortest_s else math.inf
+    flush, operands = CacheFlush(device), _Operands.make(size, dtype, device)
+    shortest_s = shortest_sample_s(device.type)
+    once_s = _seconds_of(operands.multiply, clock) if shortest_s else math.inf
     n_products = max(1, math.ceil(shortest_s / once_s))
     turns = cycle(_spread_over_cache(operands, n_products, flush))
-    clock = context.recorder.clock
 
     def sample() -> tuple[Any, Any]:
         flush()
@@ -168,16 +167,15 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
             )
 
 
-def measure_product(
-    size: int, dtype: str, context: Context, budget: Budget, flush: CacheFlush
-) -> float:
+def measure_product(size: int, dtype: str, context: Context, budget: Budget) -> float:
     """Time, verify and record one product; returns its FLOP/s from the median time.
 
     Raises:
         VerificationError: the result is wrong, or faster than the device can be.
     """
     with precision_of(dtype):
-        durations, operands = time_product(size, dtype, context, budget, flush)
+        clock, device = context.recorder.clock, context.world.device
+        durations, operands = time_product(size, dtype, device, clock, budget)
         check = check_block(operands.c, (0, size), (0, size), size, dtype)
     check.require(f"the {dtype} product of size {size} on {context.world.hostname}")
     check_peak(2.0 * size**3, durations, dtype, context.world.device_kind)
@@ -199,7 +197,6 @@ def measure_products(
         The best FLOP/s by dtype, and the rows that have no number.
     """
     device = context.world.device
-    flush = CacheFlush(device)
     best: dict[str, float] = {}
     skipped: list[Unmeasured] = []
     rows = [(dtype, size) for dtype in dtypes for size in sorted(sizes)]
@@ -212,7 +209,7 @@ def measure_products(
                 "matmul_skipped", 1, m=size, n=size, k=size, dtype=dtype, reason=f"{dtype} {reason}"
             )
             continue
-        rate = measure_product(size, dtype, context, budget, flush)
+        rate = measure_product(size, dtype, context, budget)
         best[dtype] = max(best.get(dtype, 0.0), rate)
     context.progress.update("matmul on each device", len(rows), len(rows))
     return best, skipped
@@ -252,7 +249,7 @@ def _time_pass(work: Callable[[], object], context: Context, budget: Budget) -> 
     """Seconds of one pass over the arrays; several passes a sample under a CPU quota."""
     clock = context.recorder.clock
     shortest_s = shortest_sample_s(context.world.device.type)
-    n_passes = max(1, math.ceil(shortest_s / _seconds_of(work, context))) if shortest_s else 1
+    n_passes = max(1, math.ceil(shortest_s / _seconds_of(work, clock))) if shortest_s else 1
 
     def sample() -> tuple[Any, Any]:
         start = clock.mark()

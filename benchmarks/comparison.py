@@ -1,0 +1,56 @@
+"""What every program here prints: one object per comparison, as a table or as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+
+from harness.measure.statistics import paired_ratio
+from harness.runtime.host import code_commit, cpu_model
+
+
+def machine() -> str:
+    """This host in words: its GPU, or its processor."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {platform.platform()}"
+    return f"{cpu_model()}, {platform.platform()}"
+
+
+def compare(
+    name: str, ours: Sequence[float], theirs: Sequence[float], *, place: str = ""
+) -> dict[str, object]:
+    """Median ratio of pairs that were measured in turn, with its 99 % interval.
+
+    Args:
+        place: what was measured on, when it is not this host alone.
+    """
+    ratio = paired_ratio(ours, theirs)
+    return {
+        "name": name,
+        "ratio": ratio.ratio,
+        "low": ratio.low,
+        "high": ratio.high,
+        "n_pairs": ratio.n_pairs,
+        "command": shlex.join(sys.argv),
+        "machine": place or machine(),
+        "commit": code_commit(),
+    }
+
+
+def show(comparisons: Sequence[dict[str, object]], *, as_json: bool) -> None:
+    """Print the comparisons: a line each."""
+    if as_json:
+        for comparison in comparisons:
+            print(json.dumps(comparison), flush=True)
+        return
+    for c in comparisons:
+        print(
+            f"{c['name']}: {c['ratio']:.4f} (99 % interval {c['low']:.4f} to {c['high']:.4f}, "
+            f"{c['n_pairs']} pairs; {c['machine']}, {c['commit']})",
+            flush=True,
+        )

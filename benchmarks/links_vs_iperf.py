@@ -1,0 +1,203 @@
+"""send/recv bandwidth and all_reduce busbw against what iperf3 reads on the same link.
+
+Start it like a workload; ranks 0 and 1 measure the link between them, all ranks the all_reduce:
+
+    mpirun -np 5 --hostfile hosts/virtual.txt .venv/bin/python benchmarks/links_vs_iperf.py
+
+iperf3 and the messages take turns in one run, with nothing else on the link. Rates are goodput
+one way: of iperf3 the receiver's, of messages n_bytes over the median one-way time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated, NoReturn
+
+import torch
+import torch.distributed as dist
+import tyro
+from comparison import compare, machine, show
+
+from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
+from harness.measure.clock import HostClock
+from harness.measure.derive import bus_factor
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.collectives import TorchTransport, Transport, make_trial, time_trial
+from harness.runtime.interface import list_interfaces
+from harness.runtime.launcher import read_launch
+from harness.runtime.mpi_links import MpiTransport
+from harness.runtime.rendezvous import Meeting, join_process_group, meet
+from harness.runtime.sampling import Budget
+from harness.runtime.world import World
+from harness.units import format_bandwidth, parse_bytes
+from harness.workloads.links_pairs import time_pair
+
+_START_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    pairs: int = 8
+    """How often each is measured."""
+    seconds: float = 2.0
+    """How long each iperf3, and about how long the messages of each turn."""
+    size: str = "16MiB"
+    """Size of the messages and of the all_reduce."""
+    iperf_port: int = 5201
+    """Free port on the second host."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object a line."""
+
+
+@contextmanager
+def iperf_server(port: int) -> Iterator[None]:
+    """A server on this host for as long as the context is open.
+
+    Raises:
+        EnvironmentSetupError: there is no iperf3, or it cannot listen.
+    """
+    program = shutil.which("iperf3")
+    if program is None:
+        raise EnvironmentSetupError("iperf3 is not installed on this host: apt-get install iperf3")
+    server = subprocess.Popen(
+        [program, "--server", "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        time.sleep(_START_S)
+        if server.poll() is not None:
+            raise EnvironmentSetupError(f"iperf3 cannot listen on port {port}: give another one")
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def iperf_bytes_per_s(address: str, port: int, seconds: float) -> float:
+    """What the receiver got per second.
+
+    Raises:
+        EnvironmentSetupError: iperf3 failed; its own words.
+    """
+    command = ["iperf3", "--client", address, "--port", str(port), "--time", str(round(seconds))]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    if "error" in report:
+        raise EnvironmentSetupError(f"{' '.join(command)}: {report['error']}")
+    return float(report["end"]["sum_received"]["bits_per_second"]) / 8
+
+
+def message_bytes_per_s(transport: Transport, n_bytes: int, budget: Budget) -> float:
+    """Goodput from rank 0 to rank 1 by the links workload's own code; 0 on the other ranks."""
+    if transport.rank > 1:
+        return 0.0
+    times = time_pair((0, 1), [n_bytes], transport, budget).transfers
+    return n_bytes / median(times[n_bytes]) if transport.rank == 0 else 0.0
+
+
+def busbw_bytes_per_s(transport: Transport, n_bytes: int, world: World, n: int) -> float:
+    """Of all_reduce over all ranks, from the median of the slowest rank's times."""
+    trial = make_trial("all_reduce", n_bytes, transport)
+    times = agree_on_maximum(time_trial(trial, transport, n + 1), world)[1:]
+    trial.check()
+    return bus_factor("all_reduce", transport.size) * trial.n_bytes / median(times)
+
+
+def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[str, list[float]]:
+    """All series in turn; complete on rank 0. Every rank must call it."""
+    world, n_bytes = meeting.world, parse_bytes(options.size)
+    transports: list[Transport] = [TorchTransport(torch.device("cpu"), HostClock())]
+    if world.mpi is not None:
+        transports.append(MpiTransport(world.mpi))
+    budget = Budget(time_s=options.seconds, n_min=3, n_warm_up=1)
+    works: dict[str, Callable[[], float]] = {
+        "iperf3": lambda: (
+            iperf_bytes_per_s(addresses[1], options.iperf_port, options.seconds)
+            if world.rank == 0
+            else 0.0
+        )
+    }
+    for transport in transports:
+        works[f"send/recv {transport.name}"] = lambda t=transport: message_bytes_per_s(
+            t, n_bytes, budget
+        )
+    works[f"all_reduce {transports[0].name}"] = lambda: busbw_bytes_per_s(
+        transports[0], n_bytes, world, 4
+    )
+    series: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(options.pairs):
+        # iperf3 stays beside each of the others, before it and after it in turn.
+        for name in list(works) if turn % 2 == 0 else reversed(list(works)):
+            dist.barrier()
+            series[name].append(works[name]())
+    return series
+
+
+def report(options: Options, world: World, series: dict[str, list[float]]) -> None:
+    """Print every series over iperf3's; rank 0 only."""
+    if not options.as_json:
+        for name, rates in series.items():
+            print(f"{name:20} {format_bandwidth(median(rates))}")
+    place = f"{world.size} ranks on {len(set(world.hostnames))} hosts of {machine()}"
+    names = [name for name in series if name != "iperf3"]
+    show(
+        [
+            compare(f"{name} {options.size} / iperf3, bandwidth", series[name], series["iperf3"],
+                    place=place)
+            for name in names
+        ],
+        as_json=options.as_json,
+    )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    meeting = meet(read_launch(os.environ), os.environ)
+    world = meeting.world
+    if world.size < 2:
+        raise EnvironmentSetupError("a link needs 2 ranks, this launch has 1: use mpirun -np 2")
+    torch.set_num_threads(world.n_threads)
+    join_process_group(world, meeting.address, meeting.port, "links_vs_iperf", 300.0)
+    mine = next(i.address for i in list_interfaces() if i.name == world.interface)
+    addresses = meeting.control.gather("addresses", mine, str)
+    with iperf_server(options.iperf_port) if world.rank == 1 else nullcontext():
+        dist.barrier()
+        series = measure(options, meeting, addresses)
+        dist.barrier()
+    if world.is_first:
+        report(options, world, series)
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
+def end_all_ranks(code: int) -> NoReturn:
+    """Leave; under mpirun take the other ranks along, which would wait for this one."""
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    # As entry.sh does: where a relocatable Open MPI is, and that waiting ranks give way.
+    if "PMIX_INSTALL_PREFIX" in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        end_all_ranks(EXIT_CODE)
+    except Exception:
+        traceback.print_exc()
+        end_all_ranks(1)
