@@ -200,7 +200,7 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
 def _model(
     args: argparse.Namespace, cluster: Cluster, capture_model: CaptureModel
 ) -> tuple[Graph, Profile]:
-    if args.model is None and args.profile is None:
+    if args.model is None and args.profile is None and args.graph is None:
         raise ConfigError(f"--cost {args.cost} needs --model NAME or --profile FILE")
     if args.model is not None and args.graph is not None:
         raise ConfigError("--model captures a graph and --graph reads one: give one of them")
