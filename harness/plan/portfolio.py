@@ -171,9 +171,10 @@ class _Searches:
         each = max(4, budget // (3 * len(self.counts)))
         for n_microbatches in self.counts:
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
-            # The bound leaves out what makes pipelines slower: above the best it is hopeless.
+            # The bound leaves out most of what makes pipelines slower, so above the best it is
+            # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
             best = self.objective.best
-            limit_s = best.step_s if best is not None else math.inf
+            limit_s = 1.1 * best.step_s if best is not None else math.inf
             for pipeline in search.candidates(each, limit_s=limit_s):
                 for schedule in schedules_for(n_microbatches):
                     if self.objective.is_over():

@@ -8,8 +8,10 @@ out of its surroundings and only add transfers, so here half of them move severa
     segment    a run of consecutive operators takes one plan
     kind       all operators of one kind take one plan
 
-A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)); the chain goes
-back to the best it has seen every few hundred proposals, and ends with a descent (`descend`).
+A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)). The temperature
+falls from HOTTEST to COLDEST over the chain, so that it first wanders between valleys and then
+walks down one; once cold it goes back to the best it has seen every few hundred proposals. A
+descent (`descend`) ends it: single operators, then pairs along edges.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from harness.domain.partition import SAMPLE
 from harness.domain.strategy import OperatorPlan
@@ -24,8 +27,9 @@ from harness.plan.search.objective import Objective
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Trial
 
-TEMPERATURE = 0.02  # relative to the best step: 2% worse is accepted with probability 1/e
-RESET_EVERY = 300  # proposals
+# Relative to the best step: at 0.02, 2% worse is accepted with probability 1/e.
+HOTTEST, COLDEST = 0.3, 0.005
+RESET_EVERY = 300  # proposals, in the colder half
 
 Move = dict[int, OperatorPlan]
 
@@ -60,7 +64,9 @@ class Chain:
         while not self.objective.is_over():
             move = self._propose(plans)
             since += 1
-            if since >= RESET_EVERY and score > best_score:
+            spent = self.objective.spent
+            temperature = HOTTEST * (COLDEST / HOTTEST) ** spent
+            if spent > 0.5 and since >= RESET_EVERY and score > best_score:
                 _apply(self.trial, _difference(plans, best))
                 plans, score, since = dict(best), best_score, 0
                 continue
@@ -71,7 +77,7 @@ class Chain:
             _apply(self.trial, move)
             found = self.objective.judge(self.trial).score
             if found <= score or self._random.random() < math.exp(
-                (score - found) / (TEMPERATURE * best_score)
+                (score - found) / (temperature * best_score)
             ):
                 plans.update(move)
                 score = found
@@ -141,22 +147,32 @@ def _difference(now: Mapping[int, OperatorPlan], then: Mapping[int, OperatorPlan
 def descend(
     trial: Trial, space: Space, objective: Objective, start: Mapping[int, OperatorPlan]
 ) -> None:
-    """Take the best plan of one operator after another until none improves (a local optimum)."""
+    """Walk to a local optimum: no other plan of one operator, nor of two along an edge, is better.
+
+    Pairs are tried once no single operator improves, as far as the objective's budget goes.
+    """
     plans = dict(start)
     _apply(trial, plans)
     score = objective.judge(trial).score
-    improved = True
-    while improved and not objective.is_over():
-        improved = False
-        for op, menu in space.menus.items():
-            for plan in menu:
-                if objective.is_over():
-                    return
-                if plan == plans[op]:
-                    continue
-                trial.replace(op, plan)
-                found = objective.judge(trial).score
-                if found < score:
-                    score, improved = found, True
-                    plans[op] = plan
-            trial.replace(op, plans[op])
+    edges = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
+    moves: list[tuple[int, ...]] = [*((op,) for op in space.menus), *edges]
+    k = n_failed = 0
+    while n_failed < len(moves):
+        ops = moves[k]
+        before = score
+        for choice in product(*(space.menus[op] for op in ops)):
+            if objective.is_over():
+                return
+            move = {op: plan for op, plan in zip(ops, choice, strict=True) if plan != plans[op]}
+            if len(move) < len(ops):
+                continue
+            _apply(trial, move)
+            found = objective.judge(trial).score
+            if found < score:
+                score = found
+                plans.update(move)
+            else:
+                _apply(trial, {op: plans[op] for op in move})
+        n_failed = 0 if score < before else n_failed + 1
+        # After a pair has improved, single operators come first again.
+        k = 0 if score < before and len(ops) > 1 else (k + 1) % len(moves)

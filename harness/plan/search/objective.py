@@ -93,6 +93,13 @@ class Objective:
         """Whether the current search has used up its budget or the request its time."""
         return self.n_proposals >= self._until or time.monotonic() > self._deadline
 
+    @property
+    def spent(self) -> float:
+        """Share of the current search's budget that is used up, 0 to 1."""
+        if not self._of_budget:
+            return 0.0
+        return min(1.0, 1 - (self._until - self.n_proposals) / self._of_budget)
+
     def judge(self, trial: Trial) -> Judged:
         """Simulate what the trial holds now."""
         began = time.monotonic()
@@ -129,9 +136,7 @@ class Objective:
 
     def _show(self) -> None:
         assert self._progress is not None
-        fraction = None
-        if self._of_budget:
-            fraction = min(1.0, 1 - (self._until - self.n_proposals) / self._of_budget)
+        fraction = self.spent if self._of_budget else None
         best_s = self.best.step_s if self.best is not None else math.inf
         self._progress(
             Progress(

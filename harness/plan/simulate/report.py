@@ -156,10 +156,15 @@ def binding(simulation: Simulation) -> dict[str, float]:
     """
     shares: dict[str, float] = defaultdict(float)
     path = critical_path(simulation)
-    following = [event.start_s for event in path[1:]] + [simulation.outcome.step_s]
+    out = simulation.outcome
+    slowest = int((out.device_end_s + out.optimizer_s).argmax())
+    following = [event.start_s for event in path[1:]] + [float(out.device_end_s[slowest])]
     for event, until in zip(path, following, strict=True):
         end = min(event.start_s + event.duration_s, until)
         shares[event.resource] += max(0.0, end - event.start_s)
+    if out.optimizer_s[slowest] > 0:
+        name = simulation.simulator.network.names[slowest]
+        shares[f"optimizer of {name}"] = float(out.optimizer_s[slowest])
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 

@@ -1,0 +1,93 @@
+"""Random small planning problems whose every strategy can be enumerated."""
+
+from __future__ import annotations
+
+import random
+
+from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.plan.request import PlanRequest
+
+BATCH = 8
+
+
+def random_graph(rng: random.Random, n_ops: int) -> Graph:
+    """Layers of which each reads one or two of the three before it: branches and joins."""
+    operators = [
+        Operator(
+            name="x", kind="input", shape={"sample": BATCH, "feature": 4}, activation_bytes=128
+        )
+    ]
+    for i in range(n_ops):
+        before = [op.name for op in operators[-3:]]
+        inputs = rng.sample(before, k=rng.randint(1, min(2, len(before))))
+        kind = "add" if len(inputs) == 2 else rng.choice(["linear", "elementwise"])
+        operators.append(
+            Operator(
+                name=f"o{i}",
+                kind=kind,
+                inputs=inputs,
+                shape={"sample": BATCH, "feature": 4},
+                parameter_bytes=rng.choice([0, 200, 1000, 4000]) if kind == "linear" else 0,
+                activation_bytes=rng.choice([64, 128, 512]),
+            )
+        )
+    return Graph(name="random", operators=operators, batch=BATCH)
+
+
+def random_cluster(rng: random.Random, n_devices: int) -> Cluster:
+    """Nodes of one or two unlike devices, unlike links in both directions, slow interfaces."""
+    nodes: list[Node] = []
+    left = n_devices
+    while left:
+        n_own = min(left, rng.randint(1, 2))
+        left -= n_own
+        k = len(nodes)
+        devices = [
+            Device(
+                name=f"n{k}:{j}",
+                kind="device",
+                memory_bytes=rng.choice([10**6, 10**6, 16_000, 9_000]),
+                speed=rng.choice([0.4, 0.7, 1.0, 1.0, 2.0]),
+            )
+            for j in range(n_own)
+        ]
+        nic = rng.choice([None, 300.0, 2000.0])
+        nodes.append(Node(name=f"n{k}", devices=devices, nic_bytes_per_s=nic))
+    names = [device.name for node in nodes for device in node.devices]
+    links = [
+        Link(
+            source=a,
+            target=b,
+            latency_s=rng.choice([0.0, 0.01, 0.1]),
+            bandwidth_bytes_per_s=rng.choice([100.0, 1000.0, 10_000.0]),
+        )
+        for a in names
+        for b in names
+        if a != b
+    ]
+    return Cluster(nodes=nodes, links=links)
+
+
+def random_request(seed: int, *, n_ops: int, n_devices: int) -> PlanRequest:
+    """One problem; equal seeds give equal problems."""
+    rng = random.Random(seed)
+    graph = random_graph(rng, n_ops)
+    points = [
+        Measurement(
+            device_kind="device",
+            operator=op.name,
+            shape=op.shape,
+            forward_s=rng.uniform(0.1, 2.0),
+            backward_s=rng.uniform(0.1, 4.0),
+        )
+        for op in graph.operators[1:]
+    ]
+    return PlanRequest(
+        graph=graph,
+        profile=Profile(model=graph.name, measurements=points),
+        cluster=random_cluster(rng, n_devices),
+        batch=BATCH,
+        seed=seed,
+    )

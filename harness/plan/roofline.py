@@ -1,0 +1,126 @@
+"""Operator times of a device that nobody has profiled: FLOPs or bytes, whichever takes longer.
+
+seconds = max(FLOPs / peak, bytes / memory bandwidth) + launch (the roofline of Williams et al.,
+2009, with a fixed cost per kernel), for each shard shape that a search asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import SAMPLE
+from harness.domain.profile import Measurement, Profile
+from harness.domain.sharding import cuttable_dims, has_tasks, weight_dim
+from harness.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What a kind of device can do, from its data sheet or measured.
+
+    Attributes:
+        launch_s: fixed cost of an operator.
+    """
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float = 10e-6
+
+    def __post_init__(self) -> None:
+        if not (self.flops_per_s > 0 and self.memory_bytes_per_s > 0 and self.launch_s >= 0):
+            raise PlanError(
+                f"rates of {self.flops_per_s} FLOP/s, {self.memory_bytes_per_s} B/s and a "
+                "launch of "
+                f"{self.launch_s} s: the first two must be above 0, the last not below"
+            )
+
+    def seconds(self, flops: float, n_bytes: float) -> float:
+        return max(flops / self.flops_per_s, n_bytes / self.memory_bytes_per_s) + self.launch_s
+
+
+def operator_seconds(
+    operator: Operator, input_bytes: float, shape: Mapping[str, int], rates: DeviceRates
+) -> tuple[float, float]:
+    """Forward and backward seconds of a shard of an operator.
+
+    Args:
+        input_bytes: of all the operator's inputs, whole.
+        shape: of the shard's output.
+    """
+    share = math.prod(shape.values()) / operator.n_elements
+    samples = shape.get(SAMPLE, 1) / operator.shape.get(SAMPLE, 1)
+    dim = weight_dim(operator)
+    weights = operator.parameter_bytes
+    if dim is not None and dim in operator.shape:
+        weights = round(weights * shape[dim] / operator.shape[dim])
+    output = operator.activation_bytes * share
+    if operator.kind == "embedding":
+        # Forward reads the rows that it looks up; backward fills a dense gradient of the table.
+        forward_bytes, backward_bytes = 2 * output, weights + 2 * output
+    else:
+        read = input_bytes * (samples if operator.kind in ("linear", "conv2d") else share)
+        forward_bytes = read + weights + output
+        backward_bytes = 2 * read + 2 * weights + output
+    return (
+        rates.seconds(operator.forward_flops * share, forward_bytes),
+        rates.seconds(operator.backward_flops * share, backward_bytes),
+    )
+
+
+def roofline_profile(
+    graph: Graph,
+    rates: Mapping[str, DeviceRates],
+    *,
+    n_parts: Iterable[int],
+    n_microbatches: Iterable[int] = (1,),
+) -> Profile:
+    """A profile of every operator on every kind of device.
+
+    Args:
+        rates: by kind of device.
+        n_parts: numbers of parts that a dim may be cut into.
+        n_microbatches: that the batch may be cut into before.
+    """
+    sizes = {op.name: float(op.activation_bytes) for op in graph.operators}
+    points: dict[object, Measurement] = {}
+    parts, microbatches = sorted(set(n_parts) | {1}), list(n_microbatches)
+    for kind, own in rates.items():
+        for operator in filter(has_tasks, graph.operators):
+            input_bytes = sum(sizes[name] for name in operator.inputs)
+            for shape in _shapes(operator, parts, microbatches):
+                key = (kind, operator.profile_key, tuple(shape.items()))
+                if key in points:
+                    continue
+                forward, backward = operator_seconds(operator, input_bytes, shape, own)
+                points[key] = Measurement(
+                    device_kind=kind,
+                    operator=operator.profile_key,
+                    shape=shape,
+                    dtype=operator.dtype,
+                    forward_s=forward,
+                    backward_s=backward,
+                )
+    return Profile(
+        model=graph.name, measurements=list(points.values()), provenance={"source": "roofline"}
+    )
+
+
+def _shapes(
+    operator: Operator, parts: list[int], microbatches: list[int]
+) -> Iterator[dict[str, int]]:
+    """Shards along one dim or along samples and one other."""
+    full = dict(operator.shape)
+    dims = cuttable_dims(operator, full)
+    for m in microbatches:
+        for a in parts:
+            samples = full.get(SAMPLE, 1) // (m * a)
+            if samples < 1:
+                continue
+            base = {**full, SAMPLE: samples} if SAMPLE in full else full
+            yield base
+            for dim in dims:
+                if dim != SAMPLE:
+                    yield from ({**base, dim: full[dim] // b} for b in parts if full[dim] >= b)

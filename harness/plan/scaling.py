@@ -1,0 +1,268 @@
+"""Predict data-parallel epochs on a cluster from epochs on one GPU of each kind.
+
+A step is the GPU's own (from its single-GPU epochs) plus an all-reduce of all parameters, which
+the simulator prices on the cluster's links and interfaces; the slowest GPU paces all. An epoch is
+its number of steps. With `balanced`, samples go in proportion to the GPUs' speed instead.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.domain.strategy import Strategy
+from harness.errors import DataError, PlanError
+from harness.plan import builders
+from harness.plan.search.space import proportional_shares
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.report import device_seconds
+from harness.plan.simulate.simulator import Simulator
+
+_ONE_BUCKET = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained.
+
+    Attributes:
+        parameter_bytes: of all gradients that are all-reduced each step.
+        batch_per_device: samples per GPU and step.
+        sample_s: seconds per sample on one GPU alone, all phases, by kind of device.
+        overlap: whether the engine synchronises during the backward pass (DeepSpeed's ZeRO-0
+            does it afterwards).
+    """
+
+    parameter_bytes: int
+    batch_per_device: int
+    sample_s: Mapping[str, float]
+    overlap: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPrediction:
+    """Seconds of an epoch, and of one of its steps by part (on the slowest GPU)."""
+
+    epoch_s: float
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    n_steps: int
+
+
+def predict_epoch(
+    cluster: Cluster, training: Training, *, samples: int, balanced: bool = False
+) -> EpochPrediction:
+    """Predict an epoch of so many samples over all devices of a cluster.
+
+    Raises:
+        PlanError: a kind of device has no measured single-GPU time.
+        ClusterError: two devices have no link.
+    """
+    batch = training.batch_per_device * cluster.n_devices
+    graph = Graph(
+        name="model",
+        batch=batch,
+        operators=[
+            Operator(
+                name="model",
+                kind="other",
+                shape={"sample": batch},
+                parameter_bytes=training.parameter_bytes,
+            )
+        ],
+    )
+    simulator = Simulator(
+        graph,
+        _profile(cluster, training, batch),
+        cluster,
+        options=SimulatorOptions(overlap=training.overlap, bucket_bytes=_ONE_BUCKET),
+    )
+    simulation = simulator.simulate(_strategy(cluster, training, graph, batch, balanced=balanced))
+    parts = [device_seconds(simulation, d) for d in range(cluster.n_devices)]
+    compute_s = max(p["forward"] + p["backward"] for p in parts)
+    n_steps = math.ceil(samples / batch)
+    return EpochPrediction(
+        epoch_s=n_steps * simulation.step_s,
+        step_s=simulation.step_s,
+        compute_s=compute_s,
+        exposed_s=simulation.step_s - compute_s,
+        n_steps=n_steps,
+    )
+
+
+def _profile(cluster: Cluster, training: Training, batch: int) -> Profile:
+    points = []
+    for kind in dict.fromkeys(device.kind for device in cluster.devices):
+        if kind not in training.sample_s:
+            raise PlanError(
+                f"there is no single-GPU time of {kind!r}, only of {', '.join(training.sample_s)}: "
+                "measure one, or give the device a measured kind and its speed relative to that"
+            )
+        # A third forward, two thirds backward; the sum is what was measured.
+        seconds = training.sample_s[kind] * batch
+        points.append(
+            Measurement(
+                device_kind=kind,
+                operator="model",
+                shape={"sample": batch},
+                forward_s=seconds / 3,
+                backward_s=2 * seconds / 3,
+            )
+        )
+    return Profile(model="model", measurements=points)
+
+
+def _strategy(
+    cluster: Cluster, training: Training, graph: Graph, batch: int, *, balanced: bool
+) -> Strategy:
+    if cluster.n_devices == 1:
+        return builders.single(graph, batch)
+    shares = None
+    if balanced:
+        seconds = [training.sample_s[d.kind] / d.speed for d in cluster.devices]
+        shares = proportional_shares(seconds, batch)
+    return builders.ddp(graph, cluster, batch, shares=shares)
+
+
+def ethernet_cluster(
+    kinds: Sequence[str],
+    *,
+    nic_bytes_per_s: float | Sequence[float],
+    memory_bytes: int,
+    latency_s: float = 50e-6,
+    speeds: Sequence[float] | None = None,
+) -> Cluster:
+    """One GPU per node, every pair joined at the speed of the slower interface.
+
+    Args:
+        nic_bytes_per_s: of every node, or of each.
+    """
+    n = len(kinds)
+    rates = (
+        [float(nic_bytes_per_s)] * n
+        if isinstance(nic_bytes_per_s, (int, float))
+        else list(nic_bytes_per_s)
+    )
+    nodes = [
+        Node(
+            name=f"node{i}",
+            devices=[
+                Device(
+                    name=f"node{i}:0",
+                    kind=kind,
+                    memory_bytes=memory_bytes,
+                    speed=1.0 if speeds is None else speeds[i],
+                )
+            ],
+            nic_bytes_per_s=rates[i],
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    links = [
+        Link(
+            source=f"node{a}:0",
+            target=f"node{b}:0",
+            latency_s=latency_s,
+            bandwidth_bytes_per_s=min(rates[a], rates[b]),
+        )
+        for a in range(n)
+        for b in range(n)
+        if a != b
+    ]
+    return Cluster(nodes=nodes, links=links)
+
+
+def implied_bandwidth(
+    prediction: EpochPrediction, measured_epoch_s: float, wire_bytes: float
+) -> float:
+    """Bytes/s each way at which the all-reduce would explain a measured epoch; infinite if none."""
+    exposed = measured_epoch_s / prediction.n_steps - prediction.compute_s
+    return wire_bytes / exposed if exposed > 0 else math.inf
+
+
+def ring_bytes(parameter_bytes: int, n: int) -> float:
+    """What each of n ranks sends in a ring all-reduce: 2 (n - 1) / n of the buffer."""
+    return 2 * (n - 1) / n * parameter_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochLog:
+    """Measured epochs of one configuration.
+
+    Attributes:
+        epoch_s: median over epochs of the slowest rank's seconds.
+        kinds: of the GPU of each rank.
+    """
+
+    epoch_s: float
+    kinds: tuple[str, ...]
+
+
+def read_epoch_log(path: Path) -> EpochLog:
+    """Read a per-epoch CSV with columns Rank, Epoch, Computation_Time (s) and GPU_Name.
+
+    A rank's line may be missing from an epoch; the others stand for it.
+
+    Raises:
+        DataError: missing, or without these columns.
+    """
+    slowest: dict[str, float] = {}
+    kinds: dict[int, str] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                seconds = float(row["Computation_Time"])
+                slowest[row["Epoch"]] = max(slowest.get(row["Epoch"], 0.0), seconds)
+                kinds[int(row["Rank"])] = row["GPU_Name"]
+    except OSError as error:
+        raise DataError(f"epoch log {path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"epoch log {path} is not a CSV of Rank, Epoch, Computation_Time, GPU_Name: {error}"
+        ) from None
+    if not slowest:
+        raise DataError(f"epoch log {path} has no epoch")
+    return EpochLog(
+        epoch_s=statistics.median(slowest.values()), kinds=tuple(kinds[r] for r in sorted(kinds))
+    )
+
+
+_STEP_LINE = re.compile(
+    r"fwd: ([\d.]+) \| bwd: [\d.]+ \| bwd_inner: ([\d.]+) \| bwd_allreduce: ([\d.]+) \| "
+    r"step: ([\d.]+)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLog:
+    """Medians over DeepSpeed's step lines."""
+
+    compute_s: float
+    all_reduce_s: float
+
+
+def read_step_log(path: Path) -> StepLog:
+    """Read DeepSpeed's `time (ms) | fwd: ... | bwd_allreduce: ...` lines; others are skipped.
+
+    Raises:
+        DataError: missing, or without such a line.
+    """
+    try:
+        lines = _STEP_LINE.findall(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"step log {path}: {error}") from None
+    if not lines:
+        raise DataError(f"step log {path} has no DeepSpeed line like `fwd: 1.0 | bwd: ...`")
+    forward, backward, all_reduce, step = (
+        statistics.median(float(line[k]) for line in lines) for k in range(4)
+    )
+    return StepLog(compute_s=(forward + backward + step) / 1e3, all_reduce_s=all_reduce / 1e3)
