@@ -72,9 +72,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def fake_ssh(
-    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def fake_ssh(tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Path:
     with socket.create_server(("127.0.0.1", 0)) as other:
         closed_port = other.getsockname()[1]
     text = FAKE_SSH.replace("{port}", str(listener.getsockname()[1]))

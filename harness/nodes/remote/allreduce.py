@@ -17,6 +17,8 @@ import time
 from datetime import timedelta
 
 signal.alarm(int(sys.argv[1]))
+# Threads that wait by spinning would take the cores of nodes that share them.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402  (may hang on a stale file system)
 import torch.distributed as dist  # noqa: E402
@@ -80,6 +82,7 @@ def main() -> None:
     except (RuntimeError, ValueError) as error:
         result = {"error": str(error).splitlines()[0]}
     send(result)
+    os._exit(0)  # all is said; torch takes as long to shut down as some of the above
 
 
 if __name__ == "__main__":
