@@ -92,9 +92,5 @@ class Engine(Protocol):
         """Model and optimizer state as one device has them, under `model` and `optimizer`."""
         ...
 
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `full_state` returned."""
-        ...
-
 
 MakeEngine = Callable[[Task, World, Recorder, EngineOptions], Engine]

@@ -141,7 +141,3 @@ class TorchEngine:
             "model": self._task.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
-
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        self._task.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
