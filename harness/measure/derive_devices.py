@@ -159,14 +159,14 @@ def sum_of_peaks(
     return sum(known) if known and len(known) == len(rates) else None
 
 
-def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, list[float]]:
-    """The ranks' values of each iteration: by `step`, or by position when there is none."""
-    iterations: dict[int, list[float]] = defaultdict(list)
-    for records in run.ranks.values():
+def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, dict[int, float]]:
+    """Values by iteration and rank; the iteration is `step`, or the position without one."""
+    iterations: dict[int, dict[int, float]] = defaultdict(dict)
+    for rank, records in run.ranks.items():
         mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
         for position, sample in enumerate(mine):
-            iterations[position if sample.step is None else sample.step].append(sample.value)
-    return iterations
+            iterations[position if sample.step is None else sample.step][rank] = sample.value
+    return dict(sorted(iterations.items()))
 
 
 SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
@@ -184,8 +184,19 @@ def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
     return (*named, sample.labels.get("n_ranks", _n_ranks(run)))
 
 
-def _slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
-    return [max(values) for _, values in sorted(_by_iteration(run, metric, labels).items())]
+def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
+    """The rank that took longest, by iteration."""
+    times = _by_iteration(run, "summa_s", labels)
+    return {
+        iteration: max(by_rank, key=by_rank.__getitem__) for iteration, by_rank in times.items()
+    }
+
+
+def _of_slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
+    """The slowest rank's value in each iteration: parts of one rank sum to its whole."""
+    values = _by_iteration(run, metric, labels)
+    slowest = _slowest_ranks(run, labels)
+    return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
 
 
 def _median(values: list[float]) -> float | None:
@@ -207,7 +218,7 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
 
 
 def _summa_row(run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]) -> SummaRow:
-    time = summarize(_slowest(run, "summa_s", labels), shortest=0)
+    time = summarize(_of_slowest(run, "summa_s", labels), shortest=0)
     m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
     rate = 2 * m * n * k / time.median
     dtype = str(labels[1])
@@ -220,9 +231,9 @@ def _summa_row(run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]
         k=k,
         n_ranks=n_ranks,
         time=time,
-        compute_s=_median(_slowest(run, "summa_compute_s", labels)),
-        communication_s=_median(_slowest(run, "summa_communication_s", labels)),
-        exposed_communication_s=_median(_slowest(run, "summa_exposed_communication_s", labels)),
+        compute_s=_median(_of_slowest(run, "summa_compute_s", labels)),
+        communication_s=_median(_of_slowest(run, "summa_communication_s", labels)),
+        exposed_communication_s=_median(_of_slowest(run, "summa_exposed_communication_s", labels)),
         flops_per_s=rate,
         efficiency=rate / local if local else None,
     )

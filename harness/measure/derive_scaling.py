@@ -6,13 +6,15 @@ strong scaling the work in all, t(1) / (n t(n)); weak scaling the work per devic
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 Scaling = Literal["strong", "weak"]
+
+TOLERANCE = 0.01
+"""Work counts as equal within this: an epoch's last batch is cut, a product's size is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,26 @@ class EfficiencyRow:
         return (self.point.work / self.point.time_s) / (self.baseline.work / self.baseline.time_s)
 
 
-def _held_equal(point: ScalingPoint, scaling: Scaling) -> float:
-    held = point.work if scaling == "strong" else point.work / point.n_devices
-    return round(math.log(held), 3)  # 0.1 %: the last batch of an epoch may be cut
+def _held(point: ScalingPoint, scaling: Scaling) -> float:
+    return point.work if scaling == "strong" else point.work / point.n_devices
+
+
+def _equal_work(points: Iterable[ScalingPoint], scaling: Scaling) -> list[list[ScalingPoint]]:
+    """Points whose held work agrees within TOLERANCE of the smallest of their group."""
+    groups: list[list[ScalingPoint]] = []
+    for point in sorted(points, key=lambda point: _held(point, scaling)):
+        if groups and _held(point, scaling) <= (1 + TOLERANCE) * _held(groups[-1][0], scaling):
+            groups[-1].append(point)
+        else:
+            groups.append([point])
+    return groups
 
 
 def _efficiency(scaling: Scaling, point: ScalingPoint, base: ScalingPoint) -> EfficiencyRow:
+    if point is base:  # 100 % by definition: its own spread is in the others' intervals
+        return EfficiencyRow(
+            scaling=scaling, point=point, baseline=base, efficiency=1.0, low=1.0, high=1.0
+        )
     work = (point.work / point.n_devices) / (base.work / base.n_devices)
     return EfficiencyRow(
         scaling=scaling,
@@ -72,34 +88,37 @@ def _efficiency(scaling: Scaling, point: ScalingPoint, base: ScalingPoint) -> Ef
     )
 
 
+def _series_rows(
+    members: list[ScalingPoint], singles: list[ScalingPoint], scaling: Scaling
+) -> list[EfficiencyRow]:
+    """One series against its run on the fewest devices, or a baseline on still fewer."""
+    fewest = min(member.n_devices for member in members)
+    together = [*(single for single in singles if single.n_devices < fewest), *members]
+    smallest = min(member.n_devices for member in together)
+    base = min(
+        (member for member in together if member.n_devices == smallest),
+        key=lambda member: member.time_s,
+    )
+    larger = [member for member in together if member.n_devices > smallest]
+    return [_efficiency(scaling, member, base) for member in (base, *larger)] if larger else []
+
+
 def scaling_table(points: Iterable[ScalingPoint], scaling: Scaling) -> list[EfficiencyRow]:
     """Efficiency of every series that was measured at two numbers of devices or more.
 
-    Several points of one series at one number of devices keep the fastest as the baseline.
+    Of several points of one series on the fewest devices the fastest is the baseline.
     """
-    points = list(points)
-    groups: dict[tuple[str, str, float], list[ScalingPoint]] = defaultdict(list)
+    families: dict[str, list[ScalingPoint]] = defaultdict(list)
     for point in points:
-        if not point.is_baseline:
-            groups[point.family, point.series, _held_equal(point, scaling)].append(point)
+        families[point.family].append(point)
     rows: list[EfficiencyRow] = []
-    for (family, _, held), members in sorted(groups.items()):
-        fewest = min(member.n_devices for member in members)
-        singles = [
-            point
-            for point in points
-            if point.is_baseline
-            and point.family == family
-            and _held_equal(point, scaling) == held
-            and point.n_devices < fewest
-        ]
-        together = [*singles, *members]
-        smallest = min(member.n_devices for member in together)
-        base = min(
-            (member for member in together if member.n_devices == smallest),
-            key=lambda member: member.time_s,
-        )
-        if any(member.n_devices > smallest for member in together):
-            shown = [base, *(m for m in together if m is not base and m.n_devices > smallest)]
-            rows.extend(_efficiency(scaling, member, base) for member in shown)
+    for _, family in sorted(families.items()):
+        for like in _equal_work(family, scaling):
+            singles = [point for point in like if point.is_baseline]
+            series: dict[str, list[ScalingPoint]] = defaultdict(list)
+            for point in like:
+                if not point.is_baseline:
+                    series[point.series].append(point)
+            for _, members in sorted(series.items()):
+                rows += _series_rows(members, singles, scaling)
     return rows

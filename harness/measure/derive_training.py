@@ -111,6 +111,12 @@ def configured(run: Run, name: str, default: str = "") -> str:
     return default if value is None else str(value)
 
 
+def _strategy_name(run: Run) -> str:
+    """The strategy, behind its engine's name where that is not plain torch."""
+    strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
+    return strategy if engine == "torch" else f"{engine}-{strategy}"
+
+
 def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
     """Step to rank to the sum of the samples (several interfaces or passes add up)."""
     steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -173,13 +179,17 @@ def _median_of(records: Sequence[Record], metric: str) -> float | None:
 
 
 def rank_memory(records: Sequence[Record]) -> dict[str, float]:
-    """Peak bytes of one rank by kind; `used` is the device's own reading, others' use included."""
+    """Peak bytes of one rank by kind.
+
+    `used` is a GPU's own reading, others' use included; where `rss` stands the device is a CPU, of
+    which the same reading is the process's.
+    """
     peaks: dict[str, float] = {}
     for sample in samples_of(records, MEMORY_METRIC):
         kind = str(sample.labels.get("kind", "allocated"))
         peaks[kind] = max(peaks.get(kind, 0.0), sample.value)
     used = [sample.value for sample in samples_of(records, "memory_used_bytes")]
-    return {**peaks, "used": max(used)} if used else peaks
+    return {**peaks, "used": max(used)} if used and "rss" not in peaks else peaks
 
 
 def _mean_phases(steps: Sequence[StepPhases]) -> dict[str, float]:
@@ -242,7 +252,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         run_id=run.header.run_id,
         status=run.header.status,
         reason=run.header.reason,
-        strategy=configured(run, "strategy", "?"),
+        strategy=_strategy_name(run),
         model=configured(run, "model", "?"),
         dtype=configured(run, "dtype", "fp32"),
         n_ranks=n_ranks,

@@ -127,16 +127,13 @@ def wrap_label(text: str, limit: int = 44) -> str:
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
     """Say in place of a bar why there is none; a run that is ok has not measured it."""
     is_ok = status == "ok"
-    colour = MUTED if is_ok else FAILED
-    if not is_ok:
-        axes.plot([0], [y], marker="x", color=FAILED, markersize=6, clip_on=False, linestyle="none")
     axes.annotate(
-        reason if is_ok else status_words(status, reason),
+        reason if is_ok else f"✕ {status_words(status, reason)}",
         (0, y),
-        xytext=(8, 0),
+        xytext=(5, 0),
         textcoords="offset points",
         va="center",
-        color=colour,
+        color=MUTED if is_ok else FAILED,
         fontsize=8,
     )
 
@@ -175,14 +172,22 @@ def grid_panels(
     return panels[:n]
 
 
+def flops_unit(flops_per_s: float) -> tuple[float, str]:
+    """Scale and unit in which the largest of some rates reads well."""
+    return (1e-12, "TFLOP/s") if flops_per_s >= 1e12 else (1e-9, "GFLOP/s")
+
+
 def log_rate_axis(axes: Axes) -> None:
     """A logarithmic y axis with plain numbers at 1, 2 and 5 of every decade."""
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+    import numpy as np
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: np.format_float_positional(x, 6, trim="-"))
+    )
 
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:

@@ -243,13 +243,15 @@ def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
     ranks: list[list[Record]] = [
         [
             Sample(metric="summa_s", value=1.0 + rank, labels=labels, step=0),
-            Sample(metric="summa_exposed_communication_s", value=0.2, labels=labels, step=0),
+            Sample(
+                metric="summa_exposed_communication_s", value=0.5 - rank / 4, labels=labels, step=0
+            ),
         ]
         for rank in range(2)
     ]
     (row,) = derive.summa_table(make_run(ranks, workload="matmul"), {("GPU", 4, "fp32"): 2e6})
     assert (row.time.median, row.flops_per_s, row.efficiency) == (2.0, 2e6, 0.5)
-    assert row.exposed_communication_s == 0.2
+    assert row.exposed_communication_s == 0.25  # of the slowest rank, as the time is
     assert row.compute_s is None
 
 
@@ -336,6 +338,14 @@ def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
         ("ddp", 1.0),
         ("pipeline", 0.625),
     ]
+
+
+def test_work_that_differs_by_rounding_is_equal() -> None:
+    # Weak scaling of products: sizes are whole, so that 2 x 1024^3 becomes 1290^3.
+    points = [point(1, 1024.0**3, 1.0), point(2, 1290.0**3, 1.25), point(2, 1.1 * 1290.0**3, 9.0)]
+    (one, two) = derive.scaling_table(points, "weak")
+    assert (one.low, one.efficiency, one.high) == (1.0, 1.0, 1.0)
+    assert two.efficiency == pytest.approx(0.8, rel=1e-3)
 
 
 def test_one_number_of_devices_has_no_scaling() -> None:

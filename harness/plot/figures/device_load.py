@@ -44,7 +44,7 @@ def _rows(run: Run, label: str) -> list[dict[str, Any]]:
                     base
                     | {
                         "rank": rank,
-                        "device": f"{host}:{device}" if device else host,
+                        "device": f"rank {rank} ({f'{host}:{device}' if device else host})",
                         "metric": sample.metric,
                         "time_s": sample.time_s,
                         "value": sample.value,
@@ -111,11 +111,12 @@ def _draw_metric(
             marker=marker if len(points) < 60 else None,
             markersize=3,
             linewidth=1.1,
-            label=shorten(str(device), 22),
+            label=shorten(str(device), 28),
         )
     axes.set_ylabel(words, fontsize=8)
     axes.set_xlabel("minutes" if is_long else "seconds", fontsize=8)
     axes.tick_params(labelsize=7.5)
+    axes.set_xlim(left=0)
     if metric == "device_utilization_percent":
         # A CPU's load is in percent of one core, so it may be above 100.
         axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))

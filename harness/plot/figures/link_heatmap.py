@@ -145,10 +145,9 @@ def _write_values(axes: Axes, grid: np.ndarray, image: Any) -> None:
         if not np.isnan(value):
             red, green, blue, _ = image.to_rgba(value)
             is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
-            axes.text(
-                j, i, f"{value:.3g}", ha="center", va="center", fontsize=7,
-                color="black" if is_light else "white",
-            )  # fmt: skip
+            words = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+            colour = "black" if is_light else "white"
+            axes.text(j, i, words, ha="center", va="center", fontsize=7, color=colour)
 
 
 FIGURE = Figure(

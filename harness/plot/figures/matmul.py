@@ -11,7 +11,14 @@ from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
-from harness.plot.style import FAILED, WIDTH_IN, log_rate_axis, note_failures, series_style
+from harness.plot.style import (
+    FAILED,
+    WIDTH_IN,
+    flops_unit,
+    log_rate_axis,
+    note_failures,
+    series_style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,8 +127,12 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     panels = canvas.subplots(len(groups), 2, squeeze=False)
     styles = series_style(DTYPES)
     for (left, right), (label, rows) in zip(panels, groups, strict=True):
-        _draw_sizes(left, str(label), rows, styles)
-        _draw_devices(right, rows, styles)
+        scale, unit = flops_unit(float(rows["flops_per_s"].max()))
+        scaled = rows.assign(
+            rate=rows["flops_per_s"] * scale, peak=rows["peak_flops_per_s"] * scale
+        )
+        _draw_sizes(left, str(label), scaled, styles, unit)
+        _draw_devices(right, scaled, styles, unit)
     note_failures(canvas, table)
 
 
@@ -130,7 +141,7 @@ def _style(styles: dict[str, tuple[str, str]], dtype: str) -> tuple[str, str]:
 
 
 def _draw_sizes(
-    axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]
+    axes: Axes, label: str, rows: pd.DataFrame, styles: dict[str, tuple[str, str]], unit: str
 ) -> None:
     from matplotlib.ticker import NullLocator
 
@@ -140,26 +151,28 @@ def _draw_sizes(
         is_first = rank == rows["rank"].min()
         axes.plot(
             sizes,
-            points["flops_per_s"] * 1e-12,
+            points["rate"],
             color=colour,
             marker=marker,
             alpha=1.0 if is_first else 0.45,
             label=str(dtype) if is_first else None,
         )
         above = points[points["is_above_peak"].astype(bool)]
-        axes.plot(sizes[above.index], above["flops_per_s"] * 1e-12, "x", color=FAILED, ms=9)
+        axes.plot(sizes[above.index], above["rate"], "x", color=FAILED, ms=9)
     axes.set_xscale("log", base=2)
     ticks = sorted({int(n) for n in rows["n"]})
     axes.set_xticks(ticks, [str(n) for n in ticks], rotation=30 if len(ticks) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     log_rate_axis(axes)
     axes.set_xlabel("size n of an n × n × n product")
-    axes.set_ylabel("TFLOP/s")
+    axes.set_ylabel(unit)
     axes.set_title(label)
     axes.legend()
 
 
-def _draw_devices(axes: Axes, rows: pd.DataFrame, styles: dict[str, tuple[str, str]]) -> None:
+def _draw_devices(
+    axes: Axes, rows: pd.DataFrame, styles: dict[str, tuple[str, str]], unit: str
+) -> None:
     best = rows.loc[rows.groupby(["rank", "dtype"])["flops_per_s"].idxmax()]
     ranks = sorted(best["rank"].unique())
     dtypes = sorted(best["dtype"].unique())
@@ -167,10 +180,10 @@ def _draw_devices(axes: Axes, rows: pd.DataFrame, styles: dict[str, tuple[str, s
     for i, dtype in enumerate(dtypes):
         bars = best[best["dtype"] == dtype]
         at = [ranks.index(rank) + (i - (len(dtypes) - 1) / 2) * height for rank in bars["rank"]]
-        values = bars["flops_per_s"] * 1e-12
+        values = bars["rate"]
         drawn = axes.barh(at, values, height * 0.92, color=_style(styles, str(dtype))[0])
         axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=3)
-        peaks = bars["peak_flops_per_s"].to_numpy(dtype=float) * 1e-12
+        peaks = bars["peak"].to_numpy(dtype=float)
         axes.plot(peaks, at, "|", color="#111111", markersize=12, markeredgewidth=2)
     names = best.drop_duplicates("rank").set_index("rank")
     axes.set_yticks(
@@ -181,7 +194,7 @@ def _draw_devices(axes: Axes, rows: pd.DataFrame, styles: dict[str, tuple[str, s
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("best TFLOP/s (bar: published peak)")
+    axes.set_xlabel(f"best {unit} (black bar: published peak)")
     axes.set_title("Best size of each device")
 
 

@@ -181,6 +181,7 @@ def _draw_panel(
             yerr=[values - points["low"] * 100, points["high"] * 100 - values],
             color=colour,
             linestyle="none",
+            elinewidth=1,
             marker=markers[str(label)][1],
             capsize=3,
             label=str(label),

@@ -10,7 +10,7 @@ from harness.measure.derive import SummaRow, summa_table
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import PHASE_COLOURS, WIDTH_IN, label_bars, mark_failed
+from harness.plot.style import PHASE_COLOURS, WIDTH_IN, flops_unit, label_bars, mark_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,11 +109,12 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
 
 
 def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
+    scale, unit = flops_unit(float(table["flops_per_s"].max()))
     for y, (_, row) in enumerate(table.iterrows()):
         if pd.isna(row["flops_per_s"]):
             mark_failed(axes, y, row["status"], row["reason"])
             continue
-        rate = row["flops_per_s"] * 1e-12
+        rate = row["flops_per_s"] * scale
         axes.barh(y, rate, 0.66, color="#0072B2")
         words, right = f"{rate:.3g}", rate
         if not pd.isna(row["efficiency"]):
@@ -126,7 +127,7 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
         )  # fmt: skip
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
-    axes.set_xlabel("aggregate TFLOP/s (mark: sum of local peaks)")
+    axes.set_xlabel(f"aggregate {unit} (mark: sum of local peaks)")
     axes.set_title("Rate and efficiency")
 
 
