@@ -1,0 +1,53 @@
+"""All that the planner must show, section by section.
+
+    python benchmarks/planner.py [--quick] [--json] [SECTION ...]
+
+A section is a program planner_<section>.py beside this one, and can be run alone; each runs in a
+process of its own, so that neither compiled code nor peak memory carries over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def sections() -> dict[str, Path]:
+    """Programs by section; modules without a main are shared by them."""
+    return {
+        path.stem.removeprefix("planner_"): path
+        for path in sorted(HERE.glob("planner_*.py"))
+        if "def main(" in path.read_text()
+    }
+
+
+def main() -> int:
+    found = sections()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("section", nargs="*", help=f"default: all of {', '.join(found)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and seeds")
+    parser.add_argument("--json", action="store_true", help="one object per comparison")
+    args = parser.parse_args()
+    unknown = [name for name in args.section if name not in found]
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}: use {', '.join(found)}")
+    flags = [flag for flag in ("--quick", "--json") if getattr(args, flag[2:])]
+    failed = []
+    for name in args.section or found:
+        print(f"\n=== {name}: {found[name].name} ===", file=sys.stderr, flush=True)
+        done = subprocess.run([sys.executable, str(found[name]), *flags], check=False)
+        if done.returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
