@@ -102,12 +102,17 @@ def _cases(name: str, config: Any, launch: Launch) -> list[Any]:
     ]
 
 
-def _print_dry_run(cases: list[Any]) -> None:
-    from harness.launch import config_json
+def _told(config: Any) -> str:
+    """What a configuration sets apart from the defaults."""
+    defaults = type(config)()
+    names = [field.name for field in dataclasses.fields(config)]
+    told = [n for n in names if getattr(config, n) != getattr(defaults, n)]
+    return " ".join(f"{name}={getattr(config, name)}" for name in told) or "(defaults)"
 
+
+def _print_dry_run(cases: list[Any]) -> None:
     for number, case in enumerate(cases, start=1):
-        flags = " ".join(f"{key}={value}" for key, value in config_json(case.config).items())
-        print(f"[{number}/{len(cases)}] {case.name} {flags}")
+        print(f"[{number}/{len(cases)}] {case.name} {_told(case.config)}")
 
 
 def _print_tables(cases: list[Any], runs: list[Any]) -> None:

@@ -1,0 +1,99 @@
+"""The command line: what it teaches, what it refuses, and what it leaves behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.__main__ import main
+from harness.errors import ConfigError, LaunchError
+from harness.measure.store import read_results
+
+ROOT = Path(__file__).parents[2]
+
+
+def entry(*arguments, **environ):
+    """The real script, as mpirun starts it."""
+    return subprocess.run(
+        [str(ROOT / "entry.sh"), *map(str, arguments)],
+        env={**os.environ, "HARNESS_VENV": sys.prefix, **environ},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_help_lists_the_workloads(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for name in ("matmul", "links", "train"):
+        assert f"\n  {name} " in shown
+
+
+def test_an_unknown_workload_is_refused_with_the_list(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["matmull"])
+    assert left.value.code == 2
+    shown = capsys.readouterr().err
+    assert "there is no workload 'matmull'" in shown
+    assert "\n  matmul " in shown
+
+
+def test_a_flag_that_makes_no_sense_names_it():
+    with pytest.raises(ConfigError, match="magic"):
+        main(["train", "--strategy", "magic"])
+
+
+def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
+    results = tmp_path / "results"
+    assert main(["--dry-run", "--results", str(results)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"[1/{len(lines)}] matmul")
+    assert any("strategy=single" in line for line in lines)
+    assert not results.exists()
+
+
+def test_other_ranks_leave_usage_errors_to_rank_0(monkeypatch, capsys):
+    for name, value in (("RANK", 1), ("SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_SIZE", 2)):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    assert main(["matmull"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_stale_launcher_variable_is_named(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE"):
+        main(["matmul"])
+
+
+def test_an_error_is_one_line_and_no_traceback():
+    done = entry("train", "--strategy", "magic")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
+    done = entry("train", "--model", "lenet", "--steps", "3", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = read_results(tmp_path)
+    assert results.skipped == []
+    (run,) = results.runs
+    assert run.header.status == "ok"
+    assert sum(getattr(r, "kind", "") == "step" for r in run.ranks[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("PATH=/evil", "PATH may not be set here"), ("rm -rf /", "is not NAME=VALUE")],
+)
+def test_settings_files_are_data(tmp_path, line, message):
+    (tmp_path / "cluster.env").write_text(f"# a comment\nNCCL_DEBUG=INFO\n{line}\n")
+    done = entry("--help", HARNESS_HOSTS=str(tmp_path))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "cluster.env:3" in done.stderr
