@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan.request import PlanRequest
+from harness.plan.search.exhaustive import search_exhaustively
+from harness.plan.search.objective import Objective
+from harness.plan.search.space import Space
+from harness.plan.simulate.simulator import Simulator, Trial
 
 BATCH = 8
 
@@ -91,3 +96,20 @@ def random_request(seed: int, *, n_ops: int, n_devices: int) -> PlanRequest:
         batch=BATCH,
         seed=seed,
     )
+
+
+def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
+    """The least step of all strategies without microbatches, and how many there are.
+
+    The step is infinite when none fits into memory.
+    """
+    assert request.graph is not None
+    assert request.profile is not None
+    assert request.batch is not None
+    simulator = Simulator(request.graph, request.profile, request.cluster)
+    space = Space(simulator.costs(request.batch), request.cluster, simulator.placed)
+    plans = {op: menu[0] for op, menu in space.menus.items()}
+    objective = Objective(simulator)
+    objective.start("enumeration")
+    search_exhaustively(Trial(simulator, plans, batch=request.batch), space.menus, objective)
+    return (objective.best.step_s if objective.best else math.inf), space.size

@@ -1,0 +1,88 @@
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.errors import GraphError, PlanError
+from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
+from harness.plan.formats.convert import strategy_from_entries
+from harness.plan.formats.flexflow import parse_console
+from harness.plan.portfolio import plan_with_simulator
+from harness.plan.request import PlanRequest
+from harness.plan.roofline import DeviceRates, operator_seconds, roofline_profile
+from harness.plan.simulate.options import SimulatorOptions
+
+P100 = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)
+
+
+def test_the_graph_has_the_flags_sizes():
+    graph = dlrm_graph(DlrmFlags())
+    kinds = [op.kind for op in graph.operators]
+    assert (kinds.count("linear"), kinds.count("embedding"), kinds.count("cat")) == (7, 8, 1)
+    tables = 8 * 1_000_000 * 64 * 4
+    mlp = 4 * (65 * 512 + 513 * 512 + 513 * 64 + 577 * 1024 + 2 * 1025 * 1024 + 1025)
+    assert graph.parameter_bytes == tables + mlp
+    top = next(op for op in graph.operators if op.name == "top0")
+    assert top.forward_flops == 2 * 1024 * 576 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 32}, "takes 576 features.*make 320"),
+        ({"rows": 0}, "must be >= 1"),
+        ({"bottom": (64,)}, "need an input and an output width"),
+    ],
+)
+def test_flags_that_disagree_are_refused(changes, message):
+    with pytest.raises(GraphError, match=message):
+        DlrmFlags(**changes)
+
+
+def test_roofline_takes_the_longer_of_flops_and_bytes():
+    rates = DeviceRates(flops_per_s=100.0, memory_bytes_per_s=10.0, launch_s=1.0)
+    assert rates.seconds(1000, 10) == 11.0
+    assert rates.seconds(10, 1000) == 101.0
+    with pytest.raises(PlanError, match="must be above 0"):
+        DeviceRates(flops_per_s=0, memory_bytes_per_s=1)
+
+
+def test_a_feature_shard_reads_all_its_input_and_half_the_weights():
+    graph = dlrm_graph(DlrmFlags())
+    linear = next(op for op in graph.operators if op.name == "top1")
+    slow_memory = DeviceRates(flops_per_s=1e30, memory_bytes_per_s=1.0, launch_s=0.0)
+    read, weights, out = 1024 * 1024 * 4, linear.parameter_bytes, 1024 * 1024 * 4
+    forward, _ = operator_seconds(linear, read, {"sample": 1024, "feature": 512}, slow_memory)
+    assert forward == read + weights / 2 + out / 2
+
+
+def small_request():
+    flags = DlrmFlags(n_tables=8, rows=1_000_000, batch=1024)
+    graph = dlrm_graph(flags)
+    profile = roofline_profile(
+        graph, {"P100": P100}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)
+    )
+    cluster = Cluster.uniform(
+        1, 4, inside_bytes_per_s=12e9, memory_bytes=12 * 10**9, kind="P100", latency_s=1e-5
+    )
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, batch=1024, budget=800)
+
+
+def test_search_is_at_least_as_fast_as_tables_on_devices_and_far_from_data_parallel():
+    found = plan_with_simulator(
+        small_request(), options=SimulatorOptions(optimizer_s_per_byte=3 / 549e9)
+    )
+    tables = next(r for r in found.runners_up if r.name == "tables on devices")
+    assert found.predicted_step_s <= tables.step_s
+    # 2 GB of table gradients cross 12 GB/s links in data parallel; none here.
+    assert found.speedup_over_ddp > 20
+    embeddings = [p for name, p in found.strategy.operators.items() if name.startswith("table")]
+    assert not any("sample" in plan.partition for plan in embeddings)
+
+
+def test_flexflows_lines_of_the_same_model_can_be_a_start():
+    lines = [f"[Dense_{k}] num_dims(2) dims[1,4] device_ids[0,1,2,3]" for k in range(7)]
+    lines += [f"[Embedding_{k}] num_dims(2) dims[1,1] device_ids[{k % 4}]" for k in range(8)]
+    lines.append("[Concat-1] num_dims(2) dims[1,4] device_ids[0,1,2,3]")
+    request = small_request()
+    start = strategy_from_entries(parse_console("\n".join(lines)), request.graph, batch=1024)
+    found = plan_with_simulator(request, start=start)
+    assert start.name in {r.name for r in found.runners_up}

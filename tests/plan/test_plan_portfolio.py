@@ -1,0 +1,292 @@
+import itertools
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.domain.strategy import Stage, StaleStrategyError, check_fresh, validate
+from harness.errors import PlanError, StrategyError
+from harness.plan import builders
+from harness.plan.describe import describe_strategy
+from harness.plan.portfolio import plan_with_simulator
+from harness.plan.request import PlanRequest
+from harness.plan.search.objective import Objective
+from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
+from harness.plan.search.space import device_sets, proportional_shares
+from harness.plan.search.standard import standard_strategies
+from harness.plan.simulate.simulator import Simulator, Trial
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planner_cases import enumerated_step_s, random_request
+
+GB = 10**9
+
+
+def layers(n=4, *, batch=8, parameters=1000, seconds=1.0):
+    operators = [Operator(name="x", kind="input", shape={"sample": batch, "feature": 8})]
+    for i in range(n):
+        operators.append(
+            Operator(
+                name=f"fc{i}",
+                kind="linear",
+                inputs=[operators[-1].name],
+                shape={"sample": batch, "feature": 8},
+                parameter_bytes=parameters,
+                activation_bytes=32 * batch,
+            )
+        )
+    graph = Graph(name="layers", operators=operators, batch=batch)
+    points = [
+        Measurement(
+            device_kind="device",
+            operator=op.name,
+            shape=op.shape,
+            forward_s=seconds,
+            backward_s=2 * seconds,
+        )
+        for op in operators[1:]
+    ]
+    return graph, Profile(model="layers", measurements=points)
+
+
+def request_of(graph, profile, cluster=None, **changes):
+    cluster = cluster or Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
+
+
+def test_balanced_stages_minimise_the_largest_sum():
+    names = list("abcdef")
+    seconds = [4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
+    found = builders.balanced_stages(names, seconds, 3)
+    cost = dict(zip(names, seconds, strict=True))
+
+    def largest(parts):
+        return max(sum(cost[n] for n in part) for part in parts)
+
+    every = [[names[:i], names[i:j], names[j:]] for i, j in itertools.combinations(range(1, 6), 2)]
+    assert [n for part in found for n in part] == names
+    assert largest(found) == min(map(largest, every))
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
+        builders.balanced_stages(["a", "b", "c"], [1.0] * 3, 4)
+
+
+def test_builders_make_what_their_names_say():
+    graph, _ = layers()
+    cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    named = {
+        describe_strategy(s, graph)
+        for s in (
+            builders.single(graph, 8),
+            builders.ddp(graph, cluster, 8),
+            builders.tensor_parallel(graph, cluster, 8),
+        )
+    }
+    assert named == {"single device", "data-parallel MLPs", "feature-parallel MLPs"}
+    with pytest.raises(StrategyError, match="a sample per device: batch 3 on 4 devices"):
+        builders.ddp(graph, cluster, 3)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 4, 6])
+def test_every_standard_strategy_is_valid(n_devices):
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(1, n_devices, inside_bytes_per_s=1e6, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    found = list(standard_strategies(simulator, 32))
+    for strategy in found:
+        validate(strategy, graph, cluster)
+    assert len(found) == (1 if n_devices == 1 else 7)
+
+
+def test_shares_are_in_proportion_to_speed_and_sum_to_the_samples():
+    assert proportional_shares([1.0, 2.0], 30) == [20, 10]
+    assert proportional_shares([1.0, 1.0, 100.0], 8) == [4, 3, 1]
+    assert proportional_shares([1.0, 1.01], 8) is None
+
+
+def test_device_sets_of_many_devices_follow_nodes():
+    sets = device_sets(Cluster.uniform(4, 4, inside_bytes_per_s=1e9, memory_bytes=GB))
+    assert (0, 1, 2, 3) in sets
+    assert (0, 4, 8, 12) in sets
+    assert tuple(range(16)) in sets
+    assert len(sets) == len(set(sets)) < 60
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("n_ops", "n_devices"), [(4, 2), (3, 3)])
+def test_searches_find_what_enumeration_finds(seed, n_ops, n_devices):
+    request = random_request(seed, n_ops=n_ops, n_devices=n_devices)
+    want, _ = enumerated_step_s(request)
+    request = replace(request, budget=6000)
+    try:
+        found = plan_with_simulator(request, exhaustive_up_to=0).predicted_step_s
+    except PlanError:
+        found = math.inf
+    # Microbatches and pipelines may be better than all that was enumerated.
+    assert found <= want
+
+
+def every_pipeline(search, n_devices):
+    """All cuts into stages and all ordered choices of disjoint groups."""
+    n = len(search.segments)
+    subsets = [
+        s for k in range(1, n_devices + 1) for s in itertools.combinations(range(n_devices), k)
+    ]
+    for n_stages in range(2, n_devices + 1):
+        for cuts in itertools.combinations(range(1, n), n_stages - 1):
+            for groups in itertools.permutations(subsets, n_stages):
+                if len({d for g in groups for d in g}) == sum(map(len, groups)):
+                    yield Pipeline(0.0, (*cuts, n), groups)
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
+    request = random_request(seed, n_ops=5, n_devices=3)
+    simulator = Simulator(request.graph, request.profile, request.cluster, memory_bytes=GB)
+    search = PipelineSearch(simulator, 8, n_microbatches)
+
+    def best(pipelines):
+        objective = Objective(simulator)
+        return min(
+            (
+                search.judge(p, objective, schedule)
+                for p in pipelines
+                for schedule in schedules_for(n_microbatches)
+                if all(len(g) <= search.samples for g in p.groups)
+            ),
+        )
+
+    assert best(search.candidates(120)) == best(every_pipeline(search, 3))
+
+
+def test_the_result_is_never_worse_than_a_standard_strategy():
+    for seed in range(8):
+        request = replace(random_request(100 + seed, n_ops=6, n_devices=4), budget=60)
+        simulator = Simulator(request.graph, request.profile, request.cluster)
+        standard = [simulator.step_s(s) for s in standard_strategies(simulator, 8)]
+        try:
+            found = plan_with_simulator(request)
+        except PlanError:
+            assert min(standard) == math.inf
+            continue
+        assert found.predicted_step_s <= min(standard)
+        validate(found.strategy, request.graph, request.cluster)
+        assert simulator.step_s(found.strategy) == found.predicted_step_s
+
+
+def test_equal_seeds_give_equal_plans():
+    request = replace(random_request(3, n_ops=6, n_devices=4), budget=500)
+    first, second = plan_with_simulator(request), plan_with_simulator(request)
+    assert first.strategy == second.strategy
+    assert first.n_proposals == second.n_proposals
+
+
+def test_memory_limits_are_respected():
+    graph, profile = layers(4, parameters=1000)
+    # One device would hold 4 x 3000 B; each of four has room for two layers only.
+    limit = 2 * 3000 + 900
+    found = plan_with_simulator(request_of(graph, profile, memory_bytes=limit))
+    assert max(found.memory_bytes.values()) <= limit
+    assert any(r.step_s is None and "out of memory" in r.note for r in found.runners_up)
+
+
+def test_memory_that_nothing_fits_is_one_error():
+    graph, profile = layers(4, parameters=10**6)
+    with pytest.raises(PlanError, match=r"no strategy of 'layers' fits: of \d+ tried"):
+        plan_with_simulator(request_of(graph, profile, memory_bytes=1000))
+
+
+def test_recomputation_is_used_when_activations_alone_do_not_fit():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1e6, memory_bytes=GB)
+    # Eight outputs of 256 B do not fit at once in the only device.
+    found = plan_with_simulator(request_of(graph, profile, cluster, memory_bytes=1000, batch=8))
+    assert found.strategy.n_microbatches > 1 or found.strategy.stages == [Stage(recompute=True)]
+
+
+def test_an_interrupt_returns_the_best_found():
+    graph, profile = layers(6)
+    calls = []
+
+    def interrupt(progress):
+        calls.append(progress)
+        raise KeyboardInterrupt
+
+    request = request_of(graph, profile, progress=interrupt)
+    request = replace(request, budget=10**6, seconds=60)
+    found = plan_with_simulator(request)
+    assert found.interrupted
+    assert len(calls) == 1
+    assert found.predicted_step_s <= calls[0].best_step_s
+
+
+def test_time_limit_ends_the_search():
+    graph, profile = layers(6)
+    request = replace(request_of(graph, profile), budget=10**7, seconds=0.5)
+    assert plan_with_simulator(request).n_proposals < 10**5
+
+
+def test_the_plan_carries_hashes_and_explains_itself():
+    graph, profile = layers(4)
+    request = request_of(graph, profile)
+    found = plan_with_simulator(request)
+    check_fresh(found.strategy, graph, request.cluster, profile)
+    other, _ = layers(5)
+    with pytest.raises(StaleStrategyError, match="operator 'fc4' is new"):
+        check_fresh(found.strategy, other, request.cluster, profile)
+    text = "\n".join(found.explanation)
+    assert "the step is bound by" in text
+    assert "data parallel takes" in text
+    assert {"single", "ddp"} <= {r.name for r in found.runners_up} | {found.method}
+
+
+def test_an_imported_plan_is_a_start_and_a_stale_one_is_refused():
+    graph, profile = layers(4)
+    request = replace(request_of(graph, profile), budget=1)
+    best = plan_with_simulator(request_of(graph, profile))
+    again = plan_with_simulator(request, start=best.strategy)
+    assert again.predicted_step_s <= best.predicted_step_s
+    stale = msgspec.structs.replace(
+        best.strategy, made_for=msgspec.structs.replace(best.strategy.made_for, graph_hash="0")
+    )
+    with pytest.raises(StaleStrategyError):
+        plan_with_simulator(request, start=stale)
+
+
+def test_missing_model_or_batch_is_one_error():
+    graph, profile = layers()
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    with pytest.raises(PlanError, match="give a graph and its profile"):
+        plan_with_simulator(PlanRequest(cluster=cluster))
+    nameless = msgspec.structs.replace(graph, batch=None)
+    with pytest.raises(PlanError, match="give --batch"):
+        plan_with_simulator(PlanRequest(graph=nameless, profile=profile, cluster=cluster))
+
+
+def test_a_fast_network_makes_data_parallel_pay_and_a_slow_one_does_not():
+    graph, profile = layers(4, batch=32, parameters=10**5)
+    fast = Cluster.uniform(4, 1, inside_bytes_per_s=1e12, memory_bytes=GB)
+    slow = Cluster.uniform(4, 1, inside_bytes_per_s=1e2, memory_bytes=GB)
+    quick = plan_with_simulator(request_of(graph, profile, fast))
+    assert quick.speedup_over_single == pytest.approx(4, rel=0.01)
+    stuck = plan_with_simulator(request_of(graph, profile, slow))
+    assert stuck.speedup_over_ddp > 100
+
+
+def test_trial_of_a_strategy_with_stages_is_judged_like_the_strategy():
+    graph, profile = layers(4)
+    simulator = Simulator(graph, profile, request_of(graph, profile).cluster)
+    strategy = builders.pipeline(
+        graph, 8, [["fc0", "fc1"], ["fc2", "fc3"]], [[0, 1], [2]], n_microbatches=4
+    )
+    judged = Objective(simulator).judge(Trial.from_strategy(simulator, strategy))
+    assert judged.step_s == simulator.simulate(strategy).step_s
