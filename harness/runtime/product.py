@@ -22,9 +22,8 @@ _CHUNK_ELEMENTS = 1 << 24
 # Eight standard deviations of a sum of zero-mean rounding errors: a sound product never gets there.
 _SAFETY = 8.0
 # Significand bits: unit roundoff is 2**-bits. tf32 rounds its operands, not its result.
-_BITS = {"fp64": 53, "fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}
+_BITS = {"fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}
 _TORCH_DTYPE = {
-    "fp64": torch.float64,
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
@@ -95,7 +94,7 @@ def tolerance(dtype: str, k: int, n_accumulations: int = 1) -> float:
         n_accumulations: how often a partial sum is rounded to the dtype.
     """
     # Tensor cores truncate where a CPU rounds, which costs one bit.
-    accumulate = 2.0 ** (1 - max(24, _BITS[dtype]))
+    accumulate = 2.0 ** (1 - _BITS["fp32"])
     store = 2.0 ** -_BITS[dtype] * (2 + math.sqrt(n_accumulations))
     return _SAFETY * (math.sqrt(k) * accumulate + store / math.sqrt(k))
 

@@ -1,0 +1,18 @@
+"""Fixtures of the workloads' tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks():
+    """Runs an importable function on n local ranks over gloo; see local_ranks.py."""
+    # Spawned ranks import it by name, and inherit this path.
+    sys.path.insert(0, str(Path(__file__).parent))
+    import local_ranks
+
+    return local_ranks.run_on_ranks
