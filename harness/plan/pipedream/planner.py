@@ -120,12 +120,23 @@ def _result(
         strategy=_strategy(graph, profile, request, problem.workload, placed),
         explanation=_explain(graph, found, costs, placed, machines, names),
         runners_up=[
-            RunnerUp(name="data parallel", step_s=ddp_s, note="every device holds all operators"),
-            RunnerUp(name="one device", step_s=single_s, note="no communication"),
+            _runner_up("data parallel", ddp_s, problem, "every device holds all operators"),
+            _runner_up("one device", single_s, problem, "no communication"),
         ],
         n_proposals=found.n_cuts,
         interrupted=found.interrupted,
     )
+
+
+def _runner_up(name: str, step_s: float, problem: Problem, note: str) -> RunnerUp:
+    """A plan in which a device holds the whole model, if its memory lets it."""
+    work, limit = problem.workload, problem.memory
+    if problem.unlike is not None:
+        limit = float(problem.unlike.memory_bytes[0, problem.unlike.n])
+    needed = memory_bytes(sum(work.parameter_bytes), sum(work.activation_bytes), 1)
+    if needed > limit:
+        return RunnerUp(name=name, step_s=None, note=f"does not fit: {format_bytes(needed)}")
+    return RunnerUp(name=name, step_s=step_s, note=note)
 
 
 def _data_parallel_s(problem: Problem, machines: Machines) -> float:

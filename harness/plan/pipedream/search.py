@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -104,22 +104,39 @@ def search(
     cuts = Cuts.from_cuts(listed)
     if len(cuts) > problem.most_cuts:
         cuts = cuts.thin(max(1, problem.most_cuts // 4), 4)
-    found = solve(cuts, problem, is_exact=is_exact)
-    n_rounds = 0
+    found = None
     try:
-        while found is not None and not is_exact and n_rounds < _MAX_ROUNDS:
-            if deadline_s is not None and time.monotonic() > deadline_s:
+        for found in _improve(lattice, problem, listed, cuts, is_exact):
+            if found.is_exact or (deadline_s is not None and time.monotonic() > deadline_s):
                 break
-            report(found.step_s, f"refining, round {n_rounds + 1}", found.n_cuts)
-            better = _refine(lattice, problem, listed, found)
-            n_rounds += 1
-            if better is None or better.step_s >= found.step_s * (1 - 1e-6):
-                break
-            found = better
+            report(found.step_s, "refining", found.n_cuts)
     except KeyboardInterrupt:
-        assert found is not None
-        return Found(found.step_s, found.stages, found.n_cuts, False, interrupted=True)
+        if found is None:
+            raise
+        return replace(found, interrupted=True)
     return found
+
+
+def _improve(
+    lattice: Lattice, problem: Problem, listed: list[Cut], cuts: Cuts, is_exact: bool
+) -> Iterator[Found]:
+    """Better and better plans: over a few cuts, over all given ones, and over those nearby."""
+    bound_s = math.inf
+    if len(cuts) > 2 * _COARSE_CUTS:
+        coarse = solve(cuts.thin(_COARSE_CUTS // 2, 2), problem)
+        if coarse is not None:
+            yield coarse
+            bound_s = coarse.step_s
+    found = solve(cuts, problem, bound_s=bound_s)
+    if found is None:
+        return
+    yield replace(found, is_exact=is_exact)
+    for _ in range(_MAX_ROUNDS):
+        better = _refine(lattice, problem, listed, found)
+        if better is None or better.step_s >= found.step_s * (1 - 1e-6):
+            return
+        found = better
+        yield found
 
 
 def _candidates(lattice: Lattice, problem: Problem) -> tuple[list[Cut], bool]:
@@ -146,7 +163,7 @@ def _refine(
     coarse = Cuts.from_cuts(listed).thin(max(1, problem.most_cuts // 4), 2)
     members = set(coarse.members)
     cuts = Cuts.from_cuts([*(cut for cut in listed if cut.covers in members), *near])
-    return solve(cuts, problem, is_exact=False, bound_s=found.step_s)
+    return solve(cuts, problem, bound_s=found.step_s)
 
 
 def _ends(stages: Sequence[Stage]) -> list[int]:
@@ -158,20 +175,13 @@ def _ends(stages: Sequence[Stage]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def solve(
-    cuts: Cuts, problem: Problem, *, is_exact: bool, bound_s: float = math.inf
-) -> Found | None:
-    """Best plan over the given cuts."""
-    solver = _Solver(problem)
-    if len(cuts) > 2 * _COARSE_CUTS:
-        coarse = solver.chain(cuts.thin(_COARSE_CUTS // 2, 2), math.inf)
-        if coarse is not None:
-            bound_s = min(bound_s, coarse[0])
-    best = solver.chain(_within_bound(cuts, problem, bound_s), bound_s)
+def solve(cuts: Cuts, problem: Problem, *, bound_s: float = math.inf) -> Found | None:
+    """Best plan over the given cuts that is at most as slow as the bound."""
+    best = _Solver(problem).chain(_within_bound(cuts, problem, bound_s), bound_s)
     if best is None:
         return None
     step_s, stages = best
-    return Found(step_s, stages, len(cuts), is_exact)
+    return Found(step_s, stages, len(cuts), is_exact=False)
 
 
 def _within_bound(cuts: Cuts, problem: Problem, bound_s: float) -> Cuts:
