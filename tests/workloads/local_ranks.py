@@ -41,9 +41,28 @@ def local_world(rank: int, size: int, device: str = "cpu") -> World:
     )
 
 
-def _header(size: int, config: Any) -> RunHeader:
-    devices = [
-        Device(name=f"node{i}:0", kind="test device", memory_bytes=4 << 30) for i in range(size)
+def header_of(hostnames: list[str]) -> RunHeader:
+    """The header of a run with one rank for each name."""
+    nodes = [
+        Node(
+            name=host,
+            devices=[
+                Device(name=f"{host}:{i}", kind="test device", memory_bytes=4 << 30)
+                for i in range(hostnames.count(host))
+            ],
+        )
+        for host in dict.fromkeys(hostnames)
+    ]
+    ranks = [
+        RankInfo(
+            rank=rank,
+            hostname=host,
+            device="cpu",
+            device_kind="test device",
+            n_cores=1,
+            memory_bytes=4 << 30,
+        )
+        for rank, host in enumerate(hostnames)
     ]
     return RunHeader(
         run_id="run",
@@ -52,18 +71,8 @@ def _header(size: int, config: Any) -> RunHeader:
         repeat=0,
         argv=[],
         config={},
-        cluster=Cluster(nodes=[Node(name=f"node{i}", devices=[d]) for i, d in enumerate(devices)]),
-        ranks=[
-            RankInfo(
-                rank=i,
-                hostname=f"node{i}",
-                device="cpu",
-                device_kind="test device",
-                n_cores=1,
-                memory_bytes=4 << 30,
-            )
-            for i in range(size)
-        ],
+        cluster=Cluster(nodes=nodes),
+        ranks=ranks,
         versions={},
         commit="",
         start_utc="2026-01-01T00:00:00.000+00:00",
@@ -103,7 +112,7 @@ def run_on_ranks(
 ) -> tuple[list[Any], Run]:
     """What each rank returned, and the run as read back; `function` must be importable."""
     with tempfile.TemporaryDirectory() as directory:
-        write_header(Path(directory) / "run", _header(size, argument))
+        write_header(Path(directory) / "run", header_of([f"node{i}" for i in range(size)]))
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "harness.workloads"])
@@ -143,3 +152,24 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     except VerificationError as error:
         return str(error)
     return "no error"
+
+
+def links_with_cluster(config: Any, context: Context) -> str:
+    """Run links; the cluster file's text on rank 0."""
+    from harness.workloads.links import run_links
+
+    run_links(config, context)
+    path = context.run_dir / "cluster.json"
+    return path.read_text() if context.world.is_first else ""
+
+
+def refused_links(config: Any, context: Context) -> str:
+    """Run links that must be refused; the error's text."""
+    from harness.errors import ConfigError
+    from harness.workloads.links import run_links
+
+    try:
+        run_links(config, context)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"

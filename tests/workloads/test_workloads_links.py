@@ -1,0 +1,174 @@
+"""The links workload: flags, the fit of a link, the cluster file, and real runs on local ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.domain.cluster import Cluster, CollectivePoint
+from harness.errors import ConfigError
+from harness.measure.derive import collective_table, link_matrices
+from harness.measure.store import write_header
+from harness.workloads.links import LinksConfig, links_cases, links_text
+from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
+from harness.workloads.links_pairs import PairTimes
+
+MB = 1e6
+SMALL = LinksConfig(
+    sizes=("1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_iterations=3
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"operations": ("all_recude",)}, r"\['all_recude'\] are not among all_reduce"),
+        ({"operations": ()}, "none are not among"),
+        ({"sizes": ("16MiBs",)}, "16MiBs"),
+        ({"sizes": ("0",)}, "'0' is outside 1 B to 8GiB"),
+        ({"pair_sizes": ("9GiB",)}, "'9GiB' is outside"),
+        ({"min_iterations": 200}, "--min-iterations 200 and --max-iterations 100"),
+        ({"warm_up": 0}, "--warm-up 0 at least 1"),
+    ],
+)
+def test_impossible_flags_are_refused_with_their_values(change, message):
+    with pytest.raises(ConfigError, match=message):
+        links_cases(replace(LinksConfig(), **change), 2)
+
+
+def line(latency_s, bandwidth, sizes):
+    return PairTimes(latency_s, {n: latency_s + n / bandwidth for n in sizes})
+
+
+@pytest.mark.parametrize("sizes", [[1 << 20], [1 << 18, 1 << 22], [1 << 18, 1 << 22, 1 << 24]])
+def test_a_straight_line_is_fitted_exactly(sizes):
+    assert fit_link(line(100e-6, 117 * MB, sizes)) == (100e-6, pytest.approx(117 * MB))
+
+
+def test_a_burst_at_a_small_size_does_not_raise_the_bandwidth():
+    times = line(50e-6, 117 * MB, [1 << 18, 1 << 22])
+    times.transfers[1 << 18] /= 2  # half of it passed inside the token bucket's burst
+    assert fit_link(times)[1] == pytest.approx(117 * MB)
+
+
+def test_one_late_middle_size_does_not_move_the_line():
+    times = line(50e-6, 117 * MB, [1 << 20, 1 << 22, 1 << 24])
+    times.transfers[1 << 22] *= 10
+    assert fit_link(times)[1] == pytest.approx(117 * MB)
+
+
+def test_a_latency_that_hides_the_transfer_does_not_make_it_infinitely_fast():
+    assert fit_link(PairTimes(0.010, {1 << 20: 0.009}))[1] == pytest.approx((1 << 20) / 0.009)
+
+
+def test_ranks_of_one_host_get_their_own_device_names(run_header):
+    ranks = run_header(["a", "b", "a"]).ranks
+    assert device_names(ranks) == ["a:0", "b:0", "a:1"]
+
+
+@pytest.fixture
+def run_header(run_on_ranks):
+    import local_ranks
+
+    return local_ranks.header_of
+
+
+def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
+    header = run_header(["a", "b", "a"])
+    sizes = [1 << 20, 1 << 22]
+    pairs = {
+        (0, 1): line(1e-3, 100 * MB, sizes),
+        (1, 0): line(1e-3, 110 * MB, sizes),
+        (0, 2): line(1e-5, 5000 * MB, sizes),
+    }
+    point = CollectivePoint(
+        operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
+    )
+    cluster = build_cluster(header, pairs, [point], [{"fp32": 1e12}, {}, {"fp32": 2e12}])
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
+    assert rates == {
+        ("a:0", "b:0"): pytest.approx(100 * MB),
+        ("a:0", "a:1"): pytest.approx(5000 * MB),
+        ("b:0", "a:0"): pytest.approx(110 * MB),
+    }
+    # A link inside the node says nothing about its NIC.
+    assert [node.nic_bytes_per_s for node in cluster.nodes] == [pytest.approx(110 * MB)] * 2
+    assert [device.name for device in cluster.devices] == ["a:0", "a:1", "b:0"]
+    assert [device.flops_per_s for device in cluster.devices] == [
+        {"fp32": 1e12},
+        {"fp32": 2e12},
+        {},
+    ]
+    assert cluster.collectives == [point]
+
+
+def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(run_header, tmp_path):
+    header = run_header(["a", "b"])
+    assert measured_flops(tmp_path, header) == [{}, {}]
+
+    def write_run(name, start, seconds, **changes):
+        other = header.__class__(**{**as_dict(header), "workload": "matmul", **changes})
+        other = replace_start(other, start)
+        write_header(tmp_path / name, other)
+        sample = (
+            '{"type":"sample","metric":"matmul_s","value":%g,'
+            '"labels":{"m":100,"n":100,"k":100,"dtype":"fp32"}}\n'
+        )
+        (tmp_path / name / "rank1.jsonl").write_text(sample % seconds)
+
+    write_run("old", "2026-01-01", 1.0)
+    write_run("new", "2026-01-02", 0.5)
+    write_run("broken", "2026-01-03", 0.1, status="invalid")
+    write_run("elsewhere", "2026-01-04", 0.2, ranks=run_header(["a", "c"]).ranks)
+    assert measured_flops(tmp_path, header) == [{}, {"fp32": 4e6}]
+
+
+def as_dict(struct):
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+
+
+def replace_start(header, start):
+    return header.__class__(**{**as_dict(header), "start_utc": start})
+
+
+def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks):
+    import local_ranks
+
+    results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 3)
+    matrices = link_matrices(run)
+    assert [matrix.transport for matrix in matrices] == ["gloo"]
+    for source in range(3):
+        for target in range(3):
+            is_measured = matrices[0].latency_s[source, target] > 0
+            assert is_measured == (source != target)
+    assert matrices[0].n_bytes == 256 << 10
+    rows = collective_table(run)
+    assert {(row.operation, row.n_bytes) for row in rows} == {
+        (operation, n_bytes)
+        for operation in SMALL.operations
+        for n_bytes in (1032, 65544)  # the next multiples of three ranks' elements
+    }
+    assert all(row.time.n >= 3 for row in rows)
+    cluster = Cluster.from_json(results[0].encode())
+    assert len(cluster.links) == 6
+    assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
+    assert "half round trip" in links_text([run])
+
+
+def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):
+    import local_ranks
+
+    results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 1)
+    assert link_matrices(run) == []
+    assert {row.operation for row in collective_table(run)} == {*SMALL.operations} - {"send_recv"}
+    assert Cluster.from_json(results[0].encode()).links == []
+
+
+def test_mpi_without_mpirun_is_refused(run_on_ranks):
+    import local_ranks
+
+    config = replace(SMALL, transport="mpi")
+    results, _ = run_on_ranks(local_ranks.refused_links, config, 1)
+    assert "--transport mpi needs ranks that mpirun started" in results[0]
