@@ -43,13 +43,13 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def _excluded(report: HostReport, survey: Survey) -> Verdict | None:
+    if not report.probe.is_complete:
+        return unknown("left out: its probe hung", "see login")
     if report.name in survey.late:
         return unknown(
             f"answered after {report.probe.duration_s:.1f} s, too late to take part",
             f"raise --timeout above {2 * report.probe.duration_s:.0f}",
         )
-    if not report.probe.is_complete:
-        return unknown("left out: its probe hung", "see login")
     return None
 
 

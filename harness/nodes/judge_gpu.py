@@ -155,6 +155,7 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
     if gpu.torch is None:
         error = gpu.torch_error or "torch was not asked"
         remedy = f"ssh {report.name} {facts.environment}/bin/python -c 'import torch'"
+        remedy += " (a slow file system: raise --timeout)" if "in time" in error else ""
         return [critical(f"torch fails: {error}", remedy)]
     return _judge_build(report, version)
 

@@ -201,6 +201,7 @@ async def _look_between(
             return None
         return await run_allreduce(with_torch, healthy, timeout_s=launch_timeout_s)
 
-    progress(f"MPI hello and all-reduce over {len(healthy)} hosts")
+    if between & {MPI, ALLREDUCE}:
+        progress(f"{' and '.join(sorted(between - {TCP}))} over {len(healthy)} hosts")
     said, reduced = await asyncio.gather(hello(), reduction())
     return Survey(order=order, reports=(), pairs=pairs, hello=said, reduction=reduced)
