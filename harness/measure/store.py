@@ -21,8 +21,6 @@ from harness.errors import ResultsError
 _BESIDE_RUNS = ("README.md", "cluster.json")
 
 _DECODER = msgspec.json.Decoder(Record)
-# What stands beside the runs in a directory of results and belongs there.
-_NOT_RUNS = ("README.md", "cluster.json")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
