@@ -25,6 +25,7 @@ from harness.plan.flexflow2018.tables import (
     build_tables,
     decode,
     encode,
+    new_base,
     new_events,
     new_state,
     new_work,
@@ -122,7 +123,9 @@ def compiled_step_ms(problem: Problem, plan: Plan) -> tuple[float, int]:
     state = new_state(tables)
     state.plan[:] = encode(tables, plan)
     assert decode(tables, state.plan) == plan
-    cost_ms, way, _ = simulate_fully(tables, state, new_work(tables), new_events(tables))
+    cost_ms, way, _ = simulate_fully(
+        tables, state, new_work(tables), new_events(tables), new_base(tables)
+    )
     return cost_ms, way
 
 
@@ -161,7 +164,7 @@ def test_finish_of_every_part_equals_plain_python() -> None:
     state = new_state(tables)
     plan = problem.linear_by_feature()
     state.plan[:] = encode(tables, plan)
-    simulate_fully(tables, state, new_work(tables), new_events(tables))
+    simulate_fully(tables, state, new_work(tables), new_events(tables), new_base(tables))
     for task in simulate(problem, plan):
         if len(task.order) == 3:
             layer, _, part = task.order

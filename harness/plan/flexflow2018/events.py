@@ -6,8 +6,12 @@ layer, then consumer, then producer.
 
 from __future__ import annotations
 
+import numpy as np
+
 from harness.plan.flexflow2018.compiled import compiled
 from harness.plan.flexflow2018.tables import (
+    BASE_FINISH,
+    BASE_READY,
     EVENT_FINISH,
     FREE,
     HEAP_SIZE,
@@ -17,6 +21,7 @@ from harness.plan.flexflow2018.tables import (
     TAIL,
     WAITS,
     Events,
+    Floats,
     State,
     Tables,
     Work,
@@ -27,36 +32,59 @@ from harness.plan.flexflow2018.transfers import (
     collides,
     count_groups,
     count_parts,
+    transfer_ms,
 )
 
 
 @compiled
 def run_parts(
-    tables: Tables, state: State, work: Work, events: Events, limit_ms: float
+    tables: Tables,
+    state: State,
+    work: Work,
+    events: Events,
+    base: Floats,
+    first: int,
+    limit_ms: float,
 ) -> tuple[bool, bool]:
-    """Way 2. Returns whether the limit can still be met, and whether no transfer had to wait."""
+    """Way 2. Returns whether the limit can still be met, and whether no transfer had to wait.
+
+    Nothing can differ from the base before a part of layer `first - 1` finishes there, so that
+    the parts of earlier layers that became ready before that keep their times.
+    """
     stride = tables.n_devices * (1 + tables.n_devices)
+    same_until_ms = np.inf if first > 0 else 0.0
+    for part in range(count_parts(tables, state.plan, first - 1) if first > 0 else 0):
+        same_until_ms = min(same_until_ms, base[BASE_FINISH, first - 1, part])
+    _keep(tables, state, work, events, base, first, same_until_ms)
     for layer in range(1, tables.n_layers):
         n_groups = count_groups(tables, state.plan, layer)
         n_sources = count_parts(tables, state.plan, layer - 1) // n_groups
         for group in range(n_groups):
-            work.counts[WAITS + layer, group] = n_sources
-    _start(tables, state, work, events)
+            n_waits = n_sources
+            if layer <= first:
+                for i in range(group * n_sources, (group + 1) * n_sources):
+                    n_waits -= base[BASE_READY, layer - 1, i] < same_until_ms
+            work.counts[WAITS + layer, group] = n_waits
+            if n_waits == 0:
+                kept_ms = same_until_ms if layer < first else 0.0
+                _queue_group(tables, state, work, events, base, layer, group, kept_ms)
     while work.counts[HEAP_SIZE, 0] > 0:
         ready_ms, task = events.heap_ms[0], events.heap_task[0]
         _pop(work, events)
         layer, part = task // stride, task % stride
         finish_ms = _serve_part(tables, state, work, layer, part, ready_ms)
         if finish_ms + work.times[TAIL, layer + 1, 0] > limit_ms:
-            return False, True
+            # without waits these times are final; with waits the order of parts may be another
+            is_final = _channels_are_free(tables, state, work)
+            return not is_final, is_final
         if layer + 1 < tables.n_layers:
-            _finish_part(tables, state, work, events, layer + 1, part, stride)
+            _finish_part(tables, state, work, events, base, layer + 1, part)
     return True, _channels_are_free(tables, state, work)
 
 
 @compiled
 def _finish_part(
-    tables: Tables, state: State, work: Work, events: Events, layer: int, source: int, stride: int
+    tables: Tables, state: State, work: Work, events: Events, base: Floats, layer: int, source: int
 ) -> None:
     """Queue the consumers in `layer` of a group whose last producer this was."""
     n_groups = count_groups(tables, state.plan, layer)
@@ -64,24 +92,76 @@ def _finish_part(
     work.counts[WAITS + layer, group] -= 1
     if work.counts[WAITS + layer, group] > 0:
         return
+    _queue_group(tables, state, work, events, base, layer, group, 0.0)
+
+
+@compiled
+def _keep(
+    tables: Tables,
+    state: State,
+    work: Work,
+    events: Events,
+    base: Floats,
+    first: int,
+    same_until_ms: float,
+) -> None:
+    """Take over what happened before `same_until_ms`, and queue the first layer if it did not."""
+    for device in range(tables.n_devices):
+        state.times[FREE, tables.n_layers, device] = 0.0
+    work.counts[HEAP_SIZE, 0] = 0
+    for layer in range(tables.n_layers):
+        for part in range(count_parts(tables, state.plan, layer)):
+            work.times[EVENT_FINISH, layer, part] = np.inf
+            if layer < first and base[BASE_READY, layer, part] < same_until_ms:
+                finish_ms = base[BASE_FINISH, layer, part]
+                device = state.plan[layer, part]
+                free_ms = state.times[FREE, tables.n_layers, device]
+                work.times[EVENT_FINISH, layer, part] = finish_ms
+                state.times[FREE, tables.n_layers, device] = max(free_ms, finish_ms)
+    if same_until_ms == 0.0:
+        for part in range(count_parts(tables, state.plan, 0)):
+            _push(work, events, 0.0, part)
+
+
+@compiled
+def _queue_group(
+    tables: Tables,
+    state: State,
+    work: Work,
+    events: Events,
+    base: Floats,
+    layer: int,
+    group: int,
+    kept_ms: float,
+) -> None:
+    """Queue a group of consumers, but those that the base had ready before `kept_ms`."""
+    stride = tables.n_devices * (1 + tables.n_devices)
     arrive(tables, state.plan, work, work.times[EVENT_FINISH], layer, group, group + 1)
-    n_targets = count_parts(tables, state.plan, layer) // n_groups
+    n_targets = count_parts(tables, state.plan, layer) // count_groups(tables, state.plan, layer)
     for to in range(group * n_targets, (group + 1) * n_targets):
-        _push(work, events, work.times[READY, layer, to], layer * stride + to)
+        if base[BASE_READY, layer, to] >= kept_ms:
+            _push(work, events, work.times[READY, layer, to], layer * stride + to)
 
 
 @compiled
 def _channels_are_free(tables: Tables, state: State, work: Work) -> bool:
+    """Whether no transfer of the parts that have finished so far waits for another."""
     finish_ms = work.times[EVENT_FINISH]
     for part in range(tables.n_devices):
         free_ms = 0.0
         for layer in range(tables.n_layers - 1):
             if part >= count_parts(tables, state.plan, layer):
                 continue
+            start_ms = finish_ms[layer, part]
+            if start_ms == np.inf:
+                continue
+            n_groups = count_groups(tables, state.plan, layer + 1)
+            group = part * n_groups // count_parts(tables, state.plan, layer)
             longest_ms = work.times[LONGEST, layer, part]
+            if work.counts[WAITS + layer + 1, group] > 0:  # not known yet
+                longest_ms = transfer_ms(tables, state.plan, layer + 1)
             if longest_ms == 0.0:
                 continue
-            start_ms = finish_ms[layer, part]
             if start_ms < free_ms and collides(tables, state.plan, finish_ms, layer, part):
                 return False
             free_ms = max(free_ms, start_ms + longest_ms)

@@ -29,10 +29,13 @@ Ints = NDArray[np.int64]
 PART, SLICE, TRANSFER = 0, 1, 2
 
 # Planes of State.times (plane, layer, device or part).
-FINISH, FREE, LAST_READY, CHANNEL, SYNC_MS, SYNC_SQUARED = range(6)
+FINISH, FREE, LAST_READY, CHANNEL, SYNC_MS, SYNC_SQUARED, LATEST_READY, IS_FINAL = range(8)
 
 # Planes of Work.times (plane, layer, device or part).
 READY, LONGEST, EVENT_FINISH, TAIL, DEVICE_LATEST, NODE_FIRST, NODE_SECOND = range(7)
+
+# Planes of a base (plane, layer, part): the timeline of the plan that a proposal changes.
+BASE_READY, BASE_FINISH = range(2)
 
 # Rows of Work.counts (row, device or part); WAITS + layer is one row each.
 ORDER, NODE_FIRST_DEVICE, ON_DEVICE, ON_NODE, HEAP_SIZE, WAITS = range(6)
@@ -69,6 +72,8 @@ class State(NamedTuple):
             from any layer: when the device has done all earlier layers' parts, when the last of
             those became ready, when every channel out of that part index is surely free. SYNC_MS
             and SYNC_SQUARED, at index 0: the layer's synchronisation and what it gives back.
+            LATEST_READY, at index 0: of all earlier layers' parts. IS_FINAL, at index 0: 1 when
+            no later layer can change the times of the earlier layers.
     """
 
     plan: Ints
@@ -143,7 +148,7 @@ def _transfers_ms(problem: Problem, index: int) -> Floats:
 def new_state(tables: Tables) -> State:
     """Room for a plan and its timeline."""
     layers, n = tables.n_layers, tables.n_devices
-    return State(plan=np.zeros((layers, n + 1), dtype=np.int64), times=np.zeros((6, layers + 1, n)))
+    return State(plan=np.zeros((layers, n + 1), dtype=np.int64), times=np.zeros((8, layers + 1, n)))
 
 
 def new_work(tables: Tables) -> Work:
@@ -160,6 +165,11 @@ def new_events(tables: Tables) -> Events:
     n = tables.n_devices
     n_tasks = tables.n_layers * (n + n * n)
     return Events(np.zeros(n_tasks), np.zeros(n_tasks, dtype=np.int64), np.zeros((n, n)))
+
+
+def new_base(tables: Tables) -> Floats:
+    """An empty base: the simulation starts from nothing."""
+    return np.zeros((2, tables.n_layers, tables.n_devices))
 
 
 def encode(tables: Tables, plan: Plan) -> Ints:

@@ -8,9 +8,10 @@
 Devices and channels serve by (ready, layer, part), so that there is one right timeline, and each
 way finds it or says that it cannot.
 
-A caller that would refuse a plan slower than some limit says so. After each part that finishes at
-t, the step takes at least t, plus one part of each later layer, plus the synchronisation: once
-that is above the limit the simulation ends, and the plan is refused as it would have been.
+A caller that would refuse a plan slower than some limit says so. Once a part is known to finish at
+t, the step takes at least t, plus one part of each later layer, plus the synchronisation: when that
+is above the limit the simulation ends, and the plan is refused as it would have been. Such a
+time must be final: what is simulated later must not be able to move it, for better or worse.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from harness.plan.flexflow2018.events import run_parts, run_transfers
 from harness.plan.flexflow2018.model import GIVE_BACK_MS
 from harness.plan.flexflow2018.synchronisation import synchronise
 from harness.plan.flexflow2018.tables import (
+    BASE_FINISH,
+    BASE_READY,
     CHANNEL,
     EVENT_FINISH,
     FINISH,
     FREE,
+    IS_FINAL,
     LAST_READY,
+    LATEST_READY,
     LONGEST,
     ORDER,
     PART,
@@ -50,7 +55,7 @@ ROUNDING_MS = 1e-6  # far above the rounding of a sum of times, far below any di
 
 @compiled
 def simulate_fully(
-    tables: Tables, state: State, work: Work, events: Events
+    tables: Tables, state: State, work: Work, events: Events, base: Floats
 ) -> tuple[float, int, int]:
     """Cost a plan from nothing. See `simulate_from`."""
     for layer in range(tables.n_layers):
@@ -59,17 +64,20 @@ def simulate_fully(
         state.times[FREE, 0, device] = 0.0
         state.times[LAST_READY, 0, device] = 0.0
         state.times[CHANNEL, 0, device] = 0.0
-    return simulate_from(tables, state, work, events, 0, tables.n_layers, np.inf)
+    state.times[LATEST_READY, 0, 0] = 0.0
+    state.times[IS_FINAL, 0, 0] = 1.0
+    return simulate_from(tables, state, work, events, base, 0, tables.n_layers, np.inf)
 
 
 @compiled
 def simulate_from(
-    tables: Tables, state: State, work: Work, events: Events,
+    tables: Tables, state: State, work: Work, events: Events, base: Floats,
     first: int, n_valid: int, limit_ms: float,
 ) -> tuple[float, int, int]:  # fmt: skip
     """Cost a plan whose layers before `first` are as they were simulated last.
 
     Args:
+        base: (plane, layer, part), BASE_READY and BASE_FINISH of the plan as it was.
         first: first layer whose plan changed; its synchronisation must be up to date.
         n_valid: layers that way 1 got through last time.
         limit_ms: the caller refuses what is slower.
@@ -94,7 +102,7 @@ def simulate_from(
         in_time, n_valid = _run_layers(tables, state, work, first, limit_ms)
     if in_time and n_valid < tables.n_layers:
         way, finish_ms = BY_PARTS, work.times[EVENT_FINISH]
-        in_time, is_exact = run_parts(tables, state, work, events, limit_ms)
+        in_time, is_exact = run_parts(tables, state, work, events, base, first, limit_ms)
         if in_time and not is_exact:
             way = BY_TRANSFERS
             in_time = run_transfers(tables, state, work, events, limit_ms)
@@ -130,9 +138,35 @@ def _run_layers(
         latest_ms = _serve(tables, state, work, layer)
         if latest_ms < 0:
             return True, layer
-        if latest_ms + work.times[TAIL, layer + 1, 0] > limit_ms:
-            return False, layer
+        latest_ready_ms = _note_finality(tables, state, work, layer)
+        tail_ms = work.times[TAIL, layer + 1, 0]
+        if latest_ms + tail_ms > limit_ms:
+            if state.times[IS_FINAL, layer + 1, 0] == 1.0:
+                return False, layer
+            duration_ms = tables.costs[layer, PART, state.plan[layer, tables.n_devices]]
+            if (
+                state.times[IS_FINAL, layer, 0] == 1.0
+                and latest_ready_ms + duration_ms + tail_ms > limit_ms
+            ):
+                return False, layer
     return True, tables.n_layers
+
+
+@compiled
+def _note_finality(tables: Tables, state: State, work: Work, layer: int) -> float:
+    """Note whether the layers so far have their final times; returns when this one's are ready.
+
+    Parts of later layers, and transfers to them, become ready when a part of this layer finishes
+    at the earliest. Where all parts so far are ready by then, nothing can come before them.
+    """
+    latest_ready_ms, first_finish_ms = 0.0, np.inf
+    for part in range(count_parts(tables, state.plan, layer)):
+        latest_ready_ms = max(latest_ready_ms, work.times[READY, layer, part])
+        first_finish_ms = min(first_finish_ms, state.times[FINISH, layer, part])
+    so_far_ms = max(latest_ready_ms, state.times[LATEST_READY, layer, 0])
+    state.times[LATEST_READY, layer + 1, 0] = so_far_ms
+    state.times[IS_FINAL, layer + 1, 0] = 1.0 if so_far_ms <= first_finish_ms else 0.0
+    return latest_ready_ms
 
 
 @compiled
@@ -192,3 +226,27 @@ def _serve_in_order(
         times[FREE, layer + 1, device] = finish_ms
         latest_ms = max(latest_ms, finish_ms)
     return latest_ms
+
+
+@compiled
+def remember(
+    tables: Tables, state: State, work: Work, base: Floats, way: int, last_way: int, first: int
+) -> None:
+    """Make the timeline just simulated the base of the next ones.
+
+    Args:
+        way, last_way: the ways in which this and the previous base were found.
+        first: first layer that changed between them.
+    """
+    begin, finish_ms = first, state.times[FINISH]
+    if way != BY_LAYERS:
+        begin, finish_ms = 0, work.times[EVENT_FINISH]
+    elif last_way != BY_LAYERS:
+        begin = 0
+        for layer in range(1, first):  # way 1 did not look at them again
+            n_groups = count_groups(tables, state.plan, layer)
+            arrive(tables, state.plan, work, finish_ms, layer, 0, n_groups)
+    for layer in range(begin, tables.n_layers):
+        for part in range(count_parts(tables, state.plan, layer)):
+            base[BASE_READY, layer, part] = work.times[READY, layer, part] if layer > 0 else 0.0
+            base[BASE_FINISH, layer, part] = finish_ms[layer, part]

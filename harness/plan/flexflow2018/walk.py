@@ -13,7 +13,9 @@ from harness.plan.flexflow2018.tables import (
     CHANNEL,
     FINISH,
     FREE,
+    IS_FINAL,
     LAST_READY,
+    LATEST_READY,
     SYNC_MS,
     SYNC_SQUARED,
     Events,
@@ -22,15 +24,16 @@ from harness.plan.flexflow2018.tables import (
     State,
     Tables,
     Work,
+    new_base,
     new_events,
     new_state,
     new_work,
 )
-from harness.plan.flexflow2018.timeline import simulate_from, simulate_fully
+from harness.plan.flexflow2018.timeline import remember, simulate_from, simulate_fully
 from harness.plan.flexflow2018.transfers import count_parts
 
 CURRENT, BEST = 0, 1
-N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, N_BY_WAY = 0, 1, 2, 3, 4
+N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, N_BY_WAY, LAST_WAY = 0, 1, 2, 3, 4, 8
 
 
 class Chain(NamedTuple):
@@ -39,10 +42,11 @@ class Chain(NamedTuple):
     Attributes:
         current, trial: outside of a proposal trial's plan equals current's, and so does its
             timeline up to what layer CLEAN_TO finds.
+        base: (plane, layer, part), ready and finish of current's parts.
         best: (layer, n_devices + 1), the best plan.
         cost_ms: (2,), of CURRENT and BEST.
-        tally: (8,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
-            `timeline` that settled them.
+        tally: (9,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
+            `timeline` that settled them, and the LAST_WAY that settled an accepted one.
     """
 
     tables: Tables
@@ -51,6 +55,7 @@ class Chain(NamedTuple):
     best: Ints
     work: Work
     events: Events
+    base: Floats
     random: Random
     cost_ms: Floats
     tally: Ints
@@ -65,9 +70,10 @@ def new_chain(tables: Tables, seed: int) -> Chain:
         best=np.zeros((tables.n_layers, tables.n_devices + 1), dtype=np.int64),
         work=new_work(tables),
         events=new_events(tables),
+        base=new_base(tables),
         random=np.array([seed % 2**64], dtype=np.uint64),
         cost_ms=np.full(2, np.inf),
-        tally=np.zeros(8, dtype=np.int64),
+        tally=np.zeros(9, dtype=np.int64),
     )
 
 
@@ -77,7 +83,11 @@ def restart(chain: Chain, plan: Ints) -> float:
     tables = chain.tables
     _copy_plan(plan, chain.current.plan)
     _copy_plan(plan, chain.trial.plan)
-    cost_ms, _, n_valid = simulate_fully(tables, chain.current, chain.work, chain.events)
+    cost_ms, way, n_valid = simulate_fully(
+        tables, chain.current, chain.work, chain.events, chain.base
+    )
+    remember(tables, chain.current, chain.work, chain.base, way, way, 0)
+    chain.tally[LAST_WAY] = way
     _copy_timeline(tables, chain.current, chain.trial, 0, tables.n_layers)
     for layer in range(tables.n_layers):
         _copy_synchronisation(chain.current, chain.trial, layer)
@@ -113,12 +123,12 @@ def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool)
             synchronise(tables, trial, work, layer)
         bound_ms = limit_ms if use_bound else np.inf
         cost_ms, way, n_valid = simulate_from(
-            tables, trial, work, events, first, tally[N_VALID], bound_ms
+            tables, trial, work, events, chain.base, first, tally[N_VALID], bound_ms
         )
         tally[CLEAN_TO] = first
         tally[N_BY_WAY + way] += 1
         if cost_ms <= limit_ms:
-            _accept(chain, first, last, cost_ms, n_valid)
+            _accept(chain, first, last, cost_ms, way, n_valid)
         else:
             for layer in range(first, last + 1):
                 _copy_cut(tables, current, trial, layer)
@@ -136,7 +146,10 @@ def _differs(tables: Tables, a: Ints, b: Ints, layer: int) -> bool:
 
 
 @compiled
-def _accept(chain: Chain, first: int, last: int, cost_ms: float, n_valid: int) -> None:
+def _accept(chain: Chain, first: int, last: int, cost_ms: float, way: int, n_valid: int) -> None:
+    last_way = chain.tally[LAST_WAY]
+    remember(chain.tables, chain.trial, chain.work, chain.base, way, last_way, first)
+    chain.tally[LAST_WAY] = way
     for layer in range(first, last + 1):
         _copy_cut(chain.tables, chain.trial, chain.current, layer)
     _copy_timeline(chain.tables, chain.trial, chain.current, first, chain.tables.n_layers)
@@ -183,3 +196,5 @@ def _copy_timeline(tables: Tables, source: State, target: State, first: int, end
             target.times[FREE, layer, k] = source.times[FREE, layer, k]
             target.times[LAST_READY, layer, k] = source.times[LAST_READY, layer, k]
             target.times[CHANNEL, layer, k] = source.times[CHANNEL, layer, k]
+        target.times[LATEST_READY, layer, 0] = source.times[LATEST_READY, layer, 0]
+        target.times[IS_FINAL, layer, 0] = source.times[IS_FINAL, layer, 0]
