@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,12 +18,19 @@ from functools import cached_property
 from typing import Any
 
 from harness.domain.run import RunHeader
-from harness.measure.derive import TrainingSummary, matmul_peaks, training_summary
+from harness.measure.derive import (
+    TrainingSummary,
+    best_link_bytes_per_s,
+    matmul_peaks,
+    nic_limit_bytes_per_s,
+    training_summary,
+)
 from harness.measure.derive_devices import PeakKey
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Results, Run
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
+GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
@@ -75,40 +83,51 @@ def short_kind(kind: str) -> str:
     return " ".join(BRANDS.sub(" ", kind).split()) or kind or "device"
 
 
-def _nic_digit(bytes_per_s: float | None) -> str:
-    """One significant digit: measurements of one link agree in it, links of two speeds do not."""
-    return f"{bytes_per_s:.0e}" if bytes_per_s else ""
+def _speed_class(bytes_per_s: float | None) -> float | None:
+    """Half decades around 1 Gbit/s: readings of one link agree, links of two speeds do not."""
+    return round(2 * math.log10(bytes_per_s / GIGABIT)) / 2 if bytes_per_s else None
 
 
-def cluster_identity(header: RunHeader) -> str:
+def network_bytes_per_s(run: Run) -> float | None:
+    """Speed of the slowest NIC by the header, else the best link that the run itself measured."""
+    told = nic_limit_bytes_per_s(run)
+    return told if told or run.header.workload != "links" else best_link_bytes_per_s(run)
+
+
+def cluster_identity(run: Run) -> str:
     """Hash of what must be equal for runs to be on like clusters."""
     nodes = [
-        [node.name, [[d.kind, d.speed] for d in node.devices], _nic_digit(node.nic_bytes_per_s)]
-        for node in header.cluster.nodes
+        [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
-    ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in header.ranks]
-    return hashlib.sha256(json.dumps([nodes, ranks]).encode()).hexdigest()[:8]
+    ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in run.header.ranks]
+    speed = _speed_class(network_bytes_per_s(run))
+    return hashlib.sha256(json.dumps([nodes, ranks, speed]).encode()).hexdigest()[:8]
 
 
-def _cluster_words(header: RunHeader) -> list[str]:
+def _cluster_words(run: Run) -> list[str]:
     """Descriptions that grow more exact; the first that tells clusters apart is shown."""
+    header = run.header
     kinds = Counter(
         [short_kind(rank.device_kind) for rank in header.ranks]
         or [short_kind(device.kind) for device in header.cluster.devices]
     )
     devices = " + ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
     nodes = header.cluster.nodes
-    speeds = sorted({n.nic_bytes_per_s for n in nodes if n.nic_bytes_per_s})
-    network = "/".join(f"{speed * 8e-9:.2g}" for speed in speeds)
-    with_network = f"{devices}, {network} Gbit/s" if network and len(nodes) > 1 else devices
+    speed = network_bytes_per_s(run)
+    with_network = devices
+    if speed and len(nodes) > 1:
+        with_network = f"{devices}, {speed * 8e-9:.2g} Gbit/s"
     hosts = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} … {nodes[-1].name}"
     exact = f"{with_network}, {hosts}"
-    return [with_network, exact, f"{exact} [{cluster_identity(header)}]"]
+    return [with_network, exact, f"{exact} [{cluster_identity(run)}]"]
 
 
-def cluster_labels(headers: Sequence[RunHeader]) -> dict[str, str]:
+def cluster_labels(runs: Sequence[Run]) -> dict[str, str]:
     """A label for each cluster identity: as short as stays unique."""
-    words = {cluster_identity(header): _cluster_words(header) for header in headers}
+    firsts: dict[str, Run] = {}
+    for run in runs:
+        firsts.setdefault(cluster_identity(run), run)
+    words = {identity: _cluster_words(run) for identity, run in firsts.items()}
     labels: dict[str, str] = {}
     for level in range(3):
         taken = Counter(w[level] for identity, w in words.items() if identity not in labels)
@@ -175,7 +194,7 @@ class Catalog:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        self._labels = cluster_labels([run.header for run in results.runs])
+        self._labels = cluster_labels(results.runs)
 
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:
@@ -187,7 +206,7 @@ class Catalog:
         groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
         for run in self.results.runs:
             if run.header.workload == workload:
-                identity = cluster_identity(run.header)
+                identity = cluster_identity(run)
                 groups[self._labels[identity], run.header.key, run.header.status].append(run)
         cases = [
             Case(workload=workload, cluster=cluster, status=status, runs=tuple(runs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,24 @@ def _section(drawn: Drawn) -> dict[str, Any]:
     }
 
 
+def _start_words(text: str) -> str:
+    """A start to the second; imported logs have no time zone, and none is claimed for them."""
+    try:
+        start = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    if start.tzinfo is None:
+        return start.strftime("%Y-%m-%d %H:%M:%S")
+    return start.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 def _run_row(run: Run) -> dict[str, Any]:
     header = run.header
     return {
         "run_id": header.run_id,
         "workload": header.workload,
         "repeat": header.repeat,
-        "start": header.start_utc,
+        "start": _start_words(header.start_utc),
         "duration": format_duration(header.duration_s) if header.duration_s is not None else "",
         "hosts": ", ".join(dict.fromkeys(rank.hostname for rank in header.ranks)),
         "backend": header.backend,

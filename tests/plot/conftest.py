@@ -20,7 +20,7 @@ SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.8)
 PEAK = 1.6e13
 
 
-def make_cluster(n: int, nic_bytes_per_s: float = NIC, kind: str = GPU) -> Cluster:
+def make_cluster(n: int, nic_bytes_per_s: float | None = NIC, kind: str = GPU) -> Cluster:
     nodes = [
         Node(
             name=f"tesla{i}",
@@ -258,3 +258,8 @@ def trained() -> Callable[..., dict[int, list[Record]]]:
 @pytest.fixture
 def configured() -> Callable[..., dict[str, Any]]:
     return train_config
+
+
+@pytest.fixture
+def linked() -> Callable[..., dict[int, list[Record]]]:
+    return links_records

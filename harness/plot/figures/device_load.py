@@ -116,7 +116,8 @@ def _draw_metric(
     axes.set_ylabel(words, fontsize=8)
     axes.set_xlabel("minutes" if is_long else "seconds", fontsize=8)
     axes.tick_params(labelsize=7.5)
-    axes.set_xlim(left=0)
+    last = float(readings["time_s"].max()) / (60 if is_long else 1)
+    axes.set_xlim(0, last * 1.05 if last > 0 else 1)
     if metric == "device_utilization_percent":
         # A CPU's load is in percent of one core, so it may be above 100.
         axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))
