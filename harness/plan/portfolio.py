@@ -8,6 +8,7 @@ unless `seconds` or an interrupt ends the search.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -207,17 +208,32 @@ class _Searches:
             search_exhaustively(self._trial(n_microbatches, stage), space.menus, self.objective)
 
     def _chains(self, n_microbatches: int, stage: Stage, budget: int) -> None:
-        """MCMC from the best single-stage strategies, each chain followed by a descent."""
+        """MCMC from the best single-stage strategies, each chain followed by a descent.
+
+        What the descents leave of the budget goes to chains from random starts.
+        """
         space = self._space(n_microbatches)
         trial = self._trial(n_microbatches, stage)
-        for k, start in enumerate(self._starts(space)):
-            name = f"MCMC, {n_microbatches} microbatches" if n_microbatches > 1 else "MCMC"
-            self.objective.start(name, budget=max(1, budget // (2 * N_CHAINS)))
-            chain = Chain(trial, space, self.objective, seed=1000 * self.seed + 10 * k)
-            chain.run(start)
-            self.objective.start(name, budget=max(1, budget // (2 * N_CHAINS)))
-            best = self.objective.best_of.get(name)
-            descend(trial, space, self.objective, best.plans if best is not None else start)
+        name = f"MCMC, {n_microbatches} microbatches" if n_microbatches > 1 else "MCMC"
+        starts = self._starts(space)
+        objective, end = self.objective, self.objective.n_proposals + max(1, budget)
+        each = max(1, budget // (2 * N_CHAINS))
+        draw = random.Random(self.seed)
+        k = 0
+        while objective.n_proposals < end:
+            start = (
+                starts[k]
+                if k < len(starts)
+                else {op: draw.choice(menu) for op, menu in space.menus.items()}
+            )
+            objective.start(name, budget=min(each, end - objective.n_proposals))
+            chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k)
+            reached = chain.run(start)
+            objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
+            descend(trial, space, objective, reached)
+            k += 1
+            if objective.is_out_of_time():
+                return
 
     def _starts(self, space: Space) -> list[dict[int, OperatorPlan]]:
         """The best single-stage strategies so far, as far as the space has their plans."""

@@ -200,10 +200,12 @@ class EpochLog:
 
     Attributes:
         epoch_s: median over epochs of the slowest rank's seconds.
+        spread: how far the epoch that differs most is from that, relatively.
         kinds: of the GPU of each rank.
     """
 
     epoch_s: float
+    spread: float
     kinds: tuple[str, ...]
 
 
@@ -231,8 +233,11 @@ def read_epoch_log(path: Path) -> EpochLog:
         ) from None
     if not slowest:
         raise DataError(f"epoch log {path} has no epoch")
+    epoch_s = statistics.median(slowest.values())
     return EpochLog(
-        epoch_s=statistics.median(slowest.values()), kinds=tuple(kinds[r] for r in sorted(kinds))
+        epoch_s=epoch_s,
+        spread=max(abs(seconds / epoch_s - 1) for seconds in slowest.values()),
+        kinds=tuple(kinds[rank] for rank in sorted(kinds)),
     )
 
 

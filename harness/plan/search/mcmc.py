@@ -11,7 +11,7 @@ out of its surroundings and only add transfers, so here half of them move severa
 A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)). The temperature
 falls from HOTTEST to COLDEST over the chain, so that it first wanders between valleys and then
 walks down one; once cold it goes back to the best it has seen every few hundred proposals. A
-descent (`descend`) ends it: single operators, then pairs along edges.
+descent (`descend`) ends it: single operators, then pairs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from harness.plan.simulate.simulator import Trial
 # Relative to the best step: at 0.02, 2% worse is accepted with probability 1/e.
 HOTTEST, COLDEST = 0.3, 0.005
 RESET_EVERY = 300  # proposals, in the colder half
+NEAR = 4  # operators apart, in topological order, that a descent still tries as a pair
 
 Move = dict[int, OperatorPlan]
 
@@ -54,8 +55,8 @@ class Chain:
             kinds.setdefault(graph.operators[op].kind, []).append(op)
         self._kinds = list(kinds.values())
 
-    def run(self, start: Mapping[int, OperatorPlan]) -> None:
-        """Walk from a start until the objective's budget is used up."""
+    def run(self, start: Mapping[int, OperatorPlan]) -> Move:
+        """Walk from a start until the objective's budget is used up; the best plans seen."""
         plans = dict(start)
         _apply(self.trial, plans)
         score = best_score = self.objective.judge(self.trial).score
@@ -85,6 +86,7 @@ class Chain:
                     best_score, best, since = score, dict(plans), 0
             else:
                 _apply(self.trial, before)
+        return best
 
     def _propose(self, plans: Mapping[int, OperatorPlan]) -> Move:
         """A move that changes something, or nothing when the draw has no effect."""
@@ -147,15 +149,23 @@ def _difference(now: Mapping[int, OperatorPlan], then: Mapping[int, OperatorPlan
 def descend(
     trial: Trial, space: Space, objective: Objective, start: Mapping[int, OperatorPlan]
 ) -> None:
-    """Walk to a local optimum: no other plan of one operator, nor of two along an edge, is better.
+    """Walk to a local optimum: no other plan of one operator, nor of two, is better.
 
-    Pairs are tried once no single operator improves, as far as the objective's budget goes.
+    Pairs are tried once no single operator improves, as far as the objective's budget goes: those
+    along edges first, then other near ones (branches that share a device are not joined).
     """
     plans = dict(start)
     _apply(trial, plans)
     score = objective.judge(trial).score
-    edges = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
-    moves: list[tuple[int, ...]] = [*((op,) for op in space.menus), *edges]
+    pairs = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
+    ops_in_order, joined = list(space.menus), set(pairs)
+    pairs += [
+        (a, b)
+        for i, a in enumerate(ops_in_order)
+        for b in ops_in_order[i + 1 : i + 1 + NEAR]
+        if (a, b) not in joined
+    ]
+    moves: list[tuple[int, ...]] = [*((op,) for op in space.menus), *pairs]
     k = n_failed = 0
     while n_failed < len(moves):
         ops = moves[k]

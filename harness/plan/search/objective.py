@@ -91,7 +91,11 @@ class Objective:
 
     def is_over(self) -> bool:
         """Whether the current search has used up its budget or the request its time."""
-        return self.n_proposals >= self._until or time.monotonic() > self._deadline
+        return self.n_proposals >= self._until or self.is_out_of_time()
+
+    def is_out_of_time(self) -> bool:
+        """Whether the request's time is used up."""
+        return time.monotonic() > self._deadline
 
     @property
     def spent(self) -> float:

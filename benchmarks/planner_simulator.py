@@ -1,0 +1,330 @@
+"""What the simulator's planner shows: oracle, delta, DLRM, the measured cluster.
+
+    python benchmarks/planner_simulator.py [oracle delta dlrm scaling] [--json] [--quick]
+
+oracle    searches (without enumeration) against the enumeration of all strategies, on random small
+          problems with branches, unlike devices and links, and memory limits: ratio of step times
+delta     changing one operator in a kept trial against simulating from nothing: results must be
+          equal, and the ratio of times is printed
+dlrm      8 tables of 1000000 x 64, MLPs 64-512-512-64 and 576-1024-1024-1024-1, batch 1024, on 4
+          devices of 12 GB: the plan found, against data parallel and tables on devices
+scaling   epochs on 2 and 3 GPUs predicted from 1-GPU epochs, beside what was measured (needs the
+          logs, --logs), and the same call for a cluster with a slower GPU and a 1 Gbit/s link
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from planner_cases import enumerated_step_s, random_request
+
+from harness.domain.cluster import Cluster
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError, PlanError
+from harness.plan.describe import describe_strategy
+from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
+from harness.plan.portfolio import plan_with_simulator
+from harness.plan.request import PlanRequest
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.scaling import (
+    EpochPrediction,
+    Training,
+    ethernet_cluster,
+    implied_bandwidth,
+    predict_epoch,
+    read_epoch_log,
+    read_step_log,
+    ring_bytes,
+)
+from harness.plan.search.space import Space
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.text import table
+from harness.units import format_bandwidth, format_duration
+
+LOGS = Path(__file__).parents[2] / "shared" / "data" / "tesla_logs"
+VIT_B16_PARAMETER_BYTES = 4 * 86_600_000
+IMAGES, WEAK_IMAGES = 50_000, 5_000  # an epoch; a tenth of it per GPU
+TEN_GBIT, ONE_GBIT = 1.25e9, 1.25e8
+P100_12GB = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)  # data sheet
+
+Comparison = dict[str, object]
+
+
+def comparison(name: str, ratio: float, low: float, high: float, n_pairs: int) -> Comparison:
+    """One line of --json; below 1 is better for what the name says first."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "name": name,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "n_pairs": n_pairs,
+        "command": shlex.join(sys.argv),
+        "machine": f"{platform.processor() or platform.machine()}, {platform.platform()}",
+        "commit": commit.stdout.strip(),
+    }
+
+
+class Report:
+    """Collects comparisons; prints tables unless JSON is asked for."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def say(self, text: str = "") -> None:
+        if not self.as_json:
+            print(text, flush=True)
+
+    def rows(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        for line in table(list(header), [list(row) for row in rows]):
+            self.say(line)
+        self.say()
+
+    def add(self, found: Comparison) -> None:
+        if self.as_json:
+            print(json.dumps(found), flush=True)
+
+
+def run_oracle(report: Report, *, quick: bool) -> None:
+    """At least 200 cases in full."""
+    n_seeds = 5 if quick else 110
+    ratios, n_unfit, n_larger = [], 0, 0.0
+    for seed in range(n_seeds):
+        for n_ops, n_devices in ((4, 2), (3, 3)):
+            request = random_request(seed, n_ops=n_ops, n_devices=n_devices)
+            want, size = enumerated_step_s(request)
+            n_larger = max(n_larger, size)
+            try:
+                found = plan_with_simulator(request, exhaustive_up_to=0).predicted_step_s
+            except PlanError:
+                found = math.inf
+            if math.isinf(want) and math.isinf(found):
+                n_unfit += 1
+            else:
+                ratios.append(found / want if math.isfinite(want) else 0.0)
+    worse = sum(ratio > 1 for ratio in ratios)
+    better = sum(ratio < 1 for ratio in ratios)
+    report.say(
+        f"oracle: {len(ratios)} random cases of up to {n_larger:.0f} strategies (and {n_unfit} "
+        "that "
+        f"nothing fits, which both say): {len(ratios) - worse - better} equal to enumeration, "
+        f"{better} better by microbatches or pipelines, {worse} worse; worst ratio "
+        f"{max(ratios):.6f}\n"
+    )
+    report.add(
+        comparison(
+            "searched step / enumerated step", statistics.median(ratios), min(ratios), max(ratios),
+            len(ratios),
+        )
+    )  # fmt: skip
+
+
+def run_delta(report: Report, *, quick: bool) -> None:
+    """Random moves on a convolution-free chain of 40 layers, 8 devices."""
+    n_moves = 100 if quick else 2000
+    request = random_request(1, n_ops=40, n_devices=8)
+    assert request.graph is not None
+    assert request.profile is not None
+    rng = random.Random(1)
+    kept = Simulator(request.graph, request.profile, request.cluster)
+    space = Space(kept.costs(8), request.cluster, kept.placed)
+    plans = {op: rng.choice(menu) for op, menu in space.menus.items()}
+    trial = Trial(kept, plans, batch=8)
+    trial.outcome()  # compile
+    delta_s, full_s = [], []
+    for _ in range(n_moves):
+        op = rng.choice(kept.placed)
+        plans[op] = rng.choice(space.menus[op])
+        began = time.perf_counter()
+        trial.replace(op, plans[op])
+        changed = trial.outcome()
+        delta_s.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        fresh = Simulator(request.graph, request.profile, request.cluster)
+        full = Trial(fresh, plans, batch=8).outcome()
+        full_s.append(time.perf_counter() - began)
+        if changed.step_s != full.step_s or (changed.memory_bytes != full.memory_bytes).any():
+            raise PlanError(
+                f"delta {changed.step_s} s is not the full simulation's {full.step_s} s"
+            )
+    ratios = sorted(d / f for d, f in zip(delta_s, full_s, strict=True))
+    report.say(
+        f"delta: {n_moves} random moves on 40 operators and 8 devices, all exactly equal to "
+        "the full "
+        f"simulation; {format_duration(statistics.median(delta_s))} against "
+        f"{format_duration(statistics.median(full_s))} each\n"
+    )
+    low, high = ratios[len(ratios) // 200], ratios[-1 - len(ratios) // 200]
+    report.add(comparison("delta / full", statistics.median(ratios), low, high, n_moves))
+
+
+def run_dlrm(report: Report, *, quick: bool) -> None:
+    """Four devices in one node, and four nodes on 10 Gbit/s."""
+    graph = dlrm_graph(DlrmFlags())
+    profile = roofline_profile(
+        graph, {"P100 12 GB": P100_12GB}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)
+    )
+    options = SimulatorOptions(optimizer_s_per_byte=3 / P100_12GB.memory_bytes_per_s)
+    for name, n_nodes, n_devices, rate in (
+        ("one node, 12 GB/s", 1, 4, 12e9),
+        ("four nodes, 10 Gbit/s", 4, 1, TEN_GBIT),
+    ):
+        cluster = Cluster.uniform(
+            n_nodes,
+            n_devices,
+            inside_bytes_per_s=rate,
+            memory_bytes=12 * 10**9,
+            kind="P100 12 GB",
+            latency_s=1e-5,
+        )
+        request = PlanRequest(graph=graph, profile=profile, cluster=cluster, batch=1024)
+        if quick:
+            request = replace(request, budget=800)
+        found = plan_with_simulator(request, options=options)
+        assert isinstance(found.strategy, Strategy)
+        report.say(f"dlrm, {name}: {describe_strategy(found.strategy, graph)} ({found.method})")
+        rows = [["this plan", format_duration(found.predicted_step_s), "1.00"]]
+        for runner in found.runners_up:
+            if runner.step_s is not None:
+                share = runner.step_s / found.predicted_step_s
+                rows.append([runner.name, format_duration(runner.step_s), f"{share:.2f}"])
+        report.rows(["strategy", "step", "times best"], rows)
+        for line in found.explanation:
+            report.say(f"  {line}")
+        report.say()
+        ratio = 1 / found.speedup_over_ddp
+        report.add(comparison(f"dlrm {name}: plan / data parallel", ratio, ratio, ratio, 1))
+
+
+def run_scaling(report: Report, *, logs: Path) -> None:
+    """Predictions at the line rate, and at the rate that the step log shows."""
+    if not logs.is_dir():
+        report.say(f"scaling: skipped, {logs} is not here\n")
+        return
+    step_log = read_step_log(logs / "vit_b16_3gpu_deepspeed_steps.log")
+    wire = ring_bytes(VIT_B16_PARAMETER_BYTES, 3) / step_log.all_reduce_s
+    report.say(
+        "scaling: ViT-B/16, batch 16 a GPU, ZeRO-0 (all-reduce after the backward pass), predicted "
+        f"from 1-GPU epochs;\n  the 3-GPU step log shows an all-reduce of "
+        f"{format_duration(step_log.all_reduce_s)}, that is {format_bandwidth(wire)} each way, "
+        f"{wire / TEN_GBIT:.0%} of 10 Gbit/s"
+    )
+    rows, implied_rates = [], []
+    for mode in ("strong", "weak"):
+        per_gpu = IMAGES if mode == "strong" else WEAK_IMAGES
+        one = read_epoch_log(logs / f"vit_b16_{mode}_1gpu.csv")
+        training = Training(
+            parameter_bytes=VIT_B16_PARAMETER_BYTES,
+            batch_per_device=16,
+            sample_s={one.kinds[0]: one.epoch_s / per_gpu},
+        )
+        for n in (2, 3):
+            log = read_epoch_log(logs / f"vit_b16_{mode}_{n}gpu.csv")
+            samples = per_gpu if mode == "strong" else n * per_gpu
+            at = [_predict(log.kinds, rate, training, samples) for rate in (TEN_GBIT, wire)]
+            implied = implied_bandwidth(at[0], log.epoch_s, ring_bytes(VIT_B16_PARAMETER_BYTES, n))
+            implied_rates.append(implied / TEN_GBIT)
+            errors = [p.epoch_s / log.epoch_s - 1 for p in at]
+            rows.append(
+                [
+                    mode,
+                    str(n),
+                    f"{log.epoch_s:.1f} s",
+                    f"{at[0].epoch_s:.1f} s",
+                    f"{errors[0]:+.1%}",
+                    f"{at[1].epoch_s:.1f} s",
+                    f"{errors[1]:+.1%}",
+                    format_bandwidth(implied),
+                    f"{log.spread:.1%}",
+                ]
+            )
+            ratio = at[0].epoch_s / log.epoch_s
+            name = f"{mode} scaling on {n} GPUs: predicted / measured epoch"
+            report.add(comparison(name, ratio, ratio, ratio, 1))
+    report.rows(
+        ["scaling", "GPUs", "measured", "at 10 Gbit/s", "error", "at the log's rate", "error",
+         "rate that explains it", "spread"],
+        rows,
+    )  # fmt: skip
+    report.say(
+        f"  What explains the error at the line rate: the measured epochs imply "
+        f"{min(implied_rates):.0%} to {max(implied_rates):.0%} of it,\n  and the step log, a "
+        f"measurement of its own, {wire / TEN_GBIT:.0%}: the rest is the protocol's. The epochs "
+        f"themselves spread by the\n  last column (largest against median).\n"
+    )
+    _unlike(report, training)
+
+
+def _predict(
+    kinds: Sequence[str], rate: float, training: Training, samples: int
+) -> EpochPrediction:
+    cluster = ethernet_cluster(kinds, nic_bytes_per_s=rate, memory_bytes=8 * 2**30)
+    return predict_epoch(cluster, training, samples=samples)
+
+
+def _unlike(report: Report, training: Training) -> None:
+    """The same call for clusters that nobody has measured."""
+    kind = next(iter(training.sample_s))
+    rows = []
+    for name, speeds, rates in (
+        ("3 alike, 10 Gbit/s", [1.0, 1.0, 1.0], [TEN_GBIT] * 3),
+        ("one GPU half as fast", [1.0, 1.0, 0.5], [TEN_GBIT] * 3),
+        ("one link of 1 Gbit/s", [1.0, 1.0, 1.0], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
+        ("both", [1.0, 1.0, 0.5], [TEN_GBIT, TEN_GBIT, ONE_GBIT]),
+    ):
+        cluster = ethernet_cluster(
+            [kind] * 3, nic_bytes_per_s=rates, memory_bytes=8 * 2**30, speeds=speeds
+        )
+        even = predict_epoch(cluster, training, samples=IMAGES)
+        fair = predict_epoch(cluster, training, samples=IMAGES, balanced=True)
+        rows.append(
+            [
+                name,
+                f"{even.epoch_s:.0f} s",
+                f"{even.exposed_s / even.step_s:.0%}",
+                f"{fair.epoch_s:.0f} s",
+            ]
+        )
+    report.rows(["cluster", "epoch", "exposed communication", "samples by speed"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts: dict[str, Callable[[Report, argparse.Namespace], None]] = {
+        "oracle": lambda report, args: run_oracle(report, quick=args.quick),
+        "delta": lambda report, args: run_delta(report, quick=args.quick),
+        "dlrm": lambda report, args: run_dlrm(report, quick=args.quick),
+        "scaling": lambda report, args: run_scaling(report, logs=args.logs),
+    }
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], help="which; default: all")
+    parser.add_argument("--json", action="store_true", help="one object per comparison")
+    parser.add_argument("--quick", action="store_true", help="few cases, to try the program")
+    parser.add_argument("--logs", type=Path, default=LOGS, metavar="DIR", help="measured epochs")
+    args = parser.parse_args()
+    report = Report(as_json=args.json)
+    try:
+        for name in args.parts or parts:
+            parts[name](report, args)
+    except HarnessError as error:
+        sys.exit(f"planner_simulator: {error}")
+
+
+if __name__ == "__main__":
+    main()
