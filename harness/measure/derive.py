@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from harness.measure.derive_devices import (
     MatmulRow,
+    MemoryRow,
     SummaRow,
     matmul_peaks,
     matmul_table,
+    memory_table,
     summa_table,
 )
 from harness.measure.derive_links import (
@@ -40,6 +42,7 @@ __all__ = [
     "EfficiencyRow",
     "LinkMatrix",
     "MatmulRow",
+    "MemoryRow",
     "RankSummary",
     "ScalingPoint",
     "StepPhases",
@@ -54,6 +57,7 @@ __all__ = [
     "link_matrix",
     "matmul_peaks",
     "matmul_table",
+    "memory_table",
     "nic_limit_bytes_per_s",
     "outliers",
     "rank_phases",

@@ -130,6 +130,60 @@ def _matmul_row(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """STREAM's copy or triad on one rank's device; rates in bytes/s of traffic, reads and writes.
+
+    Attributes:
+        n_bytes: size of one array.
+        bytes_per_s: from the median time; `low`, `high` from the ends of its interval.
+    """
+
+    rank: int
+    hostname: str
+    device_kind: str
+    kernel: str
+    n_bytes: int
+    time: Summary
+    bytes_per_s: float
+    low: float
+    high: float
+
+
+MEMORY_KERNELS = {"copy": ("memory_copy_s", 2), "triad": ("memory_triad_s", 3)}
+"""Metric and number of arrays that each kernel reads or writes."""
+
+
+def memory_table(run: Run) -> list[MemoryRow]:
+    """Memory bandwidth of every rank's device.
+
+    Source: McCalpin, STREAM: traffic is two arrays for a copy and three for a triad.
+    """
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        info = info_of(run, rank)
+        for kernel, (metric, n_arrays) in MEMORY_KERNELS.items():
+            for (n_bytes,), samples in _by_labels(samples_of(records, metric), "n_bytes").items():
+                times = _positive(samples)
+                if times:
+                    time = summarize(times, shortest=0)
+                    traffic = n_arrays * int(str(n_bytes))
+                    rows.append(
+                        MemoryRow(
+                            rank=rank,
+                            hostname=info.hostname,
+                            device_kind=info.device_kind,
+                            kernel=kernel,
+                            n_bytes=int(str(n_bytes)),
+                            time=time,
+                            bytes_per_s=traffic / time.median,
+                            low=traffic / time.high,
+                            high=traffic / time.low,
+                        )
+                    )
+    return rows
+
+
 def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
     """Best measured FLOP/s of each kind of device and dtype: over sizes, from median times.
 

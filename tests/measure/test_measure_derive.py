@@ -232,6 +232,17 @@ def test_rate_above_the_published_peak_is_marked() -> None:
     assert row.is_above_peak
 
 
+def test_memory_bandwidth_counts_reads_and_writes() -> None:
+    samples: list[Record] = [
+        Sample(metric=metric, value=time_s, labels={"n_bytes": 600}, step=step)
+        for metric in ("memory_copy_s", "memory_triad_s")
+        for step, time_s in enumerate((1.0, 3.0, 2.0))
+    ]
+    copy, triad = derive.memory_table(make_run([samples], workload="matmul"))
+    assert (copy.kernel, copy.bytes_per_s, copy.low, copy.high) == ("copy", 600, 400, 1200)
+    assert (triad.kernel, triad.bytes_per_s) == ("triad", 900)
+
+
 def test_measured_peak_is_the_best_size_of_the_median_device() -> None:
     run = matmul([{10: [1.0], 100: [1.0]}, {100: [2.0]}, {100: [4.0]}])
     assert derive.matmul_peaks([run]) == {("GPU", 4, "fp32"): 1e6}

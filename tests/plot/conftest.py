@@ -158,6 +158,10 @@ def matmul_records(n_ranks: int = 5) -> dict[int, list[Record]]:
                 ):
                     value = whole * share * (1 - 0.01 * rank)
                     of_rank.append(Sample(metric=metric, value=value, labels=labels, step=i))
+        for metric, rate in (("memory_copy_s", 4e11), ("memory_triad_s", 6e11)):
+            labels = {"n_bytes": 2**28}
+            value = 2**28 / (rate * SPEEDS[rank])
+            of_rank += [Sample(metric=metric, value=value, labels=labels, step=i) for i in range(5)]
         records[rank] = of_rank
     return records
 

@@ -49,7 +49,7 @@ def test_every_figure_says_what_it_shows_and_what_is_better(name: str) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_keeps_the_run_that_is_not_ok(name: str, catalog: Catalog) -> None:
     table = table_of(name, catalog)
-    if name in ("matmul", "summa", "bandwidth", "link_heatmap", "device_load"):
+    if name in ("matmul", "memory_bandwidth", "summa", "bandwidth", "link_heatmap", "device_load"):
         assert not table.empty  # of other workloads, all of which went well
         return
     failed = row_of(table, status="oom")
@@ -129,6 +129,13 @@ def test_matmul_has_a_row_per_device_dtype_and_size(catalog: Catalog) -> None:
     assert slow["flops_per_s"] == pytest.approx(0.8 * 1.6e13 * 4096 / 4496)
     assert not table["is_above_peak"].any()
     assert len(load_figure("matmul").report_table(table)) == 5 * 2
+
+
+def test_memory_bandwidth_has_both_kernels_of_every_device(catalog: Catalog) -> None:
+    table = table_of("memory_bandwidth", catalog)
+    assert len(table) == 5 * 2
+    slow = row_of(table, rank=4, kernel="copy")
+    assert slow["traffic_bytes_per_s"] == pytest.approx(2 * 0.8 * 4e11)
 
 
 def test_summa_efficiency_is_against_measured_local_peaks(catalog: Catalog) -> None:

@@ -14,6 +14,7 @@ FIGURES = {
     "step_time": "Time of every step",
     "memory": "Peak memory",
     "matmul": "Matrix multiplication on each device",
+    "memory_bandwidth": "Memory bandwidth of each device",
     "summa": "One product over all devices",
     "bandwidth": "Bandwidth against message size",
     "link_heatmap": "Links between every pair of ranks",

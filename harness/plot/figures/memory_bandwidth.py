@@ -1,0 +1,121 @@
+"""Bytes per second that each device reads and writes in its own memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import MemoryRow, memory_table
+from harness.measure.statistics import summarize
+from harness.plot.catalog import Case, Catalog, short_kind
+from harness.plot.figure import Figure
+from harness.plot.style import SERIES, bar_panels, label_bars, note_failures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "label",
+    "status",
+    "reason",
+    "n_repeats",
+    "rank",
+    "hostname",
+    "device",
+    "kernel",
+    "array_bytes",
+    "traffic_bytes_per_s",
+    "low_bytes_per_s",
+    "high_bytes_per_s",
+]
+COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
+
+
+def _rows(case: Case) -> list[dict[str, Any]]:
+    base = {"label": case.cluster, "status": case.status, "reason": case.reason}
+    if not case.is_ok:
+        return [base]
+    groups: dict[tuple[int, str], list[MemoryRow]] = {}
+    for run in case.runs:
+        for row in memory_table(run):
+            groups.setdefault((row.rank, row.kernel), []).append(row)
+    return [base | _numbers(rows) for rows in groups.values()]
+
+
+def _numbers(rows: list[MemoryRow]) -> dict[str, Any]:
+    """Of one kernel on one rank; the repeat is the unit when there are several."""
+    first = rows[0]
+    over = summarize([row.bytes_per_s for row in rows], shortest=0)
+    is_single = len(rows) == 1
+    return {
+        "n_repeats": len(rows),
+        "rank": first.rank,
+        "hostname": first.hostname,
+        "device": short_kind(first.device_kind),
+        "kernel": first.kernel,
+        "array_bytes": first.n_bytes,
+        "traffic_bytes_per_s": over.median,
+        "low_bytes_per_s": first.low if is_single else over.low,
+        "high_bytes_per_s": first.high if is_single else over.high,
+    }
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per cluster, rank and kernel."""
+    rows = [row for case in catalog.cases("matmul") for row in _rows(case)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["traffic_bytes_per_s"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Two bars for each rank, a panel for each cluster."""
+    timed = table[table["traffic_bytes_per_s"].notna()]
+    groups = list(timed.groupby("label", sort=False))
+    panels = bar_panels(canvas, [rows["rank"].nunique() for _, rows in groups])
+    for axes, (label, rows) in zip(panels, groups, strict=True):
+        _draw_cluster(axes, str(label), rows)
+    handles, names = panels[0].get_legend_handles_labels()
+    canvas.legend(handles, names, loc="outside upper right", ncols=2)
+    note_failures(canvas, table)
+
+
+def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
+    ranks = sorted(rows["rank"].unique())
+    thin = {"elinewidth": 1, "capsize": 2, "ecolor": "#111111"}
+    for shift, (kernel, colour) in zip((-0.19, 0.19), COLOURS.items(), strict=True):
+        bars = rows[rows["kernel"] == kernel].sort_values("rank")
+        values = bars["traffic_bytes_per_s"] * 1e-9
+        errors = [
+            values - bars["low_bytes_per_s"] * 1e-9,
+            bars["high_bytes_per_s"] * 1e-9 - values,
+        ]
+        at = [ranks.index(rank) + shift for rank in bars["rank"]]
+        drawn = axes.barh(at, values, 0.36, xerr=errors, color=colour, label=kernel, error_kw=thin)
+        axes.bar_label(drawn, fmt="%.4g", fontsize=7.5, padding=4)
+    names = rows.drop_duplicates("rank").set_index("rank")
+    label_bars(
+        axes,
+        [f"{names['hostname'][r]} (rank {r:.0f}) · {names['device'][r]}" for r in ranks],
+    )
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GB/s, reads and writes")
+    axes.set_title(label)
+
+
+FIGURE = Figure(
+    name="memory_bandwidth",
+    title="Memory bandwidth of each device",
+    caption=(
+        "How fast each device reads and writes its own memory: STREAM's copy (two arrays) and "
+        "triad (three arrays), traffic / median time, on arrays larger than its caches. Whiskers are "
+        "99 % intervals. It bounds all that computes little on much data, such as optimizers and "
+        "activations."
+    ),
+    better="higher is better",
+    needs="a matmul run: ./entry.sh matmul",
+    table=table,
+    draw=draw,
+)
