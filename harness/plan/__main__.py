@@ -1,4 +1,4 @@
-"""`python -m harness.plan search|show`: plan without running a step; show the files of planning."""
+"""`python -m harness.plan search|show|convert`: plan without running a step; planning's files."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "search":
             _search(args)
+        elif args.command == "convert":
+            data, what = cli.converted(args)
+            write_atomically(args.output, data)
+            print(f"{what}; wrote {args.output} ({args.to})")
         else:
             print("\n".join(show_file(args.file, dot=args.dot)))
     except HarnessError as error:

@@ -12,8 +12,10 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.errors import ConfigError, GraphError
+from harness.plan.convert import FORMATS, convert
 from harness.plan.costs import COSTS
 from harness.plan.estimate import estimate_profile
+from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
 from harness.plan.show import load_graph
@@ -46,9 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m harness.plan",
         description="Find how to spread a model over a cluster, and what it will cost.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show,convert}")
     _add_search(commands)
     _add_show(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -98,17 +101,46 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     show = commands.add_parser(
-        "show", help="print a graph, profile, cluster or strategy", description=show_summary()
+        "show",
+        help="print a graph, profile, cluster or strategy",
+        description="Print a graph, profile, cluster or strategy, of our formats or PipeDream's or "
+        "FlexFlow's; the kind is told by the content.",
     )
     show.add_argument("file", type=Path)
     show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
 
 
-def show_summary() -> str:
-    return (
-        "Print a graph, profile, cluster or strategy, of our formats or PipeDream's or FlexFlow's; "
-        "the kind is told by the content."
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a strategy in another format",
+        description="Write a strategy in another format; that of the file is told by its content.",
     )
+    convert.add_argument("file", type=Path)
+    convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
+    convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
+    convert.add_argument("--batch", type=int, metavar="B", help="default: the graph's")
+    convert.add_argument(
+        "--dims",
+        choices=["innermost_first", "samples_first"],
+        default="innermost_first",
+        help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
+        "prints samples first)",
+    )
+    convert.add_argument("--output", type=Path, required=True, metavar="FILE")
+
+
+def converted(args: argparse.Namespace) -> tuple[bytes, str]:
+    """The converted file's bytes, and what was read, in words.
+
+    Raises:
+        HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
+    """
+    imported = read_strategy_file(args.file)
+    graph = None if args.graph is None else load_graph(args.graph)
+    data = convert(imported, args.to, graph=graph, batch=args.batch, order=args.dims)
+    order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
+    return data, f"read {args.file} as {imported.format}{order}: {imported.describe()}"
 
 
 def request_from(

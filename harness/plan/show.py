@@ -73,7 +73,10 @@ def _is_graph_txt(data: bytes) -> bool:
 
 def _foreign_lines(content: object) -> list[str]:
     if isinstance(content, list):
-        return [str(entry) for entry in content]
+        rows = [
+            [e.name, ",".join(map(str, e.dims)), ",".join(map(str, e.devices))] for e in content
+        ]
+        return table(["operator", "dims", "devices"], rows)
     return msgspec.json.format(msgspec.json.encode(content), indent=1).decode().splitlines()
 
 

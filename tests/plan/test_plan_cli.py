@@ -272,6 +272,56 @@ def test_showing_does_not_load_compilers_or_torch(chain: Path) -> None:
     assert done.stderr.strip() == "set()"
 
 
+CONSOLE = "[Dense_100] num_dims(2) dims[1,2] device_ids[0,1]\n"
+
+
+def test_convert_carries_a_strategy_there_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    paths = {"--graph": tmp_path / "g.json"}
+    flags = [str(each) for pair in paths.items() for each in pair]
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
+    strategy = Strategy.load(tmp_path / "s")
+    assert strategy.operators["Dense_100"].partition == {"sample": 2}
+    assert strategy.batch == 8
+    out = capsys.readouterr().out
+    assert "as flexflow console, dims innermost first: data-parallel MLPs; wrote" in out
+    back = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt"), *flags]
+    assert main(["convert", str(tmp_path / "s"), *back]) == 0
+    assert (tmp_path / "b.txt").read_text() == CONSOLE
+
+
+def test_convert_reads_the_other_order_of_dims_when_told(tmp_path: Path) -> None:
+    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    flags = ["--graph", str(tmp_path / "g.json"), "--dims", "samples_first"]
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
+    assert Strategy.load(tmp_path / "s").operators["Dense_100"].partition == {"feature": 2}
+
+
+def test_convert_without_the_graph_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s")]) == 2
+    assert "needs --graph FILE" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_pipedream_plan_of_a_search_converts(chain: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
+    assert main([*flags, "--cost", "pipedream"]) == 0
+    to = ["--to", "pipedream", "--output", str(tmp_path / "conf.json")]
+    assert main(["convert", str(plan), *to]) == 0
+    ranks = json.loads((tmp_path / "conf.json").read_text())["stage_to_rank_map"]
+    assert ranks == {"0": [0], "1": [1]}
+
+
 class Terminal:
     """A stream that claims to be a terminal."""
 
