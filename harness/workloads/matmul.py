@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness.errors import ConfigError
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
+from harness.runtime.memory import peak_bytes
 from harness.runtime.product import DTYPES
 from harness.runtime.sampling import Budget
 from harness.runtime.world import World
@@ -160,6 +161,8 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
             best, skipped, memory = _measure_alone(config, context)
         dist.barrier()
     rows = [] if config.scaling == "none" else _measure_together(config, context, best)
+    for kind, n_bytes in peak_bytes(world.device).items():
+        context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
     return {
         "flops_per_s": best,
         "memory_copy_bytes_per_s": memory["memory_copy_s"],
