@@ -111,6 +111,7 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
             "reduce_bucket_size": options.bucket_bytes // 4,
             "allgather_bucket_size": options.bucket_bytes // 4,
         },
+        "gradient_clipping": 0.0,  # its default is 1: another training than the other engines'
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

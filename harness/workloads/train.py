@@ -30,6 +30,16 @@ def _record_peaks(context: Context) -> None:
         context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
 
 
+def _save_model(training: Training, context: Context) -> None:
+    """Rank 0 writes the model; all ranks must call it, since an engine may have to gather it."""
+    from safetensors.torch import save_file
+
+    state = training.engine.full_state()["model"]
+    if context.world.is_first:
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        save_file(whole, str(context.run_dir / "model.safetensors"))
+
+
 def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     world = context.world
     training = prepare(case, world, context.recorder)
@@ -47,6 +57,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "shares": list(training.plan.shares),
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
+    if case.save_model:
+        _save_model(training, context)
     loop.measure_without_synchronisation(case.no_sync_steps)
     return summary
 

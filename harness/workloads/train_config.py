@@ -75,6 +75,8 @@ class TrainSettings:
     """MiB of gradients that DDP reduces together."""
     n_workers: int = 0
     """Processes that load data ahead; 0 loads in the training process."""
+    save_model: bool = False
+    """Write the trained parameters to the run's directory as model.safetensors."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which tensor cores prefer."""
     seed: int = 0

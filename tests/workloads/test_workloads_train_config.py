@@ -1,0 +1,83 @@
+"""Flags of training: the sweep they make, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from harness.errors import ConfigError, ModelError
+from harness.workloads.train_config import TrainConfig, train_cases
+
+
+def test_lists_are_swept_and_each_repeat_holds_every_combination():
+    config = TrainConfig(strategy=("single", "ddp"), batch_size=(8, 16), repeats=3)
+    cases = train_cases(config, 4)
+    assert len(cases) == 12
+    for repeat in range(3):
+        found = Counter(
+            (c.strategy, c.batch, c.n_ranks) for c in cases[4 * repeat : 4 * repeat + 4]
+        )
+        assert found == {
+            ("single", 8, 1): 1,
+            ("single", 16, 1): 1,
+            ("ddp", 8, 4): 1,
+            ("ddp", 16, 4): 1,
+        }
+
+
+def test_the_order_is_random_but_equal_on_every_rank():
+    config = TrainConfig(batch_size=(8, 16, 32, 64), repeats=4, seed=3)
+    orders = [case.batch for case in train_cases(config, 4)]
+    assert orders == [case.batch for case in train_cases(config, 4)]
+    assert orders[:4] != orders[4:8] or orders[4:8] != orders[8:12]
+
+
+def test_a_per_device_batch_grows_with_the_ranks():
+    config = TrainConfig(strategy=("single", "ddp"), per_device_batch=(8,), rank_counts=(2, 4))
+    assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [
+        (1, 8),
+        (2, 16),
+        (4, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"batch_size": (0,)}, "--batch-size"),
+        ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
+        ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
+        ({"rank_counts": (5,)}, "needs 5 ranks, 4 were started"),
+        (
+            {"strategy": ("zero1",)},
+            "--engine torch has no strategy 'zero1': choose from ddp, single",
+        ),
+        ({"engine": "horovod"}, "no engine 'horovod'"),
+        ({"dtype": ("fp8",)}, "dtype 'fp8'"),
+        ({"optimizer": "lion"}, "no optimizer 'lion'"),
+        ({"data": "mnist"}, "no data 'mnist'"),
+        ({"model": "dlrm", "data": "cifar10"}, "cannot feed"),
+        ({"dropout": 1.0}, "--dropout 1.0"),
+        ({"learning_rate": 0.0}, "--learning-rate 0.0"),
+    ],
+)
+def test_contradictions_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        train_cases(TrainConfig(**flags), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "resnet19"}, "no model 'resnet19': choose one of lenet, alexnet"),
+        ({"model": "vit_b_16", "image_size": 60}, "a multiple of 16"),
+        ({"model": "alexnet", "image_size": 32}, "at least 63"),
+        ({"model": "dlrm", "dlrm_top_mlp": (100, 1)}, "start --dlrm-top-mlp with 576"),
+    ],
+)
+def test_models_refuse_what_they_cannot_take(flags, message):
+    with pytest.raises(ModelError, match=message):
+        train_cases(TrainConfig(**flags), 4)

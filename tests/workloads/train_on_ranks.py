@@ -1,0 +1,82 @@
+"""What ranks of a test run; importable by name, for spawned processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.runtime.context import Context
+from harness.runtime.engine_torch import TorchEngine
+from harness.workloads.train import run_train
+from harness.workloads.train_config import TrainCase
+from harness.workloads.train_loop import TrainLoop
+from harness.workloads.train_setup import prepare
+
+
+def tiny_mlp(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """A factory as a user would write it."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(n_channels * image_size**2, 16),
+        nn.Tanh(),
+        nn.Linear(16, n_classes),
+    )
+
+
+def tiny_norm(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """The same with batch normalisation."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(n_channels * image_size**2, 16),
+        nn.BatchNorm1d(16),
+        nn.Tanh(),
+        nn.Linear(16, n_classes),
+    )
+
+
+def not_a_model() -> str:
+    return "a string"
+
+
+def trained_parameters(case: TrainCase, context: Context) -> dict[str, Tensor]:
+    """Train for the case's steps; the parameters, as they stand before the steps without sync."""
+    training = prepare(case, context.world, context.recorder)
+    loop = TrainLoop(training, context, case.warm_up)
+    loop.measure(case.steps)
+    losses = loop.record_losses()
+    state = {n: p.detach().clone() for n, p in training.engine.model.named_parameters()}
+    return {**state, "losses": torch.tensor(losses)}
+
+
+def trained_parameters_of(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
+    """Several trainings one after another: starting ranks costs more than they do."""
+    return {name: trained_parameters(case, context) for name, case in cases.items()}
+
+
+def full_states(case: TrainCase, context: Context) -> dict[str, Any]:
+    """Model and optimizer state after training, as the engine gives them back."""
+    training = prepare(case, context.world, context.recorder)
+    loop = TrainLoop(training, context, case.warm_up)
+    loop.measure(case.steps)
+    return training.engine.full_state()
+
+
+def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
+    """Train, but change one parameter on the last rank before the check; what the run raised."""
+    step = TorchEngine.step
+
+    def changing(self: TorchEngine, *arguments: Any, **named: Any) -> Tensor:
+        loss = step(self, *arguments, **named)
+        if context.world.rank == context.world.size - 1:
+            with torch.no_grad():
+                next(self.model.parameters()).reshape(-1)[3] += 1e-7
+        return loss
+
+    TorchEngine.step = changing  # type: ignore[method-assign]
+    try:
+        run_train(case, context)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
