@@ -42,16 +42,20 @@ class Drawn:
     files: tuple[Path, ...]
 
 
-def image_bytes(figure: Figure, table: pd.DataFrame, file_format: str) -> bytes:
-    """Draw a table in memory."""
+def image_bytes(figure: Figure, table: pd.DataFrame, *formats: str) -> list[bytes]:
+    """Draw a table once, in memory, as each of the formats."""
+    images = []
     with drawing_style():
         from matplotlib.figure import Figure as Canvas
 
         canvas = Canvas(layout="constrained")
         figure.draw(table, canvas)
-        buffer = io.BytesIO()
-        canvas.savefig(buffer, format=file_format, dpi=DPI, metadata=METADATA[file_format])
-    return buffer.getvalue()
+        for file_format in formats:
+            buffer = io.BytesIO()
+            canvas.savefig(buffer, format=file_format, dpi=DPI, metadata=METADATA[file_format])
+            images.append(buffer.getvalue())
+            canvas.set_layout_engine("none")  # found once, it holds for the other formats
+    return images
 
 
 def render(
@@ -69,9 +73,8 @@ def render(
             continue
         image_path = out_dir / f"{name}.{file_format}"
         table_path = out_dir / f"{name}.csv"
-        image = image_bytes(figure, table, "svg")
-        is_same = file_format == "svg"
-        write_atomically(image_path, image if is_same else image_bytes(figure, table, file_format))
+        image, written = image_bytes(figure, table, "svg", file_format)
+        write_atomically(image_path, written)
         write_atomically(table_path, table.to_csv(index=False).encode())
         files = (image_path, table_path)
         drawn.append(Drawn(figure=figure, table=table, image=image, files=files))

@@ -79,11 +79,11 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A row of panels for each case's first run, one panel for each reading that it has."""
     first = table[table["repeat"] == table.groupby("label")["repeat"].transform("min")]
     groups = list(first.groupby("label", sort=False))[:MAX_RUNS]
-    metrics = [metric for metric in METRICS if (table["metric"] == metric).any()]
     canvas.set_size_inches(WIDTH_IN, 2.5 * len(groups) + 0.4)
     rows = canvas.subfigures(len(groups), 1, squeeze=False)[:, 0]
     for row, (label, readings) in zip(rows, groups, strict=True):
         styles = series_style(readings["device"])
+        metrics = [metric for metric in METRICS if (readings["metric"] == metric).any()]
         row.suptitle(wrap_label(str(label), 90), fontsize=9, fontweight="bold", x=0.01, ha="left")
         for axes, metric in zip(
             row.subplots(1, len(metrics), squeeze=False).flat, metrics, strict=True
@@ -121,7 +121,7 @@ def _draw_metric(
     if metric == "device_utilization_percent":
         # A CPU's load is in percent of one core, so it may be above 100.
         axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))
-    elif not readings.empty:
+    else:
         axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)
 
 

@@ -110,9 +110,9 @@ FIGURE = Figure(
     title="Memory bandwidth of each device",
     caption=(
         "How fast each device reads and writes its own memory: STREAM's copy (two arrays) and "
-        "triad (three arrays), traffic / median time, on arrays larger than its caches. Whiskers are "
-        "99 % intervals. It bounds all that computes little on much data, such as optimizers and "
-        "activations."
+        "triad (three arrays), traffic / median time, on arrays larger than its caches. Whiskers "
+        "are 99 % intervals. It bounds all that computes little on much data, such as the "
+        "optimizer."
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",
