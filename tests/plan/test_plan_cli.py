@@ -79,6 +79,31 @@ def test_json_is_one_object_with_every_field(
     }
 
 
+@pytest.mark.parametrize(
+    ("flags", "batch", "note"),
+    [
+        ([], 4, "whose size is not known"),
+        (["--batch", "64"], 64, None),
+        (["--batch", "2"], 4, "a batch of 2 leaves replicas without a sample"),
+    ],
+)
+def test_strategy_has_a_batch_that_every_replica_can_share(
+    tmp_path: Path,
+    flags: list[str],
+    batch: int,
+    note: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text(node("a", 1))
+    flags = [*search("--profile", path, "--topology", "4", "--bandwidth", "1e9"), *flags]
+    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["strategy"]["batch"] == batch
+    assert result["strategy"]["operators"]["a"]["partition"] == {"sample": 4}
+    assert any(note in line for line in result["explanation"]) if note else batch == 64
+
+
 def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = search("--profile", chain, "--topology", "2", "--bandwidth", "8gbit")
     assert main([*flags, "--cost", "pipedream", "--batch", "64"]) == 0

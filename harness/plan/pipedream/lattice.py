@@ -88,8 +88,12 @@ class Lattice:
         return sent
 
     def _bytes(self, members: int) -> int:
-        sizes = self.workload.output_bytes
-        return sum(sizes[i] for i in bits(members))
+        sizes, total = self.workload.output_bytes, 0
+        while members:  # `bits`, written out: half of a large search is spent here
+            low = members & -members
+            total += sizes[low.bit_length() - 1]
+            members ^= low
+        return total
 
     def _crossing(self, members: int, last: int) -> int:
         if members == self.full:
@@ -97,8 +101,10 @@ class Lattice:
         if last & (last - 1) == 0:
             return self._sent_bytes[last.bit_length() - 1] if last else 0
         sent = 0
-        for i in bits(last):
-            sent |= self._sent[i]
+        while last:
+            low = last & -last
+            sent |= self._sent[low.bit_length() - 1]
+            last ^= low
         return self._bytes(sent)
 
     def empty(self) -> Cut:

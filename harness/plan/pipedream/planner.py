@@ -105,6 +105,7 @@ def _result(
     placed = device_stages(lattice, found.stages, machines.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S
     ddp_s = _data_parallel_s(problem, machines)
+    strategy = _strategy(graph, profile, request, problem.workload, placed)
     names = [device.name for device in request.cluster.devices]
     memory: dict[str, int] = dict.fromkeys(names, 0)
     for stage in placed:
@@ -117,8 +118,9 @@ def _result(
         speedup_over_single=single_s / found.step_s,
         speedup_over_ddp=ddp_s / found.step_s,
         memory_bytes=memory,
-        strategy=_strategy(graph, profile, request, problem.workload, placed),
-        explanation=_explain(graph, found, costs, placed, machines, names),
+        strategy=strategy,
+        explanation=_explain(found, costs, placed, machines, names)
+        + _batch_note(request.batch or graph.batch, strategy.batch),
         runners_up=[
             _runner_up("data parallel", ddp_s, problem, "every device holds all operators"),
             _runner_up("one device", single_s, problem, "no communication"),
@@ -160,8 +162,8 @@ def _strategy(
     """The plan as a strategy: replicas split the samples of each microbatch of one step.
 
     PipeDream streams minibatches without a flush; here a step's batch is cut into as many
-    microbatches as there are pipeline stages. Without a known batch, the smallest that every
-    stage can split evenly stands in for it.
+    microbatches as there are pipeline stages. Where the batch is unknown, or too small for every
+    replica to get a sample, the smallest that every stage can split evenly stands in for it.
     """
     stage_of = {workload.names[i]: s for s, stage in enumerate(placed) for i in stage.operators}
     for operator in graph.operators:  # what the formula leaves out goes where its input is
@@ -171,6 +173,7 @@ def _strategy(
     smallest = math.lcm(*(len(stage.devices) for stage in placed)) * n_microbatches
     batch = request.batch or graph.batch or smallest
     widest = max(len(stage.devices) for stage in placed)
+    batch = batch if batch >= widest else smallest
     n_microbatches = max(1, min(n_microbatches, batch // widest))
     return Strategy(
         name="pipedream",
@@ -192,7 +195,6 @@ def _strategy(
 
 
 def _explain(
-    graph: Graph,
     found: Found,
     costs: Sequence[StageCost],
     placed: Sequence[DeviceStage],
@@ -228,9 +230,18 @@ def _explain(
         if level.n_workers > 1:
             where = "inside nodes" if depth < len(machines.levels) - 1 else "between workers"
             lines.append(f"links {where}: {format_bandwidth(level.bandwidth)} (the slowest counts)")
-    if graph.batch is None:
-        lines.append("times are of the profiled minibatch, whose size the profile does not say")
     return lines
+
+
+def _batch_note(asked: int | None, written: int) -> list[str]:
+    if asked == written:
+        return []
+    if asked is None:
+        return [
+            "times are of the profiled minibatch, whose size is not known: the strategy is written "
+            f"for a batch of {written} (--batch B sets it)"
+        ]
+    return [f"a batch of {asked} leaves replicas without a sample: the strategy is for {written}"]
 
 
 def _replicas(stages: Sequence[Stage]) -> str:
