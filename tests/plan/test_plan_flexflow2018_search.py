@@ -18,7 +18,7 @@ from harness.plan.flexflow2018.notation import format_plan, parse_plan, to_strat
 from harness.plan.flexflow2018.proposals import draw_below, draw_unit
 from harness.plan.flexflow2018.reference import simulate, step_ms
 from harness.plan.flexflow2018.search import plan as plan_request
-from harness.plan.flexflow2018.search import schedule, search
+from harness.plan.flexflow2018.search import schedule, search, tidy
 from harness.plan.flexflow2018.tables import build_tables, decode, encode
 from harness.plan.flexflow2018.walk import (
     BEST,
@@ -186,13 +186,35 @@ def test_memory_of_data_parallel_by_hand() -> None:
 
 def test_an_interrupt_returns_the_best_so_far() -> None:
     def interrupt(progress: Progress) -> None:
-        assert progress.n_proposals > 0
-        raise KeyboardInterrupt
+        if progress.n_proposals > 0:
+            raise KeyboardInterrupt
 
     result = plan_request(request(1, 4, progress=interrupt))
     assert result.interrupted
     assert 0 < result.n_proposals < 250_000
     assert result.predicted_step_s <= 0.0520117  # the standard plans are still in the comparison
+
+
+def test_an_interrupt_while_kernels_load_returns_a_standard_plan() -> None:
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    result = plan_request(request(1, 4, progress=interrupt))
+    assert result.interrupted
+    assert result.n_proposals == 0
+    assert result.method == "convolutions by sample, linear layers by feature"
+
+
+def test_tidying_sorts_devices_where_that_costs_nothing() -> None:
+    problem = Problem(Machine(1, 2))
+    tables = build_tables(problem)
+    plan = problem.linear_by_feature()
+    shuffled = (*plan[:-1], Cut(1, 2, (1, 0)))
+    assert tidy(tables, shuffled) == plan
+    crossed = (Cut(2, 1, (1, 0)), *plan[1:])  # sorting the first layer spares its transfers
+    assert tidy(tables, crossed) == plan
+    chained = tuple(Cut(2, 1, (1, 0)) for _ in plan)  # sorting one alone would cost transfers
+    assert tidy(tables, chained)[0] == chained[0]
 
 
 def test_seconds_end_the_search() -> None:
@@ -259,3 +281,4 @@ def test_progress_tells_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None
     assert [p.best_step_s for p in seen] == sorted((p.best_step_s for p in seen), reverse=True)
     assert seen[-1].fraction == 1.0
     assert seen[-1].n_proposals == 5000
+    assert seen[0].n_proposals == 0
