@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_atomically(args.output, data)
             print(f"{what}; wrote {args.output} ({args.to})")
         else:
-            print("\n".join(show_file(args.file, dot=args.dot)))
+            print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
     except HarnessError as error:
         print(f"harness.plan: {error}", file=sys.stderr)
         return EXIT_CODE

@@ -108,6 +108,7 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     show.add_argument("file", type=Path)
     show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
+    show.add_argument("--graph", type=Path, metavar="FILE", help="draw a strategy over this graph")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

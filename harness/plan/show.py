@@ -26,11 +26,15 @@ _MOST_LINKS = 20
 _COLOURS = ("lightblue", "palegreen", "lightsalmon", "gold", "plum", "lightgrey", "beige")
 
 
-def show_file(path: Path, *, dot: bool = False) -> list[str]:
+def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) -> list[str]:
     """Lines that show a file.
 
+    Args:
+        dot: Graphviz source of a graph, or of a strategy over its graph.
+        graph_path: the graph of a strategy that is drawn.
+
     Raises:
-        ConfigError: missing, or dot asked for something that is not a graph.
+        ConfigError: missing, or dot asked for something that cannot be drawn.
         HarnessError: malformed.
     """
     try:
@@ -44,8 +48,12 @@ def show_file(path: Path, *, dot: bool = False) -> list[str]:
     if _is_graph_txt(data):
         graph, profile = parse_graph_txt(data.decode(), name=path.stem, source=str(path))
         return graph_dot(graph) if dot else graph_lines(graph, profile)
+    if dot and schema == "harness-strategy" and graph_path is not None:
+        return strategy_dot(Strategy.from_json(data, source=str(path)), load_graph(graph_path))
     if dot:
-        raise ConfigError(f"{path} is not a graph: --dot draws graphs and PipeDream profiles")
+        raise ConfigError(
+            f"{path} is not a graph: --dot draws graphs, and with --graph FILE strategies"
+        )
     if schema == "harness-profile":
         return profile_lines(Profile.from_json(data, source=str(path)))
     if schema == "harness-cluster":
@@ -107,8 +115,34 @@ def graph_lines(graph: Graph, profile: Profile | None = None) -> list[str]:
     return [*lines, *table(header, rows)]
 
 
-def graph_dot(graph: Graph, stage_of: Mapping[str, int] | None = None) -> list[str]:
-    """Graphviz source; coloured by stage when stages are known."""
+def strategy_dot(strategy: Strategy, graph: Graph) -> list[str]:
+    """Graphviz source of the graph, coloured by stage, with each operator's cuts and devices.
+
+    Raises:
+        ConfigError: the strategy places an operator that the graph does not have.
+    """
+    foreign = set(strategy.operators) - set(graph.index())
+    if foreign:
+        raise ConfigError(
+            f"strategy {strategy.name!r} places {min(foreign)!r}, which graph {graph.name!r} does "
+            "not have: give the graph that it is for"
+        )
+    notes = {
+        name: "x".join(f"{dim} {cut}" for dim, cut in plan.partition.items())
+        + " on "
+        + ",".join(map(str, plan.devices))
+        for name, plan in strategy.operators.items()
+    }
+    stage_of = {name: plan.stage for name, plan in strategy.operators.items()}
+    return graph_dot(graph, stage_of, notes)
+
+
+def graph_dot(
+    graph: Graph,
+    stage_of: Mapping[str, int] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Graphviz source; coloured by stage when stages are known; notes stand under the names."""
     known = stage_of or {
         operator.name: stage
         for operator in graph.operators
@@ -116,7 +150,8 @@ def graph_dot(graph: Graph, stage_of: Mapping[str, int] | None = None) -> list[s
     }
     lines = [f"digraph {_quote(graph.name)} {{", "  node [shape=box];"]
     for operator in graph.operators:
-        label = f"{operator.name}\\n{operator.kind}\\n{format_bytes(operator.activation_bytes)}"
+        note = (notes or {}).get(operator.name, format_bytes(operator.activation_bytes))
+        label = f"{operator.name}\\n{operator.kind}\\n{note}"
         fill = ""
         if operator.name in known:
             colour = _COLOURS[known[operator.name] % len(_COLOURS)]

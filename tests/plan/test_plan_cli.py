@@ -274,6 +274,22 @@ def test_show_tells_files_by_their_content(
         assert line in capsys.readouterr().out
 
 
+def test_show_draws_a_strategy_over_its_graph(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
+    assert main([*flags, "--cost", "pipedream"]) == 0
+    capsys.readouterr()
+    assert main(["show", str(plan), "--dot", "--graph", str(chain)]) == 0
+    out = capsys.readouterr().out
+    assert '"c" [label="c\\nlinear\\nsample 1 on 1", style=filled, fillcolor=palegreen];' in out
+    other = tmp_path / "other.txt"
+    other.write_text(node("z", 1))
+    assert main(["show", str(plan), "--dot", "--graph", str(other)]) == 2
+    assert "places 'a', which graph 'other' does not have" in capsys.readouterr().err
+
+
 def test_show_refuses_what_it_cannot_draw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
