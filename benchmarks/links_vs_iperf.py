@@ -192,7 +192,6 @@ if __name__ == "__main__":
     if "PMIX_INSTALL_PREFIX" in os.environ:
         os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         main(tyro.cli(Options, description=__doc__))
     except HarnessError as error:

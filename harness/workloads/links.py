@@ -42,7 +42,7 @@ class LinksConfig:
     """Only the links between pairs of ranks, only the collectives, or both."""
     transport: Literal["all", "torch", "mpi"] = "all"
     """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
-    time_budget_s: float = 0.15
+    time_budget_s: float = 0.1
     """Sample each operation at each size for about this long, but --min-iterations at least."""
     min_iterations: int = 4
     """Fewest samples of each operation at each size."""
