@@ -1,0 +1,111 @@
+"""Is what DDP trains what one device trains? The largest difference of any parameter.
+
+    python benchmarks/ddp_equivalence.py --models lenet alexnet --ranks 2 3 5
+
+Starts the train workload by the real mpirun, `single` and `ddp` on the same global batches, an
+uneven last one among them, and compares the models that they write. The ratio is that largest
+difference over the tolerance, so at most 1 is equal. Dropout is off, since each rank draws masks of
+its own, and batch normalisation frozen, since its local statistics are another model by definition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from comparison import machine, show
+from safetensors.torch import load_file
+
+from harness.runtime.host import code_commit
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    models: tuple[str, ...] = ("lenet", "alexnet", "resnet18", "vit_b_16", "dlrm")
+    """Any models of the train workload."""
+    ranks: tuple[int, ...] = (2, 3, 5)
+    """Numbers of ranks, on this host."""
+    steps: int = 20
+    """Optimizer steps."""
+    batch: int = 13
+    """Global batch."""
+    n_samples: int = 35
+    """Samples of an epoch; no multiple of the batch, so that the last batch is uneven."""
+    image_size: int = 64
+    """Side of the images (28 for lenet)."""
+    tolerance: float = 1e-5
+    """Largest difference that summing in another order may make in fp32."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object per comparison."""
+
+
+def train(model: str, n_ranks: int, options: Options, results: Path) -> dict[str, Path]:
+    """The written model of each strategy."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    size = {"lenet": 28, "dlrm": 0}.get(model, options.image_size)
+    command = [
+        str(mpirun), "--oversubscribe", "-np", str(n_ranks), str(_ROOT / "entry.sh"), "train",
+        "--model", model, "--strategy", "single", "ddp", "--batch-size", str(options.batch),
+        "--n-samples", str(options.n_samples), "--steps", str(options.steps), "--warm-up", "0",
+        "--no-sync-steps", "0", "--image-size", str(size), "--dropout", "0",
+        "--batch-norm", "frozen", "--save-model", "--results", str(results),
+    ]  # fmt: skip
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        command, cwd=_ROOT, env={**root, **os.environ}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    headers = [json.loads(path.read_text()) for path in sorted(results.glob("*/run.json"))]
+    return {
+        header["config"]["strategy"]: results / header["run_id"] / "model.safetensors"
+        for header in headers
+    }
+
+
+def differences(models: dict[str, Path]) -> tuple[float, int]:
+    """Largest absolute difference of a parameter, and the number of parameters."""
+    one, many = load_file(models["single"]), load_file(models["ddp"])
+    largest = max(float((one[name] - many[name]).abs().max()) for name in one)
+    return largest, sum(tensor.numel() for tensor in one.values())
+
+
+def compare_models(model: str, n_ranks: int, options: Options) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as directory:
+        largest, n_parameters = differences(train(model, n_ranks, options, Path(directory)))
+    ratio = largest / options.tolerance
+    return {
+        "name": f"ddp on {n_ranks} ranks against one, {model}, {options.steps} steps: largest "
+        f"difference {largest:.2g} over {options.tolerance:g}",
+        "ratio": ratio,
+        "low": ratio,
+        "high": ratio,
+        "n_pairs": n_parameters,
+        "command": " ".join(sys.argv),
+        "machine": machine(),
+        "commit": code_commit(),
+    }
+
+
+def main(options: Options) -> int:
+    """Compare every model on every number of ranks; 1 when any is not equal."""
+    is_unequal = False
+    for model in options.models:
+        for n_ranks in options.ranks:
+            comparison = compare_models(model, n_ranks, options)
+            show([comparison], as_json=options.as_json)
+            is_unequal = is_unequal or float(str(comparison["ratio"])) > 1
+    return int(is_unequal)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

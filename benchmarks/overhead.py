@@ -1,0 +1,155 @@
+"""What measuring costs: instrumented training steps against the same loop bare, in turn.
+
+    python benchmarks/overhead.py --model resnet18 --image-size 64 --json
+    mpirun -np 2 python benchmarks/overhead.py --model lenet --batch 512
+
+Both train the same model on the same batches in the same processes, a block of steps each, again
+and again. The instrumented loop is the train workload's, with its marks, bucket hook, counters,
+device readings and files; the bare one is what one would write by hand. The ratio is that of a
+block's wall time, the maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from comparison import compare, show
+
+from harness.measure.recorder import Recorder
+from harness.measure.store import RecordWriter
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.context import Context
+from harness.runtime.cuda_clock import clock_for
+from harness.runtime.launcher import read_launch
+from harness.runtime.optimizers import make_optimizer
+from harness.runtime.precision import Precision
+from harness.runtime.progress import Progress
+from harness.runtime.rendezvous import join_process_group, meet
+from harness.runtime.telemetry import watched_device
+from harness.runtime.world import World
+from harness.workloads.train_config import TrainCase
+from harness.workloads.train_loop import TrainLoop
+from harness.workloads.train_setup import Training, make_task, prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    model: str = "resnet18"
+    """Any model of the train workload."""
+    image_size: int = 64
+    """Side of the images; 0 is the model's own."""
+    batch: int = 32
+    """Samples of each rank in a step."""
+    dtype: str = "fp32"
+    """fp32, tf32, bf16 or fp16."""
+    pairs: int = 15
+    """Blocks of each kind."""
+    block_s: float = 2.0
+    """About how long a block takes; device readings come once a second."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object."""
+
+
+class BareLoop:
+    """A training loop as one would write it, over the same samples."""
+
+    def __init__(self, case: TrainCase, training: Training, world: World) -> None:
+        self._task = make_task(case)
+        self._task.model.to(world.device)
+        self._model: Any = self._task.model
+        if world.size > 1:
+            device_ids = [world.device] if world.device.type == "cuda" else None
+            self._model = torch.nn.parallel.DistributedDataParallel(
+                self._model, device_ids=device_ids, gradient_as_bucket_view=True
+            )
+        self._optimizer = make_optimizer(self._task.model, case.optimizer_options(), world.device)
+        self._precision = Precision(case.dtype, world.device)
+        self._batches = training.batches
+        self._scale = world.size / case.batch
+        self._device = world.device
+        self.losses: list[torch.Tensor] = []
+
+    def run(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            batch = next(self._batches).to(self._device)
+            with self._precision.autocast():
+                outputs = self._model(*batch.inputs)
+                loss = self._task.sum_loss(outputs, batch.targets) * self._scale
+            self._precision.scaler.scale(loss).backward()
+            self._precision.scaler.step(self._optimizer)
+            self._precision.scaler.update()
+            self._optimizer.zero_grad(set_to_none=True)
+            self.losses.append(loss.detach())
+
+
+def block_time(run: Callable[[int], None], n_steps: int, world: World) -> float:
+    """Seconds of a block on the slowest rank."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    run(n_steps)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return agree_on_maximum([time.perf_counter() - start_s], world)[0]
+
+
+def measure(options: Options, world: World, run_dir: Path) -> tuple[list[float], list[float]]:
+    """Durations of the instrumented and of the bare blocks, taken in turn."""
+    case = TrainCase(
+        model=options.model,
+        image_size=options.image_size,
+        dtype=options.dtype,
+        batch=options.batch * world.size,
+        n_ranks=world.size,
+        strategy="ddp",
+    )
+    recorder = Recorder(clock_for(world.device))
+    writer = RecordWriter(run_dir, world.rank)
+    context = Context(
+        world=world, recorder=recorder, writer=writer, progress=Progress(is_shown=False),
+        run_dir=run_dir,
+    )  # fmt: skip
+    training = prepare(case, world, recorder)
+    bare, loop = BareLoop(case, training, world), TrainLoop(training, context, 0)
+
+    def instrumented(n_steps: int) -> None:
+        with watched_device(world.device, recorder):
+            loop.measure(n_steps)
+
+    step_s = max(block_time(run, 5, world) for run in (instrumented, bare.run)) / 5
+    n_steps = max(3, round(options.block_s / step_s))
+    ours, theirs = [], []
+    for pair in range(options.pairs + 1):
+        if pair % 2:
+            ours.append(block_time(instrumented, n_steps, world))
+            theirs.append(block_time(bare.run, n_steps, world))
+        else:
+            theirs.append(block_time(bare.run, n_steps, world))
+            ours.append(block_time(instrumented, n_steps, world))
+    return ours[1:], theirs[1:]  # the first pair warms up
+
+
+def main(options: Options) -> None:
+    meeting = meet(read_launch(os.environ), os.environ)
+    world = meeting.world
+    torch.set_num_threads(world.n_threads)
+    join_process_group(world, meeting.address, meeting.port, "overhead", 300.0)
+    with tempfile.TemporaryDirectory() as directory:
+        ours, theirs = measure(options, world, Path(directory))
+    if world.is_first:
+        name = f"instrumented over bare step: {options.model} {options.dtype}, {world.size} ranks"
+        show([compare(name, ours, theirs)], as_json=options.as_json)
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
