@@ -91,6 +91,7 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
                 )
                 for i, info in enumerate(infos)
             ],
+            nic_bytes_per_s=infos[0].nic_bytes_per_s or None,
         )
         for hostname, infos in by_host.items()
     ]
@@ -185,6 +186,7 @@ class Launcher:
             n_cores=world.n_cores,
             memory_bytes=world.memory_bytes,
             interface=world.interface,
+            nic_bytes_per_s=world.nic_bytes_per_s,
             peak_flops_per_s=peak_flops_per_s(world.device_kind),
         )
 

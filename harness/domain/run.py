@@ -25,6 +25,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         n_cores: cores that the rank may use (after cgroup quota and affinity; may be fractional).
         memory_bytes: memory of the device (after cgroup limit for a CPU).
         interface: the NIC that reaches the other ranks.
+        nic_bytes_per_s: what that NIC carries each way; 0 when unknown, and for loopback.
         peak_flops_per_s: published dense peak by dtype; empty when unknown.
     """
 
@@ -35,6 +36,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     n_cores: float
     memory_bytes: int
     interface: str = ""
+    nic_bytes_per_s: float = 0.0
     peak_flops_per_s: dict[str, float] = {}
 
 
@@ -75,8 +77,10 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:
-    """Hash what makes two runs repeats of one another: workload, configuration, node and device kinds."""
-    devices = [[d.kind for d in node.devices] for node in cluster.nodes]
-    names = [node.name for node in cluster.nodes]
-    text = json.dumps([workload, config, names, devices], sort_keys=True)
+    """Hash what makes two runs repeats of one another: workload, configuration and cluster."""
+    nodes = [
+        [node.name, node.nic_bytes_per_s, [device.kind for device in node.devices]]
+        for node in cluster.nodes
+    ]
+    text = json.dumps([workload, config, nodes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

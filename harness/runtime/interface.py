@@ -7,7 +7,11 @@ interface counts only if its subnet holds a different address of every other hos
 from __future__ import annotations
 
 import ipaddress
+import json
+import shutil
 import socket
+import subprocess
+from typing import Any
 
 import msgspec
 import psutil
@@ -17,7 +21,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """One IPv4 address of a host.
 
     Attributes:
-        speed_bits_per_s: as the driver says; 0 when it does not.
+        speed_bits_per_s: as the driver says, or as a traffic shaper on it limits; 0 when unknown.
     """
 
     name: str
@@ -34,9 +38,36 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
         return ipaddress.IPv4Address(self.address).is_loopback
 
 
+def shaped_rates(qdiscs: list[dict[str, Any]]) -> dict[str, float]:
+    """Bits per second that token bucket filters at the root let each interface send.
+
+    Args:
+        qdiscs: what `tc -j qdisc show` prints; it gives rates in bytes per second.
+    """
+    return {
+        str(qdisc["dev"]): 8.0 * float(qdisc["options"]["rate"])
+        for qdisc in qdiscs
+        if qdisc.get("kind") == "tbf" and qdisc.get("root") and "rate" in qdisc.get("options", {})
+    }
+
+
+def _read_qdiscs() -> list[dict[str, Any]]:
+    tc = shutil.which("tc", path="/usr/sbin:/sbin:/usr/bin:/bin")
+    if tc is None:
+        return []
+    command = [tc, "-j", "qdisc", "show"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=5, check=True)
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
+        return []  # a shaper that cannot be read leaves the driver's word
+    return found
+
+
 def list_interfaces() -> list[Interface]:
     """The IPv4 addresses of this host's interfaces that are up."""
     stats = psutil.net_if_stats()
+    shaped = shaped_rates(_read_qdiscs())
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         if name not in stats or not stats[name].isup:
@@ -44,7 +75,7 @@ def list_interfaces() -> list[Interface]:
         for entry in addresses:
             if entry.family == socket.AF_INET:
                 length = ipaddress.IPv4Network(f"0.0.0.0/{entry.netmask or 32}").prefixlen
-                speed = stats[name].speed * 1e6
+                speed = shaped.get(name, stats[name].speed * 1e6)
                 found.append(
                     Interface(
                         name=name, address=entry.address, prefix_length=length, speed_bits_per_s=speed

@@ -182,6 +182,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
         backend=backend,
         backend_reason=reason,
         interface=interface.name,
+        nic_bytes_per_s=0.0 if interface.is_loopback else interface.speed_bits_per_s / 8,
         n_cores=n_cores,
         n_threads=max(1, int(n_cores)),
         memory_bytes=mine.memory_bytes // local_size,

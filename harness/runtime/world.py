@@ -17,6 +17,7 @@ class World:
         backend: nccl or gloo, the same on every rank.
         backend_reason: why that one, for the log.
         interface: NIC that reaches the other ranks (`lo` when all share a host).
+        nic_bytes_per_s: what it carries each way; 0 when unknown or loopback.
         n_cores: cores this rank may use (affinity and cgroup quota; may be fractional).
         n_threads: threads torch was given.
         hostnames: of every rank, by rank.
@@ -34,6 +35,7 @@ class World:
     backend: str
     backend_reason: str
     interface: str
+    nic_bytes_per_s: float = 0.0
     n_cores: float
     n_threads: int
     memory_bytes: int

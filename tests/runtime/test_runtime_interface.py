@@ -1,6 +1,6 @@
 """The NIC that reaches every other host, among those that do not."""
 
-from harness.runtime.interface import Interface, choose_interface
+from harness.runtime.interface import Interface, choose_interface, shaped_rates
 
 LO = Interface(name="lo", address="127.0.0.1", prefix_length=8)
 DOCKER = Interface(name="docker0", address="172.17.0.1", prefix_length=16, speed_bits_per_s=1e10)
@@ -57,3 +57,12 @@ def test_the_users_choice_wins_and_a_missing_one_is_none():
 
 def test_a_host_with_loopback_alone_has_none():
     assert choose_interface(0, ["a", "b"], [[LO], [LO]]) is None
+
+
+def test_a_shaper_at_the_root_limits_its_interface():
+    qdiscs = [
+        {"kind": "noqueue", "dev": "lo", "root": True, "options": {}},
+        {"kind": "tbf", "dev": "eth0", "root": True, "options": {"rate": 12500000}},
+        {"kind": "tbf", "dev": "eth1", "parent": "1:1", "options": {"rate": 1}},
+    ]
+    assert shaped_rates(qdiscs) == {"eth0": 100e6}
