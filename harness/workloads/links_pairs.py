@@ -10,7 +10,7 @@ than it is). All is read on the source's clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from statistics import median
 
@@ -26,6 +26,8 @@ from harness.units import format_bytes
 from harness.workloads.links_collectives import Limits
 
 Pair = tuple[int, int]
+# Enough that one of them meets no other work on either host.
+_PINGS = 30
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def time_pair(
         VerificationError: a message arrived wrong.
     """
     line = _Line(transport, pair)
-    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, budget, float("inf")) or []]
+    pings = replace(budget, n_min=max(_PINGS, budget.n_min), n_max=max(_PINGS, budget.n_max))
+    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, pings, float("inf")) or []]
     ack_s = min(latencies, default=0.0)
     transfers: dict[int, list[float]] = {}
     for n_bytes in sorted(sizes):
