@@ -9,6 +9,7 @@ process of its own, so that neither compiled code nor peak memory carries over.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,10 +39,12 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown section {unknown[0]!r}: use {', '.join(found)}")
     flags = [flag for flag in ("--quick", "--json") if getattr(args, flag[2:])]
+    # A clone that is not installed works too.
+    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"}
     failed = []
     for name in args.section or found:
         print(f"\n=== {name}: {found[name].name} ===", file=sys.stderr, flush=True)
-        done = subprocess.run([sys.executable, str(found[name]), *flags], check=False)
+        done = subprocess.run([sys.executable, str(found[name]), *flags], env=env, check=False)
         if done.returncode != 0:
             failed.append(name)
     if failed:
