@@ -43,28 +43,36 @@ def standard_strategies(simulator: Simulator, batch: int) -> Iterator[Strategy]:
     yield from _pipelines(simulator, batch)
 
 
-def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
-    """One stage per device, balanced as if devices were alike; 1F1B, 1 to 4 microbatches each."""
-    graph, n = simulator.graph, simulator.cluster.n_devices
-    costs = simulator.costs(batch)
-    names = [graph.operators[op].name for op in simulator.placed]
-    n_stages = min(n, len(names))
-    if n_stages < 2:
-        return
+def _balanced(simulator: Simulator, batch: int, n_stages: int) -> list[list[str]]:
+    """Names of consecutive operators in stages of about equal time, as if devices were alike."""
+    costs, operators = simulator.costs(batch), simulator.graph.operators
     whole = {op: tuple((0, s) for s in costs.shapes[op].values()) for op in simulator.placed}
     seconds = [sum(costs.block_s(op, whole[op], 0)) for op in simulator.placed]
-    stages = builders.balanced_stages(names, seconds, n_stages)
-    for factor in (1, 2, 4):
-        n_microbatches = factor * n_stages
-        if batch >= n_microbatches:
-            yield builders.pipeline(
-                graph,
-                batch,
-                stages,
-                [[k] for k in range(n_stages)],
-                n_microbatches=n_microbatches,
-                name=f"pipeline of {n_stages}, {n_microbatches} microbatches",
-            )
+    names = [operators[op].name for op in simulator.placed]
+    return builders.balanced_stages(names, seconds, n_stages)
+
+
+def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
+    """One stage per device under 1F1B with 1 to 4 microbatches each, and two stages per device
+    taken in turn, which shortens fill and drain."""
+    graph, n = simulator.graph, simulator.cluster.n_devices
+    n_ops = len(simulator.placed)
+    if n_ops >= n:
+        stages, devices = _balanced(simulator, batch, n), [[k] for k in range(n)]
+        for m in (n, 2 * n, 4 * n):
+            if batch >= m:
+                name = f"pipeline of {n}, {m} microbatches"
+                yield builders.pipeline(graph, batch, stages, devices, n_microbatches=m, name=name)
+    if n_ops >= 2 * n and batch >= n:
+        yield builders.pipeline(
+            graph,
+            batch,
+            _balanced(simulator, batch, 2 * n),
+            [[k % n] for k in range(2 * n)],
+            n_microbatches=n,
+            schedule="interleaved",
+            name=f"interleaved pipeline of 2 x {n}, {n} microbatches",
+        )
 
 
 def microbatch_counts(simulator: Simulator, batch: int) -> list[int]:
