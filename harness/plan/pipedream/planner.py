@@ -53,15 +53,14 @@ def plan(request: PlanRequest) -> PlanResult:
 
     found = search(problem, lattice, report=report, deadline_s=deadline_s)
     if found is None:
-        raise PlanError(_nothing_fits(workload, machines))
+        is_certain = lattice.every(problem.most_cuts) is not None
+        raise PlanError(_nothing_fits(workload, machines, is_certain))
     cpu_s = time.process_time() - start_cpu_s
     result = _result(graph, profile, request, problem, machines, lattice, found)
     return msgspec.structs.replace(result, search_cpu_s=cpu_s)
 
 
-def _speeds(
-    graph: Graph, profile: Profile, cluster: Cluster, workload: Workload
-) -> list[float]:
+def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload) -> list[float]:
     """Each device's speed relative to the first device's kind at speed 1."""
     totals = {cluster.devices[0].kind: sum(workload.compute_ticks)}
     for kind in {device.kind for device in cluster.devices} - totals.keys():
@@ -76,15 +75,16 @@ def _most_memory(workload: Workload, cluster: Cluster) -> float:
     return memory_bytes(sum(workload.parameter_bytes), kept, cluster.n_devices)
 
 
-def _nothing_fits(workload: Workload, machines: Machines) -> str:
+def _nothing_fits(workload: Workload, machines: Machines, is_certain: bool) -> str:
     memory = machines.memory
     if machines.unlike is not None:
         memory = float(machines.unlike.memory_bytes.min())
     largest = max(range(workload.n_operators), key=lambda i: workload.parameter_bytes[i])
     state = STATE_BYTES_PER_PARAMETER_BYTE * workload.parameter_bytes[largest]
     n = math.prod(level.n_workers for level in machines.levels)
+    what = "no plan" if is_certain else "no plan over the sampled cuts"
     return (
-        f"no plan fits {format_bytes(memory)} on each of {n} devices: the model keeps "
+        f"{what} fits {format_bytes(memory)} on each of {n} devices: the model keeps "
         f"{format_bytes(STATE_BYTES_PER_PARAMETER_BYTE * sum(workload.parameter_bytes))} of "
         f"parameters, gradients and momentum (operator {workload.names[largest]!r} alone "
         f"{format_bytes(state)}) and {format_bytes(sum(workload.activation_bytes))} of activations "

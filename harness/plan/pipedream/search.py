@@ -153,9 +153,7 @@ def _candidates(lattice: Lattice, problem: Problem) -> tuple[list[Cut], bool]:
     return [*fine.beam(_BEAM_WIDTH), *fine.principal()], False
 
 
-def _refine(
-    lattice: Lattice, problem: Problem, listed: list[Cut], found: Found
-) -> Found | None:
+def _refine(lattice: Lattice, problem: Problem, listed: list[Cut], found: Found) -> Found | None:
     """Solve again with the cuts near the plan's, at full resolution."""
     ends = _ends(found.stages)
     per_end = problem.most_cuts // (2 * len(ends))
