@@ -41,10 +41,16 @@ class Ending:
 
 
 def start_fork_server(preload: list[str]) -> None:
-    """Start it now: before MPI and CUDA are initialised in this process, which do not survive a fork."""
+    """Start it before MPI and CUDA are initialised here, which do not survive a fork.
+
+    Waits until its imports are done: they would take cores from whatever is measured first.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     multiprocessing.forkserver.ensure_running()
+    first = context.Process(target=int, daemon=True)
+    first.start()
+    first.join()
 
 
 def _die_with_parent() -> None:
@@ -97,7 +103,8 @@ def run_isolated(
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     kills = n_oom_kills()
-    process = context.Process(target=_child, args=(function, arguments, writer), daemon=True)
+    # Not a daemon: it may start data loaders. It ends with the fork server, which ends with us.
+    process = context.Process(target=_child, args=(function, arguments, writer), daemon=False)
     process.start()
     writer.close()
     try:

@@ -91,6 +91,22 @@ def test_a_synthetic_sample_depends_on_its_index_alone(tmp_path):
     assert not torch.equal(other_seed.__getitems__([7]).inputs[0], apart.inputs[0])
 
 
+def test_prepared_samples_are_the_same(tmp_path):
+    data = open_data("synthetic", options(tmp_path, n_samples=20), IMAGES, 4)
+    drawn = data.__getitems__([3, 7])
+    data.prepare([2, 3, 7])
+    copied = data.__getitems__([3, 7])
+    assert torch.equal(drawn.inputs[0], copied.inputs[0])
+    assert torch.equal(drawn.targets, copied.targets)
+
+
+def test_samples_that_do_not_fit_in_the_host_run_out_of_memory(tmp_path):
+    task = Task(model=nn.Identity(), inputs=(InputSpec(name="x", shape=(1 << 40,)),))
+    data = open_data("synthetic", options(tmp_path, n_samples=8), task, 4)
+    with pytest.raises(MemoryError, match="8 synthetic samples need 32 TiB"):
+        data.prepare(range(8))
+
+
 def test_workers_read_the_same_batches(tmp_path):
     _, here = first_batch("synthetic", tmp_path, IMAGES)
     _, there = first_batch("synthetic", tmp_path, IMAGES, n_workers=1)

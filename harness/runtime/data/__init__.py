@@ -140,8 +140,8 @@ def load_batches(
     Synthetic samples of the first epoch are drawn before it returns.
     """
     if isinstance(data, SyntheticData):
-        for indices in islice(plan.indices(rank), plan.n_steps_per_epoch):
-            data.prepare(indices)
+        epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
+        data.prepare(sorted({index for indices in epoch for index in indices}))
     as_it_is: Any = _as_it_is  # __getitems__ has put the batch together
     loader: DataLoader[Any] = DataLoader(
         data,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from psutil import virtual_memory
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from harness.runtime.data.batch import Batch
 from harness.runtime.models.task import InputSpec, Task
+from harness.units import format_bytes
 
 _LARGEST_BYTES = 1 << 30
 _N_BATCHES = 4
@@ -36,37 +38,55 @@ def _draw(spec: InputSpec, generator: torch.Generator) -> Tensor:
 
 
 class SyntheticData(Dataset[Batch]):
-    """Samples are drawn once, when first asked for, and kept in memory."""
+    """Samples that were prepared are copied from memory, others drawn when asked for."""
 
     def __init__(self, task: Task, n_samples: int, seed: int) -> None:
         self._task = task
         self._n_samples = n_samples
         self._seed = seed
-        self._samples: dict[int, tuple[tuple[Tensor, ...], Tensor]] = {}
+        self._rows: dict[int, int] = {}
+        self._prepared = self._allocate(0)
 
     def __len__(self) -> int:
         return self._n_samples
 
-    def sample(self, index: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One sample's inputs and target."""
-        if index not in self._samples:
-            seed = (self._seed * _SEED_FACTOR + index) % (1 << 32)
-            generator = torch.Generator().manual_seed(seed)
-            inputs = tuple(_draw(spec, generator) for spec in self._task.inputs)
-            target = torch.randint(max(2, self._task.n_classes), (), generator=generator)
-            self._samples[index] = (inputs, target)
-        return self._samples[index]
-
     def prepare(self, indices: Sequence[int]) -> None:
-        """Draw these samples now, so that no step has to."""
-        for index in indices:
-            self.sample(index)
+        """Draw these samples now, so that no step has to.
+
+        Raises:
+            MemoryError: they need more memory than the host has.
+        """
+        n_bytes, n_there = len(indices) * bytes_per_sample(self._task), virtual_memory().total
+        if n_bytes > n_there:  # where the kernel overcommits, it would kill rather than refuse
+            raise MemoryError(
+                f"{len(indices)} synthetic samples need {format_bytes(n_bytes)}, the host has "
+                f"{format_bytes(n_there)}"
+            )
+        self._prepared = self._allocate(len(indices))
+        self._rows = {index: row for row, index in enumerate(indices)}
+        for index, row in self._rows.items():
+            self._draw_into(self._prepared, row, index)
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        samples = [self.sample(index) for index in indices]
-        columns = zip(*(inputs for inputs, _ in samples), strict=True)
-        inputs = tuple(torch.stack(column) for column in columns)
-        return Batch(inputs, torch.stack([target for _, target in samples]))
+        if all(index in self._rows for index in indices):
+            rows = torch.tensor([self._rows[index] for index in indices])
+            inputs = tuple(column.index_select(0, rows) for column in self._prepared.inputs)
+            return Batch(inputs, self._prepared.targets.index_select(0, rows))
+        batch = self._allocate(len(indices))
+        for row, index in enumerate(indices):
+            self._draw_into(batch, row, index)
+        return batch
+
+    def _allocate(self, n_samples: int) -> Batch:
+        inputs = (torch.empty((n_samples, *s.shape), dtype=s.dtype) for s in self._task.inputs)
+        return Batch(tuple(inputs), torch.empty(n_samples, dtype=torch.int64))
+
+    def _draw_into(self, batch: Batch, row: int, index: int) -> None:
+        seed = (self._seed * _SEED_FACTOR + index) % (1 << 32)
+        generator = torch.Generator().manual_seed(seed)
+        for spec, column in zip(self._task.inputs, batch.inputs, strict=True):
+            column[row] = _draw(spec, generator)
+        batch.targets[row] = torch.randint(max(2, self._task.n_classes), (), generator=generator)
