@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from harness.domain.record import Sample
+from harness.measure.clock import Clock
 from harness.measure.recorder import Recorder
 
 _INTERVAL_S = 1.0
@@ -20,13 +21,13 @@ Reading = dict[str, float]
 
 
 def _gpu_reader(index: int) -> Callable[[], Reading] | None:
-    try:
-        import pynvml
+    import pynvml
 
+    try:
         pynvml.nvmlInit()
         uuid = torch.cuda.get_device_properties(index).uuid
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except (ImportError, AttributeError, pynvml.NVMLError):
+    except (AttributeError, pynvml.NVMLError):
         return None
 
     def read() -> Reading:
@@ -51,7 +52,7 @@ def _cpu_reader() -> Callable[[], Reading]:
 
     def read() -> Reading:
         reading = {
-            "device_utilization_percent": process.cpu_percent(),
+            "device_utilization_percent": process.cpu_percent() / torch.get_num_threads(),
             "memory_used_bytes": float(process.memory_info().rss),
         }
         temperature = _cpu_temperature()
@@ -82,17 +83,25 @@ class _Watcher(threading.Thread):
         self.join()
 
 
+def _origin_s(clock: Clock) -> float:
+    """The instant, by `perf_counter`, from which a clock counts; waits for the device."""
+    clock.settle()
+    mark, now_s = clock.mark(), time.perf_counter()
+    clock.settle()
+    return now_s - clock.seconds_at(mark)
+
+
 @contextlib.contextmanager
 def watched_device(device: torch.device, recorder: Recorder) -> Iterator[None]:
     """Read the device about once a second while the body runs; the samples go to the recorder.
 
-    A CPU's utilization is of this process, in percent of one core.
+    A CPU's utilization is of this process, in percent of the cores that torch computes on.
     """
     reader: Any = _gpu_reader(device.index or 0) if device.type == "cuda" else _cpu_reader()
     if reader is None:
         yield
         return
-    watcher = _Watcher(reader, str(device), time.perf_counter())
+    watcher = _Watcher(reader, str(device), _origin_s(recorder.clock))
     watcher.start()
     try:
         yield

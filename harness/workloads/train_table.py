@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from harness.measure.derive import TrainingSummary, training_summary
-from harness.measure.store import Run
+from harness.measure.derive import TrainingSummary, matmul_peaks, training_summary
+from harness.measure.derive_devices import PeakKey
+from harness.measure.store import Results, Run, read_run
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.text import columns
 
@@ -22,10 +24,20 @@ _PHASES = {
 
 def train_text(runs: list[Run]) -> str:
     """Four tables over all runs, then what speaks against them."""
-    rows = [(_name(run), training_summary(run)) for run in runs]
+    peaks = _measured_peaks({run.path.parent for run in runs})
+    rows = [(_name(run), training_summary(run, peaks)) for run in runs]
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
     parts = [_throughput(rows), _phases(done), _communication(done), _device(done), _doubts(rows)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
+    """What the matmul runs beside these ones say that the devices can do, for MAMFU."""
+    beside = Results()
+    for directory in directories:
+        for path in directory.glob("*-matmul-*/run.json"):
+            read_run(path.parent, beside)
+    return matmul_peaks(beside.runs)
 
 
 def _name(run: Run) -> str:
