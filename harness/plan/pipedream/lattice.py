@@ -185,6 +185,13 @@ class Lattice:
             level = above
         return found
 
+    def line(self) -> list[Cut]:
+        """The cuts of one topological order."""
+        found = [self.empty()]
+        for i in range(self.workload.n_operators):
+            found.append(self.grow(found[-1], i))
+        return found
+
     def beam(self, width: int) -> list[Cut]:
         """Of each size, at most `width` cuts that are cheap to cross and can be grown to.
 

@@ -100,27 +100,32 @@ def search(
         report: called with the best seconds so far, what comes next, and the cuts considered.
         deadline_s: on the monotonic clock; no refinement begins after it.
     """
-    listed, is_exact = _candidates(lattice, problem)
+    best: Found | None = None
+    try:
+        for found in _improve(lattice, problem):
+            if best is None or found.is_exact or found.step_s < best.step_s:
+                best = found
+            if found.is_exact or (deadline_s is not None and time.monotonic() > deadline_s):
+                break
+            report(best.step_s, "refining", found.n_cuts)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        return replace(best, interrupted=True)
+    return best
+
+
+def _improve(lattice: Lattice, problem: Problem) -> Iterator[Found]:
+    """Better and better plans: over a few cuts, over all listed ones, and over those nearby."""
+    listed, is_exact = _list_cuts(lattice, problem)
+    if listed is None:
+        quick = solve(Cuts.from_cuts(lattice.line()).thin(_COARSE_CUTS, 1), problem)
+        if quick is not None:
+            yield quick
+        listed = _sample_cuts(lattice, problem)
     cuts = Cuts.from_cuts(listed)
     if len(cuts) > problem.most_cuts:
         cuts = cuts.thin(max(1, problem.most_cuts // 4), 4)
-    found = None
-    try:
-        for found in _improve(lattice, problem, listed, cuts, is_exact):
-            if found.is_exact or (deadline_s is not None and time.monotonic() > deadline_s):
-                break
-            report(found.step_s, "refining", found.n_cuts)
-    except KeyboardInterrupt:
-        if found is None:
-            raise
-        return replace(found, interrupted=True)
-    return found
-
-
-def _improve(
-    lattice: Lattice, problem: Problem, listed: list[Cut], cuts: Cuts, is_exact: bool
-) -> Iterator[Found]:
-    """Better and better plans: over a few cuts, over all given ones, and over those nearby."""
     bound_s = math.inf
     if len(cuts) > 2 * _COARSE_CUTS:
         coarse = solve(cuts.thin(_COARSE_CUTS // 2, 2), problem)
@@ -139,18 +144,23 @@ def _improve(
         yield found
 
 
-def _candidates(lattice: Lattice, problem: Problem) -> tuple[list[Cut], bool]:
-    """All cuts when there are few; else those of the graph with merged branches, or a beam's."""
+def _list_cuts(lattice: Lattice, problem: Problem) -> tuple[list[Cut] | None, bool]:
+    """All cuts when there are few (then True), else those of the graph with merged branches."""
     every = lattice.every(problem.most_cuts)
     if every is not None:
         return every, True
+    return _merged(lattice, problem, _COARSE_PARTS).every(problem.most_cuts), False
+
+
+def _sample_cuts(lattice: Lattice, problem: Problem) -> list[Cut]:
+    """Cuts that are cheap to cross, of a graph with too many to list."""
+    fine = _merged(lattice, problem, _FINE_PARTS)
+    return [*fine.beam(_BEAM_WIDTH), *fine.principal()]
+
+
+def _merged(lattice: Lattice, problem: Problem, n_parts: int) -> Lattice:
     share = sum(lattice.workload.compute_ticks) / problem.n_devices
-    coarse = Lattice(*merge_branches(lattice, share / _COARSE_PARTS))
-    listed = coarse.every(problem.most_cuts)
-    if listed is not None:
-        return listed, False
-    fine = Lattice(*merge_branches(lattice, share / _FINE_PARTS))
-    return [*fine.beam(_BEAM_WIDTH), *fine.principal()], False
+    return Lattice(*merge_branches(lattice, share / n_parts))
 
 
 def _refine(lattice: Lattice, problem: Problem, listed: list[Cut], found: Found) -> Found | None:
