@@ -14,9 +14,7 @@ def profile(*points: tuple[dict[str, int], float, float]) -> Profile:
     return Profile(
         model="m",
         measurements=[
-            Measurement(
-                device_kind="gpu", operator="conv", shape=shape, forward_s=f, backward_s=b
-            )
+            Measurement(device_kind="gpu", operator="conv", shape=shape, forward_s=f, backward_s=b)
             for shape, f, b in points
         ],
     )

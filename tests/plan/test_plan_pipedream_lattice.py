@@ -203,9 +203,7 @@ def test_nodes_of_one_device_become_one_level() -> None:
     assert machines.memory == 5
 
 
-@pytest.mark.parametrize(
-    ("sizes", "speeds"), [((2, 1), [1.0, 1.0, 1.0]), ((3,), [1.0, 0.5, 1.0])]
-)
+@pytest.mark.parametrize(("sizes", "speeds"), [((2, 1), [1.0, 1.0, 1.0]), ((3,), [1.0, 0.5, 1.0])])
 def test_unlike_nodes_or_devices_become_one_level_in_order(
     sizes: tuple[int, ...], speeds: list[float]
 ) -> None:

@@ -128,9 +128,7 @@ def best_uniform(
                 behind -= r
                 n_after = behind * width * copies + after
                 if inner:
-                    compute = best_uniform(
-                        oracle, inner, limit, start, end, copies * r, n_after
-                    )
+                    compute = best_uniform(oracle, inner, limit, start, end, copies * r, n_after)
                 elif oracle.fits(start, end, r * copies, n_after, limit):
                     compute = oracle.compute_s(start, end)
                 else:
