@@ -76,8 +76,11 @@ def plan_with_simulator(
     batch = request.batch or request.graph.batch
     if batch is None:
         raise PlanError(f"graph {request.graph.name!r} has no batch: give --batch")
+    graph = request.graph
+    if graph.batch is None:  # its numbers are for a whole minibatch: take it to be this one
+        graph = msgspec.structs.replace(graph, batch=batch)
     simulator = Simulator(
-        request.graph,
+        graph,
         request.profile,
         request.cluster,
         options=options,

@@ -2,11 +2,15 @@
 
 A stage is a run of consecutive operators on a group of devices, which share each microbatch. With
 M microbatches a stage that takes w seconds per microbatch (forward and backward) and is reached
-after p seconds of earlier stages and transfers (there and back) cannot end before p + M w. So
-every partial pipeline has the pair (p, largest p_s + M w_s of its stages), both to be kept small:
-the programme keeps, for each (operators done, devices used, last group), the pairs that no other
-one beats, and is exact for the maximum over stages of p_s + M w_s. The best are then simulated,
-with what the pair leaves out: contention, gradient synchronisation, memory, schedules.
+after p seconds of earlier stages and transfers (there and back, a third of it there) ends after
+
+    b = M w + max(p, p/3 + y - 2w/3)
+
+with y its all-reduce, which only the last microbatch's backward pass hides; and a cut whose
+microbatch takes t seconds to cross, after p + M t. So every partial pipeline has the pair (p,
+largest b so far), both to be kept small: the programme keeps, for each (operators done, devices
+used, last group), the pairs that no other one beats, and is exact for the largest b. The best are
+then simulated, with what that leaves out: contention, memory, schedules, skips.
 
 On up to four devices every ordered choice of groups is tried; on more, groups are neighbours in a
 few orders of the devices (by node, fastest first, slowest first).
@@ -53,6 +57,20 @@ class Pipeline:
     groups: tuple[Group, ...]
 
 
+class Crossing(NamedTuple):
+    """Seconds of one microbatch across a cut, each way."""
+
+    there_s: float
+    back_s: float
+
+
+class StageCost(NamedTuple):
+    """Seconds of one microbatch, forward and backward, and of the stage's all-reduce."""
+
+    seconds: float
+    sync_s: float
+
+
 class Partial(NamedTuple):
     """Stages of the first segments: when the next one is reached, and the bound so far."""
 
@@ -61,13 +79,23 @@ class Partial(NamedTuple):
     ends: tuple[int, ...]
     groups: tuple[Group, ...]
 
+    @property
+    def last_start(self) -> int:
+        """Segment at which the last stage begins."""
+        return self.ends[-2] if len(self.ends) > 1 else 0
+
     def extended(
-        self, transfer_s: float, seconds: float, n_microbatches: int, end: int, group: Group
+        self, crossing: Crossing, stage: StageCost, n_microbatches: int, end: int, group: Group
     ) -> Partial:
-        """With one more stage, that takes so many seconds per microbatch."""
-        reached = self.prefix_s + transfer_s
-        bound = max(self.bound_s, reached + n_microbatches * seconds)
-        return Partial(reached + seconds, bound, (*self.ends, end), (*self.groups, group))
+        """With one more stage."""
+        reached = self.prefix_s + crossing.there_s + crossing.back_s
+        drained = max(reached, reached / 3 + stage.sync_s - 2 / 3 * stage.seconds)
+        bound = max(
+            self.bound_s,
+            n_microbatches * stage.seconds + drained,
+            self.prefix_s + n_microbatches * max(crossing.there_s, crossing.back_s),
+        )
+        return Partial(reached + stage.seconds, bound, (*self.ends, end), (*self.groups, group))
 
 
 class PipelineSearch:
@@ -80,6 +108,11 @@ class PipelineSearch:
         self.segments = merge_operators(simulator, self.costs)
         self._cut_bytes = self._bytes_at_cuts()
         self._seconds = self._segment_seconds()
+        operators = simulator.graph.operators
+        self._weights = [0]
+        for ops in self.segments:
+            own = sum(operators[op].parameter_bytes for op in ops)
+            self._weights.append(self._weights[-1] + own)
 
     def _segment_seconds(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """(n_segments + 1, n_devices): running sum of forward plus backward of whole operators."""
@@ -95,36 +128,44 @@ class PipelineSearch:
     def _whole(self, op: int) -> tuple[tuple[int, int], ...]:
         return tuple((0, size) for size in self.costs.shapes[op].values())
 
-    def _bytes_at_cuts(self) -> list[float]:
-        """Bytes of a microbatch that cross each cut between segments."""
+    def _bytes_at_cuts(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """[a, b]: bytes of a microbatch that segments a..b produce and later ones read.
+
+        A tensor that skips a stage goes straight to its reader, so only its own stage sends it.
+        """
+        n = len(self.segments)
         at = {op: k for k, ops in enumerate(self.segments) for op in ops}
-        found = [0.0] * (len(self.segments) + 1)
+        found = np.zeros((n + 1, n + 1))
         for p, consumers in enumerate(self.simulator.graph.consumers()):
             places = [at[c] for c in consumers if c in at]
             if p not in at or not places:
                 continue
-            share = self.costs.bytes_per_element(p) * float(
-                np.prod([float(s) for s in self.costs.shapes[p].values()])
+            elements = math.prod(self.costs.shapes[p].values())
+            found[: at[p] + 1, at[p] + 1 : max(places) + 1] += (
+                self.costs.bytes_per_element(p) * elements
             )
-            for k in range(at[p] + 1, max(places) + 1):
-                found[k] += share
         return found
 
-    def _stage_s(self, a: int, b: int, group: Group) -> float:
-        """Seconds of segments a..b for one microbatch: replicas share it by their speed."""
-        rates = [self._seconds[b, d] - self._seconds[a, d] for d in group]
-        if min(rates) <= 0:
-            return float(max(rates)) / len(group)
-        return 1 / sum(1 / float(rate) for rate in rates)
+    def _stage_cost(self, a: int, b: int, group: Group) -> StageCost:
+        """Segments a..b on a group: replicas share a microbatch by their speed."""
+        rates = [float(self._seconds[b, d] - self._seconds[a, d]) for d in group]
+        shared = 1 / sum(1 / rate for rate in rates) if min(rates) > 0 else max(rates) / len(group)
+        n_bytes = self._weights[b] - self._weights[a]
+        if len(group) == 1 or not n_bytes:
+            return StageCost(shared, 0.0)
+        return StageCost(shared, self.simulator.network.all_reduce(group, n_bytes).duration_s)
 
-    def _transfer_s(self, cut: int, before: Group, after: Group) -> float:
-        """There and back across a cut, shared by the pairs of devices that join the groups."""
+    def _crossing(self, start: int, cut: int, before: Group, after: Group) -> Crossing:
+        """From a stage to the next, shared by the pairs of devices that join the groups."""
+        if not before:
+            return Crossing(0.0, 0.0)
         network = self.simulator.network
         lanes = min(len(before), len(after))
-        amount = self._cut_bytes[cut] / lanes
-        there = min(network.transfer_s(a, b, amount) for a in before for b in after)
-        back = min(network.transfer_s(b, a, amount) for a in before for b in after)
-        return there + back
+        amount = float(self._cut_bytes[start, cut]) / lanes
+        return Crossing(
+            min(network.transfer_s(a, b, amount) for a in before for b in after),
+            min(network.transfer_s(b, a, amount) for a in before for b in after),
+        )
 
     def candidates(self, n_best: int, *, limit_s: float = math.inf) -> list[Pipeline]:
         """The pipelines of at least two stages with the least bounds up to limit_s, least first."""
@@ -165,7 +206,8 @@ class PipelineSearch:
         # State: (segments done), (mask, last group) -> partial pipelines.
         layers: list[dict[tuple[int, Group], list[Partial]]] = [{} for _ in range(n + 1)]
         layers[0][(0, ())] = [Partial(0.0, 0.0, (), ())]
-        stage_s = lru_cache(maxsize=None)(self._stage_s)
+        stage_cost = lru_cache(maxsize=None)(self._stage_cost)
+        crossing = lru_cache(maxsize=None)(self._crossing)
         for a in range(n):
             for (used, last), partials in layers[a].items():
                 kept = _undominated(partials, keep)
@@ -175,14 +217,17 @@ class PipelineSearch:
                     if len(group) > self.samples:
                         continue
                     mask = used | sum(1 << d for d in group)
-                    extra = self._transfer_s(a, last, group) if last else 0.0
-                    least = min(p.prefix_s for p in kept) + extra
+                    crossings = [crossing(p.last_start, a, last, group) for p in kept]
+                    least = min(p.prefix_s for p in kept)
                     for b in range(a + 1, n + 1):
-                        seconds = stage_s(a, b, group)
-                        if least + m * seconds > limit_s:
+                        stage = stage_cost(a, b, group)
+                        if least + m * stage.seconds > limit_s:
                             break
                         target = layers[b].setdefault((mask, group), [])
-                        target += [p.extended(extra, seconds, m, b, group) for p in kept]
+                        target += [
+                            partial.extended(c, stage, m, b, group)
+                            for partial, c in zip(kept, crossings, strict=True)
+                        ]
         finals = [item for partials in layers[n].values() for item in _undominated(partials, keep)]
         return [Pipeline(p.bound_s, p.ends, p.groups) for p in finals if p.bound_s <= limit_s]
 

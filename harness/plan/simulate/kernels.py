@@ -1,7 +1,7 @@
 """The event loop and the order of tasks, compiled. Import this module lazily: it imports numba.
 
-A compute task is (pass, microbatch, operator, device); its number is
-((pass * M + microbatch) * N + operator) * D + device, with M microbatches, N operators, D devices.
+A row is an operator on a device that has a block of it; there are R of them. A compute task is
+(pass, microbatch, row) and has the number (pass * M + microbatch) * R + row, with M microbatches.
 Then come forward transfers (microbatch * E + edge row), backward transfers, and all-reduce buckets.
 
 A device works through its tasks in the fixed order of its schedule. What has to wait for something
@@ -25,11 +25,9 @@ NONE = -1
 @njit(cache=True)
 def order_tasks(
     n_microbatches: int,
-    n_ops: int,
-    n_devices: int,
-    active: Any,  # (N * D,) whether the operator has a block on the device
-    kept_bytes: Any,  # (N * D,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (N * D,) of those, received from another stage: kept under recomputation
+    row_at: Any,  # (operators, devices) the row, or NONE
+    kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
+    outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
     recompute: Any,  # (S,)
@@ -46,7 +44,7 @@ def order_tasks(
         peak: (D,) most bytes of activations held at once.
         held: (n_tasks,) bytes held while the task runs.
     """
-    rows = n_ops * n_devices
+    rows, n_devices = len(kept_bytes), row_at.shape[1]
     n_tasks = N_PASSES * n_microbatches * rows
     following = np.full(n_tasks, NONE, np.int64)
     held = np.zeros(n_tasks)
@@ -70,8 +68,8 @@ def order_tasks(
                 for k in range(high - low):
                     forwards = what in (FORWARD, RECOMPUTE)
                     op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
-                    row = op * n_devices + device
-                    if not active[row]:
+                    row = row_at[op, device]
+                    if row == NONE:
                         continue
                     task = (what * n_microbatches + microbatch) * rows + row
                     freed = 0.0
@@ -149,14 +147,12 @@ def _group_rows(rows: Any, n_rows: int) -> Any:
 @njit(cache=True)
 def run_events(
     n_microbatches: int,
-    n_ops: int,
-    n_devices: int,
-    seconds: Any,  # (4, N * D) of each pass
-    active: Any,  # (N * D,)
+    device_of: Any,  # (R,)
+    seconds: Any,  # (4, R) of each pass
     following: Any,
     first: Any,
-    edge_source: Any,  # (E,) row of the producer's block: operator * D + device
-    edge_target: Any,  # (E,) row of the consumer's block
+    edge_source: Any,  # (E,) row of the producer
+    edge_target: Any,  # (E,) row of the consumer
     edge_bytes: Any,  # (E,)
     edge_returns: Any,  # (E,) whether a gradient comes back
     latency: Any,  # (D, D)
@@ -178,7 +174,8 @@ def run_events(
         cause: what each waited for last, or NONE: the critical path, backwards.
         busy: (n_resources,) seconds that each was occupied.
     """
-    rows, n_edges, n_buckets = n_ops * n_devices, len(edge_bytes), len(bucket_seconds)
+    rows, n_edges, n_buckets = len(device_of), len(edge_bytes), len(bucket_seconds)
+    n_devices = len(node_of)
     n_compute = N_PASSES * n_microbatches * rows
     n_moves = n_microbatches * n_edges
     total = n_compute + 2 * n_moves + n_buckets
@@ -280,7 +277,7 @@ def run_events(
 
         back = task >= n_compute + n_moves
         m, e = divmod(task - n_compute - (n_moves if back else 0), n_edges)
-        a, b = edge_source[e] % n_devices, edge_target[e] % n_devices
+        a, b = device_of[edge_source[e]], device_of[edge_target[e]]
         if back:
             a, b = b, a
         n_bytes = edge_bytes[e]

@@ -49,14 +49,14 @@ def decode(simulation: Simulation, task: int) -> Event:
     out, simulator = simulation.outcome, simulation.simulator
     operators, names = simulator.graph.operators, simulator.network.names
     n_devices, n_microbatches = len(names), simulation.strategy.n_microbatches
-    rows = len(operators) * n_devices
+    rows = len(out.rows)
     start = float(out.start[task])
     duration = float(out.finish[task]) - start
     n_compute, n_moves = 4 * n_microbatches * rows, n_microbatches * len(out.edge_bytes)
     if task < n_compute:
         what, rest = divmod(task, n_microbatches * rows)
         microbatch, row = divmod(rest, rows)
-        op, device = divmod(row, n_devices)
+        op, device = divmod(int(out.rows[row]), n_devices)
         name = f"{_PASS_PREFIX[what]}{operators[op].name}{_microbatch(microbatch, n_microbatches)}"
         return Event(task, _PASS_KINDS[what], name, (device,), names[device], start, duration)
     if task < n_compute + 2 * n_moves:

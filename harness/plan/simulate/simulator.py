@@ -37,6 +37,7 @@ class Outcome:
         static_bytes: (n_devices,) of those, all but activations.
         device_end_s: (n_devices,) when a device may start its optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
+        rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
     """
 
     step_s: float
@@ -49,6 +50,7 @@ class Outcome:
     cause: Ints
     busy: Floats
     held: Floats
+    rows: Ints
     edge_source: Ints
     edge_target: Ints
     edge_bytes: Floats
@@ -60,7 +62,8 @@ class Simulator:
     """Prices strategies of one graph on one cluster.
 
     Raises:
-        PlanError: the profile is for another graph, or lacks a device kind or an operator.
+        PlanError: the profile is for another graph, or lacks a device kind or an operator, or the
+            graph has no batch.
         ClusterError: two devices have no link.
     """
 
@@ -74,6 +77,11 @@ class Simulator:
         memory_bytes: int | None = None,
     ) -> None:
         check_profile(graph, profile)
+        if graph.batch is None:
+            raise PlanError(
+                f"graph {graph.name!r} does not say for how many samples its times and bytes hold: "
+                "set its batch"
+            )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.options = options or SimulatorOptions()
         self.network = Network(cluster)
@@ -192,21 +200,17 @@ class Trial:
         from harness.plan.simulate import kernels
 
         tables, flow, simulator = self.tables, self._current_flow(), self.simulator
-        n_ops, n_devices = tables.n_ops, tables.n_devices
+        n_devices = tables.n_devices
         source, target, n_bytes, index = tables.edge_rows()
-        received = np.bincount(target, weights=n_bytes, minlength=n_ops * n_devices)
-        stage_of_row = self._stage_of_row()
-        crosses = stage_of_row[source] != stage_of_row[target]
-        outside = np.bincount(
-            target[crosses], weights=n_bytes[crosses], minlength=n_ops * n_devices
-        )
-        active = tables.active.ravel()
+        rows, row_at = _number_rows(tables.active)
+        from_row, to_row = row_at.ravel()[source], row_at.ravel()[target]
+        received = np.bincount(to_row, weights=n_bytes, minlength=len(rows))
+        crosses = self._stage_of()[source // n_devices] != self._stage_of()[target // n_devices]
+        outside = np.bincount(to_row[crosses], weights=n_bytes[crosses], minlength=len(rows))
         following, first, last, peak, held = kernels.order_tasks(
             flow.n_microbatches,
-            n_ops,
-            n_devices,
-            active,
-            tables.output_bytes.ravel() + received,
+            row_at,
+            tables.output_bytes.ravel()[rows] + received,
             outside,
             flow.stage_ptr,
             flow.stage_ops,
@@ -217,19 +221,16 @@ class Trial:
             flow.split_weight,
         )
         buckets = tables.buckets()
-        trigger_task, trigger_bucket = self._triggers(buckets, flow, last)
+        trigger_task, trigger_bucket = self._triggers(buckets, flow, last, row_at)
         network = simulator.network
-        seconds = self._seconds(flow)
         start, finish, _, cause, busy = kernels.run_events(
             flow.n_microbatches,
-            n_ops,
-            n_devices,
-            seconds,
-            active,
+            rows % n_devices,
+            self._seconds(flow, rows),
             following,
             first,
-            source,
-            target,
+            from_row,
+            to_row,
             n_bytes,
             simulator.returns[source // n_devices],
             network.latency_s,
@@ -260,6 +261,7 @@ class Trial:
             cause=cause,
             busy=busy,
             held=held,
+            rows=rows,
             edge_source=source,
             edge_target=target,
             edge_bytes=n_bytes,
@@ -267,41 +269,51 @@ class Trial:
             buckets=buckets,
         )
 
-    def _stage_of_row(self) -> Ints:
+    def _stage_of(self) -> Ints:
         stages = np.zeros(self.tables.n_ops, dtype=np.int64)
         for op, plan in self.tables.plans.items():
             stages[op] = plan.stage
-        return np.repeat(stages, self.tables.n_devices)
+        return stages
 
-    def _seconds(self, flow: Flow) -> Floats:
-        """(4, N * D): forward, backward, weight pass and recomputation of each row.
+    def _seconds(self, flow: Flow, rows: Ints) -> Floats:
+        """(4, n_rows): forward, backward, weight pass and recomputation.
 
         A zero-bubble schedule gives half of the backward of an operator with weights to the
         weight pass: gradients of inputs and of weights are products of equal size.
         """
         tables = self.tables
-        forward, backward = tables.forward_s.ravel(), tables.backward_s.ravel()
-        has_weights = tables.weight_bytes.ravel() > 0
+        forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
+        has_weights = tables.weight_bytes.ravel()[rows] > 0
         weight = np.where(has_weights, backward / 2, 0.0) if flow.split_weight else 0 * backward
         return np.stack([forward, backward - weight, weight, forward])
 
-    def _triggers(self, buckets: Buckets, flow: Flow, last: Ints) -> tuple[Ints, Ints]:
+    def _triggers(
+        self, buckets: Buckets, flow: Flow, last: Ints, row_at: Ints
+    ) -> tuple[Ints, Ints]:
         """(compute task, bucket that waits for it): the last microbatch's gradients, or,
         without overlap, the device's last task."""
-        n_devices = self.tables.n_devices
         if not self.simulator.options.overlap:
             pairs = [(int(last[d]), k) for k, group in enumerate(buckets.groups) for d in group]
         else:
             which = 2 if flow.split_weight else 1
-            base = ((which + 1) * flow.n_microbatches - 1) * self.tables.n_ops * n_devices
+            n_rows = int(row_at.max()) + 1
+            base = ((which + 1) * flow.n_microbatches - 1) * n_rows
             pairs = [
-                (base + op * n_devices + d, k)
+                (base + int(row_at[op, d]), k)
                 for k, (ops, group) in enumerate(zip(buckets.members, buckets.groups, strict=True))
                 for op in ops
                 for d in group
             ]
         flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
+
+
+def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Flat places of the active entries, and the row of every place (-1: none)."""
+    rows = np.flatnonzero(active)
+    row_at = np.full(active.shape, -1, dtype=np.int64)
+    row_at.ravel()[rows] = np.arange(len(rows))
+    return rows, row_at
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
