@@ -133,7 +133,8 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 
 def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[str]) -> int:
-    start_fork_server(["torch", "torch.distributed", "harness.run", "harness.workloads"])
+    if any(case.workload.is_isolated for case in cases):
+        start_fork_server(["torch", "torch.distributed", "harness.run", "harness.workloads"])
 
     from harness.launch import Launcher
     from harness.runtime.rendezvous import meet

@@ -92,7 +92,7 @@ _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process 
 
 
 def _has_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone, which then has the better reason."""
+    """Whether a collective failed because another rank is gone, which has the better reason."""
     return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _LOST_PEER)
 
 

@@ -70,24 +70,38 @@ def parse_duration(text: str) -> float:
 def _pick(value: float, scales: list[tuple[float, str]]) -> str:
     for scale, unit in scales:
         if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}" if value / scale < 1000 else f"{value / scale:.0f} {unit}"
+            return (
+                f"{value / scale:.3g} {unit}"
+                if value / scale < 1000
+                else f"{value / scale:.0f} {unit}"
+            )
     scale, unit = scales[-1]
     return f"{value / scale:.3g} {unit}"
 
 
 def format_bytes(n_bytes: float) -> str:
     """Print a size in binary units: `16 MiB`."""
-    return _pick(n_bytes, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")])
+    return _pick(
+        n_bytes, [(2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")]
+    )
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
     """Print a bandwidth in decimal units: `1.25 GB/s`."""
-    return _pick(bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
+    return _pick(
+        bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")]
+    )
 
 
 def format_flops(flops_per_s: float) -> str:
     """Print a rate of computation: `12.3 TFLOP/s`."""
-    scales = [(1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1, "FLOP/s")]
+    scales = [
+        (1e15, "PFLOP/s"),
+        (1e12, "TFLOP/s"),
+        (1e9, "GFLOP/s"),
+        (1e6, "MFLOP/s"),
+        (1, "FLOP/s"),
+    ]
     return _pick(flops_per_s, scales)
 
 

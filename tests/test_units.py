@@ -1,6 +1,7 @@
 """Quantities in and out."""
 
 import pytest
+
 from harness.errors import ConfigError
 from harness.units import (
     format_bandwidth,

@@ -103,8 +103,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
                 )
             if not link.bandwidth_bytes_per_s > 0 or not 0 <= link.latency_s < math.inf:
                 raise ClusterError(
-                    f"link {link.source} -> {link.target} has latency {link.latency_s} s and bandwidth "
-                    f"{link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and bandwidth > 0"
+                    f"link {link.source} -> {link.target} has latency {link.latency_s} s and "
+                    f"bandwidth {link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and "
+                    "bandwidth > 0"
                 )
 
     @property
@@ -178,8 +179,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             raise ClusterError(f"{source} is not JSON: {error}") from None
         if (cluster.schema, cluster.version) != (SCHEMA, SCHEMA_VERSION):
             raise ClusterError(
-                f"{source} has schema {cluster.schema} version {cluster.version}, this harness reads "
-                f"{SCHEMA} version {SCHEMA_VERSION}: measure it again with `./entry.sh links`"
+                f"{source} has schema {cluster.schema} version {cluster.version}, this harness "
+                f"reads {SCHEMA} version {SCHEMA_VERSION}: measure it again with `./entry.sh links`"
             )
         return cluster
 

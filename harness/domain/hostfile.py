@@ -52,7 +52,9 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> list[Host]:
             continue
         host = _parse_line(line, f"{source}:{number}")
         if any(host.name == other.name for other in hosts):
-            raise HostfileError(f"{source}:{number}: {host.name} is listed twice: raise its slots instead")
+            raise HostfileError(
+                f"{source}:{number}: {host.name} is listed twice: raise its slots instead"
+            )
         hosts.append(host)
     if not hosts:
         raise HostfileError(f"{source} names no host: write one a line, like `ecetesla0 slots=1`")

@@ -17,7 +17,9 @@ SpanKind = Literal[
 Label = str | int | float | bool
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="type", omit_defaults=True):
+class Span(
+    msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="type", omit_defaults=True
+):
     """A named interval on one rank.
 
     Attributes:

@@ -170,12 +170,16 @@ def nic_limit_bytes_per_s(run: Run) -> float | None:
 
 
 def best_link_bytes_per_s(run: Run) -> float | None:
-    """The best point-to-point bandwidth that was measured at any size between two nodes."""
+    """The best point-to-point bandwidth between two nodes, at the largest size that was sent.
+
+    Smaller messages can pass inside a shaper's burst and look faster than the link.
+    """
     hosts = {info.rank: info.hostname for info in run.header.ranks}
-    rates = [
-        n_bytes / float(np.median(values))
+    sent = [
+        (n_bytes, n_bytes / float(np.median(values)))
         for pairs in _pair_samples(run, "link_transfer_s").values()
         for (source, target, n_bytes), values in pairs.items()
         if n_bytes and (hosts.get(source) != hosts.get(target) or len(set(hosts.values())) < 2)
     ]
-    return max(rates, default=None)
+    largest = max((n_bytes for n_bytes, _ in sent), default=0)
+    return max((rate for n_bytes, rate in sent if n_bytes == largest), default=None)

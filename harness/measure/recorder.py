@@ -9,7 +9,6 @@ from typing import Any
 from harness.domain.record import Label, Record, Sample, Span, SpanKind
 from harness.measure.clock import Clock
 
-
 _Mark = tuple[SpanKind, str, int | None, Any, Any, int | None]
 
 
@@ -39,7 +38,9 @@ class Recorder:
         """Record a span whose two marks were taken elsewhere, such as in a callback."""
         self._marks.append((kind, name, self.step, start, end, n_bytes))
 
-    def sample(self, metric: str, value: float, *, step: int | None = None, **labels: Label) -> None:
+    def sample(
+        self, metric: str, value: float, *, step: int | None = None, **labels: Label
+    ) -> None:
         """Record a number; `step` defaults to the current one."""
         at = self.step if step is None else step
         self._records.append(Sample(metric=metric, value=value, labels=labels, step=at))

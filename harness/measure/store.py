@@ -42,7 +42,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
 
 
 class RecordWriter:
-    """Appends one rank's records, creating the run's directory (each node may have its own disk)."""
+    """Appends one rank's records; makes the run's directory, as each node may have its own disk."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Control:
-    """A rank's connection to the store on rank 0. All ranks make the same calls in the same order."""
+    """A rank's connection to the store on rank 0; all ranks make the same calls in order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store = store
@@ -45,7 +45,8 @@ class Control:
         key = self._key(name)
         self.store.set(f"{key}/{self.rank}", msgspec.json.encode(value).decode())
         return [
-            msgspec.json.decode(self._wait(f"{key}/{rank}"), type=type_) for rank in range(self.size)
+            msgspec.json.decode(self._wait(f"{key}/{rank}"), type=type_)
+            for rank in range(self.size)
         ]
 
     def broadcast(self, name: str, value: T, type_: Any = Any) -> T:
@@ -62,7 +63,9 @@ class Control:
         n_chunks = 0 if data is None else -(-len(data) // _CHUNK_BYTES)
         for i in range(n_chunks):
             assert data is not None
-            chunk: Any = data[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]  # bytes do; the stub says str
+            chunk: Any = data[
+                i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES
+            ]  # bytes do; the stub says str
             self.store.set(f"{key}/{self.rank}/{i}", chunk)
         counts = self.gather(name, n_chunks, int)
         received: dict[int, bytes] = {}

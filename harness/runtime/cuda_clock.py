@@ -1,4 +1,4 @@
-"""A clock of CUDA events: marks follow the current stream and are read when the GPU has passed them."""
+"""A clock of CUDA events: marks follow the stream and are read when the GPU has passed them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,10 @@ def list_interfaces() -> list[Interface]:
                 speed = shaped.get(name, stats[name].speed * 1e6)
                 found.append(
                     Interface(
-                        name=name, address=entry.address, prefix_length=length, speed_bits_per_s=speed
+                        name=name,
+                        address=entry.address,
+                        prefix_length=length,
+                        speed_bits_per_s=speed,
                     )
                 )
     return found

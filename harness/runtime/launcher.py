@@ -112,9 +112,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         launch = _torchrun(environ)
     else:
-        launch = Launch(
-            launcher="none", rank=0, size=1, local_rank=0, local_size=1, has_mpi=False
-        )
+        launch = Launch(launcher="none", rank=0, size=1, local_rank=0, local_size=1, has_mpi=False)
     if not launch.rank < launch.size:
         raise LaunchError(
             f"{launch.launcher} says rank {launch.rank} of {launch.size} ranks: "

@@ -55,23 +55,19 @@ def _mpi_world(launch: Launch) -> Any:
         library = MPI.Get_library_version().split(",")[0].strip("\0 ")
         raise LaunchError(
             f"{launch.launcher} says rank {launch.rank} of {launch.size}, mpi4py ({library}) says "
-            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the mpirun "
-            "of the environment that setup/install.sh made"
+            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the "
+            "mpirun of the environment that setup/install.sh made"
         )
     return comm
 
 
 def _serve(address: str) -> Any:
     """A store that listens at a free port of this host."""
-    return TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
-    )
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
 
 
 def _connect(address: str, port: int) -> Any:
-    return TCPStore(
-        address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
-    )
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
 
 
 def connect_store(address: str, port: int, prefix: str) -> Store:
@@ -116,7 +112,8 @@ def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
     address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if not address:
         raise LaunchError(
-            "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use srun --mpi"
+            "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use "
+            "srun --mpi"
         )
     port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
@@ -143,7 +140,7 @@ def _choose_backend(facts: list[HostFacts], hostnames: list[str]) -> tuple[str, 
 
 
 def _check_versions(facts: list[HostFacts]) -> None:
-    for rank, fact in enumerate(facts):
+    for fact in facts:
         for name, version in facts[0].versions.items():
             if fact.versions.get(name) != version:
                 _log.warning(
@@ -234,5 +231,3 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
 def without_mpi(world: World) -> World:
     """The world as a child process sees it."""
     return replace(world, mpi=None)
-
-

@@ -21,7 +21,7 @@ class Workload:
 
     Attributes:
         summary: one line for the list of workloads.
-        config: a frozen dataclass; every field has a default and a docstring, which is its `--help`.
+        config: a frozen dataclass; each field has a default and a docstring, which is its `--help`.
         cases: splits one configuration into those of its runs (a sweep over batch sizes, say), each
             of which gets its own directory, status and row; validates and raises ConfigError.
         body: runs one case on every rank; returns a summary of a few JSON values (rank 0's is

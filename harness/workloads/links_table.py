@@ -10,6 +10,7 @@ from harness.measure.derive import (
     best_link_bytes_per_s,
     collective_table,
     link_matrices,
+    nic_limit_bytes_per_s,
 )
 from harness.measure.store import Run
 from harness.units import format_bandwidth, format_bytes, format_duration
@@ -52,12 +53,14 @@ def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
 
 
 def _collectives(run: Run) -> str:
-    best = best_link_bytes_per_s(run)
-    heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", "of best link"]
-    return columns(heads, [_cells(row, best) for row in collective_table(run)])
+    limit, name = nic_limit_bytes_per_s(run), "of NIC limit"
+    if limit is None:
+        limit, name = best_link_bytes_per_s(run), "of best link"
+    heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", name]
+    return columns(heads, [_cells(row, limit) for row in collective_table(run)])
 
 
-def _cells(row: CollectiveRow, best: float | None) -> list[str]:
+def _cells(row: CollectiveRow, limit: float | None) -> list[str]:
     return [
         row.operation,
         row.transport,
@@ -66,5 +69,5 @@ def _cells(row: CollectiveRow, best: float | None) -> list[str]:
         f"{row.time.cv:.0%}",
         format_bandwidth(row.algbw),
         format_bandwidth(row.busbw),
-        f"{row.busbw / best:.0%}" if best else "-",
+        f"{row.busbw / limit:.0%}" if limit else "-",
     ]

@@ -1,6 +1,7 @@
 """Clusters validate themselves and survive their file."""
 
 import pytest
+
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import ClusterError
 

@@ -1,6 +1,7 @@
 """Hostfiles are data: what could be a shell's or ssh's syntax is refused."""
 
 import pytest
+
 from harness.domain.hostfile import Host, load_hostfile, parse_hostfile
 from harness.errors import HostfileError
 
@@ -30,7 +31,7 @@ def test_what_is_wrong_is_refused_with_its_line(text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(HostfileError, match="nothing.txt"):
+    with pytest.raises(HostfileError, match=r"nothing\.txt"):
         load_hostfile(tmp_path / "nothing.txt")
 
 

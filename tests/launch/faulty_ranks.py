@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from harness.errors import VerificationError
 from harness.launch import Case, Launcher, RunOptions
 from harness.runtime.isolate import start_fork_server

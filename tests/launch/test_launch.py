@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from harness.measure.store import read_results
 
 PROGRAM = Path(__file__).with_name("faulty_ranks.py")

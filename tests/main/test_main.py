@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from harness.__main__ import main
 from harness.errors import ConfigError, LaunchError
 from harness.measure.store import read_results

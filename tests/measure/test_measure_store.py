@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+
 from harness.domain.cluster import Cluster
 from harness.domain.record import Sample, Span
 from harness.domain.run import RunHeader

@@ -1,6 +1,7 @@
 """The shortest round trip decides the offset."""
 
 import pytest
+
 from harness.runtime.clock_offset import estimate_offset
 
 

@@ -26,9 +26,7 @@ def test_docker0_with_the_same_address_everywhere_is_passed_over_though_faster()
 
 
 def test_the_faster_of_two_shared_networks_wins():
-    hosts = [
-        [LO, ethernet(k), ethernet(k, "10.1.0", name="ib0", speed=1e11)] for k in (1, 2)
-    ]
+    hosts = [[LO, ethernet(k), ethernet(k, "10.1.0", name="ib0", speed=1e11)] for k in (1, 2)]
     chosen = choose_interface(1, ["a", "b"], hosts)
     assert chosen is not None
     assert chosen.name == "ib0"

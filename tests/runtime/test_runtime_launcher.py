@@ -1,6 +1,7 @@
 """Each launcher's variables give the same five numbers."""
 
 import pytest
+
 from harness.errors import LaunchError
 from harness.runtime.launcher import read_launch
 
