@@ -75,7 +75,8 @@ class _Curve:
     """All that is known of one operator on one device kind and dtype; fitted when first needed."""
 
     def __init__(self, points: list[Measurement]) -> None:
-        self._points = points
+        # Some heads of an attention hold a partial sum of its whole output: another line.
+        self._points = [point for point in points if "heads" not in point.shape] or points
         self.exact = {tuple(point.shape.items()): point for point in points}
 
     @cached_property
@@ -133,6 +134,14 @@ class OperatorTimes:
         if whole is not None:  # measured for the whole minibatch, of unknown shape
             n /= operator.n_elements
         return OperatorTime(curve.forward.at(n), curve.backward.at(n), fitted=True)
+
+    def is_measured(
+        self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None
+    ) -> bool:
+        """Whether `lookup` would return a measurement rather than a fit."""
+        key = (device_kind, operator.profile_key, operator.dtype if dtype is None else dtype)
+        curve = self._curves.get(key)
+        return curve is not None and tuple(shape.items()) in curve.exact
 
     def relative_error(self, operator: Operator, device_kind: str, dtype: str) -> float | None:
         """Largest relative error of the operator's fits; None when there is nothing to compare."""

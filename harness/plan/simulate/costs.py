@@ -110,7 +110,12 @@ class Costs:
             operator = self.graph.operators[op]
             sizes = dict(zip(self.shapes[op], key[2], strict=True))
             kind, speed = self._devices[device].kind, self._devices[device].speed
-            if operator.shape and not any(is_partial(operator, dim) for dim in sizes):
+            shown = {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
+            is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
+            if operator.shape and is_whole:
+                time = self._times.lookup(operator, kind, shape=shown, dtype=self._only_dtype)
+                share = 1.0
+            elif self._times.is_measured(operator, kind, sizes, self._only_dtype):
                 time = self._times.lookup(operator, kind, shape=sizes, dtype=self._only_dtype)
                 share = 1.0
             else:
