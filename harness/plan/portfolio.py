@@ -33,6 +33,7 @@ from harness.units import format_bytes, format_duration
 MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
 WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
 N_CHAINS = 3
+PIPELINES = "pipeline dynamic programming"
 ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
 
 
@@ -171,7 +172,7 @@ class _Searches:
 
     def _pipelines(self, budget: int) -> None:
         """Simulate the programme's best pipelines for each number of microbatches."""
-        self.objective.start("pipeline dynamic programming", budget=budget)
+        self.objective.start(PIPELINES, budget=budget)
         each = max(4, budget // (3 * len(self.counts)))
         for n_microbatches in self.counts:
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
@@ -179,13 +180,18 @@ class _Searches:
             # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
             best = self.objective.best
             limit_s = 1.1 * best.step_s if best is not None else math.inf
-            for pipeline in search.candidates(each, limit_s=limit_s):
+            candidates = search.candidates(each, limit_s=limit_s)
+            before = self.objective.best_of.get(PIPELINES)
+            for pipeline in candidates:
                 for schedule in schedules_for(n_microbatches):
                     if self.objective.is_over():
                         return
                     search.judge(pipeline, self.objective, schedule)
                 if self.objective.best is None:
                     search.judge(pipeline, self.objective, recompute=True)
+            if candidates and self.objective.best_of.get(PIPELINES) is not before:
+                scores = [search.judge(pipeline, self.objective) for pipeline in candidates[:8]]
+                search.refine(candidates[scores.index(min(scores))], self.objective)
 
     def _space(self, n_microbatches: int) -> Space:
         samples = -(-self.batch // n_microbatches)
@@ -230,7 +236,7 @@ class _Searches:
                 else {op: draw.choice(menu) for op, menu in space.menus.items()}
             )
             objective.start(name, budget=min(each, end - objective.n_proposals))
-            chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k)
+            chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k, turn=k)
             reached = chain.run(start)
             objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
             descend(trial, space, objective, reached)

@@ -9,9 +9,10 @@ out of its surroundings and only add transfers, so here half of them move severa
     kind       all operators of one kind take one plan
 
 A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)). The temperature
-falls from HOTTEST to COLDEST over the chain, so that it first wanders between valleys and then
-walks down one; once cold it goes back to the best it has seen every few hundred proposals. A
-descent (`descend`) ends it: single operators, then pairs.
+falls over the chain, from one of HOTTEST (chains take turns) to COLDEST: a cool one improves its
+start, a hot one first wanders between valleys and then walks down one. In its colder half a chain
+goes back to the best it has seen every few hundred proposals. A descent (`descend`) ends it: single
+operators, then pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Trial
 
 # Relative to the best step: at 0.02, 2% worse is accepted with probability 1/e.
-HOTTEST, COLDEST = 0.3, 0.005
+HOTTEST, COLDEST = (0.02, 0.3, 0.08), 0.005
 RESET_EVERY = 300  # proposals, in the colder half
 NEAR = 4  # operators apart, in topological order, that a descent still tries as a pair
 
@@ -38,9 +39,12 @@ Move = dict[int, OperatorPlan]
 class Chain:
     """One chain over the plans of a trial; stages stay as they are (one)."""
 
-    def __init__(self, trial: Trial, space: Space, objective: Objective, seed: int) -> None:
+    def __init__(
+        self, trial: Trial, space: Space, objective: Objective, *, seed: int, turn: int
+    ) -> None:
         self.trial, self.space, self.objective = trial, space, objective
         self._random = random.Random(seed)
+        self._hottest = HOTTEST[turn % len(HOTTEST)]
         graph = objective.simulator.graph
         self._ops = list(space.menus)
         allowed = set(self._ops)
@@ -66,7 +70,7 @@ class Chain:
             move = self._propose(plans)
             since += 1
             spent = self.objective.spent
-            temperature = HOTTEST * (COLDEST / HOTTEST) ** spent
+            temperature = self._hottest * (COLDEST / self._hottest) ** spent
             if spent > 0.5 and since >= RESET_EVERY and score > best_score:
                 _apply(self.trial, _difference(plans, best))
                 plans, score, since = dict(best), best_score, 0

@@ -37,7 +37,8 @@ from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.simulator import Simulator, Trial
 
 MOST_SEGMENTS = 40  # operators are merged into so many runs before the programme
-MOST_PAIRS = 4  # kept per state, unless there are so few pipelines that all can be kept
+MOST_RUN = 8  # devices: larger groups are multiples of it, or all that are left
+MOST_PAIRS = 3  # kept per state, unless there are so few pipelines that all can be kept
 ALL_PIPELINES_UP_TO = 20_000
 
 Group = tuple[int, ...]
@@ -182,6 +183,8 @@ class PipelineSearch:
             return [None]
         devices = self.simulator.cluster.devices
         plain = tuple(range(n))
+        if len({(d.kind, d.speed, d.memory_bytes) for d in devices}) == 1:
+            return [plain]
         fast = tuple(sorted(plain, key=lambda d: (-devices[d].speed, d)))
         return list(dict.fromkeys([plain, plain[::-1], fast, fast[::-1]]))
 
@@ -195,7 +198,8 @@ class PipelineSearch:
             return
         first = used.bit_count()
         for k in range(1, n - first + 1):
-            yield tuple(sorted(order[first : first + k]))
+            if k <= MOST_RUN or first + k == n or k % MOST_RUN == 0:
+                yield tuple(sorted(order[first : first + k]))
 
     def _programme(self, order: tuple[int, ...] | None, limit_s: float) -> list[Pipeline]:
         n, m = len(self.segments), self.n_microbatches
@@ -261,6 +265,38 @@ class PipelineSearch:
                         found[op] = OperatorPlan({}, [group[0]], stage)
             start = end
         return found
+
+    def refine(
+        self, start: Pipeline, objective: Objective, schedule: ScheduleName = "1f1b"
+    ) -> None:
+        """Move one cut, or one device to the next stage, as long as the simulated step improves."""
+        best, score = start, self.judge(start, objective, schedule)
+        improved = True
+        while improved and not objective.is_over():
+            improved = False
+            for near in self._neighbours(best):
+                if objective.is_over():
+                    return
+                found = self.judge(near, objective, schedule)
+                if found < score:
+                    best, score, improved = near, found, True
+                    break
+
+    def _neighbours(self, pipeline: Pipeline) -> Iterator[Pipeline]:
+        ends, groups = pipeline.ends, pipeline.groups
+        for k in range(len(ends) - 1):
+            before = ends[k - 1] if k else 0
+            for end in (ends[k] - 1, ends[k] + 1):
+                if before < end < ends[k + 1]:
+                    yield Pipeline(0.0, (*ends[:k], end, *ends[k + 1 :]), groups)
+        for a, b in [(k, k + 1) for k in range(len(ends) - 1)]:
+            for source, target in ((a, b), (b, a)):
+                if len(groups[source]) > 1 and len(groups[target]) < self.samples:
+                    moved = groups[source][-1 if source == a else 0]
+                    changed = list(groups)
+                    changed[source] = tuple(d for d in groups[source] if d != moved)
+                    changed[target] = tuple(sorted((*groups[target], moved)))
+                    yield Pipeline(0.0, ends, tuple(changed))
 
     def judge(
         self,
