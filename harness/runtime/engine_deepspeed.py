@@ -88,7 +88,10 @@ class TimedBackend:
 def _import_deepspeed(world: World) -> Any:
     """Import it quietly, without its just-in-time compiler and its own idea of the launcher."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    # It drives the device of this number, and refuses a launcher's that differs; this process is
+    # the run's alone.
     os.environ["LOCAL_RANK"] = str(world.device.index or 0)
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         import deepspeed
@@ -126,6 +129,8 @@ class DeepSpeedEngine:
     def __init__(
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
     ) -> None:
+        if options.dtype == "fp16" and world.device.type == "cpu":
+            raise ConfigError("--engine deepspeed has no fp16 on CPUs: use --dtype bf16 or fp32")
         deepspeed = _import_deepspeed(world)
         deepspeed.init_distributed(
             dist_backend=world.backend, auto_mpi_discovery=False, verbose=False
