@@ -66,6 +66,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
         batch: samples in the step.
         step_s: seconds of forward plus backward, without the optimizer.
         operators_s: the sum over the graph's operators at the same batch.
+        graph_hash: `Graph.content_hash` of the graph; empty when unknown.
     """
 
     device_kind: str
@@ -73,6 +74,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     step_s: float
     operators_s: float
+    graph_hash: str = ""
 
     @property
     def ratio(self) -> float:

@@ -28,3 +28,15 @@ def agree_on_maximum(values: Sequence[float], world: World) -> list[float]:
     numbers = _tensor(values, world)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return [float(number) for number in numbers.tolist()]
+
+
+def gather_bytes(data: bytes, world: World) -> list[bytes]:
+    """Every rank's bytes, by rank."""
+    sizes = [round(size) for size in gather_numbers(len(data), world)]
+    device = world.device if world.backend == "nccl" else torch.device("cpu")
+    mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(everyone, mine)
+    return [bytes(part[:n].cpu().numpy()) for part, n in zip(everyone, sizes, strict=True)]

@@ -1,0 +1,280 @@
+"""Time one operator alone: forward and backward, again and again, on real tensors.
+
+An iteration runs the operator as training would: under autocast, recording gradients, with inputs
+that were written just before, as their producer would have, and with everything else out of the
+cache where the whole model would have pushed it out.
+
+    [flush] write inputs | forward | [flush] write gradients | backward |
+                         ^         ^                         ^          ^   marks
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from harness.errors import VerificationError
+from harness.measure.clock import Clock
+from harness.runtime.sampling import Budget
+
+# Iterations between two waits: few enough that their marks and tensors stay small.
+_N_BATCH = 16
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator with what it is called on.
+
+    Attributes:
+        function: called with args and kwargs; parameters are its own.
+        args, kwargs: nested; tensors that carry gradients say so by `requires_grad`.
+        parameters: get gradients too.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parameters: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSamples:
+    """Seconds of each sample; a sample is a mean over as many iterations as it needs to be steady.
+
+    Attributes:
+        backward_s: zeros for an operator that has no gradient.
+        saved_bytes: of the tensors kept for the backward pass, with inputs, without parameters.
+    """
+
+    forward_s: list[float]
+    backward_s: list[float]
+    saved_bytes: int
+
+    @property
+    def median_forward_s(self) -> float:
+        return statistics.median(self.forward_s)
+
+    @property
+    def median_backward_s(self) -> float:
+        return statistics.median(self.backward_s)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median of forward plus backward."""
+        sums = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
+        if len(sums) < 2:
+            return 0.0
+        low, middle, high = statistics.quantiles(sums, n=4, method="inclusive")
+        return (high - low) / middle if middle > 0 else 0.0
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+def as_leaves(value: Any, *, has_gradient: bool) -> Any:
+    """Detach nested tensors, those of floating point with or without a gradient."""
+
+    def leaf(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.detach().requires_grad_(has_gradient and part.is_floating_point())
+
+    return fx.node.map_aggregate(value, leaf)
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """One iteration; backward is None for an operator without gradients."""
+
+    forward: tuple[Any, Any]
+    backward: tuple[Any, Any] | None
+
+
+class OpTimer:
+    """Times operators on one device by one clock.
+
+    Args:
+        autocast: makes the context of a forward pass; entered anew each time, since it keeps casts
+            of parameters as long as it lasts.
+        flush: empties the cache; None for a model whose whole step fits into it.
+        shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        budget: Budget,
+        *,
+        device: torch.device,
+        autocast: Autocast,
+        flush: Callable[[], None] | None = None,
+        shortest_s: float = 0.0,
+    ) -> None:
+        self._clock = clock
+        self._budget = budget
+        self._device = device
+        self._autocast = autocast
+        self._flush = flush or (lambda: None)
+        self._shortest_s = shortest_s
+        self._idle_backward_s: float | None = None
+
+    def measure(self, call: OperatorCall, what: str = "operator") -> OperatorSamples:
+        """Forward and backward seconds, less what starting autograd costs by itself.
+
+        Raises:
+            VerificationError: an output or a gradient is not finite.
+        """
+        saved_bytes = self._verify(call, what)
+        forward_s, backward_s = self._sample(call)
+        idle_s = self._idle_s()
+        return OperatorSamples(
+            forward_s=forward_s,
+            backward_s=[max(0.0, value - idle_s) for value in backward_s],
+            saved_bytes=saved_bytes,
+        )
+
+    def _idle_s(self) -> float:
+        """What `torch.autograd.grad` takes on nothing: a whole step pays that only once."""
+        if self._idle_backward_s is None:
+            tiny = torch.zeros(1, device=self._device, requires_grad=True)
+            call = OperatorCall(lambda x: x.view_as(x), (tiny,), {})
+            # The least, not the median: what load adds here it need not add elsewhere.
+            self._idle_backward_s = min(self._sample(call)[1])
+        return self._idle_backward_s
+
+    def _verify(self, call: OperatorCall, what: str) -> int:
+        """Run once, check that all is finite; returns the bytes saved for the backward pass."""
+        own = {parameter.data_ptr() for parameter in call.parameters}
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in own:
+                n_bytes = tensor.numel() * tensor.element_size()
+                saved[tensor.data_ptr()] = max(n_bytes, saved.get(tensor.data_ptr(), 0))
+            return tensor
+
+        args, kwargs = _written((call.args, call.kwargs))
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with hooks, self._autocast():
+            output = call.function(*args, **kwargs)
+        results = tensors_in(output)
+        gradients = self._gradients(call, output)
+        for kind, tensors in (("output", results), ("gradient", gradients)):
+            for tensor in tensors:
+                values = tensor.coalesce().values() if tensor.is_sparse else tensor
+                if not bool(torch.isfinite(values).all()):
+                    raise VerificationError(
+                        f"{what} gives {kind}s that are not finite on finite inputs: check its "
+                        "initial weights, or another --dtype"
+                    )
+        return sum(saved.values())
+
+    def _gradients(self, call: OperatorCall, output: Any) -> list[Tensor]:
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        wanted = _wanted(call)
+        if not outputs or not wanted:
+            return []
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+        found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
+        clock = self._clock
+        self._flush()
+        # Operators in place spoil their inputs; and a producer would just have written them.
+        args, kwargs = _written((call.args, call.kwargs))
+        with self._autocast():
+            start = clock.mark()
+            output = call.function(*args, **kwargs)
+            end = clock.mark()
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not outputs or not wanted:
+            return _Marks((start, end), None)
+        self._flush()
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+        begin = clock.mark()
+        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        return _Marks((start, end), (begin, clock.mark()))
+
+    def _sample(self, call: OperatorCall) -> tuple[list[float], list[float]]:
+        """Forward and backward seconds of each sample."""
+        wanted = _wanted(call)
+        for _ in range(max(1, self._budget.n_warm_up)):
+            self._iterate(call, wanted)
+        self._clock.settle()
+        before = self._clock.mark()
+        self._iterate(call, wanted)
+        after = self._clock.mark()
+        self._clock.settle()
+        whole_s = self._clock.seconds_at(after) - self._clock.seconds_at(before)
+        n_each = max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6)))
+        n_samples = self._budget.count(whole_s * n_each)
+        pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
+        samples = [pair for batch in pairs for pair in batch]
+        return [pair[0] for pair in samples], [pair[1] for pair in samples]
+
+    def _mean(
+        self, call: OperatorCall, wanted: Sequence[Tensor], sizes: list[int]
+    ) -> list[tuple[float, float]]:
+        """Samples of so many iterations each; waits only at their end, or a queue would run dry."""
+        marks: list[list[_Marks]] = []
+        for n in sizes:
+            marks.append([self._iterate(call, wanted) for _ in range(n)])
+        self._clock.settle()
+        return [(self._forward_s(sample), self._backward_s(sample)) for sample in marks]
+
+    def _forward_s(self, sample: list[_Marks]) -> float:
+        return statistics.fmean(self._seconds(marks.forward) for marks in sample)
+
+    def _backward_s(self, sample: list[_Marks]) -> float:
+        return statistics.fmean(
+            0.0 if marks.backward is None else self._seconds(marks.backward) for marks in sample
+        )
+
+    def _seconds(self, marks: tuple[Any, Any]) -> float:
+        return self._clock.seconds_at(marks[1]) - self._clock.seconds_at(marks[0])
+
+
+def _batches(n_samples: int, n_each: int) -> Iterator[list[int]]:
+    """Group samples of `n_each` iterations so that a group has about `_N_BATCH` of them."""
+    n_group = max(1, _N_BATCH // n_each)
+    for at in range(0, n_samples, n_group):
+        yield [n_each] * min(n_group, n_samples - at)
+
+
+def _wanted(call: OperatorCall) -> list[Tensor]:
+    """What gets a gradient, each once."""
+    leaves = [*tensors_in(call.args), *tensors_in(call.kwargs), *call.parameters]
+    unique = {id(tensor): tensor for tensor in leaves if tensor.requires_grad}
+    return list(unique.values())
+
+
+def _written(value: Any) -> Any:
+    """Copies of nested tensors, connected to their leaves; one that stands twice stays one."""
+    known: dict[int, Tensor] = {}
+
+    def copied(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in known:
+            known[id(part)] = part.clone()
+        return known[id(part)]
+
+    return fx.node.map_aggregate(value, copied)

@@ -1,0 +1,224 @@
+"""The profile workload: how long does each operator of a model take on each kind of device?
+
+Ranks that drive the same kind of device share its operators out; every kind is measured by itself.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from harness.domain.graph import Graph
+from harness.domain.profile import Measurement, Profile
+from harness.measure.store import write_atomically
+from harness.runtime.agreement import gather_bytes
+from harness.runtime.caches import CacheFlush, last_cache_bytes
+from harness.runtime.capture import Captured, capture
+from harness.runtime.context import Context
+from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
+from harness.runtime.models import Task, build_task
+from harness.runtime.precision import set_tensor_cores
+from harness.workloads.contract import Workload
+from harness.workloads.profile_config import ProfileConfig, graph_path, profile_cases
+from harness.workloads.profile_measure import DTYPE_NAMES, Measured, PointMeasurer
+from harness.workloads.profile_points import Point, points_of
+from harness.workloads.profile_step import step_seconds
+from harness.workloads.profile_store import (
+    fit_errors,
+    known_steps,
+    missing_points,
+    read_profile,
+    with_measurements,
+    with_whole_steps,
+    write_profile,
+)
+from harness.workloads.profile_table import profile_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharing:
+    """Which ranks drive the same kind of device as this one."""
+
+    kinds: list[str]
+    index: int
+    n_ranks: int
+
+    @classmethod
+    def of(cls, context: Context) -> _Sharing:
+        world = context.world
+        kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
+        mine = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
+        return cls(kinds=kinds, index=mine.index(world.rank), n_ranks=len(mine))
+
+
+class _Profiling:
+    """One run on one rank; all ranks call the same methods."""
+
+    def __init__(self, config: ProfileConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._dtype = DTYPE_NAMES[config.dtype]
+        self._path = config.path(context.run_dir.parent)
+        self._sharing = _Sharing.of(context)
+        self._kind = context.world.device_kind
+        self._task, self._captured = _prepare(config, context)
+        self.graph = self._captured.graph
+        self.profile = self._read()
+        self.n_known = len(self.profile.measurements)
+        counts = config.counts(context.world.size)
+        self._points = points_of(self.graph, counts, counts)
+
+    def _read(self) -> Profile:
+        """Rank 0's file, on every rank."""
+        world, data = self._context.world, b""
+        if world.is_first:
+            data = read_profile(self._path, self._config.model, self._dtype).to_json()
+        return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
+
+    def run(self) -> dict[str, Any]:
+        """Measure what the file lacks, and write it after each size of batch."""
+        known = known_steps(self.profile, self.graph, self._dtype)
+        is_step_known = self._kind in known
+        steps = [] if is_step_known else self._step_seconds()
+        measurer = PointMeasurer(
+            self._task,
+            self._captured,
+            self._config.dtype,
+            self._context,
+            self._config.budget(),
+            flush=_flush_for(self.graph, self._context),
+        )
+        for samples in dict.fromkeys(point.samples for point in self._points):
+            batch = [point for point in self._points if point.samples == samples]
+            self._take_in(measurer.measure(self._mine(batch)))
+        # Once more at the end, since a machine's speed may have drifted meanwhile.
+        steps += [] if is_step_known else self._step_seconds()
+        self._compare(steps)
+        return self._summary()
+
+    def _mine(self, points: list[Point]) -> list[Point]:
+        missing = missing_points(self.profile, self._kind, self._dtype, points)
+        return missing[self._sharing.index :: self._sharing.n_ranks]
+
+    def _take_in(self, found: Measured) -> None:
+        """Gather all ranks' measurements; rank 0 writes them."""
+        parts = gather_bytes(msgspec.json.encode(found.measurements), self._context.world)
+        for part in parts:
+            new = msgspec.json.decode(part, type=list[Measurement])
+            self.profile = with_measurements(self.profile, new)
+        self._write()
+
+    def _write(self) -> None:
+        if self._context.world.is_first:
+            told = _with_provenance(self.profile, self._context.world.hostnames)
+            write_profile(self._path, told)
+            write_atomically(graph_path(self._path), self.graph.to_json())
+
+    def _step_seconds(self) -> list[float]:
+        """This rank's whole steps; none when they need too much memory."""
+        dist.barrier()
+        self._context.progress.update("whole step", 0, 1, self._config.model)
+        batch = self.graph.batch or 1
+        budget = replace(self._config.budget(), n_min=max(5, self._config.min_samples))
+        try:
+            found = step_seconds(self._task, batch, self._config.dtype, self._context, budget)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._context.recorder.sample("model_step_skipped", 1, reason=str(error)[:200])
+            return []
+        finally:
+            self._task.model.zero_grad(set_to_none=True)
+        for step, value in enumerate(found):
+            self._context.recorder.sample("model_step_s", value, step=step)
+        return found
+
+    def _compare(self, mine: list[float]) -> None:
+        """The whole step beside the operators' sum, by kind of device."""
+        parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
+        seconds: dict[str, list[float]] = {}
+        for kind, part in zip(self._sharing.kinds, parts, strict=True):
+            seconds.setdefault(kind, []).extend(msgspec.json.decode(part, type=list[float]))
+        self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
+        self._write()
+        if self._context.world.is_first:
+            self._record_comparison()
+
+    def _record_comparison(self) -> None:
+        recorder, own = self._context.recorder, self.graph.content_hash()
+        for step in self.profile.whole_steps:
+            if step.graph_hash == own and step.dtype == self._dtype:
+                labels = {"device_kind": step.device_kind, "batch": step.batch}
+                recorder.sample("profile_sum_over_step_ratio", step.ratio, **labels)
+        for kind in dict.fromkeys(self._sharing.kinds):
+            errors = fit_errors(self.profile, self.graph, kind, self._dtype)
+            for key, error in errors.items():
+                recorder.sample("profile_fit_error", error, device_kind=kind, signature=key)
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "profile": str(self._path),
+            "graph": str(graph_path(self._path)),
+            "n_measured": len(self.profile.measurements) - self.n_known,
+            "n_known": self.n_known,
+        }
+
+
+def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
+    """Say where and when the newest measurements were made."""
+    told = {
+        "source": "measured",
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "hosts": " ".join(dict.fromkeys(hostnames)),
+        "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return msgspec.structs.replace(profile, provenance=told)
+
+
+def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
+    """The model on this rank's device, and its graph."""
+    set_tensor_cores(config.dtype)
+    task = build_task(config.model, config.model_options())
+    captured = capture(task, config.batch_size, config.model)
+    device = context.world.device
+    captured.module.to(device)
+    task.model.to(device)
+    return task, captured
+
+
+def _flush_for(graph: Graph, context: Context) -> CacheFlush | None:
+    """Empties the cache for a model whose step does not fit into it."""
+    device = context.world.device
+    step_bytes = sum(2 * o.parameter_bytes + o.activation_bytes for o in graph.operators)
+    return CacheFlush(device) if step_bytes > last_cache_bytes(device) else None
+
+
+def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
+    """Measure every operator that the profile file lacks; rank 0 writes file and graph.
+
+    Raises:
+        VerificationError: an operator's result is not finite.
+        ConfigError: the file is of another model or dtype.
+    """
+    reset_peak(context.world.device)
+    try:
+        return _Profiling(config, context).run()
+    finally:
+        for kind, n_bytes in peak_bytes(context.world.device).items():
+            context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
+
+
+PROFILE = Workload(
+    summary="time every operator of a model on each kind of device; planning reads the file",
+    config=ProfileConfig,
+    cases=profile_cases,
+    body=run_profile,
+    table=profile_text,
+)

@@ -1,0 +1,115 @@
+"""The flags of the profile workload, and where its files go."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.errors import ConfigError
+from harness.runtime.models import DlrmOptions, ModelOptions, fit_options
+from harness.runtime.sampling import Budget
+from harness.workloads.profile_points import shard_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """How long each operator of a model takes on each kind of device; planning reads the file."""
+
+    model: str = "resnet18"
+    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
+    package.module:factory."""
+    batch_size: int = 64
+    """Samples that the whole operators are measured on; their shards get parts of it."""
+    image_size: int = 0
+    """Side of the images; 0 is the model's own."""
+    n_classes: int = 0
+    """Classes to tell apart; 0 is the model's own."""
+    dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """What training computes in; parameters stay fp32, bf16 is autocast. One file holds one."""
+    shards: tuple[int, ...] = ()
+    """Measure operators cut into these numbers of parts, by samples and by weights; by default 1 to
+    4, the number of ranks, and powers of two up to it (at least 8). What lies between is fitted."""
+    profile_file: str = ""
+    """Where the profile goes, and what is measured already is taken from; by default
+    profile-MODEL.json in the directory of results (profile-MODEL-bf16.json and so on). The graph
+    goes beside it as .graph.json."""
+    time_budget_s: float = 0.2
+    """Sample each operator for about this long, but --min-samples at least."""
+    min_samples: int = 5
+    """Fewest samples of each operator."""
+    warm_up: int = 2
+    """Runs of each operator that are thrown away before."""
+    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
+    """dlrm: widths from the dense features to the width of the embeddings."""
+    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
+    """dlrm: widths from the interaction to one logit."""
+    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
+    """dlrm: rows of each table."""
+    dlrm_lookups: int = 1
+    """dlrm: indices per table and sample."""
+    dlrm_interaction: Literal["cat", "dot"] = "cat"
+    """dlrm: concatenate all vectors, or take their pairwise products."""
+
+    def model_options(self) -> ModelOptions:
+        """What the model is built with.
+
+        Raises:
+            ModelError: an unknown model, or options that it cannot take.
+        """
+        dlrm = DlrmOptions(
+            bottom_mlp=self.dlrm_bottom_mlp,
+            top_mlp=self.dlrm_top_mlp,
+            table_rows=self.dlrm_table_rows,
+            n_lookups=self.dlrm_lookups,
+            interaction=self.dlrm_interaction,
+        )
+        asked = ModelOptions(n_classes=self.n_classes, image_size=self.image_size, dlrm=dlrm)
+        return fit_options(self.model, asked)
+
+    def budget(self) -> Budget:
+        return Budget(
+            time_s=self.time_budget_s, n_min=self.min_samples, n_max=100, n_warm_up=self.warm_up
+        )
+
+    def counts(self, n_ranks: int) -> list[int]:
+        """Numbers of parts, as asked or by default."""
+        return sorted(set(self.shards)) if self.shards else shard_counts(n_ranks)
+
+    def path(self, results: Path) -> Path:
+        """The profile file."""
+        if self.profile_file:
+            return Path(self.profile_file)
+        name = re.sub(r"[^\w.-]+", "_", self.model)
+        dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
+        return results / f"profile-{name}{dtype}.json"
+
+
+def graph_path(profile: Path) -> Path:
+    """The graph's file beside a profile's: where planning looks for it."""
+    return profile.with_suffix(".graph.json")
+
+
+def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
+    """One run; checks the flags.
+
+    Raises:
+        ConfigError: a number that makes no sense.
+        ModelError: an unknown model, or options that it cannot take.
+    """
+    least = {"batch_size": 1, "image_size": 0, "n_classes": 0, "min_samples": 1, "warm_up": 1}
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
+    if config.time_budget_s <= 0:
+        raise ConfigError(f"--time-budget-s {config.time_budget_s} must be above 0")
+    wrong = [n for n in config.shards if not 1 <= n <= config.batch_size]
+    if wrong:
+        raise ConfigError(
+            f"--shards {wrong[0]} must be between 1 and --batch-size {config.batch_size}: a part "
+            "needs a sample"
+        )
+    config.model_options()
+    return [config]

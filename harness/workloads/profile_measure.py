@@ -1,0 +1,198 @@
+"""Measure points on this rank's device: walk the model at each batch, time what is wanted."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from harness.domain.profile import Measurement
+from harness.errors import HarnessError, ModelError
+from harness.runtime.caches import CacheFlush
+from harness.runtime.capture import Captured
+from harness.runtime.context import Context
+from harness.runtime.memory import is_out_of_memory
+from harness.runtime.models import Task
+from harness.runtime.node_walk import NodeWalk, Visit
+from harness.runtime.op_shards import shard_module
+from harness.runtime.op_timer import OperatorCall, OpTimer, as_leaves
+from harness.runtime.precision import Precision
+from harness.runtime.sampling import Budget, shortest_sample_s
+from harness.workloads.profile_points import Point
+from harness.workloads.profile_step import make_inputs, make_targets
+
+_log = logging.getLogger(__name__)
+
+# What a measurement is filed under: the dtype that training computes in.
+DTYPE_NAMES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}
+
+
+def shape_text(shape: dict[str, int]) -> str:
+    """A shape in one word, such as sample64xfeature256."""
+    return "x".join(f"{dim}{size}" for dim, size in shape.items())
+
+
+@dataclass
+class Measured:
+    """What this rank found: measurements, and points without one with their reasons."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    skipped: list[tuple[Point, str]] = field(default_factory=list)
+
+
+class PointMeasurer:
+    """Measures points of one model on this rank.
+
+    Args:
+        task: on the device.
+        captured: of the same model, its module on the device.
+        flush: empties the cache; None where a whole step fits into it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        captured: Captured,
+        dtype: str,
+        context: Context,
+        budget: Budget,
+        *,
+        flush: CacheFlush | None,
+    ) -> None:
+        self._task = task
+        self._captured = captured
+        self._dtype = dtype
+        self._context = context
+        self._precision = Precision(dtype, context.world.device)
+        self._timer = OpTimer(
+            context.recorder.clock,
+            budget,
+            device=context.world.device,
+            autocast=self._precision.autocast,
+            flush=flush,
+            shortest_s=shortest_sample_s(context.world.device.type),
+        )
+        self._found = Measured()
+        self._n_points = 0
+
+    def measure(self, points: Sequence[Point]) -> Measured:
+        """Measure all; a point whose operator runs out of memory is skipped with its reason.
+
+        Raises:
+            VerificationError: an operator's result is not finite.
+            ModelError: an operator cannot run by itself.
+        """
+        self._found, self._n_points = Measured(), len(points)
+        for samples in dict.fromkeys(point.samples for point in points):
+            wanted: dict[str, list[Point]] = {}
+            for point in points:
+                if point.samples == samples:
+                    wanted.setdefault(point.operator, []).append(point)
+            self._measure_batch(samples, wanted)
+        return self._found
+
+    def _measure_batch(self, samples: int, wanted: dict[str, list[Point]]) -> None:
+        def visit(name: str, call: OperatorCall) -> None:
+            for point in wanted.pop(name, []):
+                self._measure_point(point, call)
+
+        try:
+            output = self._walk(samples, set(wanted), visit)
+            visit("loss", self._loss_call(output, samples))
+        except Exception as error:
+            reason = self._reason(error, samples)
+            left = [point for points in wanted.values() for point in points]
+            self._skip(left, f"the model cannot be fed {samples} samples: {reason}")
+
+    def _walk(self, samples: int, names: set[str], visit: Visit) -> Tensor:
+        operators = {node: name for name, node in self._captured.nodes.items()}
+        autocast = self._precision.autocast
+        walk = NodeWalk(self._captured.module, operators, names, visit, autocast)
+        return walk.walk(*make_inputs(self._task, samples, self._context.world.device))
+
+    def _loss_call(self, output: Tensor, samples: int) -> OperatorCall:
+        targets = make_targets(self._task, samples, output.device)
+        leaf = as_leaves(output, has_gradient=True)
+        return OperatorCall(self._task.sum_loss, (leaf, targets), {})
+
+    def _measure_point(self, point: Point, call: OperatorCall) -> None:
+        context = self._context
+        done = len(self._found.measurements) + len(self._found.skipped)
+        context.progress.update("operators", done, self._n_points, point.operator)
+        try:
+            shard = _shard_call(point, call, self._captured)
+            if shard is None:
+                self._skip([point], f"cannot be cut by {point.dim} alone")
+                return
+            self._record(point, shard)
+        except Exception as error:
+            self._skip([point], self._reason(error, point.samples))
+        context.flush()
+
+    def _record(self, point: Point, call: OperatorCall) -> None:
+        recorder, world = self._context.recorder, self._context.world
+        found = self._timer.measure(call, f"operator {point.operator!r}")
+        measurement = Measurement(
+            device_kind=world.device_kind,
+            operator=point.key,
+            shape=point.shape,
+            dtype=DTYPE_NAMES[self._dtype],
+            forward_s=statistics.median(found.forward_s),
+            backward_s=statistics.median(found.backward_s),
+            saved_bytes=found.saved_bytes,
+            spread=round(found.spread, 4),
+        )
+        labels = self._labels(point)
+        for step, value in enumerate(found.forward_s):
+            recorder.sample("operator_forward_s", value, step=step, **labels)
+        for step, value in enumerate(found.backward_s):
+            recorder.sample("operator_backward_s", value, step=step, **labels)
+        recorder.sample("operator_saved_bytes", found.saved_bytes, **labels)
+        self._found.measurements.append(measurement)
+
+    def _labels(self, point: Point) -> dict[str, str | int | float | bool]:
+        return {
+            "operator": point.operator,
+            "signature": point.key,
+            "shape": shape_text(point.shape),
+            "dtype": self._dtype,
+        }
+
+    def _reason(self, error: Exception, samples: int) -> str:
+        """Why a point has no number; an error that is none of the point's is raised again.
+
+        Small batches may be impossible (batch normalisation of one value); the whole one is not.
+        """
+        if is_out_of_memory(error):
+            if self._context.world.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return f"out of memory: {str(error).splitlines()[0]}"
+        if isinstance(error, HarnessError):
+            raise error
+        if samples == self._captured.graph.batch:
+            raise ModelError(f"an operator cannot run by itself: {error}") from error
+        return f"cannot run: {str(error).splitlines()[0]}"
+
+    def _skip(self, points: list[Point], reason: str) -> None:
+        for point in points:
+            _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
+            self._context.recorder.sample(
+                "operator_skipped", 1, reason=reason, **self._labels(point)
+            )
+            self._found.skipped.append((point, reason))
+
+
+def _shard_call(point: Point, call: OperatorCall, captured: Captured) -> OperatorCall | None:
+    """The call that a point measures: the operator itself, or a part of its weights; or none."""
+    if not point.dim:
+        return call
+    if not isinstance(call.function, nn.Module) or call.kwargs.get("need_weights"):
+        return None
+    part = shard_module(call.function, point.dim, point.size)
+    if part is None:
+        return None
+    return OperatorCall(part, call.args, call.kwargs, tuple(part.parameters()))

@@ -1,0 +1,99 @@
+"""Which measurements a search asks for: each operator at each shape of its shards.
+
+The simulator looks up the shapes that cuts of the batch make (data parallelism, microbatches), and
+of the weights (features of linear, convolution and embedding; heads of attention). Operators of
+equal signature share a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import cut_dim
+from harness.domain.sharding import full_shape, has_tasks, is_partial, weight_dim
+
+# The others' shards take time in proportion to their elements, which cuts by samples show.
+_CUT_BY_WEIGHTS = ("linear", "conv2d", "embedding", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One thing to measure.
+
+    Attributes:
+        operator: the name of one operator with this signature.
+        key: its `profile_key`.
+        shape: of the shard's output, as the simulator looks it up.
+        samples: of the batch that the model is fed.
+        dim, size: the cut of the weights and what is left of that dim; empty for none.
+    """
+
+    operator: str
+    key: str
+    shape: dict[str, int]
+    samples: int
+    dim: str = ""
+    size: int = 0
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.key, tuple(self.shape.items())
+
+
+def shard_counts(n_ranks: int) -> list[int]:
+    """1 to 4, the number of ranks, and powers of two up to it (at least 8)."""
+    powers = [2**k for k in range(12) if 2**k <= max(8, n_ranks)]
+    return sorted({1, 2, 3, 4, n_ranks, *powers})
+
+
+def part_sizes(size: int, counts: Sequence[int]) -> list[int]:
+    """Distinct sizes of the parts of a dim that is cut into each of `counts`, largest first."""
+    found = {b - a for n in counts if n <= size for a, b in cut_dim(size, n)}
+    return sorted(found, reverse=True)
+
+
+def _shard_shapes(operator: Operator, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """(dim, size) of each smaller part of the weights."""
+    dim = weight_dim(operator)
+    if dim is None or operator.kind not in _CUT_BY_WEIGHTS:
+        return
+    size = full_shape(operator, batch=1, graph_batch=None).get(dim, 0)
+    for part in part_sizes(size, counts):
+        if part < size:
+            yield dim, part
+
+
+def _points_of(
+    operator: Operator, graph: Graph, samples: int, counts: Sequence[int]
+) -> Iterator[Point]:
+    full = full_shape(operator, batch=samples, graph_batch=graph.batch)
+    key = operator.profile_key
+    # Heads of a whole attention are no dim of its output.
+    shown = {dim: n for dim, n in full.items() if not is_partial(operator, dim)}
+    yield Point(operator=operator.name, key=key, shape=shown, samples=samples)
+    if samples == graph.batch:
+        for dim, size in _shard_shapes(operator, counts):
+            shape = {**full, dim: size}
+            yield Point(
+                operator=operator.name, key=key, shape=shape, samples=samples, dim=dim, size=size
+            )
+
+
+def points_of(
+    graph: Graph, batch_counts: Sequence[int], weight_counts: Sequence[int]
+) -> list[Point]:
+    """Every measurement once, large batches first.
+
+    Args:
+        batch_counts: numbers of parts that the batch is cut into; 1 is always among them.
+        weight_counts: numbers of parts that weights are cut into.
+    """
+    assert graph.batch is not None
+    found: dict[object, Point] = {}
+    for samples in part_sizes(graph.batch, [1, *batch_counts]):
+        for operator in filter(has_tasks, graph.operators):
+            for point in _points_of(operator, graph, samples, weight_counts):
+                found.setdefault(point.identity, point)
+    return list(found.values())

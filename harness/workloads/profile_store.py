@@ -1,0 +1,116 @@
+"""The profile file: read what is there, add what is new, compare with the whole step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.graph import Graph
+from harness.domain.profile import Measurement, Profile, WholeStep, measurement_key
+from harness.domain.sharding import has_tasks
+from harness.errors import ConfigError, PlanError
+from harness.measure.store import write_atomically
+from harness.plan.fit import OperatorTimes
+from harness.workloads.profile_points import Point
+
+
+def read_profile(path: Path, model: str, dtype: str) -> Profile:
+    """The file's profile; an empty one when there is none.
+
+    Raises:
+        GraphError: malformed.
+        ConfigError: of another model or dtype.
+    """
+    if not path.exists():
+        return Profile(model=model, measurements=[])
+    profile = Profile.load(path)
+    if profile.model != model:
+        raise ConfigError(
+            f"{path} profiles {profile.model!r}, not {model!r}: give another --profile-file"
+        )
+    others = {point.dtype for point in profile.measurements} - {dtype}
+    if others:
+        raise ConfigError(
+            f"{path} was measured in {', '.join(sorted(others))}, not {dtype}: give another "
+            "--profile-file, for planning takes one dtype from a file"
+        )
+    return profile
+
+
+def missing_points(profile: Profile, kind: str, dtype: str, points: Sequence[Point]) -> list[Point]:
+    """Points without a measurement on a kind of device."""
+    known = {
+        measurement_key(point.device_kind, point.operator, point.shape, point.dtype)
+        for point in profile.measurements
+    }
+    return [p for p in points if measurement_key(kind, p.key, p.shape, dtype) not in known]
+
+
+def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
+    """Add measurements; an older one of the same thing gives way."""
+    found = {
+        measurement_key(point.device_kind, point.operator, point.shape, point.dtype): point
+        for point in [*profile.measurements, *new]
+    }
+    return msgspec.structs.replace(profile, measurements=list(found.values()))
+
+
+def operators_s(profile: Profile, graph: Graph, kind: str, dtype: str) -> float | None:
+    """Forward plus backward of all operators at the graph's batch; None when one is missing."""
+    times = OperatorTimes(profile)
+    try:
+        return sum(
+            times.lookup(operator, kind, dtype=dtype).total_s
+            for operator in filter(has_tasks, graph.operators)
+        )
+    except PlanError:
+        return None
+
+
+def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[str, float]:
+    """Largest relative error of each operator's fitted line, by signature."""
+    times = OperatorTimes(profile)
+    errors = {
+        operator.profile_key: times.relative_error(operator, kind, dtype)
+        for operator in filter(has_tasks, graph.operators)
+    }
+    return {key: error for key, error in errors.items() if error is not None}
+
+
+def known_steps(profile: Profile, graph: Graph, dtype: str) -> set[str]:
+    """Kinds of device on which this graph's whole step has been measured."""
+    own = graph.content_hash()
+    return {
+        step.device_kind
+        for step in profile.whole_steps
+        if step.graph_hash == own and step.dtype == dtype
+    }
+
+
+def with_whole_steps(
+    profile: Profile, graph: Graph, dtype: str, seconds: dict[str, list[float]]
+) -> Profile:
+    """Add the median of each kind's steps, beside the sum over operators as it is now."""
+    steps = {(s.device_kind, s.graph_hash, s.dtype): s for s in profile.whole_steps}
+    for kind, values in seconds.items():
+        total_s = operators_s(profile, graph, kind, dtype)
+        if values and total_s is not None:
+            own = graph.content_hash()
+            steps[kind, own, dtype] = WholeStep(
+                device_kind=kind,
+                batch=graph.batch or 1,
+                dtype=dtype,
+                step_s=statistics.median(values),
+                operators_s=total_s,
+                graph_hash=own,
+            )
+    return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write crash-safely; rank 0 only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, profile.to_json())
