@@ -1,0 +1,80 @@
+"""Do the phases of a step sum to its wall time, and do both readings of exposed communication agree?
+
+    mpirun -np 5 --hostfile hosts/virtual.txt ./entry.sh train --strategy ddp --steps 30 \\
+        --no-sync-steps 30 --repeats 5 --results RESULTS
+    python benchmarks/phases.py RESULTS
+
+Reads the train runs of a results directory; each comparison pairs readings of one run:
+the sum of a step's phases over its wall time (a pair a step), and exposed communication by the
+union of spans over the median step less the median step without synchronisation (a pair a repeat).
+The second differs by nature: communication also slows the compute beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from comparison import compare, show
+
+from harness.errors import ResultsError
+from harness.measure.derive import rank_phases, training_summary
+from harness.measure.store import Run, read_results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    results: tyro.conf.Positional[Path]
+    """A directory of results with train runs of ddp."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object per comparison."""
+
+
+def place(run: Run) -> str:
+    """Where the runs ran, in words."""
+    cluster = run.header.cluster
+    node = cluster.nodes[0]
+    nic = f", {node.nic_bytes_per_s * 8e-9:g} Gbit/s" if node.nic_bytes_per_s else ""
+    return f"{len(cluster.nodes)} nodes of {node.devices[0].kind}{nic}"
+
+
+def phase_sums(runs: list[Run]) -> tuple[list[float], list[float]]:
+    """Sums of the named phases, and the wall times of the same steps, over all ranks."""
+    steps = [s for run in runs for records in run.ranks.values() for s in rank_phases(records)]
+    named = [sum(v for k, v in step.phases.items() if k != "other") for step in steps]
+    return named, [step.step_s for step in steps]
+
+
+def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float]]:
+    """Both readings of exposed communication, a pair a run."""
+    summaries = [training_summary(run) for run in runs]
+    both = [
+        (s.exposed_communication_s, s.no_sync_exposed_s)
+        for s in summaries
+        if s.exposed_communication_s is not None and s.no_sync_exposed_s is not None
+    ]
+    return [by_spans for by_spans, _ in both], [by_difference for _, by_difference in both]
+
+
+def main(options: Options) -> None:
+    runs = [
+        run
+        for run in read_results(options.results).runs
+        if run.header.workload == "train"
+        and run.header.status == "ok"
+        and len(run.header.ranks) > 1
+    ]
+    if not runs:
+        raise ResultsError(f"{options.results} holds no ok train run on several ranks: run one")
+    where = place(runs[0])
+    comparisons = [
+        compare("sum of phases / step", *phase_sums(runs), place=where),
+        compare("exposed by spans / by no_sync", *exposed_readings(runs), place=where),
+    ]
+    show(comparisons, as_json=options.as_json)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
