@@ -1,4 +1,4 @@
-"""Do the phases of a step sum to its wall time, and do both readings of exposed communication agree?
+"""Do phases sum to the step, and do both readings of exposed communication agree?
 
     mpirun -np 5 --hostfile hosts/virtual.txt ./entry.sh train --strategy ddp --steps 30 \\
         --no-sync-steps 30 --repeats 5 --results RESULTS
