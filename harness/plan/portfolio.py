@@ -180,7 +180,7 @@ class _Searches:
             # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
             best = self.objective.best
             limit_s = 1.1 * best.step_s if best is not None else math.inf
-            candidates = search.candidates(each, limit_s=limit_s)
+            candidates = search.candidates(each, limit_s=limit_s, is_over=self.objective.tick)
             before = self.objective.best_of.get(PIPELINES)
             for pipeline in candidates:
                 for schedule in schedules_for(n_microbatches):
@@ -226,7 +226,9 @@ class _Searches:
         name = f"MCMC, {n_microbatches} microbatches" if n_microbatches > 1 else "MCMC"
         starts = self._starts(space)
         objective, end = self.objective, self.objective.n_proposals + max(1, budget)
-        each = max(1, budget // (2 * N_CHAINS))
+        # A small space is better served by many short chains than by few long ones.
+        n_choices = sum(map(len, space.menus.values()))
+        each = max(1, min(budget // (2 * N_CHAINS), max(200, 10 * n_choices)))
         draw = random.Random(self.seed)
         k = 0
         while objective.n_proposals < end:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import combinations, product
 
 from harness.domain.partition import SAMPLE
 from harness.domain.strategy import OperatorPlan
@@ -31,6 +31,7 @@ from harness.plan.simulate.simulator import Trial
 # Relative to the best step: at 0.02, 2% worse is accepted with probability 1/e.
 HOTTEST, COLDEST = (0.02, 0.3, 0.08), 0.005
 RESET_EVERY = 300  # proposals, in the colder half
+MOST_JOINT = 1000  # plans of three operators together, for a descent to try them all
 NEAR = 4  # operators apart, in topological order, that a descent still tries as a pair
 
 Move = dict[int, OperatorPlan]
@@ -156,20 +157,13 @@ def descend(
     """Walk to a local optimum: no other plan of one operator, nor of two, is better.
 
     Pairs are tried once no single operator improves, as far as the objective's budget goes: those
-    along edges first, then other near ones (branches that share a device are not joined).
+    along edges first, then other near ones (branches that share a device are not joined), then
+    triples where they have few plans.
     """
     plans = dict(start)
     _apply(trial, plans)
     score = objective.judge(trial).score
-    pairs = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
-    ops_in_order, joined = list(space.menus), set(pairs)
-    pairs += [
-        (a, b)
-        for i, a in enumerate(ops_in_order)
-        for b in ops_in_order[i + 1 : i + 1 + NEAR]
-        if (a, b) not in joined
-    ]
-    moves: list[tuple[int, ...]] = [*((op,) for op in space.menus), *pairs]
+    moves = _joint_moves(trial, space)
     k = n_failed = 0
     while n_failed < len(moves):
         ops = moves[k]
@@ -190,3 +184,19 @@ def descend(
         n_failed = 0 if score < before else n_failed + 1
         # After a pair has improved, single operators come first again.
         k = 0 if score < before and len(ops) > 1 else (k + 1) % len(moves)
+
+
+def _joint_moves(trial: Trial, space: Space) -> list[tuple[int, ...]]:
+    """Operators to change together: one, two along an edge, two near ones, three with few plans."""
+    ops = list(space.menus)
+    edges = [(a, b) for a, b in trial.tables.edges if a in space.menus and b in space.menus]
+    joined = set(edges)
+    windows = [ops[i : i + 1 + NEAR] for i in range(len(ops))]
+    near = [(w[0], b) for w in windows for b in w[1:] if (w[0], b) not in joined]
+    triples = [
+        (w[0], b, c)
+        for w in windows
+        for b, c in combinations(w[1:], 2)
+        if math.prod(len(space.menus[op]) for op in (w[0], b, c)) <= MOST_JOINT
+    ]
+    return [*((op,) for op in ops), *edges, *near, *triples]

@@ -114,12 +114,17 @@ class Objective:
         self.least_excess = min(self.least_excess, excess)
         if excess == 0:
             self._remember(trial, out.step_s)
+        self.judging_s += time.monotonic() - began
+        self.tick()
+        return Judged(out.step_s, excess)
+
+    def tick(self) -> bool:
+        """Show progress when it is time to; whether the request's time is used up."""
         now = time.monotonic()
-        self.judging_s += now - began
         if self._progress is not None and now - self._last_shown > _PROGRESS_EVERY_S:
             self._last_shown = now
             self._show()
-        return Judged(out.step_s, excess)
+        return now > self._deadline
 
     def _remember(self, trial: Trial, step_s: float) -> None:
         own = self.best_of.get(self._method)

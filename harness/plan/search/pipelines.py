@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -168,11 +168,21 @@ class PipelineSearch:
             min(network.transfer_s(b, a, amount) for a in before for b in after),
         )
 
-    def candidates(self, n_best: int, *, limit_s: float = math.inf) -> list[Pipeline]:
-        """The pipelines of at least two stages with the least bounds up to limit_s, least first."""
+    def candidates(
+        self,
+        n_best: int,
+        *,
+        limit_s: float = math.inf,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[Pipeline]:
+        """The pipelines of at least two stages with the least bounds up to limit_s, least first.
+
+        Args:
+            is_over: asked now and then; the programme gives up when it says so.
+        """
         found: list[Pipeline] = []
         for order in self._orders():
-            found += self._programme(order, limit_s)
+            found += self._programme(order, limit_s, is_over)
         unique = {(p.ends, p.groups): p for p in found if len(p.groups) > 1}
         return heapq.nsmallest(n_best, unique.values(), key=lambda p: (p.bound_s, p.ends, p.groups))
 
@@ -201,7 +211,9 @@ class PipelineSearch:
             if k <= MOST_RUN or first + k == n or k % MOST_RUN == 0:
                 yield tuple(sorted(order[first : first + k]))
 
-    def _programme(self, order: tuple[int, ...] | None, limit_s: float) -> list[Pipeline]:
+    def _programme(
+        self, order: tuple[int, ...] | None, limit_s: float, is_over: Callable[[], bool]
+    ) -> list[Pipeline]:
         n, m = len(self.segments), self.n_microbatches
         n_devices = self.costs.n_devices
         n_cuts = math.comb(n + n_devices, n_devices)
@@ -214,6 +226,8 @@ class PipelineSearch:
         crossing = lru_cache(maxsize=None)(self._crossing)
         for a in range(n):
             for (used, last), partials in layers[a].items():
+                if is_over():
+                    return []
                 kept = _undominated(partials, keep)
                 if not kept or m * self._rest_s(a, used) > limit_s:
                     continue
