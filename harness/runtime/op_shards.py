@@ -33,17 +33,20 @@ class HeadsShard(nn.Module):
         mixed = F.scaled_dot_product_attention(
             self._split(q), self._split(k), self._split(v), dropout_p=self.dropout
         )
-        return self.outward(mixed.transpose(1, 2).flatten(2)), None
+        summed: Tensor = self.outward(mixed.transpose(1, 2).flatten(2))
+        return summed, None
 
     def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if inputs[0] is inputs[1] is inputs[2]:  # one product, as the whole module does
-            return tuple(self.inward(inputs[0]).chunk(3, dim=-1))
+            whole: Tensor = self.inward(inputs[0])
+            return tuple(whole.chunk(3, dim=-1))
         weights = self.inward.weight.chunk(3)
         biases = self.inward.bias.chunk(3) if self.inward.bias is not None else (None,) * 3
-        return tuple(F.linear(*one) for one in zip(inputs, weights, biases, strict=True))
+        return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        return heads
 
 
 def _conv2d(whole: nn.Conv2d, n_features: int) -> nn.Module | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,10 @@ _log = logging.getLogger(__name__)
 # What a measurement is filed under: the dtype that training computes in.
 DTYPE_NAMES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}
 
+# Several slices of a scheduler: what else runs on a core takes its share of such a sample, whereas
+# the median of shorter ones would never see it.
+_SLICES_S = 0.02
+
 
 def shape_text(shape: dict[str, int]) -> str:
     """A shape in one word, such as sample64xfeature256."""
@@ -44,6 +48,11 @@ class Measured:
     skipped: list[tuple[Point, str]] = field(default_factory=list)
 
 
+def _shortest_s(device_type: str) -> float:
+    """How long a sample must be to show the share of a core that the whole step gets."""
+    return max(shortest_sample_s(device_type), _SLICES_S if device_type == "cpu" else 0.0)
+
+
 class PointMeasurer:
     """Measures points of one model on this rank.
 
@@ -51,6 +60,7 @@ class PointMeasurer:
         task: on the device.
         captured: of the same model, its module on the device.
         flush: empties the cache; None where a whole step fits into it.
+        between: called after each point of the whole batch.
     """
 
     def __init__(
@@ -62,6 +72,7 @@ class PointMeasurer:
         budget: Budget,
         *,
         flush: CacheFlush | None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._task = task
         self._captured = captured
@@ -74,8 +85,9 @@ class PointMeasurer:
             device=context.world.device,
             autocast=self._precision.autocast,
             flush=flush,
-            shortest_s=shortest_sample_s(context.world.device.type),
+            shortest_s=_shortest_s(context.world.device.type),
         )
+        self._between = between
         self._found = Measured()
         self._n_points = 0
 
@@ -131,10 +143,12 @@ class PointMeasurer:
             self._record(point, shard)
         except Exception as error:
             self._skip([point], self._reason(error, point.samples))
+        if point.samples == self._captured.graph.batch:
+            self._between()
         context.flush()
 
     def _record(self, point: Point, call: OperatorCall) -> None:
-        recorder, world = self._context.recorder, self._context.world
+        world = self._context.world
         found = self._timer.measure(call, f"operator {point.operator!r}")
         measurement = Measurement(
             device_kind=world.device_kind,
@@ -146,21 +160,27 @@ class PointMeasurer:
             saved_bytes=found.saved_bytes,
             spread=round(found.spread, 4),
         )
-        labels = self._labels(point)
         for step, value in enumerate(found.forward_s):
-            recorder.sample("operator_forward_s", value, step=step, **labels)
+            self._sample("operator_forward_s", value, point, step=step)
         for step, value in enumerate(found.backward_s):
-            recorder.sample("operator_backward_s", value, step=step, **labels)
-        recorder.sample("operator_saved_bytes", found.saved_bytes, **labels)
+            self._sample("operator_backward_s", value, point, step=step)
+        self._sample("operator_saved_bytes", found.saved_bytes, point)
         self._found.measurements.append(measurement)
 
-    def _labels(self, point: Point) -> dict[str, str | int | float | bool]:
-        return {
-            "operator": point.operator,
-            "signature": point.key,
-            "shape": shape_text(point.shape),
-            "dtype": self._dtype,
-        }
+    def _sample(
+        self, metric: str, value: float, point: Point, *, step: int | None = None, reason: str = ""
+    ) -> None:
+        told = {"reason": reason} if reason else {}
+        self._context.recorder.sample(
+            metric,
+            value,
+            step=step,
+            operator=point.operator,
+            signature=point.key,
+            shape=shape_text(point.shape),
+            dtype=self._dtype,
+            **told,
+        )
 
     def _reason(self, error: Exception, samples: int) -> str:
         """Why a point has no number; an error that is none of the point's is raised again.
@@ -180,9 +200,7 @@ class PointMeasurer:
     def _skip(self, points: list[Point], reason: str) -> None:
         for point in points:
             _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
-            self._context.recorder.sample(
-                "operator_skipped", 1, reason=reason, **self._labels(point)
-            )
+            self._sample("operator_skipped", 1, point, reason=reason)
             self._found.skipped.append((point, reason))
 
 
