@@ -26,7 +26,7 @@ class Curves:
         present = [t for t in _TRANSPORTS if any(p.transport == t for p in points)]
         self._curves: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for point in points:
-            if point.transport == present[0] and point.n_bytes > 0 and point.duration_s > 0:
+            if [point.transport] == present[:1] and point.n_bytes > 0 and point.duration_s > 0:
                 self._curves[point.n_ranks].append((point.n_bytes, point.duration_s))
         for curve in self._curves.values():
             curve.sort()
