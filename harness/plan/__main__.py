@@ -36,6 +36,8 @@ def _search(args: argparse.Namespace) -> None:
     progress = ProgressLine()
     try:
         request = cli.request_from(args, capture_model=_capture_model, progress=progress)
+        if line := cli.source_line(args, request):
+            print(line, file=sys.stderr)
         result = run(args.cost, request)
     finally:
         progress.clear()

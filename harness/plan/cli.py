@@ -15,6 +15,7 @@ from harness.errors import ConfigError, GraphError
 from harness.plan.convert import FORMATS, convert
 from harness.plan.costs import COSTS
 from harness.plan.estimate import estimate_profile
+from harness.plan.find import default_profile, graph_beside, knows
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
@@ -65,12 +66,19 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = search.add_argument_group("model")
-    model.add_argument("--model", help="capture this model, or package.module:factory")
+    model.add_argument(
+        "--model",
+        help="capture this model, or package.module:factory; times come from --profile, else from "
+        "results/profile-MODEL.json, else are estimated",
+    )
     model.add_argument(
         "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
     )
     model.add_argument(
-        "--graph", type=Path, metavar="FILE", help="graph of a harness profile, instead of --model"
+        "--graph",
+        type=Path,
+        metavar="FILE",
+        help="graph of a harness profile (default: the .graph.json beside it)",
     )
     model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
     where = search.add_argument_group("cluster")
@@ -213,8 +221,22 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         inside_bytes_per_s=inside,
         between_bytes_per_s=between,
         memory_bytes=memory,
-        kind=args.device_kind or _DEFAULT_KIND,
+        kind=args.device_kind or _profiled_kind(args) or _DEFAULT_KIND,
     )
+
+
+def _profiled_kind(args: argparse.Namespace) -> str | None:
+    """The kind of device of the profile that is given or found; None when it does not say."""
+    path = args.profile
+    if path is None and args.model is not None:
+        path = default_profile(args.model)
+    if path is None or not path.is_file():
+        return None
+    data = path.read_bytes()
+    if not data.lstrip().startswith(b"{"):
+        return None
+    kinds = Profile.from_json(data, source=str(path)).device_kinds
+    return kinds[0] if kinds else None
 
 
 def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
@@ -244,8 +266,30 @@ def _model(
         graph = capture_model(args.model, args.batch)
     if args.profile is None:
         assert graph is not None
-        return graph, estimate_profile(graph, cluster)
+        return graph, _found_profile(args, cluster, graph) or estimate_profile(graph, cluster)
     return _profile(args, cluster, graph)
+
+
+def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:
+    """What the profile workload wrote for this model, if it knows these devices."""
+    path = default_profile(graph.name if args.model is None else args.model)
+    if not path.is_file():
+        return None
+    profile = Profile.load(path)
+    return profile if knows(profile, graph, cluster) else None
+
+
+def source_line(args: argparse.Namespace, request: PlanRequest) -> str:
+    """Where the operators' times come from when the user named no profile; else empty."""
+    if args.profile is not None or request.profile is None:
+        return ""
+    source = request.profile.provenance.get("source", "")
+    if source != "measured":
+        return (
+            f"operator times are {source or 'of unknown source'}: `./entry.sh profile --model "
+            f"{request.profile.model}` measures them"
+        )
+    return f"operator times are from {default_profile(request.profile.model)}"
 
 
 def _profile(
@@ -257,6 +301,9 @@ def _profile(
         raise GraphError(f"profile {args.profile}: {error.strerror}") from None
     if data.lstrip().startswith(b"{"):
         profile = Profile.from_json(data, source=str(args.profile))
+        beside = graph_beside(args.profile)
+        if graph is None and beside.is_file():
+            graph = load_graph(beside)
         if graph is None:
             raise ConfigError(
                 f"{args.profile} holds times of {profile.model!r} but no graph: give --model or "

@@ -6,17 +6,17 @@ Ranks that drive the same kind of device share its operators out; every kind is 
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from harness.domain.graph import Graph
 from harness.domain.profile import Measurement, Profile
 from harness.measure.store import write_atomically
+from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
 from harness.runtime.caches import CacheFlush, last_cache_bytes
 from harness.runtime.capture import Captured, capture
@@ -25,10 +25,10 @@ from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
 from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
-from harness.workloads.profile_config import ProfileConfig, graph_path, profile_cases
+from harness.workloads.profile_config import ProfileConfig, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, Measured, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
-from harness.workloads.profile_step import step_seconds
+from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
     fit_errors,
     known_steps,
@@ -39,6 +39,9 @@ from harness.workloads.profile_store import (
     write_profile,
 )
 from harness.workloads.profile_table import profile_text
+
+# Samples of the whole step, at least: their median has an interval.
+_N_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +87,7 @@ class _Profiling:
     def run(self) -> dict[str, Any]:
         """Measure what the file lacks, and write it after each size of batch."""
         known = known_steps(self.profile, self.graph, self._dtype)
-        is_step_known = self._kind in known
-        steps = [] if is_step_known else self._step_seconds()
+        steps = None if self._kind in known else self._step_sampler()
         measurer = PointMeasurer(
             self._task,
             self._captured,
@@ -93,13 +95,14 @@ class _Profiling:
             self._context,
             self._config.budget(),
             flush=_flush_for(self.graph, self._context),
+            between=steps.take_when_due if steps is not None else lambda: None,
         )
         for samples in dict.fromkeys(point.samples for point in self._points):
             batch = [point for point in self._points if point.samples == samples]
             self._take_in(measurer.measure(self._mine(batch)))
-        # Once more at the end, since a machine's speed may have drifted meanwhile.
-        steps += [] if is_step_known else self._step_seconds()
-        self._compare(steps)
+        while steps is not None and len(steps.seconds) < _N_STEPS:
+            steps.take()
+        self._compare([] if steps is None else steps.seconds)
         return self._summary()
 
     def _mine(self, points: list[Point]) -> list[Point]:
@@ -118,26 +121,25 @@ class _Profiling:
         if self._context.world.is_first:
             told = _with_provenance(self.profile, self._context.world.hostnames)
             write_profile(self._path, told)
-            write_atomically(graph_path(self._path), self.graph.to_json())
+            write_atomically(graph_beside(self._path), self.graph.to_json())
 
-    def _step_seconds(self) -> list[float]:
-        """This rank's whole steps; none when they need too much memory."""
-        dist.barrier()
+    def _step_sampler(self) -> StepSampler | None:
+        """Takes whole steps; None when they need too much memory."""
         self._context.progress.update("whole step", 0, 1, self._config.model)
-        batch = self.graph.batch or 1
-        budget = replace(self._config.budget(), n_min=max(5, self._config.min_samples))
+        task, config = self._task, self._config
         try:
-            found = step_seconds(self._task, batch, self._config.dtype, self._context, budget)
+            sampler = StepSampler(task, config.batch_size, config.dtype, self._context)
+            for _ in range(config.warm_up):
+                sampler.take()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._context.recorder.sample("model_step_skipped", 1, reason=str(error)[:200])
-            return []
-        finally:
-            self._task.model.zero_grad(set_to_none=True)
-        for step, value in enumerate(found):
-            self._context.recorder.sample("model_step_s", value, step=step)
-        return found
+            task.model.zero_grad(set_to_none=True)
+            reason = str(error).splitlines()[0]
+            self._context.recorder.sample("model_step_skipped", 1, reason=reason)
+            return None
+        sampler.restart()
+        return sampler
 
     def _compare(self, mine: list[float]) -> None:
         """The whole step beside the operators' sum, by kind of device."""
@@ -154,8 +156,12 @@ class _Profiling:
         recorder, own = self._context.recorder, self.graph.content_hash()
         for step in self.profile.whole_steps:
             if step.graph_hash == own and step.dtype == self._dtype:
-                labels = {"device_kind": step.device_kind, "batch": step.batch}
-                recorder.sample("profile_sum_over_step_ratio", step.ratio, **labels)
+                recorder.sample(
+                    "profile_sum_over_step_ratio",
+                    step.ratio,
+                    device_kind=step.device_kind,
+                    batch=step.batch,
+                )
         for kind in dict.fromkeys(self._sharing.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():
@@ -164,7 +170,7 @@ class _Profiling:
     def _summary(self) -> dict[str, Any]:
         return {
             "profile": str(self._path),
-            "graph": str(graph_path(self._path)),
+            "graph": str(graph_beside(self._path)),
             "n_measured": len(self.profile.measurements) - self.n_known,
             "n_known": self.n_known,
         }

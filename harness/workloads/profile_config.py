@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from harness.errors import ConfigError
+from harness.plan.find import default_profile
 from harness.runtime.models import DlrmOptions, ModelOptions, fit_options
 from harness.runtime.sampling import Budget
 from harness.workloads.profile_points import shard_counts
@@ -81,14 +81,8 @@ class ProfileConfig:
         """The profile file."""
         if self.profile_file:
             return Path(self.profile_file)
-        name = re.sub(r"[^\w.-]+", "_", self.model)
         dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
-        return results / f"profile-{name}{dtype}.json"
-
-
-def graph_path(profile: Path) -> Path:
-    """The graph's file beside a profile's: where planning looks for it."""
-    return profile.with_suffix(".graph.json")
+        return default_profile(f"{self.model}{dtype}", results)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
