@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.errors import EXIT_CODE, HarnessError
+from harness.errors import EXIT_CODE, HarnessError, ResultsError
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import Launch, read_launch
 
@@ -147,6 +147,11 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
+    if problem := launcher.results_problem():
+        meeting.control.leave()
+        if world.is_first:
+            raise ResultsError(problem)
+        return 0
     headers = launcher.carry_out(cases)
     if world.is_first:
         _print_tables(cases, launcher.read(headers))

@@ -7,6 +7,7 @@ headers. A run has a process of its own on each rank, so one that dies takes nob
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -148,6 +149,21 @@ class Launcher:
             self._control.broadcast("results", str(options.results.absolute()), str)
         )
         self._commit = code_commit() if self._world.is_first else ""
+
+    def results_problem(self) -> str:
+        """Why rank 0 cannot write results; empty when it can. All ranks get the same answer."""
+        problem = ""
+        if self._world.is_first:
+            try:
+                self._results.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self._results):
+                    pass
+            except OSError as error:
+                problem = (
+                    f"--results {self._results} cannot be written on {self._world.hostname} "
+                    f"({error.strerror}): give a directory that you may write to"
+                )
+        return self._control.broadcast("results problem", problem, str)
 
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Carry out every case in order; returns the headers (complete on rank 0)."""

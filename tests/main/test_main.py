@@ -78,6 +78,16 @@ def test_an_error_is_one_line_and_no_traceback():
     assert done.stderr.count("\n") == 1
 
 
+def test_results_that_cannot_be_written_are_one_line(tmp_path):
+    taken = tmp_path / "taken"
+    taken.touch()
+    done = entry("train", "--model", "lenet", "--steps", "1", "--results", taken)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
+    assert line.startswith(f"error: --results {taken} cannot be written on ")
+    assert line.endswith("(File exists): give a directory that you may write to")
+
+
 def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
     done = entry("train", "--model", "lenet", "--steps", "3", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
