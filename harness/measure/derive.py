@@ -27,6 +27,7 @@ from harness.measure.derive_links import (
 )
 from harness.measure.derive_scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive_spans import PHASES, StepPhases, covered_s, rank_phases
+from harness.measure.derive_strategies import StrategyRow, strategy_table
 from harness.measure.derive_training import (
     RankSummary,
     TrainingSummary,
@@ -46,6 +47,7 @@ __all__ = [
     "RankSummary",
     "ScalingPoint",
     "StepPhases",
+    "StrategyRow",
     "SummaRow",
     "TrainingSummary",
     "best_link_bytes_per_s",
@@ -63,6 +65,7 @@ __all__ = [
     "rank_phases",
     "scaling_table",
     "step_times",
+    "strategy_table",
     "summa_table",
     "training_summary",
 ]

@@ -1,11 +1,18 @@
-"""What rank 0 prints after training: throughput, where the time goes, communication, doubts."""
+"""What rank 0 prints after training: throughput, phases, communication, doubts, a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
-from harness.measure.derive import TrainingSummary, matmul_peaks, training_summary
+from harness.measure.derive import (
+    StrategyRow,
+    TrainingSummary,
+    matmul_peaks,
+    strategy_table,
+    training_summary,
+)
 from harness.measure.derive_devices import PeakKey
 from harness.measure.store import Results, Run, read_run
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
@@ -23,11 +30,20 @@ _PHASES = {
 
 
 def train_text(runs: list[Run]) -> str:
-    """Four tables over all runs, then what speaks against them."""
+    """Four tables over all runs, what speaks against them, and strategies against each other."""
     peaks = _measured_peaks({run.path.parent for run in runs})
-    rows = [(_name(run), training_summary(run, peaks)) for run in runs]
+    summaries = [training_summary(run, peaks) for run in runs]
+    rows = [(_name(run), summary) for run, summary in zip(runs, summaries, strict=True)]
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
-    parts = [_throughput(rows), _phases(done), _communication(done), _device(done), _doubts(rows)]
+    compared = strategy_table(list(zip(runs, summaries, strict=True)))
+    parts = [
+        _throughput(rows),
+        _phases(done),
+        _communication(done),
+        _device(done),
+        _doubts(rows),
+        _comparison(compared),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -123,6 +139,28 @@ def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
         if summary.reason:
             lines.append(f"{name}: {summary.status}: {summary.reason.splitlines()[0]}")
     return "\n".join(lines)
+
+
+def _comparison(rows: Sequence[StrategyRow]) -> str:
+    heads = ["strategies", "by", "repeats", "step", "samples/s", "speed-up", "verdict"]
+    cells = [
+        [
+            row.workload,
+            row.strategy,
+            _repeats(row),
+            _duration(median(row.step_s) if row.step_s else None),
+            _number(row.throughput),
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+            "-" if row.verdict is None else f"against {row.against}: {row.verdict}",
+        ]
+        for row in rows
+    ]
+    return columns(heads, cells)
+
+
+def _repeats(row: StrategyRow) -> str:
+    n_ok = len(row.step_s)
+    return str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}"
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,100 @@
+"""Strategies of one launch against each other: the same model, batch and dtype, over repeats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from harness.measure.derive_training import TrainingSummary
+from harness.measure.statistics import Verdict, verdict
+from harness.measure.store import Run
+
+# What tells strategies apart; every other setting must be equal.
+_COMPARED = ("strategy", "engine", "n_ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """One strategy on some ranks, over its repeats that ended ok.
+
+    Attributes:
+        workload: what was trained: model, dtype and batch; rows of one workload compare.
+        n_started: repeats, those that failed included.
+        step_s: the median step of each repeat that ended ok; empty when none did.
+        throughput: samples per second of the job, at the median of `step_s`.
+        against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
+    """
+
+    workload: str
+    strategy: str
+    n_started: int
+    step_s: tuple[float, ...]
+    throughput: float | None
+    against: str = ""
+    speedup: float | None = None
+    verdict: Verdict | None = None
+
+
+def strategy_table(runs: Sequence[tuple[Run, TrainingSummary]]) -> list[StrategyRow]:
+    """A row for each strategy of each workload that was trained by two or more.
+
+    The baseline is plain `single`, else the first strategy that has a run which ended ok.
+    """
+    workloads: dict[str, list[tuple[Run, TrainingSummary]]] = {}
+    for run, summary in runs:
+        workloads.setdefault(_rest_of_config(run), []).append((run, summary))
+    return [row for group in workloads.values() for row in _compared(group)]
+
+
+def _rest_of_config(run: Run) -> str:
+    rest = {name: v for name, v in run.header.config.items() if name not in _COMPARED}
+    return json.dumps([rest, _kind_of(run)], sort_keys=True)
+
+
+def _kind_of(run: Run) -> str:
+    """Of the first device, which every strategy uses."""
+    return run.header.ranks[0].device_kind if run.header.ranks else ""
+
+
+def _compared(group: Sequence[tuple[Run, TrainingSummary]]) -> list[StrategyRow]:
+    by_strategy: dict[tuple[bool, str, int], list[tuple[Run, TrainingSummary]]] = {}
+    for run, summary in group:
+        # Plain `single` first, then by name: repeats are carried out in random order.
+        place = (summary.strategy != "single", summary.strategy, summary.n_ranks)
+        by_strategy.setdefault(place, []).append((run, summary))
+    if len(by_strategy) < 2:
+        return []
+    rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
+    baseline = next((row for row in rows if row.step_s), None)
+    return rows if baseline is None else [_against(baseline, row) for row in rows]
+
+
+def _row(repeats: Sequence[tuple[Run, TrainingSummary]]) -> StrategyRow:
+    first_run, first = repeats[0]
+    ok = [summary for _, summary in repeats if summary.status == "ok"]
+    steps = tuple(summary.duration.median for summary in ok if summary.duration is not None)
+    n_samples = next((summary.n_samples for summary in ok if summary.n_samples), None)
+    return StrategyRow(
+        workload=f"{first.model} {first.dtype} batch {first_run.header.config.get('batch', '?')}",
+        strategy=f"{first.strategy} on {first.n_ranks}",
+        n_started=len(repeats),
+        step_s=steps,
+        throughput=n_samples / median(steps) if n_samples and steps else None,
+    )
+
+
+def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
+    if row is baseline or not row.step_s:
+        return row
+    return StrategyRow(
+        workload=row.workload,
+        strategy=row.strategy,
+        n_started=row.n_started,
+        step_s=row.step_s,
+        throughput=row.throughput,
+        against=baseline.strategy,
+        speedup=median(baseline.step_s) / median(row.step_s),
+        verdict=verdict(row.step_s, baseline.step_s),
+    )
