@@ -30,15 +30,22 @@ def _gpu_reader(index: int) -> Callable[[], Reading] | None:
     except (AttributeError, pynvml.NVMLError):
         return None
 
-    def read() -> Reading:
-        return {
-            "device_utilization_percent": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-            "device_temperature_c": float(pynvml.nvmlDeviceGetTemperature(handle, 0)),
-            "memory_used_bytes": float(pynvml.nvmlDeviceGetMemoryInfo(handle).used),
-            "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
-        }
+    readings: dict[str, Callable[[], float]] = {
+        "device_utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        "device_temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, 0),
+        "memory_used_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used,
+        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000.0,
+    }
+    return lambda: read_available(readings, pynvml.NVMLError)
 
-    return read
+
+def read_available(readings: dict[str, Callable[[], float]], refusal: type[Exception]) -> Reading:
+    """Every reading that the device gives now; some cards have no power meter, for one."""
+    values: Reading = {}
+    for name, read in readings.items():
+        with contextlib.suppress(refusal):
+            values[name] = float(read())
+    return values
 
 
 def _cpu_temperature() -> float | None:
