@@ -142,7 +142,7 @@ class OpTimer:
             VerificationError: an output or a gradient is not finite.
         """
         saved_bytes = self._verify(call, what)
-        forward_s, backward_s = self._sample(call)
+        forward_s, backward_s = self._sample(call, self._shortest_s)
         idle_s = self._idle_s()
         return OperatorSamples(
             forward_s=forward_s,
@@ -156,7 +156,7 @@ class OpTimer:
             tiny = torch.zeros(1, device=self._device, requires_grad=True)
             call = OperatorCall(lambda x: x.view_as(x), (tiny,), {})
             # The least, not the median: what load adds here it need not add elsewhere.
-            self._idle_backward_s = min(self._sample(call)[1])
+            self._idle_backward_s = min(self._sample(call, shortest_s=0.0)[1])
         return self._idle_backward_s
 
     def _verify(self, call: OperatorCall, what: str) -> int:
@@ -213,7 +213,7 @@ class OpTimer:
         torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
         return _Marks((start, end), (begin, clock.mark()))
 
-    def _sample(self, call: OperatorCall) -> tuple[list[float], list[float]]:
+    def _sample(self, call: OperatorCall, shortest_s: float) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of each sample."""
         wanted = _wanted(call)
         for _ in range(max(1, self._budget.n_warm_up)):
@@ -224,7 +224,7 @@ class OpTimer:
         after = self._clock.mark()
         self._clock.settle()
         whole_s = self._clock.seconds_at(after) - self._clock.seconds_at(before)
-        n_each = max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6)))
+        n_each = max(1, math.ceil(shortest_s / max(whole_s, 1e-6)))
         n_samples = self._budget.count(whole_s * n_each)
         pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
         samples = [pair for batch in pairs for pair in batch]

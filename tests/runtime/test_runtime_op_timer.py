@@ -1,0 +1,212 @@
+"""Operators run alone: what is timed, on which inputs, and what their shards are."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import VerificationError
+from harness.measure.clock import FakeClock
+from harness.runtime.capture import capture
+from harness.runtime.models import ModelOptions, build_task, fit_options
+from harness.runtime.node_walk import NodeWalk
+from harness.runtime.op_shards import HeadsShard, shard_module
+from harness.runtime.op_timer import OperatorCall, OpTimer, tensors_in
+from harness.runtime.sampling import Budget
+
+ONCE = Budget(time_s=0.0, n_min=4, n_max=4, n_warm_up=1)
+
+
+class Slow(torch.autograd.Function):
+    """Doubles; forward takes `forward_s` and backward `backward_s` of the fake clock."""
+
+    @staticmethod
+    def forward(ctx, x, clock, forward_s, backward_s):
+        ctx.clock, ctx.backward_s = clock, backward_s
+        clock.advance(next(forward_s))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.advance(ctx.backward_s)
+        return gradient * 2, None, None, None
+
+
+def timer(clock=None, **options):
+    options = {"autocast": contextlib.nullcontext, "device": torch.device("cpu"), **options}
+    return OpTimer(clock or FakeClock(), options.pop("budget", ONCE), **options)
+
+
+def slow_call(clock, forward_s, backward_s=5.0):
+    times = iter(forward_s)
+    x = torch.ones(2, requires_grad=True)
+    return OperatorCall(lambda x: Slow.apply(x, clock, times, backward_s), (x,), {})
+
+
+def always(value):
+    while True:
+        yield value
+
+
+def test_forward_and_backward_are_timed_apart():
+    clock = FakeClock()
+    found = timer(clock).measure(slow_call(clock, always(3.0)))
+    assert found.forward_s == [3.0] * 4
+    assert found.backward_s == [5.0] * 4
+    assert (found.median_forward_s, found.median_backward_s, found.spread) == (3.0, 5.0, 0.0)
+
+
+def test_emptying_the_cache_costs_the_operator_nothing():
+    clock, flushed = FakeClock(), []
+
+    def flush():
+        flushed.append(clock.now_s)
+        clock.advance(100.0)
+
+    found = timer(clock, flush=flush).measure(slow_call(clock, always(3.0)))
+    assert found.forward_s == [3.0] * 4
+    assert found.backward_s == [5.0] * 4
+    assert len(flushed) >= 2 * 4
+
+
+def alternating():
+    while True:
+        yield 1.0
+        yield 3.0
+
+
+def test_a_sample_is_the_mean_of_as_many_iterations_as_make_it_steady():
+    clock = FakeClock()
+    # An iteration takes 6 or 8 s: at least 12 of them make 75 s, an even number of each.
+    found = timer(clock, shortest_s=75.0).measure(slow_call(clock, alternating()))
+    assert all(value == pytest.approx(2.0, abs=0.16) for value in found.forward_s)
+    assert set(found.backward_s) == {5.0}
+
+
+def test_an_operator_in_place_gets_fresh_inputs_each_time():
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    seen = []
+
+    def double(x):
+        seen.append(x.tolist())
+        return x.mul_(2)
+
+    timer().measure(OperatorCall(double, (x,), {}))
+    assert len(seen) > 4
+    assert all(values == [-1.0, 2.0] for values in seen)
+
+
+def test_saved_bytes_are_the_inputs_and_not_the_parameters():
+    linear = nn.Linear(10, 3)
+    x = torch.ones(4, 10, requires_grad=True)
+    found = timer().measure(OperatorCall(linear, (x,), {}, tuple(linear.parameters())))
+    assert found.saved_bytes == 4 * 10 * 4
+
+
+def test_an_operator_without_gradient_has_no_backward():
+    found = timer().measure(OperatorCall(lambda x: x[:, :1], (torch.ones(2, 2).long(),), {}))
+    assert found.backward_s == [0.0] * 4
+
+
+def test_a_result_that_is_not_finite_is_no_measurement():
+    call = OperatorCall(torch.log, (torch.zeros(3),), {})
+    with pytest.raises(VerificationError, match="operator 'log1' gives outputs"):
+        timer().measure(call, "operator 'log1'")
+
+
+def test_a_gradient_that_is_not_finite_is_no_measurement():
+    call = OperatorCall(torch.sqrt, (torch.zeros(3, requires_grad=True),), {})
+    with pytest.raises(VerificationError, match="gives gradients"):
+        timer().measure(call)
+
+
+def walk_lenet(visit, wanted=None):
+    task = build_task("lenet", fit_options("lenet", ModelOptions()))
+    captured = capture(task, 4, "lenet")
+    names = {node: name for name, node in captured.nodes.items()}
+    wanted = set(captured.nodes) if wanted is None else wanted
+    walk = NodeWalk(captured.module, names, wanted, visit, contextlib.nullcontext)
+    images = torch.randn(3, 1, 28, 28)
+    return task, images, walk.walk(images)
+
+
+def test_a_walk_visits_operators_in_order_with_their_inputs_and_parameters():
+    found = {}
+    task, images, output = walk_lenet(lambda name, call: found.setdefault(name, call))
+    assert list(found)[:3] == ["features.0", "features.1", "features.2"]
+    assert torch.equal(found["features.0"].args[0], images)
+    assert [len(found[f"features.{i}"].parameters) for i in range(3)] == [2, 0, 0]
+    assert torch.allclose(output, task.model(images))
+    # The images need no gradient; all that follows the first weights does.
+    needs = [call.args[0].requires_grad for call in found.values()]
+    assert needs == [False] + [True] * 11
+    assert output.requires_grad
+    assert output.is_leaf
+
+
+def test_a_walk_visits_only_what_is_wanted():
+    found = []
+    walk_lenet(lambda name, call: found.append(name), {"features.3"})
+    assert found == ["features.3"]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_an_input_that_stands_three_times_stays_one():
+    module = torch.fx.symbolic_trace(Twice())
+    names = {node: node.name for node in module.graph.nodes}
+    found = {}
+    walk = NodeWalk(
+        module, names, {"attention"}, lambda name, call: found.setdefault(name, call),
+        contextlib.nullcontext,
+    )  # fmt: skip
+    walk.walk(torch.ones(2, 3, 4))
+    assert len({id(tensor) for tensor in tensors_in(found["attention"].args)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "x", "shape"),
+    [
+        (nn.Linear(6, 8), torch.ones(2, 6), (2, 3)),
+        (nn.Conv2d(4, 8, 3, stride=2, padding=1), torch.ones(2, 4, 9, 9), (2, 3, 5, 5)),
+        (nn.Embedding(10, 8), torch.ones(2, 5).long(), (2, 5, 3)),
+        (nn.EmbeddingBag(10, 8, mode="sum"), torch.ones(2, 5).long(), (2, 3)),
+    ],
+)
+def test_a_shard_has_the_output_features_that_are_asked_for(whole, x, shape):
+    part = shard_module(whole, "feature", 3)
+    assert part(x).shape == shape
+    assert [p.dtype for p in part.parameters()] == [p.dtype for p in whole.parameters()]
+
+
+def test_what_cannot_be_cut_has_no_shard():
+    assert shard_module(nn.Conv2d(4, 8, 3, groups=2), "feature", 4) is None
+    assert shard_module(nn.ReLU(), "feature", 4) is None
+    assert shard_module(nn.Linear(4, 4), "heads", 2) is None
+
+
+def test_all_heads_with_the_same_weights_are_the_whole_attention():
+    whole = nn.MultiheadAttention(8, 2, batch_first=True)
+    part = HeadsShard(whole, 2)
+    part.inward.load_state_dict({"weight": whole.in_proj_weight, "bias": whole.in_proj_bias})
+    part.outward.load_state_dict(whole.out_proj.state_dict())
+    x, y = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
+    for inputs in ((x, x, x), (x, y, y)):
+        assert torch.allclose(part(*inputs)[0], whole(*inputs)[0], atol=1e-6)
+
+
+def test_one_of_two_heads_has_half_the_weights():
+    whole = nn.MultiheadAttention(8, 2, batch_first=True)
+    part = shard_module(whole, "heads", 1)
+    assert part.inward.weight.numel() * 2 == whole.in_proj_weight.numel()
+    assert part.outward.weight.numel() * 2 == whole.out_proj.weight.numel()

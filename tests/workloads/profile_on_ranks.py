@@ -1,0 +1,42 @@
+"""What the tests of the profile workload run on local ranks, by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from harness.runtime.context import Context
+from harness.runtime.op_timer import OperatorCall, OpTimer
+from harness.workloads.profile import run_profile
+
+
+def profile_kinds(argument: Any, context: Context) -> dict[str, Any]:
+    """Profile with the kinds of device given by rank."""
+    config, kinds = argument
+    world = replace(context.world, device_kind=kinds[context.world.rank])
+    return run_profile(config, replace(context, world=world))
+
+
+def profile_twice(config: Any, context: Context) -> list[dict[str, Any]]:
+    """Profile, then again with one more number of shards."""
+    more = replace(config, shards=(*config.shards, 4))
+    return [run_profile(one, context) for one in (config, more, more)]
+
+
+def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:
+    """Profile where one operator runs out of memory."""
+    config, name = argument
+    measure = OpTimer.measure
+
+    def fail(self: OpTimer, call: OperatorCall, what: str = "operator") -> Any:
+        if repr(name) in what:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return measure(self, call, what)
+
+    OpTimer.measure = fail  # type: ignore[method-assign]
+    try:
+        return run_profile(config, context)
+    finally:
+        OpTimer.measure = measure  # type: ignore[method-assign]

@@ -1,0 +1,208 @@
+"""The profile workload: what is measured, the file, and real runs on local ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Measurement, Profile
+from harness.domain.record import Sample
+from harness.errors import ConfigError, ModelError
+from harness.plan.__main__ import main as plan
+from harness.plan.builders import ddp, single, tensor_parallel
+from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.costs import Costs
+from harness.runtime.capture import capture_model
+from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
+from harness.workloads.profile_points import part_sizes, points_of, shard_counts
+from harness.workloads.profile_store import read_profile
+
+QUICK = ProfileConfig(
+    model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "lenett"}, ModelError, "no model 'lenett'"),
+        ({"batch_size": 0}, ConfigError, "--batch-size 0 must be at least 1"),
+        ({"warm_up": 0}, ConfigError, "--warm-up 0 must be at least 1"),
+        ({"time_budget_s": 0.0}, ConfigError, "--time-budget-s 0"),
+        ({"shards": (1, 9)}, ConfigError, "--shards 9 must be between 1 and --batch-size 8"),
+        ({"image_size": 5}, ModelError, "cannot take images of 5 x 5"),
+    ],
+)
+def test_impossible_flags_are_refused_with_their_values(change, error, message):
+    with pytest.raises(error, match=message):
+        profile_cases(replace(QUICK, **change), 2)
+
+
+def test_parts_have_every_size_that_a_cut_makes():
+    assert part_sizes(10, [1, 2, 3, 4]) == [10, 5, 4, 3, 2]
+    assert part_sizes(3, [4]) == []
+    assert shard_counts(1) == [1, 2, 3, 4, 8]
+    assert shard_counts(5) == [1, 2, 3, 4, 5, 8]
+    assert shard_counts(16) == [1, 2, 3, 4, 8, 16]
+
+
+def test_equal_operators_are_measured_once():
+    graph = capture_model("resnet18", 4)
+    points = points_of(graph, [1], [1])
+    assert len({point.identity for point in points}) == len(points)
+    n_placed = sum(op.kind != "input" for op in graph.operators)
+    assert len(points) < n_placed / 2
+    assert {point.key for point in points} == {
+        op.profile_key for op in graph.operators if op.kind != "input"
+    }
+
+
+def test_attention_is_measured_whole_and_by_heads():
+    points = [p for p in points_of(capture_model("vit_b_16", 2), [1, 2], [2]) if "n_heads" in p.key]
+    assert [(p.shape["sample"], p.dim, p.size) for p in points] == [
+        (2, "", 0),
+        (2, "heads", 6),
+        (1, "", 0),
+    ]
+    assert "heads" not in points[0].shape
+    assert points[1].shape["heads"] == 6
+
+
+def as_profile(graph, points, kind="device"):
+    measured = [
+        Measurement(
+            device_kind=kind, operator=p.key, shape=p.shape, forward_s=1e-3, backward_s=2e-3
+        )
+        for p in points
+    ]
+    return Profile(model=graph.name, measurements=measured)
+
+
+@pytest.mark.parametrize("model", ["lenet", "vit_b_16"])
+@pytest.mark.parametrize("n_microbatches", [1, 2])
+def test_the_standard_strategies_find_every_time_measured(model, n_microbatches, monkeypatch):
+    graph = capture_model(model, 8)
+    profile = as_profile(graph, points_of(graph, [1, 2, 4], [1, 2]))
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    looked_up = []
+    lookup = OperatorTimes.lookup
+
+    def noted(self, operator, *args, **kwargs):
+        found = lookup(self, operator, *args, **kwargs)
+        looked_up.append((operator.name, kwargs, found.fitted))
+        return found
+
+    monkeypatch.setattr(OperatorTimes, "lookup", noted)
+    costs = Costs(graph, profile, cluster, 8 // n_microbatches)
+    position = graph.index()
+    strategies = [single(graph, 8), ddp(graph, cluster, 8)]
+    # Weights are cut at the whole batch; at smaller ones and without weights times are fitted.
+    strategies += [tensor_parallel(graph, cluster, 8)] if n_microbatches == 1 else []
+    for strategy in strategies:
+        for name, part in strategy.operators.items():
+            costs.operator(position[name], part)
+    cut = ("linear", "conv2d", "embedding", "attention", "loss", "flatten")
+    kinds = {op.name: op.kind for op in graph.operators}
+    assert len(looked_up) > 20
+    fitted = [(name, told) for name, told, is_fitted in looked_up if is_fitted]
+    assert not [name for name, _ in fitted if kinds[name] in cut]
+    assert n_microbatches == 1 or not fitted
+
+
+def test_half_the_heads_take_their_measured_time_not_half():
+    graph = capture_model("vit_b_16", 2)
+    points = points_of(graph, [1], [2])
+    profile = as_profile(graph, points)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    costs = Costs(graph, profile, cluster, 2)
+    op, name = next((i, op.name) for i, op in enumerate(graph.operators) if op.kind == "attention")
+    part = tensor_parallel(graph, cluster, 2).operators[name]
+    assert part.partition == {"heads": 2}
+    assert costs.operator(op, part).forward_s.tolist() == [1e-3, 1e-3]
+
+
+def test_a_profile_of_another_model_or_dtype_is_refused(tmp_path):
+    path = tmp_path / "p.json"
+    graph = capture_model("lenet", 4)
+    path.write_bytes(as_profile(graph, points_of(graph, [1], [1])).to_json())
+    assert read_profile(path, "lenet", "float32").measurements
+    with pytest.raises(ConfigError, match="profiles 'lenet', not 'vgg16'"):
+        read_profile(path, "vgg16", "float32")
+    with pytest.raises(ConfigError, match="measured in float32, not bfloat16"):
+        read_profile(path, "lenet", "bfloat16")
+
+
+def values(run, metric):
+    return [
+        record
+        for records in run.ranks.values()
+        for record in records
+        if isinstance(record, Sample) and record.metric == metric
+    ]
+
+
+def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path, capsys):
+    import profile_on_ranks
+
+    path = tmp_path / "lenet.json"
+    config = replace(QUICK, profile_file=str(path))
+    kinds = ["fast", "fast", "slow"]
+    results, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, kinds), 3)
+    profile = Profile.load(path)
+    graph = Graph.load(tmp_path / "lenet.graph.json")
+    points = points_of(graph, [1, 2], [1, 2])
+    by_kind = {k: [p for p in profile.measurements if p.device_kind == k] for k in set(kinds)}
+    assert {k: len(found) for k, found in by_kind.items()} == dict.fromkeys(kinds, len(points))
+    assert results[0]["n_measured"] == 2 * len(points)
+    # Two ranks of one kind share its work.
+    n_each = [
+        sum(r.metric == "operator_saved_bytes" for r in records if isinstance(r, Sample))
+        for _, records in sorted(run.ranks.items())
+    ]
+    assert abs(n_each[0] - n_each[1]) <= 2
+    assert n_each[2] == len(points)
+    ratios = values(run, "profile_sum_over_step_ratio")
+    assert {r.labels["device_kind"]: r.value for r in ratios} == {
+        step.device_kind: step.ratio for step in profile.whole_steps
+    }
+    assert set(kinds) == {step.device_kind for step in profile.whole_steps}
+    run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
+    text = profile_text([run])
+    assert f"{len(graph.operators) - 1} of {len(graph.operators) - 1}" in text
+    assert "whole step" in text
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 30, kind="slow")
+    (tmp_path / "c.json").write_bytes(cluster.to_json())
+    flags = ["search", "--profile", str(path), "--cluster", str(tmp_path / "c.json")]
+    assert plan([*flags, "--budget", "50"]) == 0
+    assert "best plan by simulator" in capsys.readouterr().out
+
+
+def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"))
+    results, run = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
+    first, second, third = results[0]
+    graph = Graph.load(tmp_path / "lenet.graph.json")
+    n = [len(points_of(graph, counts, counts)) for counts in ([1, 2], [1, 2, 4])]
+    assert (first["n_known"], first["n_measured"]) == (0, n[0])
+    assert (second["n_known"], second["n_measured"]) == (n[0], n[1] - n[0])
+    assert (third["n_known"], third["n_measured"]) == (n[1], 0)
+
+
+def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1,))
+    argument = (config, "features.3")
+    results, run = run_on_ranks(profile_on_ranks.profile_without_memory, argument, 1)
+    (skipped,) = values(run, "operator_skipped")
+    assert skipped.labels["operator"] == "features.3"
+    assert "Tried to allocate 9 GiB" in skipped.labels["reason"]
+    assert not values(run, "profile_sum_over_step_ratio")  # the sum would lack an operator
+    run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
+    assert "features.3" in profile_text([run])
