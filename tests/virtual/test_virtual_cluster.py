@@ -52,6 +52,19 @@ def test_mpirun_reaches_all_nodes_with_no_flags_but_the_hostfile(cluster):
     assert sorted(done.stdout.split()) == [f"{cluster.name}-node{i}" for i in range(3)]
 
 
+def test_mpirun_reaches_hosts_whose_logins_do_not_know_the_environment(cluster, tmp_path):
+    """As on real machines, where a login by ssh has the system's PATH."""
+    login = tmp_path / "login"
+    login.write_text(
+        '#!/bin/sh\nhost=$1; shift\nexec ssh "$host" "export PATH=/usr/bin:/bin; $*"\n'
+    )
+    login.chmod(0o755)
+    words = ["mpirun", "--mca", "plm_rsh_agent", str(login), "-np", "3"]
+    done = cluster("run", "--", *words, "--hostfile", str(cluster.hostfile), "hostname")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == [f"{cluster.name}-node{i}" for i in range(3)]
+
+
 def test_working_directory_exit_code_and_arguments_pass_through(cluster, tmp_path):
     script = 'pwd; printf "<%s>" "$@"; exit 7'
     argv = ["sh", "-c", script, "sh", "a b", "$HOME", "--name", "x'y"]
