@@ -30,6 +30,8 @@ def _run_text(run: Run) -> str:
         return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
     profile = Profile.load(Path(header.summary["profile"]))
     graph = Graph.load(Path(header.summary["graph"]))
+    if not profile.measurements:
+        return _skipped(run)
     parts = [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
     return "\n\n".join(part for part in parts if part)
 

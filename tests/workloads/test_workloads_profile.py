@@ -185,7 +185,7 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     import profile_on_ranks
 
     config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"))
-    results, run = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
+    results, _ = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
     first, second, third = results[0]
     graph = Graph.load(tmp_path / "lenet.graph.json")
     n = [len(points_of(graph, counts, counts)) for counts in ([1, 2], [1, 2, 4])]
