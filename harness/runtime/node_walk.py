@@ -80,7 +80,7 @@ class NodeWalk(fx.Interpreter):
             node: as_leaves(self.env[node], has_gradient=node in self._carrying)
             for node in n.all_input_nodes
         }
-        return fx.node.map_arg((n.args, n.kwargs), leaves.__getitem__)  # type: ignore[return-value]
+        return fx.node.map_arg((n.args, n.kwargs), leaves.__getitem__)
 
     def _parameters(self, n: fx.Node) -> tuple[Tensor, ...]:
         if n.op != "call_module":
