@@ -55,8 +55,11 @@ local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${LOCAL_WORLD_SIZE:-
 threads=$(($(nproc) / local_size))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
-# docker0 and the like have the same address on every host: Open MPI must not try them.
-export OMPI_MCA_btl_tcp_if_exclude=${OMPI_MCA_btl_tcp_if_exclude:-127.0.0.1/8,docker0,virbr0}
+# docker0 and the like have the same address on every host: Open MPI must not try them. It refuses
+# to be told both which interfaces to take and which not.
+if [[ ! -v OMPI_MCA_btl_tcp_if_include ]]; then
+    export OMPI_MCA_btl_tcp_if_exclude=${OMPI_MCA_btl_tcp_if_exclude:-127.0.0.1/8,docker0,virbr0}
+fi
 # A waiting rank must not spin on the cores that another one measures.
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 # A failed collective ends with an error on every rank.

@@ -108,3 +108,17 @@ def test_settings_files_are_data(tmp_path, line, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "cluster.env:3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has_exclusions"), [({}, True), ({"OMPI_MCA_btl_tcp_if_include": "eth1"}, False)]
+)
+def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclusions):
+    """Open MPI ends a job that is told both."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    done = entry("matmul", HARNESS_VENV=str(tmp_path), **chosen)
+    assert done.returncode == 0, done.stderr
+    assert ("OMPI_MCA_btl_tcp_if_exclude=" in done.stdout) == has_exclusions
