@@ -70,5 +70,9 @@ def load_hostfile(path: Path) -> list[Host]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise HostfileError(f"hostfile {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise HostfileError(
+            f"hostfile {path} cannot be read ({reason}): write one host a line, like "
+            "`ecetesla0 slots=1`"
+        ) from None
     return parse_hostfile(text, source=str(path))
