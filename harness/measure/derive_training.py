@@ -31,6 +31,7 @@ class RankSummary:
         busy_s: median of its own work in a step: what does not wait for other ranks.
         memory_bytes: peak by kind (allocated, reserved, rss, used).
         sent_bytes, received_bytes: NIC counter difference of a step, median.
+        is_straggler: the fastest rank's own work takes less than 0.75 of this one's.
     """
 
     rank: int
@@ -98,11 +99,6 @@ class TrainingSummary:
     @property
     def throughput_per_device(self) -> float | None:
         return None if self.throughput is None else self.throughput / self.n_ranks
-
-    @property
-    def stragglers(self) -> tuple[int, ...]:
-        """Ranks whose own work takes so long that the fastest rank's is below 0.75 of it."""
-        return tuple(rank.rank for rank in self.ranks if rank.is_straggler)
 
 
 def configured(run: Run, name: str, default: str = "") -> str:

@@ -25,7 +25,6 @@ class Login(StrEnum):
     TIMED_OUT = "timed_out"
     CLOSED = "closed"
     NO_SHELL = "no_shell"
-    NO_CLIENT = "no_client"
     FAILED = "failed"
     UNTRIED = "untried"
 
