@@ -14,11 +14,13 @@ from harness.domain.profile import Profile
 from harness.errors import ConfigError, GraphError
 from harness.plan.convert import FORMATS, convert
 from harness.plan.costs import COSTS
+from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
 from harness.plan.estimate import estimate_profile
 from harness.plan.find import default_profile, graph_beside, knows
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
+from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 
@@ -34,6 +36,8 @@ examples:
   python -m harness.plan search --profile vgg16.json --graph vgg16.graph.json \\
       --cluster cluster.json --batch 256 --seconds 30 --output plan.json
   python -m harness.plan search --cost flexflow2018 --topology 2x4 --budget 250000 --seed 1
+  python -m harness.plan search --dlrm-tables 8x1000000x64 --batch 1024 --topology 1x4 \\
+      --bandwidth 12e9 --memory 12GB --rates 9.3e12,549e9
 
 costs:
 {costs}
@@ -80,6 +84,19 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="FILE",
         help="graph of a harness profile (default: the .graph.json beside it)",
     )
+    model.add_argument(
+        "--rates",
+        metavar="FLOPS,BYTES",
+        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
+        "9.3e12,549e9 (a roofline instead of --profile)",
+    )
+    model.add_argument(
+        "--dlrm-tables",
+        metavar="NxROWSxCOLUMNS",
+        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
+    )
+    model.add_argument("--dlrm-bottom-mlp", default="64-512-512-64", metavar="WIDTHS")
+    model.add_argument("--dlrm-top-mlp", default="576-1024-1024-1024-1", metavar="WIDTHS")
     model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
     where = search.add_argument_group("cluster")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
@@ -255,8 +272,11 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
 def _model(
     args: argparse.Namespace, cluster: Cluster, capture_model: CaptureModel
 ) -> tuple[Graph, Profile]:
-    if args.model is None and args.profile is None and args.graph is None:
+    sources = (args.model, args.profile, args.graph, args.dlrm_tables)
+    if all(source is None for source in sources):
         raise ConfigError(f"--cost {args.cost} needs --model NAME or --profile FILE")
+    if args.rates is not None and args.profile is not None:
+        raise ConfigError("--rates estimates times and --profile reads them: give one of them")
     if args.model is not None and args.graph is not None:
         raise ConfigError("--model captures a graph and --graph reads one: give one of them")
     graph = load_graph(args.graph) if args.graph is not None else None
@@ -264,10 +284,37 @@ def _model(
         if args.batch is None:
             raise ConfigError("--model needs --batch B, the global batch in samples")
         graph = capture_model(args.model, args.batch)
+    if args.dlrm_tables is not None:
+        graph = _dlrm(args)
+    if args.rates is not None and graph is not None:
+        return graph, _roofline(args.rates, graph, cluster)
     if args.profile is None:
         assert graph is not None
         return graph, _found_profile(args, cluster, graph) or estimate_profile(graph, cluster)
     return _profile(args, cluster, graph)
+
+
+def _dlrm(args: argparse.Namespace) -> Graph:
+    if args.model is not None or args.graph is not None:
+        raise ConfigError("--dlrm-tables describes a model of its own: drop --model and --graph")
+    if args.batch is None:
+        raise ConfigError("--dlrm-tables needs --batch B, the global batch in samples")
+    flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch)
+    return dlrm_graph(flags)
+
+
+def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
+    """Times of the cluster's devices by their rates, at each shard that a search may ask for."""
+    parts = [parse_bandwidth(part) for part in text.split(",")]
+    if len(parts) != 2:
+        raise ConfigError(f"--rates {text!r} is not FLOPS,BYTES: write it like 9.3e12,549e9")
+    rates = DeviceRates(flops_per_s=parts[0], memory_bytes_per_s=parts[1])
+    return roofline_profile(
+        graph,
+        {device.kind: rates for device in cluster.devices},
+        n_parts=range(1, cluster.n_devices + 1),
+        n_microbatches=(1, 2, 4, 8, 16),
+    )
 
 
 def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:

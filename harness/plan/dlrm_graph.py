@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.domain.graph import Attribute, Graph, Operator
-from harness.errors import GraphError
+from harness.errors import ConfigError, GraphError
 
 FLOAT_BYTES = 4
 
@@ -47,6 +47,35 @@ class DlrmFlags:
                 f"{self.bottom[-1]} and "
                 f"{self.n_tables} tables of {self.dim} make {width}: change one"
             )
+
+
+def _whole_numbers(text: str, separator: str, flag: str, example: str) -> tuple[int, ...]:
+    parts = text.split(separator)
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(f"{flag} {text!r} is not of the form {example}")
+    return tuple(int(part) for part in parts)
+
+
+def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
+    """Read sizes as DLRM's own command line writes them, the tables as NUMBERxROWSxCOLUMNS.
+
+    Raises:
+        ConfigError: not of that form.
+        GraphError: sizes that do not fit one another.
+    """
+    form = "8x1000000x64"
+    sizes = _whole_numbers(tables.lower(), "x", "--dlrm-tables", form)
+    if len(sizes) != 3:
+        raise ConfigError(f"--dlrm-tables {tables!r} is not NUMBERxROWSxCOLUMNS, such as {form}")
+    n_tables, rows, dim = sizes
+    return DlrmFlags(
+        n_tables=n_tables,
+        rows=rows,
+        dim=dim,
+        bottom=_whole_numbers(bottom, "-", "--dlrm-bottom-mlp", "64-512-512-64"),
+        top=_whole_numbers(top, "-", "--dlrm-top-mlp", "576-1024-1024-1024-1"),
+        batch=batch,
+    )
 
 
 def dlrm_graph(flags: DlrmFlags) -> Graph:

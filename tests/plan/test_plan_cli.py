@@ -434,3 +434,28 @@ def test_plans_are_as_fast_as_those_of_pipedream(
         flags += ["--topology", topology, "--bandwidth", bandwidth, "--cost", "pipedream"]
         assert main(flags) == 0
         assert json.loads(capsys.readouterr().out)["speedup_over_single"] >= expected
+
+
+DLRM = ["search", "--dlrm-tables", "8x1000x64", "--batch", "64", "--topology", "1x2"]
+HARDWARE = ["--bandwidth", "1e9", "--memory", "1GB", "--rates", "9e12,5e11", "--budget", "50"]
+
+
+def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(capsys):
+    assert main([*DLRM, *HARDWARE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["predicted_step_s"]
+    assert found["speedup_over_ddp"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dlrm-tables", "8x1000"], "NUMBERxROWSxCOLUMNS"),
+        (["--dlrm-top-mlp", "575-1"], "make 576"),
+        (["--dlrm-bottom-mlp", "64,64"], "64-512-512-64"),
+        (["--rates", "9e12"], "FLOPS,BYTES"),
+    ],
+)
+def test_sizes_or_rates_that_make_no_sense_are_refused(capsys, flags, message):
+    assert main([*DLRM, *HARDWARE, *flags]) == 2
+    assert message in capsys.readouterr().err
