@@ -403,7 +403,12 @@ def test_interrupt_returns_the_best_plan_so_far(
     monkeypatch.setattr(ProgressLine, "__call__", interrupt)
     profile = DATA / "pipedream_profiles/inception_v3.txt"
     flags = search("--profile", profile, "--topology", "4", "--bandwidth", "1e10")
-    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    # What a shell starts in the background ignores SIGINT, and so would these tests there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     result = json.loads(capsys.readouterr().out)
     assert result["interrupted"] is True
     assert result["speedup_over_single"] > 3.9
