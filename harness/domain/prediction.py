@@ -1,0 +1,68 @@
+"""What planning said of a run before it started: `prediction.json` in the run's directory.
+
+Beside it lies `strategy.json`, the strategy that was trained. Spans are those of one step, by
+rank, as a measured run writes them, so that a figure can draw one above the other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.record import Span
+from harness.errors import ResultsError
+
+SCHEMA = "harness-prediction"
+SCHEMA_VERSION = 1
+PREDICTION_FILE = "prediction.json"
+STRATEGY_FILE = "strategy.json"
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated step.
+
+    Attributes:
+        strategy: the strategy's name.
+        method: how it was found, such as `search` or `builder`.
+        step_s: seconds.
+        memory_bytes: peak by device name.
+        spans: by rank (a decimal number, as JSON has it), of one step, from its start.
+        profile_fit_error: largest relative error of the fitted times that were used; None if
+            all were measured.
+        search_s: wall seconds of the search; None when nothing was searched.
+    """
+
+    strategy: str
+    method: str
+    step_s: float
+    memory_bytes: dict[str, int] = {}
+    spans: dict[str, list[Span]] = {}
+    profile_fit_error: float | None = None
+    search_s: float | None = None
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+
+    def to_json(self) -> bytes:
+        """The file's bytes."""
+        return msgspec.json.encode(self) + b"\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Prediction:
+        """Read a prediction.
+
+        Raises:
+            ResultsError: missing, malformed or of another version; names the path.
+        """
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ResultsError(f"prediction {path}: {error.strerror}") from None
+        except msgspec.DecodeError as error:
+            raise ResultsError(f"prediction {path}: {error}") from None
+        if (found.schema, found.version) != (SCHEMA, SCHEMA_VERSION):
+            raise ResultsError(
+                f"prediction {path} has schema {found.schema} version {found.version}, this "
+                f"harness reads {SCHEMA} version {SCHEMA_VERSION}: run it again"
+            )
+        return found
