@@ -1,0 +1,32 @@
+"""What the executor is told beside the strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.domain.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutorPlan:
+    """What is trained, and how the parts that a strategy leaves open are done.
+
+    Attributes:
+        strategy: its device k is the world's rank k.
+        batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
+            those of the whole microbatch, as one device does.
+        dropout: `local` draws each block's mask by itself; `exact` draws what the block of the
+            whole tensor would have drawn, so that every strategy trains the same.
+        is_asynchronous: 1F1B without a flush between microbatches, each of which is a minibatch of
+            its own with an optimizer step, and weights stashed, as PipeDream trains: stage s of S
+            computes gradients with weights S - 1 - s updates old.
+        timeout_s: how long a rank waits for another before it gives up.
+    """
+
+    strategy: Strategy
+    batch_norm: Literal["local", "global"] = "local"
+    dropout: Literal["local", "exact"] = "local"
+    is_asynchronous: bool = False
+    seed: int = 0
+    timeout_s: float = 300.0
