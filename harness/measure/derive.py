@@ -25,6 +25,7 @@ from harness.measure.derive_links import (
     link_matrix,
     nic_limit_bytes_per_s,
 )
+from harness.measure.derive_pipeline import PipelineSummary, StageTimes, pipeline_summary
 from harness.measure.derive_scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive_spans import PHASES, StepPhases, covered_s, rank_phases
 from harness.measure.derive_strategies import StrategyRow, strategy_table
@@ -44,8 +45,10 @@ __all__ = [
     "LinkMatrix",
     "MatmulRow",
     "MemoryRow",
+    "PipelineSummary",
     "RankSummary",
     "ScalingPoint",
+    "StageTimes",
     "StepPhases",
     "StrategyRow",
     "SummaRow",
@@ -62,6 +65,7 @@ __all__ = [
     "memory_table",
     "nic_limit_bytes_per_s",
     "outliers",
+    "pipeline_summary",
     "rank_phases",
     "scaling_table",
     "step_times",

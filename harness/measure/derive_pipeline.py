@@ -1,0 +1,173 @@
+"""A pipeline in numbers: how much of a step its ranks idle, and what each stage takes.
+
+    rank 0   F0 F1 F2 .. .. B0 B1 B2 opt        .. is the bubble: neither computing nor updating
+    rank 1   .. F0 F1 F2 B0 B1 B2 .. opt
+
+Bubble rate as in Zero Bubble Pipeline Parallelism (Qi et al., 2023): idle time over the
+whole step; here measured, so that whatever leaves a rank idle counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+from harness.domain.record import Record, Span
+from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+_PASS = re.compile(r"stage(\d+)(?: #(\d+))?(?: (weights|recompute))?")
+
+PassKind = Literal["forward", "recompute", "backward"]
+
+
+class Pass(NamedTuple):
+    """Which pass a span is: `backward` is to inputs, weights or both."""
+
+    stage: int
+    microbatch: int
+    kind: PassKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of one microbatch in one stage, on the slowest of its ranks.
+
+    Medians over steps and microbatches; what a rank waits inside a pass is not counted.
+
+    Attributes:
+        ranks: those that compute it, ascending.
+        backward_s: to inputs and to weights together.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What one microbatch costs the stage in a step."""
+        return self.forward_s + self.recompute_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSummary:
+    """A run of two or more stages.
+
+    Attributes:
+        n_microbatches: of a step.
+        bubble: share of a step in which a rank idles, mean over the ranks that have a stage;
+            over steps.
+        bubble_by_rank: the same of each such rank, median over steps.
+    """
+
+    n_microbatches: int
+    stages: tuple[StageTimes, ...]
+    bubble: Summary
+    bubble_by_rank: dict[int, float]
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def slowest_stage(self) -> StageTimes:
+        """The stage that paces the pipeline."""
+        return max(self.stages, key=lambda stage: stage.total_s)
+
+
+def is_wait(span: Span) -> bool:
+    """Whether the rank stood still for a transfer, instead of transferring beside its work."""
+    return span.kind == "communication" and span.name.startswith("wait ")
+
+
+def pass_of(span: Span) -> Pass | None:
+    """The pass that an executor's span names, such as `stage1 #3 weights`; None for others."""
+    match = _PASS.fullmatch(span.name)
+    if match is None or span.kind not in ("forward", "backward"):
+        return None
+    stage, microbatch, what = int(match[1]), int(match[2] or 0), match[3]
+    if what == "recompute":
+        return Pass(stage, microbatch, "recompute")
+    return Pass(stage, microbatch, "forward" if span.kind == "forward" else "backward")
+
+
+def idle_shares(records: Iterable[Record]) -> dict[int, float]:
+    """Share of each step in which one rank neither computes nor runs the optimizer.
+
+    Empty for a rank that never computes.
+    """
+    shares = {}
+    for step, spans in spans_by_step(records).items():
+        whole = next((span for span in spans if span.kind == "step"), None)
+        own = [span for span in spans if span.kind in COMPUTE_KINDS]
+        if whole is None or whole.duration_s <= 0 or all(s.kind == "optimizer" for s in own):
+            continue
+        waits = [span for span in spans if is_wait(span)]
+        busy_s = covered_s([*own, *waits], whole) - covered_s(waits, whole)
+        shares[step] = 1 - busy_s / whole.duration_s
+    return shares
+
+
+def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
+    """One rank's seconds of every (stage, kind of pass), one for each microbatch of each step."""
+    seconds: dict[tuple[int, Pass], float] = defaultdict(float)
+    for step, spans in spans_by_step(records).items():
+        waits = [span for span in spans if is_wait(span)]
+        for span in spans:
+            if (which := pass_of(span)) is not None:
+                seconds[step, which] += span.duration_s - covered_s(waits, span)
+    by_stage: dict[tuple[int, PassKind], list[float]] = defaultdict(list)
+    for (_, which), duration_s in seconds.items():
+        by_stage[which.stage, which.kind].append(duration_s)
+    return dict(by_stage)
+
+
+def slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
+    """The stage's times, from the rank that takes longest."""
+    slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
+    return StageTimes(
+        stage=stage,
+        ranks=tuple(sorted(by_rank)),
+        forward_s=slowest.get("forward", 0.0),
+        recompute_s=slowest.get("recompute", 0.0),
+        backward_s=slowest.get("backward", 0.0),
+    )
+
+
+def _stages(run: Run) -> tuple[StageTimes, ...]:
+    stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, records in run.ranks.items():
+        for (stage, kind), seconds in stage_seconds(records).items():
+            stages[stage][rank][kind] = median(seconds)
+    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
+
+
+def _n_microbatches(run: Run) -> int:
+    found = (pass_of(r) for rs in run.ranks.values() for r in rs if isinstance(r, Span))
+    return 1 + max(which.microbatch for which in found if which is not None)
+
+
+def pipeline_summary(run: Run) -> PipelineSummary | None:
+    """Derive a pipeline's numbers; None for a run without spans of two or more stages."""
+    stages = _stages(run)
+    if len(stages) < 2:
+        return None
+    idle = {rank: shares for rank, rs in sorted(run.ranks.items()) if (shares := idle_shares(rs))}
+    finished = set.intersection(*(set(shares) for shares in idle.values())) if idle else set()
+    if not finished:
+        return None
+    means = [sum(shares[s] for shares in idle.values()) / len(idle) for s in sorted(finished)]
+    return PipelineSummary(
+        n_microbatches=_n_microbatches(run),
+        stages=stages,
+        bubble=summarize(means, shortest=0),
+        bubble_by_rank={rank: median(shares.values()) for rank, shares in idle.items()},
+    )
