@@ -71,6 +71,46 @@ def test_the_last_batch_is_the_rest():
     assert [plan.sizes(step) for step in range(4)] == [[6, 6, 5], [6, 6, 5], [2, 2, 2], [6, 6, 5]]
 
 
+def test_given_positions_are_taken_in_their_order():
+    """Two microbatches of three: rank 0 feeds both halves of a pipeline's first stage, rank 2 its
+    targets; rank 1 is fed nothing. Seven samples: one is dropped in each epoch."""
+    positions = ((0, 3, 1, 4), (), (5, 2))
+    plan = BatchPlan(n_samples=13, shares=(6, 0, 0), positions=positions)
+    assert plan.n_steps_per_epoch == 2
+    assert plan.n_dropped == 1
+    assert plan.sizes(1) == [6, 0, 0]
+    assert list(islice(plan.indices(0), 3)) == [[0, 3, 1, 4], [6, 9, 7, 10], [0, 3, 1, 4]]
+    assert list(islice(plan.indices(2), 2)) == [[5, 2], [11, 8]]
+    assert [plan.n_fed(rank) for rank in range(3)] == [4, 0, 2]
+
+
+def test_positions_are_places_in_the_batch_that_one_device_would_take():
+    one = BatchPlan(n_samples=12, shares=(4,), is_shuffled=True, seed=3)
+    placed = BatchPlan(
+        n_samples=12, shares=(0, 4), positions=((3, 0), (1, 2, 3)), is_shuffled=True, seed=3
+    )
+    for whole, first, last in zip(
+        islice(one.indices(0), 7), placed.indices(0), placed.indices(1), strict=False
+    ):
+        assert first == [whole[3], whole[0]]
+        assert last == whole[1:]
+
+
+def test_too_few_samples_for_a_whole_batch_are_refused():
+    with pytest.raises(DataError, match=r"holds 5 samples, one batch of this strategy takes 6"):
+        BatchPlan(n_samples=5, shares=(6,), positions=((0,),))
+
+
+def test_a_rank_that_needs_no_data_loads_none(tmp_path, monkeypatch):
+    data = open_data("synthetic", options(tmp_path, n_samples=8), IMAGES, 4)
+    monkeypatch.setattr(data, "prepare", lambda indices: pytest.fail("drew samples"))
+    plan = BatchPlan(n_samples=8, shares=(4, 0), positions=((0, 1, 2, 3), ()))
+    batches = load_batches(data, plan, 1, n_workers=0, device=CPU)
+    for batch in islice(batches, 3):
+        assert batch.inputs[0].shape == (0, 3, 32, 32)
+        assert batch.targets.shape == (0,)
+
+
 def options(data_dir: Path, **others) -> DataOptions:
     return DataOptions(data_dir=data_dir, **{"dlrm": DlrmOptions(), **others})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -137,8 +138,11 @@ def load_batches(
 ) -> Iterator[Batch]:
     """This rank's batches, step by step, without end, through a DataLoader.
 
-    Synthetic samples of the first epoch are drawn before it returns.
+    Synthetic samples of the first epoch are drawn before it returns. A rank that is fed nothing
+    loads nothing: its batches are empty.
     """
+    if plan.n_fed(rank) == 0 and plan.positions is not None:
+        return itertools.repeat(_empty_of(data[0]))
     if isinstance(data, SyntheticData):
         epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
         data.prepare(sorted({index for indices in epoch for index in indices}))
@@ -151,6 +155,11 @@ def load_batches(
         pin_memory=device.type == "cuda",
     )
     return iter(loader)
+
+
+def _empty_of(batch: Batch) -> Batch:
+    """No samples, of the same shapes and dtypes."""
+    return Batch(tuple(tensor[:0] for tensor in batch.inputs), batch.targets[:0])
 
 
 class _Indices:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harness.errors import DataError
+
 
 class Batch(NamedTuple):
     """One rank's part of a global batch; a NamedTuple, so that DataLoader can pin it.
@@ -45,20 +47,32 @@ def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Splits every global batch over the ranks; steps go on over the ends of epochs.
+    """Which samples each rank takes of every global batch; steps go on over the ends of epochs.
 
-    The samples of a global batch do not depend on the number of ranks. The last batch of an epoch
-    holds what is left, split in the same proportion.
+    The samples of a global batch, and their order, do not depend on the ranks. By `shares` the
+    ranks split it among them; the last batch of an epoch holds what is left, split in the same
+    proportion. By `positions` each rank takes given places of it, as a strategy asks: ranks may
+    share samples, or take none, and what an epoch leaves after its last whole batch is dropped.
 
     Attributes:
-        shares: samples of a whole batch by rank; they sum to the global batch.
+        shares: samples of a whole batch that count for each rank; they sum to the global batch.
+        positions: by rank, places in the global batch, in the order in which the rank is fed
+            them; None for consecutive ones by `shares`.
         is_shuffled: draw a new order each epoch, from `seed`.
     """
 
     n_samples: int
     shares: tuple[int, ...]
+    positions: tuple[tuple[int, ...], ...] | None = None
     is_shuffled: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.positions is not None and self.n_samples < self.global_batch:
+            raise DataError(
+                f"the data holds {self.n_samples} samples, one batch of this strategy takes "
+                f"{self.global_batch}: lower --batch-size, or give more data"
+            )
 
     @property
     def global_batch(self) -> int:
@@ -66,29 +80,43 @@ class BatchPlan:
 
     @property
     def n_steps_per_epoch(self) -> int:
-        return -(-self.n_samples // self.global_batch)
+        whole, rest = divmod(self.n_samples, self.global_batch)
+        return whole + (rest > 0 and self.positions is None)
+
+    @property
+    def n_dropped(self) -> int:
+        """Samples that no step of an epoch takes."""
+        return max(0, self.n_samples - self.n_steps_per_epoch * self.global_batch)
 
     def sizes(self, step: int) -> list[int]:
-        """Samples of each rank in a step."""
+        """Samples of each rank that count in a step."""
         first = (step % self.n_steps_per_epoch) * self.global_batch
         n = min(self.global_batch, self.n_samples - first)
         return list(self.shares) if n == self.global_batch else split_by_weight(n, self.shares)
 
+    def n_fed(self, rank: int) -> int:
+        """Samples that a rank is fed in a step of a whole batch."""
+        return self.shares[rank] if self.positions is None else len(self.positions[rank])
+
     def indices(self, rank: int) -> Iterator[list[int]]:
         """Sample indices of one rank, step by step, without end.
 
-        A rank without a sample in a step gets the batch's first one, which must not count: every
-        rank has to take part in the collectives.
+        By shares, a rank without a sample in a step gets the batch's first one, which must not
+        count: every rank has to take part in the collectives.
         """
         for epoch in itertools.count():
             order = self._order(epoch)
-            for batch in range(self.n_steps_per_epoch):
-                sizes = self.sizes(batch)
-                first = batch * self.global_batch + sum(sizes[:rank])
-                if sizes[rank]:
-                    yield order[first : first + sizes[rank]]
-                else:
-                    yield order[batch * self.global_batch :][:1]
+            for step in range(self.n_steps_per_epoch):
+                batch = order[step * self.global_batch : (step + 1) * self.global_batch]
+                yield [batch[position] for position in self._positions(rank, step)]
+
+    def _positions(self, rank: int, step: int) -> Sequence[int]:
+        """Places in a step's batch; a stand-in where the rank has no sample by its share."""
+        if self.positions is not None:
+            return self.positions[rank]
+        sizes = self.sizes(step)
+        first = sum(sizes[:rank])
+        return range(first, first + sizes[rank]) or range(1)
 
     def _order(self, epoch: int) -> list[int]:
         if not self.is_shuffled:
