@@ -6,6 +6,7 @@ same numbers. Formulas: docs/metrics.md.
 
 from __future__ import annotations
 
+from harness.measure.derive_choice import CellSummary, Judged, cell_summary
 from harness.measure.derive_devices import (
     MatmulRow,
     MemoryRow,
@@ -26,9 +27,25 @@ from harness.measure.derive_links import (
     nic_limit_bytes_per_s,
 )
 from harness.measure.derive_pipeline import PipelineSummary, StageTimes, pipeline_summary
+from harness.measure.derive_prediction import (
+    PARTS,
+    MemoryPeak,
+    PredictedRun,
+    predicted_run,
+    predicted_stages,
+    read_prediction,
+    read_strategy,
+)
 from harness.measure.derive_scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive_spans import PHASES, StepPhases, covered_s, rank_phases
 from harness.measure.derive_strategies import StrategyRow, strategy_table
+from harness.measure.derive_timeline import (
+    ClockOffset,
+    Timeline,
+    clock_offsets,
+    measured_timeline,
+    predicted_timeline,
+)
 from harness.measure.derive_training import (
     RankSummary,
     TrainingSummary,
@@ -39,22 +56,31 @@ from harness.measure.derive_training import (
 )
 
 __all__ = [
+    "PARTS",
     "PHASES",
+    "CellSummary",
+    "ClockOffset",
     "CollectiveRow",
     "EfficiencyRow",
+    "Judged",
     "LinkMatrix",
     "MatmulRow",
+    "MemoryPeak",
     "MemoryRow",
     "PipelineSummary",
+    "PredictedRun",
     "RankSummary",
     "ScalingPoint",
     "StageTimes",
     "StepPhases",
     "StrategyRow",
     "SummaRow",
+    "Timeline",
     "TrainingSummary",
     "best_link_bytes_per_s",
     "bus_factor",
+    "cell_summary",
+    "clock_offsets",
     "collective_table",
     "covered_s",
     "epoch_times",
@@ -62,11 +88,17 @@ __all__ = [
     "link_matrix",
     "matmul_peaks",
     "matmul_table",
+    "measured_timeline",
     "memory_table",
     "nic_limit_bytes_per_s",
     "outliers",
     "pipeline_summary",
+    "predicted_run",
+    "predicted_stages",
+    "predicted_timeline",
     "rank_phases",
+    "read_prediction",
+    "read_strategy",
     "scaling_table",
     "step_times",
     "strategy_table",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple
@@ -99,6 +99,18 @@ def pass_of(span: Span) -> Pass | None:
     return Pass(stage, microbatch, "forward" if span.kind == "forward" else "backward")
 
 
+def computes(spans: Iterable[Span]) -> bool:
+    """Whether a rank has operators of its own."""
+    return any(span.kind in COMPUTE_KINDS and span.kind != "optimizer" for span in spans)
+
+
+def working_s(spans: Sequence[Span], within: Span, kinds: Collection[str]) -> float:
+    """Length of the union of the spans of some kinds, less what the rank waits inside them."""
+    own = [span for span in spans if span.kind in kinds]
+    waits = [span for span in spans if is_wait(span)]
+    return covered_s([*own, *waits], within) - covered_s(waits, within)
+
+
 def idle_shares(records: Iterable[Record]) -> dict[int, float]:
     """Share of each step in which one rank neither computes nor runs the optimizer.
 
@@ -107,12 +119,9 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
     shares = {}
     for step, spans in spans_by_step(records).items():
         whole = next((span for span in spans if span.kind == "step"), None)
-        own = [span for span in spans if span.kind in COMPUTE_KINDS]
-        if whole is None or whole.duration_s <= 0 or all(s.kind == "optimizer" for s in own):
+        if whole is None or whole.duration_s <= 0 or not computes(spans):
             continue
-        waits = [span for span in spans if is_wait(span)]
-        busy_s = covered_s([*own, *waits], whole) - covered_s(waits, whole)
-        shares[step] = 1 - busy_s / whole.duration_s
+        shares[step] = 1 - working_s(spans, whole, COMPUTE_KINDS) / whole.duration_s
     return shares
 
 

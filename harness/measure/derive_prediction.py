@@ -1,0 +1,226 @@
+"""One run predicted beside measured: the error of its step, the parts of it, stages, memory.
+
+The parts of a step sum to it, predicted and measured alike, so that the differences of the parts
+sum to the error:
+
+    compute | exposed communication | optimizer | rest
+            |  what the simulator   |           |  data, copies and what no span explains:
+            |  leaves of its step   |           |  nothing of it is predicted
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.record import Record, Span
+from harness.domain.run import RunHeader
+from harness.domain.strategy import Strategy
+from harness.measure.derive_pipeline import (
+    PassKind,
+    StageTimes,
+    computes,
+    idle_shares,
+    slowest_times,
+    working_s,
+)
+from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step
+from harness.measure.derive_training import rank_memory, step_times
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+PARTS = ("compute", "exposed_communication", "optimizer", "rest")
+COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
+
+# What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
+_OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPeak:
+    """Of one rank: predicted, and measured by kind of reading; None and empty when unknown."""
+
+    rank: int
+    predicted_bytes: int | None
+    measured_bytes: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """One run beside its prediction.
+
+    Attributes:
+        plan: name of the strategy that was trained, as its file has it.
+        measured: the step of the run; None when it gave no number that may be trusted.
+        predicted_parts, measured_parts: seconds by the names of PARTS; empty when unknown.
+        predicted_bubble: idle share of the ranks that compute, mean; None without spans.
+    """
+
+    plan: str
+    method: str
+    predicted_s: float
+    measured: Summary | None
+    predicted_parts: dict[str, float]
+    measured_parts: dict[str, float]
+    predicted_bubble: float | None
+    memory: tuple[MemoryPeak, ...]
+    profile_fit_error: float | None
+    search_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured - 1: below 0 is too fast a prediction."""
+        return None if self.measured is None else self.predicted_s / self.measured.median - 1
+
+
+def read_prediction(run_dir: Path) -> Prediction | None:
+    """The prediction beside a run; None when there is none.
+
+    Raises:
+        ResultsError: malformed; names the file.
+    """
+    path = run_dir / PREDICTION_FILE
+    return Prediction.load(path) if path.exists() else None
+
+
+def read_strategy(run_dir: Path) -> Strategy | None:
+    """The strategy that a run trained; None when there is none.
+
+    Raises:
+        StrategyError: malformed; names the file.
+    """
+    path = run_dir / STRATEGY_FILE
+    return Strategy.load(path) if path.exists() else None
+
+
+def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
+    """A run beside its prediction; a run that is not ok has no measured numbers."""
+    times = step_times(run) if run.header.status == "ok" else {}
+    return PredictedRun(
+        plan=prediction.strategy,
+        method=prediction.method,
+        predicted_s=prediction.step_s,
+        measured=summarize(list(times.values())) if times else None,
+        predicted_parts=predicted_parts(prediction),
+        measured_parts=measured_parts(run, times) if times else {},
+        predicted_bubble=predicted_bubble(prediction),
+        memory=_memory(run, prediction),
+        profile_fit_error=prediction.profile_fit_error,
+        search_s=prediction.search_s,
+    )
+
+
+def _mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    known = list(parts)
+    return {name: fmean(part[name] for part in known) for name in PARTS} if known else {}
+
+
+def _predicted_parts_of(spans: Sequence[Span], step_s: float) -> dict[str, float]:
+    whole = Span(kind="step", start_s=0.0, duration_s=step_s)
+    compute_s = working_s(spans, whole, COMPUTING)
+    optimizer_s = working_s(spans, whole, ("optimizer",))
+    exposed_s = step_s - compute_s - optimizer_s
+    return dict(zip(PARTS, (compute_s, exposed_s, optimizer_s, 0.0), strict=True))
+
+
+def predicted_parts(prediction: Prediction) -> dict[str, float]:
+    """Seconds by the names of PARTS, mean over the ranks that compute; empty without spans."""
+    return _mean_parts(
+        _predicted_parts_of(spans, prediction.step_s)
+        for spans in prediction.spans.values()
+        if computes(spans)
+    )
+
+
+def predicted_bubble(prediction: Prediction) -> float | None:
+    """Idle share of the ranks that compute, mean; None without spans."""
+    shares = [share for own in prediction.spans.values() for share in idle_shares(own).values()]
+    return fmean(shares) if shares else None
+
+
+def middle_steps(times: Mapping[int, float]) -> set[int]:
+    """Steps between the quartiles of the durations: their mean is not an outlier's."""
+    first, third = np.percentile(list(times.values()), [25, 75])
+    return {step for step, time in times.items() if first <= time <= third}
+
+
+def _measured_parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
+    whole = next((span for span in spans if span.kind == "step"), None)
+    if whole is None or not computes(spans):
+        return None
+    compute_s = working_s(spans, whole, COMPUTING)
+    optimizer_s = working_s(spans, whole, ("optimizer",))
+    active = [span for span in spans if span.kind in (*COMPUTE_KINDS, "communication")]
+    exposed_s = covered_s(active, whole) - compute_s - optimizer_s
+    rest_s = whole.duration_s - covered_s(active, whole)
+    return dict(zip(PARTS, (compute_s, exposed_s, optimizer_s, rest_s), strict=True))
+
+
+def measured_parts(run: Run, times: Mapping[int, float]) -> dict[str, float]:
+    """Seconds by the names of PARTS, mean over the middle steps and the ranks that compute."""
+    wanted = middle_steps(times)
+    return _mean_parts(
+        parts
+        for records in run.ranks.values()
+        for step, spans in spans_by_step(records).items()
+        if step in wanted and (parts := _measured_parts_of(spans)) is not None
+    )
+
+
+def device_names(header: RunHeader) -> dict[int, str]:
+    """The cluster's name of each rank's device: its host and its place among the host's ranks."""
+    seen: dict[str, int] = defaultdict(int)
+    names = {}
+    for info in sorted(header.ranks, key=lambda info: info.rank):
+        names[info.rank] = f"{info.hostname}:{seen[info.hostname]}"
+        seen[info.hostname] += 1
+    return names
+
+
+def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
+    return tuple(
+        MemoryPeak(
+            rank=rank,
+            predicted_bytes=prediction.memory_bytes.get(name),
+            measured_bytes=rank_memory(run.ranks.get(rank, [])),
+        )
+        for rank, name in device_names(run.header).items()
+    )
+
+
+def predicted_stages(prediction: Prediction, strategy: Strategy) -> tuple[StageTimes, ...]:
+    """The simulated times of every stage, as `pipeline_summary` has the measured ones.
+
+    Operators that the strategy does not place are left out.
+    """
+    stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(dict)
+    for rank, spans in prediction.spans.items():
+        for stage, kind, seconds in _stage_seconds(spans, strategy):
+            stages[stage].setdefault(int(rank), {})[kind] = seconds
+    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
+
+
+def _stage_seconds(
+    spans: Iterable[Record], strategy: Strategy
+) -> list[tuple[int, PassKind, float]]:
+    """(stage, kind, seconds of a microbatch) of one rank."""
+    seconds: dict[tuple[int, PassKind], dict[int, float]] = {}
+    for span in spans:
+        if not isinstance(span, Span) or span.kind not in ("forward", "backward"):
+            continue
+        match = _OPERATOR_PASS.fullmatch(span.name)
+        plan = strategy.operators.get(match[2]) if match else None
+        if match is None or plan is None:
+            continue
+        kind: PassKind = "forward" if span.kind == "forward" else "backward"
+        kind = "recompute" if match[1] == "recompute " else kind
+        by_microbatch = seconds.setdefault((plan.stage, kind), defaultdict(float))
+        by_microbatch[int(match[3] or 0)] += span.duration_s
+    return [(stage, kind, median(by.values())) for (stage, kind), by in seconds.items()]

@@ -1,0 +1,114 @@
+"""One step of all ranks on one clock: measured, or as it was predicted.
+
+Ranks measure on clocks of their own. Each estimated its offset to rank 0's when the run began
+(shortest of several round trips, uncertain by half of it); drift since then is not corrected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from harness.domain.prediction import Prediction
+from harness.domain.record import Record, Span
+from harness.measure.derive_spans import samples_of, spans_by_step
+from harness.measure.derive_training import step_times
+from harness.measure.store import Run
+
+
+class ClockOffset(NamedTuple):
+    """What to subtract from a rank's times to have rank 0's, and how wrong that may be."""
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step; times of `spans` count from its first start on any rank.
+
+    Attributes:
+        step: which one; None of a prediction.
+        duration_s: the maximum over ranks of its `step` span.
+        clock_error_s: largest error of the alignment; None where a clock was not measured, and
+            then each rank's times count from its own start. 0 of a prediction.
+    """
+
+    step: int | None
+    duration_s: float
+    spans: dict[int, list[Span]]
+    clock_error_s: float | None
+
+    @property
+    def end_s(self) -> float:
+        """When the last span ends."""
+        return max(
+            (s.start_s + s.duration_s for own in self.spans.values() for s in own), default=0
+        )
+
+
+def _last(records: list[Record], metric: str) -> float | None:
+    samples = samples_of(records, metric)
+    return samples[-1].value if samples else None
+
+
+def clock_offsets(run: Run) -> dict[int, ClockOffset]:
+    """The measured offset of every rank that has one."""
+    found = {}
+    for rank, records in sorted(run.ranks.items()):
+        offset_s = _last(records, "clock_offset_s")
+        error_s = _last(records, "clock_offset_error_s")
+        if offset_s is not None and error_s is not None:
+            found[rank] = ClockOffset(offset_s, error_s)
+    return found
+
+
+def median_step(times: Mapping[int, float]) -> int | None:
+    """The step whose duration is the (lower) median; the earlier one of equals."""
+    order = sorted(times, key=lambda step: (times[step], step))
+    return order[(len(order) - 1) // 2] if order else None
+
+
+def moved(span: Span, by_s: float) -> Span:
+    """The span at another time."""
+    return msgspec.structs.replace(span, start_s=span.start_s + by_s)
+
+
+def _start_of(spans: list[Span]) -> float:
+    whole = next((span for span in spans if span.kind == "step"), None)
+    return whole.start_s if whole else min(span.start_s for span in spans)
+
+
+def measured_timeline(run: Run) -> Timeline | None:
+    """The run's median step with clocks aligned; None when no step ended."""
+    times = step_times(run)
+    step = median_step(times)
+    if step is None:
+        return None
+    ranks = {rank: spans_by_step(records).get(step, []) for rank, records in run.ranks.items()}
+    ranks = {rank: spans for rank, spans in sorted(ranks.items()) if spans}
+    offsets = clock_offsets(run)
+    error_s: float | None = None
+    if all(rank in offsets for rank in ranks):
+        error_s = max(offsets[rank].error_s for rank in ranks)
+        ranks = {
+            rank: [moved(span, -offsets[rank].offset_s) for span in spans]
+            for rank, spans in ranks.items()
+        }
+        origin_s = min(_start_of(spans) for spans in ranks.values())
+        ranks = {rank: [moved(s, -origin_s) for s in spans] for rank, spans in ranks.items()}
+    else:
+        ranks = {
+            rank: [moved(span, -_start_of(spans)) for span in spans]
+            for rank, spans in ranks.items()
+        }
+    return Timeline(step=step, duration_s=times[step], spans=ranks, clock_error_s=error_s)
+
+
+def predicted_timeline(prediction: Prediction) -> Timeline:
+    """The simulated step; ranks without spans are left out."""
+    ranks = sorted((int(rank), spans) for rank, spans in prediction.spans.items() if spans)
+    return Timeline(step=None, duration_s=prediction.step_s, spans=dict(ranks), clock_error_s=0.0)
