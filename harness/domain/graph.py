@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 Attribute = bool | int | float | str | Sequence[int | float | str]
 
-# The dims that a partition may name, in the order in which tensors are stored.
+# The dims that an output may have and a partition may name.
 DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
 
 
@@ -44,7 +44,9 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         signature: operators with equal signatures take equal time at equal shapes, so that they
             share measurements; empty means that only itself is like itself.
         attrs: what partitioning needs: kernel, stride, padding, groups, in_features,
-            out_features, n_heads, n_rows, function (relu, add, ...), description.
+            out_features, n_heads, n_rows, n_normalized (last dims that a layer norm runs over),
+            is_cut_by_samples (false where a part of the samples cannot be computed alone),
+            function (relu, add, ...), description.
     """
 
     name: str

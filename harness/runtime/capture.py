@@ -22,16 +22,14 @@ from harness.domain.graph import Graph, Operator
 from harness.errors import ModelError
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.operators import describe_node, function_name, is_known
+from harness.runtime.sample_dims import (
+    is_cut_by_samples,
+    named_shape,
+    sample_dims,
+    shapes_at_twice,
+)
 
 _log = logging.getLogger(__name__)
-
-_DIMS = {
-    1: ("sample",),
-    2: ("sample", "feature"),
-    3: ("sample", "seq", "feature"),
-    4: ("sample", "feature", "height", "width"),
-    5: ("sample", "feature", "depth", "height", "width"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +150,6 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
-def _named_shape(tensor: Tensor) -> dict[str, int]:
-    names = _DIMS.get(tensor.dim(), ())
-    return dict(zip(names, tensor.shape, strict=True)) if names else {}
-
-
 def _text(shape: Iterable[int]) -> str:
     return "x".join(str(size) for size in shape)
 
@@ -178,8 +171,16 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
 class _Builder:
     """Turns nodes into operators, passing over what computes no tensor."""
 
-    def __init__(self, module: fx.GraphModule, measured: dict[fx.Node, _Measured]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        measured: dict[fx.Node, _Measured],
+        at_twice: dict[fx.Node, tuple[int, ...]],
+        batch: int,
+    ) -> None:
         self._module = module
+        self._at_twice = at_twice
+        self._batch = batch
         self._modules = dict(module.named_modules())
         self._measured = measured
         # A node that is no operator of its own stands for the operator behind it.
@@ -220,11 +221,23 @@ class _Builder:
             Operator(
                 name=node.name,
                 kind="input",
-                shape=_named_shape(value),
+                shape=named_shape(value.shape, self._sample_dims(node)),
                 dtype=str(value.dtype).removeprefix("torch."),
                 activation_bytes=value.numel() * value.element_size(),
             )
         )
+
+    def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
+        shape = _tensors(self._measured[node].value)[0].shape
+        return sample_dims(shape, self._at_twice.get(node), self._batch)
+
+    def _is_cut_by_samples(
+        self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
+    ) -> bool:
+        def described(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
+            return _tensors(self._measured[node].value)[0].shape, self._sample_dims(node)
+
+        return is_cut_by_samples(kind, function, described(node), map(described, sources))
 
     def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
         found = _parameters_of(node, self._module)
@@ -245,6 +258,8 @@ class _Builder:
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
+        if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
+            attrs["is_cut_by_samples"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)
         if parameters:
@@ -259,7 +274,7 @@ class _Builder:
                 name=name,
                 kind=kind,
                 inputs=[self._name_of[n] for n in sources],
-                shape=_named_shape(value),
+                shape=named_shape(value.shape, self._sample_dims(node)),
                 dtype=str(value.dtype).removeprefix("torch."),
                 forward_flops=found.forward_flops,
                 backward_flops=found.backward_flops,
@@ -293,7 +308,7 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     examples = tuple(torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in task.inputs)
     module = trace(task.model, examples)
     measured = _run_on_meta(module, examples)
-    builder = _Builder(module, measured)
+    builder = _Builder(module, measured, shapes_at_twice(module, examples), batch)
     for node in module.graph.nodes:
         builder.add(node)
     if not builder.output:

@@ -32,15 +32,23 @@ def _conv2d(module: nn.Conv2d) -> Attributes:
         "groups": module.groups,
         "bias": module.bias is not None,
     }
-    if not isinstance(module.padding, str):
+    if isinstance(module.padding, str):  # "same" puts the odd one behind, "valid" is none
+        is_same = module.padding == "same"
+        spans = zip(_ints(module.dilation), _ints(module.kernel_size), strict=True)
+        found["padding"] = [d * (k - 1) // 2 if is_same else 0 for d, k in spans]
+    else:
         found["padding"] = _ints(module.padding)
+    if module.padding_mode != "zeros":
+        found["padding_mode"] = module.padding_mode
     return found
 
 
 def _pool(module: Any) -> Attributes:
     kernel = _ints(module.kernel_size)
     stride = kernel if module.stride is None else _ints(module.stride)
-    return {"kernel": kernel, "stride": stride, "padding": _ints(module.padding)}
+    found: Attributes = {"kernel": kernel, "stride": stride, "padding": _ints(module.padding)}
+    dilation = _ints(getattr(module, "dilation", 1))
+    return found if dilation == [1, 1] else {**found, "dilation": dilation}
 
 
 def _linear(module: nn.Linear) -> Attributes:
@@ -67,6 +75,10 @@ def _lstm(module: nn.LSTM) -> Attributes:
     }
 
 
+def _layer_norm(module: nn.LayerNorm) -> Attributes:
+    return {"n_normalized": len(module.normalized_shape)}
+
+
 def _none(module: nn.Module) -> Attributes:
     return {}
 
@@ -82,7 +94,8 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
     ((nn.MaxPool2d, nn.AvgPool2d), "pool", _pool),
     ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _none),
     ((nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm), "batch_norm", _none),
-    ((nn.LayerNorm, nn.GroupNorm), "layer_norm", _none),
+    ((nn.LayerNorm,), "layer_norm", _layer_norm),
+    ((nn.GroupNorm,), "layer_norm", _none),
     ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
     ((nn.MultiheadAttention,), "attention", _attention),
     ((nn.LSTM,), "lstm", _lstm),

@@ -1,5 +1,14 @@
+import pytest
+
 from harness.domain.graph import Operator
-from harness.domain.sharding import cuttable_dims, full_shape, input_block, is_partial, weight_part
+from harness.domain.sharding import (
+    cuttable_dims,
+    full_shape,
+    input_block,
+    is_partial,
+    weight_dims,
+    weight_part,
+)
 
 
 def op(kind, shape, **attrs):
@@ -70,3 +79,182 @@ def test_weights_are_cut_with_features_and_copied_over_samples():
     cuts = {"sample": 2, "feature": 2}
     parts = [weight_part(operator, ["sample", "feature"], cuts, k) for k in range(4)]
     assert parts == [0, 1, 0, 1]
+
+
+def linear(shape, in_features, **fields):
+    fields = {"parameter_bytes": 4, "inputs": ["x"], **fields}
+    attrs = {"in_features": in_features}
+    return Operator(name="o", kind="linear", shape=shape, attrs=attrs, **fields)
+
+
+def test_a_linear_operator_is_cut_along_its_contraction_into_partial_sums():
+    operator = linear({"sample": 4, "feature": 6}, 8)
+    full = full_shape(operator, batch=4, graph_batch=4)
+    assert list(full.items()) == [("sample", 4), ("feature", 6), ("contraction", 8)]
+    assert cuttable_dims(operator, full) == ["sample", "feature", "contraction"]
+    assert is_partial(operator, "contraction")
+    assert not is_partial(operator, "feature")
+
+
+def test_a_contraction_needs_weights_and_one_input():
+    shape = {"sample": 4, "feature": 6}
+    for fields in ({"parameter_bytes": 0}, {"inputs": []}, {"inputs": ["x", "y"]}):
+        assert "contraction" not in full_shape(linear(shape, 8, **fields), batch=4, graph_batch=4)
+    assert "contraction" not in full_shape(op("conv2d", shape), batch=4, graph_batch=4)
+
+
+def test_a_part_of_the_contraction_reads_its_features_of_whole_samples():
+    operator = linear({"sample": 4, "seq": 5, "feature": 6}, 8)
+    full = full_shape(operator, batch=4, graph_batch=4)
+    block = ((0, 2), (1, 3), (0, 6), (4, 8))
+    producer = {"sample": 4, "seq": 5, "feature": 8}
+    assert input_block(operator, full, block, producer) == ((0, 2), (1, 3), (4, 8))
+
+
+def test_a_contraction_of_dims_that_its_producer_keeps_apart_reads_them_whole():
+    operator = linear({"sample": 4, "feature": 6}, 8)
+    full = full_shape(operator, batch=4, graph_batch=4)
+    producer = {"sample": 4, "feature": 2, "height": 2, "width": 2}
+    found = input_block(operator, full, ((0, 2), (0, 6), (4, 8)), producer)
+    assert found == ((0, 2), (0, 2), (0, 2), (0, 2))
+
+
+def test_weights_are_cut_by_feature_and_contraction_together():
+    operator = linear({"sample": 4, "feature": 6}, 8)
+    dims, cuts = ["sample", "feature", "contraction"], {"sample": 2, "feature": 2, "contraction": 2}
+    parts = [weight_part(operator, dims, cuts, k) for k in range(8)]
+    assert parts == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert weight_dims(operator) == ("feature", "contraction")
+
+
+def test_a_layer_norm_is_cut_along_what_it_does_not_normalise():
+    shape = {"sample": 2, "seq": 3, "feature": 4}
+    assert cuttable_dims(op("layer_norm", shape, n_normalized=1), shape) == ["sample", "seq"]
+    assert cuttable_dims(op("layer_norm", shape, n_normalized=2), shape) == ["sample"]
+    assert cuttable_dims(op("layer_norm", shape), shape) == ["sample"]
+
+
+def test_a_layer_norm_over_channels_last_reads_its_rows():
+    shape = {"sample": 2, "feature": 4, "height": 4, "width": 8}
+    norm = op("layer_norm", shape, n_normalized=1)
+    assert cuttable_dims(norm, shape) == ["sample", "feature", "height"]
+    block = ((0, 2), (0, 2), (1, 4), (0, 8))
+    assert input_block(norm, shape, block, shape) == block
+
+
+def test_features_of_a_linear_operator_are_its_last_dim_or_cannot_be_cut():
+    operator = linear({"sample": 2, "feature": 7, "height": 7, "width": 6}, 8)
+    full = full_shape(operator, batch=2, graph_batch=2)
+    assert cuttable_dims(operator, full) == ["sample", "contraction"]
+    assert weight_dims(operator) == ("contraction",)
+    producer = {"sample": 2, "feature": 7, "height": 7, "width": 8}
+    block = ((0, 1), (0, 7), (0, 7), (0, 6), (4, 8))
+    assert input_block(operator, full, block, producer) == ((0, 1), (0, 7), (0, 7), (4, 8))
+
+
+def test_features_of_a_batch_norm_are_its_second_dim_or_cannot_be_cut():
+    shape = {"sample": 2, "seq": 3, "feature": 4}
+    assert cuttable_dims(op("batch_norm", shape), shape) == ["sample"]
+    assert weight_dims(op("batch_norm", shape)) == ()
+
+
+@pytest.mark.parametrize(
+    ("attrs", "rows", "read"),
+    [
+        ({"kernel": [3, 3], "stride": [2, 2], "padding": [1, 1]}, (2, 4), (3, 8)),
+        ({"kernel": [3, 3], "stride": [1, 1], "dilation": [2, 2]}, (0, 2), (0, 6)),
+        # "same" for an even kernel pads one row less in front than behind.
+        ({"kernel": [4, 4], "padding": [1, 1]}, (0, 4), (0, 6)),
+        ({"kernel": [4, 4], "padding": [1, 1]}, (4, 8), (3, 8)),
+    ],
+)
+def test_windows_of_a_convolution(attrs, rows, read):
+    n_rows = 4 if "stride" in attrs and attrs["stride"] == [2, 2] else 8
+    shape = {"sample": 1, "feature": 2, "height": n_rows, "width": 8}
+    block = ((0, 1), (0, 2), rows, (0, 8))
+    producer = {"sample": 1, "feature": 2, "height": 8, "width": 8}
+    assert input_block(op("conv2d", shape, **attrs), shape, block, producer)[2] == read
+
+
+def test_the_last_window_of_a_pool_in_ceil_mode_reads_what_there_is():
+    shape = {"sample": 1, "feature": 2, "height": 4, "width": 4}
+    pool = op("pool", shape, kernel=[2, 2], stride=[2, 2], padding=[0, 0])
+    producer = {"sample": 1, "feature": 2, "height": 7, "width": 7}
+    block = ((0, 1), (0, 2), (2, 4), (0, 4))
+    assert input_block(pool, shape, block, producer) == ((0, 1), (0, 2), (4, 7), (0, 7))
+
+
+def test_a_group_that_a_cut_divides_is_read_by_both_parts():
+    shape = {"sample": 1, "feature": 6, "height": 4, "width": 4}
+    conv = op("conv2d", shape, kernel=1, groups=2)
+    producer = {"sample": 1, "feature": 4, "height": 4, "width": 4}
+    read = [
+        input_block(conv, shape, ((0, 1), cut, (0, 4), (0, 4)), producer)[1]
+        for cut in ((0, 2), (2, 4), (4, 6))
+    ]
+    assert read == [(0, 2), (0, 4), (2, 4)]
+
+
+def test_rows_are_not_cut_where_every_row_may_depend_on_all():
+    shape = {"sample": 2, "feature": 4, "height": 7, "width": 7}
+    assert cuttable_dims(op("pool", shape), shape) == ["sample", "feature"]
+    circular = op("conv2d", shape, kernel=3, padding=1, padding_mode="circular")
+    assert cuttable_dims(circular, shape) == ["sample", "feature"]
+
+
+def test_a_broadcast_value_is_matched_from_its_last_dim():
+    shape = {"sample": 4, "seq": 6, "feature": 8}
+    add = op("add", shape)
+    block = ((2, 4), (0, 3), (4, 8))
+    assert input_block(add, shape, block, {"seq": 6, "feature": 8}) == ((0, 3), (4, 8))
+    assert input_block(add, shape, block, {"feature": 8}) == ((4, 8),)
+    assert input_block(add, shape, block, {"sample": 4, "seq": 1, "feature": 8}) == (
+        (2, 4),
+        (0, 1),
+        (4, 8),
+    )
+    gate = op("elementwise", {"sample": 4, "feature": 8, "height": 5, "width": 5})
+    cut = ((0, 4), (4, 8), (0, 5), (0, 5))
+    producer = {"feature": 8, "height": 1, "width": 1}
+    assert input_block(gate, gate.shape, cut, producer) == ((4, 8), (0, 1), (0, 1))
+
+
+def test_flatten_and_cat_read_their_samples_of_everything():
+    producer = {"sample": 4, "feature": 2, "height": 3, "width": 3}
+    for kind in ("flatten", "cat", "other", "softmax", "loss", "lstm"):
+        shape = {"sample": 4, "feature": 18}
+        assert cuttable_dims(op(kind, shape), shape) == ["sample"]
+        found = input_block(op(kind, shape), shape, ((1, 3), (0, 18)), producer)
+        assert found == ((1, 3), (0, 2), (0, 3), (0, 3))
+
+
+def test_an_embedding_of_sequences_reads_the_numbers_of_its_own():
+    shape = {"sample": 4, "seq": 6, "feature": 8}
+    block = ((0, 2), (3, 6), (0, 8))
+    found = input_block(op("embedding", shape), shape, block, {"sample": 4, "feature": 6})
+    assert found == ((0, 2), (3, 6))
+
+
+def test_a_bag_reads_all_numbers_of_its_samples():
+    shape = {"sample": 4, "feature": 6}
+    found = input_block(op("embedding", shape), shape, ((0, 2), (3, 6)), shape)
+    assert found == ((0, 2), (0, 6))
+
+
+def test_attention_of_one_input_reads_whole_sequences():
+    shape = {"sample": 2, "seq": 8, "feature": 16}
+    operator = Operator(name="o", kind="attention", shape=shape, inputs=["x"])
+    assert input_block(operator, shape, ((0, 2), (0, 4), (0, 16)), shape)[1] == (0, 8)
+
+
+def test_attention_with_a_mask_keeps_sequences_whole():
+    shape = {"sample": 2, "seq": 8, "feature": 16}
+    operator = Operator(name="o", kind="attention", shape=shape, inputs=["q", "k", "v", "m"])
+    assert cuttable_dims(operator, shape) == ["sample"]
+
+
+def test_samples_are_cut_where_they_come_first_and_can_be_taken_apart():
+    permuted = {"seq": 3, "sample": 4, "feature": 5}
+    assert cuttable_dims(op("elementwise", permuted), permuted) == ["seq", "feature"]
+    shape = {"sample": 4, "feature": 5}
+    assert cuttable_dims(op("cat", shape, is_cut_by_samples=False), shape) == []
