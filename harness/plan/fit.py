@@ -12,6 +12,7 @@ from functools import cached_property
 
 from harness.domain.graph import Operator
 from harness.domain.profile import Measurement, Profile
+from harness.domain.sharding import PARTIAL_DIMS
 from harness.errors import PlanError
 
 _LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing without bound
@@ -75,8 +76,9 @@ class _Curve:
     """All that is known of one operator on one device kind and dtype; fitted when first needed."""
 
     def __init__(self, points: list[Measurement]) -> None:
-        # Some heads of an attention hold a partial sum of its whole output: another line.
-        self._points = [point for point in points if "heads" not in point.shape] or points
+        # Parts that hold a partial sum of the whole output lie on another line.
+        shown = [point for point in points if not set(PARTIAL_DIMS) & set(point.shape)]
+        self._points = shown or points
         self.exact = {tuple(point.shape.items()): point for point in points}
 
     @cached_property

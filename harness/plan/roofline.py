@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE
 from harness.domain.profile import Measurement, Profile
-from harness.domain.sharding import cuttable_dims, has_tasks, weight_dim
+from harness.domain.sharding import (
+    CONTRACTION,
+    PARTIAL_DIMS,
+    cuttable_dims,
+    full_shape,
+    has_tasks,
+    is_partial,
+    weight_dims,
+)
 from harness.errors import PlanError
 
 
@@ -50,18 +58,18 @@ def operator_seconds(
         input_bytes: of all the operator's inputs, whole.
         shape: of the shard's output.
     """
-    share = math.prod(shape.values()) / operator.n_elements
-    samples = shape.get(SAMPLE, 1) / operator.shape.get(SAMPLE, 1)
-    dim = weight_dim(operator)
-    weights = operator.parameter_bytes
-    if dim is not None and dim in operator.shape:
-        weights = round(weights * shape[dim] / operator.shape[dim])
-    output = operator.activation_bytes * share
+    full = _whole(operator)
+    part = {dim: shape[dim] / full[dim] for dim in shape}
+    share, samples = math.prod(part.values()), part.get(SAMPLE, 1.0)
+    weights = operator.parameter_bytes * math.prod(part.get(d, 1.0) for d in weight_dims(operator))
+    partial = math.prod(part.get(dim, 1.0) for dim in PARTIAL_DIMS if is_partial(operator, dim))
+    output = operator.activation_bytes * share / partial
     if operator.kind == "embedding":
         # Forward reads the rows that it looks up; backward fills a dense gradient of the table.
         forward_bytes, backward_bytes = 2 * output, weights + 2 * output
     else:
-        read = input_bytes * (samples if operator.kind in ("linear", "conv2d") else share)
+        is_product = operator.kind in ("linear", "conv2d")
+        read = input_bytes * (samples * part.get(CONTRACTION, 1.0) if is_product else share)
         forward_bytes = read + weights + output
         backward_bytes = 2 * read + 2 * weights + output
     return (
@@ -108,19 +116,26 @@ def roofline_profile(
     )
 
 
+def _whole(operator: Operator) -> dict[str, int]:
+    samples = operator.shape.get(SAMPLE, 1)
+    return full_shape(operator, batch=samples, graph_batch=samples)
+
+
 def _shapes(
     operator: Operator, parts: list[int], microbatches: list[int]
 ) -> Iterator[dict[str, int]]:
     """Shards along one dim or along samples and one other."""
-    full = dict(operator.shape)
+    full = _whole(operator)
+    shown = {dim: size for dim, size in full.items() if not is_partial(operator, dim)}
     dims = cuttable_dims(operator, full)
     for m in microbatches:
         for a in parts:
             samples = full.get(SAMPLE, 1) // (m * a)
             if samples < 1:
                 continue
-            base = {**full, SAMPLE: samples} if SAMPLE in full else full
-            yield base
+            base = {SAMPLE: samples} if SAMPLE in full else {}
+            yield {**shown, **base}
             for dim in dims:
+                whole = {**(full if is_partial(operator, dim) else shown), **base}
                 if dim != SAMPLE:
-                    yield from ({**base, dim: full[dim] // b} for b in parts if full[dim] >= b)
+                    yield from ({**whole, dim: full[dim] // b} for b in parts if full[dim] >= b)

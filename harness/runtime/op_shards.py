@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.domain.sharding import CONTRACTION, HEADS
+
 
 class HeadsShard(nn.Module):
     """Some heads of an nn.MultiheadAttention: their projections, and a partial sum of the output.
@@ -71,10 +73,14 @@ def _attention(whole: nn.MultiheadAttention, n_heads: int) -> nn.Module | None:
 
 
 def _shard(module: nn.Module, dim: str, size: int) -> nn.Module | None:
-    if dim == "heads":
+    if dim == HEADS:
         return _attention(module, size) if isinstance(module, nn.MultiheadAttention) else None
     if isinstance(module, nn.Linear):
+        if dim == CONTRACTION:  # the bias is added once, to one of the partial sums
+            return nn.Linear(size, module.out_features, bias=False)
         return nn.Linear(module.in_features, size, bias=module.bias is not None)
+    if dim == CONTRACTION:
+        return None
     if isinstance(module, nn.Conv2d):
         return _conv2d(module, size)
     if isinstance(module, nn.Embedding):
@@ -85,7 +91,8 @@ def _shard(module: nn.Module, dim: str, size: int) -> nn.Module | None:
 
 
 def shard_module(module: nn.Module, dim: str, size: int) -> nn.Module | None:
-    """A fresh part of a module with `size` of its output features or heads; None if it has none.
+    """A fresh part of a module with `size` of its output features, heads or, for a contraction,
+    input features; None if it has none.
 
     It lies where the module does, has its dtype, and is in training mode.
     """

@@ -6,11 +6,13 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from harness.domain.profile import Measurement
+from harness.domain.sharding import CONTRACTION
 from harness.errors import HarnessError, ModelError
 from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
@@ -213,4 +215,14 @@ def _shard_call(point: Point, call: OperatorCall, captured: Captured) -> Operato
     part = shard_module(call.function, point.dim, point.size)
     if part is None:
         return None
-    return OperatorCall(part, call.args, call.kwargs, tuple(part.parameters()))
+    args = call.args
+    if point.dim == CONTRACTION:
+        args = tuple(map(partial(_first_features, size=point.size), args))
+    return OperatorCall(part, args, call.kwargs, tuple(part.parameters()))
+
+
+def _first_features(value: object, size: int) -> object:
+    """Of a tensor, as a leaf of its own: what a device receives lies together in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    return as_leaves(value[..., :size].contiguous(), has_gradient=value.requires_grad)

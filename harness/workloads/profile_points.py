@@ -1,8 +1,8 @@
 """Which measurements a search asks for: each operator at each shape of its shards.
 
 The simulator looks up the shapes that cuts of the batch make (data parallelism, microbatches), and
-of the weights (features of linear, convolution and embedding; heads of attention). Operators of
-equal signature share a measurement.
+of the weights (features of linear, convolution and embedding; contraction of linear; heads of
+attention). Operators of equal signature share a measurement.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import cut_dim
-from harness.domain.sharding import full_shape, has_tasks, is_partial, weight_dim
+from harness.domain.sharding import full_shape, has_tasks, is_partial, weight_dims
 
 # The others' shards take time in proportion to their elements, which cuts by samples show.
 _CUT_BY_WEIGHTS = ("linear", "conv2d", "embedding", "attention")
@@ -56,13 +56,12 @@ def part_sizes(size: int, counts: Sequence[int]) -> list[int]:
 
 def _shard_shapes(operator: Operator, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
     """(dim, size) of each smaller part of the weights."""
-    dim = weight_dim(operator)
-    if dim is None or operator.kind not in _CUT_BY_WEIGHTS:
+    if operator.kind not in _CUT_BY_WEIGHTS:
         return
-    size = full_shape(operator, batch=1, graph_batch=None).get(dim, 0)
-    for part in part_sizes(size, counts):
-        if part < size:
-            yield dim, part
+    full = full_shape(operator, batch=1, graph_batch=None)
+    for dim in weight_dims(operator):
+        size = full.get(dim, 0)
+        yield from ((dim, part) for part in part_sizes(size, counts) if part < size)
 
 
 def _points_of(
@@ -70,12 +69,13 @@ def _points_of(
 ) -> Iterator[Point]:
     full = full_shape(operator, batch=samples, graph_batch=graph.batch)
     key = operator.profile_key
-    # Heads of a whole attention are no dim of its output.
+    # Heads and contraction are no dims of a whole output.
     shown = {dim: n for dim, n in full.items() if not is_partial(operator, dim)}
     yield Point(operator=operator.name, key=key, shape=shown, samples=samples)
     if samples == graph.batch:
         for dim, size in _shard_shapes(operator, counts):
-            shape = {**full, dim: size}
+            whole = full if is_partial(operator, dim) else shown
+            shape = {**whole, dim: size}
             yield Point(
                 operator=operator.name, key=key, shape=shape, samples=samples, dim=dim, size=size
             )

@@ -193,6 +193,12 @@ def test_what_cannot_be_cut_has_no_shard():
     assert shard_module(nn.Conv2d(4, 8, 3, groups=2), "feature", 4) is None
     assert shard_module(nn.ReLU(), "feature", 4) is None
     assert shard_module(nn.Linear(4, 4), "heads", 2) is None
+    assert shard_module(nn.Conv2d(4, 8, 3), "contraction", 2) is None
+
+
+def test_a_part_of_the_contraction_has_no_bias():
+    part = shard_module(nn.Linear(6, 4), "contraction", 2)
+    assert [tuple(p.shape) for p in part.parameters()] == [(4, 2)]
 
 
 def test_all_heads_with_the_same_weights_are_the_whole_attention():

@@ -206,3 +206,12 @@ def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
     assert not values(run, "profile_sum_over_step_ratio")  # the sum would lack an operator
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     assert "features.3" in profile_text([run])
+
+
+def test_a_linear_operator_is_measured_by_feature_and_by_contraction():
+    points = [p for p in points_of(capture_model("lenet", 2), [1], [2]) if "linear" in p.key]
+    assert [(p.shape, p.dim, p.size) for p in points[:3]] == [
+        ({"sample": 2, "feature": 120}, "", 0),
+        ({"sample": 2, "feature": 60}, "feature", 60),
+        ({"sample": 2, "feature": 120, "contraction": 200}, "contraction", 200),
+    ]

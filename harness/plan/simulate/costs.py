@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import Block, blocks, cut_dim, volume
+from harness.domain.partition import Block, blocks, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     full_shape,
     input_block,
     is_partial,
-    weight_dim,
+    weight_dims,
     weight_part,
 )
 from harness.domain.strategy import OperatorPlan
@@ -173,15 +173,20 @@ class Costs:
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         if not operator.parameter_bytes:
             return ()
-        dims = list(self.shapes[op])
+        shape = self.shapes[op]
+        dims, weights = list(shape), [dim for dim in weight_dims(operator) if dim in shape]
         holders: dict[int, set[int]] = {}
-        for k, device in enumerate(plan.devices):
+        shares: dict[int, float] = {}
+        for k, (block, device) in enumerate(zip(self.blocks(op, plan), plan.devices, strict=True)):
             part = weight_part(operator, dims, plan.partition, k)
             holders.setdefault(part, set()).add(device)
-        bounds = cut_dim(operator.parameter_bytes, _shares(self.shapes[op], operator, plan))
+            own = dict(zip(dims, block, strict=True))
+            shares[part] = float(
+                np.prod([(b - a) / shape[d] for d in weights for a, b in (own[d],)])
+            )
         return tuple(
-            (stop - start, tuple(sorted(holders[part])))
-            for part, (start, stop) in enumerate(bounds)
+            (round(operator.parameter_bytes * shares[part]), tuple(sorted(holders[part])))
+            for part in sorted(holders)
         )
 
     def edge(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> EdgeCosts:
@@ -226,13 +231,6 @@ class Costs:
         return EdgeCosts(
             sources, targets, amounts[sources, targets] * self.bytes_per_element(producer)
         )
-
-
-def _shares(shape: dict[str, int], operator: Operator, plan: OperatorPlan) -> int | list[int]:
-    """The cut of the weights: that of their dim, whose intervals are in proportion."""
-    dim = weight_dim(operator)
-    cut = plan.partition.get(dim, 1) if dim is not None else 1
-    return [stop - start for start, stop in cut_dim(shape[dim], cut)] if dim in shape else 1
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:
