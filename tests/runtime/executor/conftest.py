@@ -1,0 +1,20 @@
+"""Fixtures of the executor's tests on several ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# Ranks import what they run by name, and inherit this path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Ranks of every number, each started when first needed; see executor_check.py."""
+    from executor_check import RanksBySize
+
+    with RanksBySize() as started:
+        yield started

@@ -1,0 +1,106 @@
+"""A case: one strategy of one small model on a number of ranks, and how it is trained."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal
+
+import msgspec
+import torch
+from executor_models import SMALL_MODELS, min_microbatch, small_graph, small_task
+from executor_strategies import random_strategy
+
+from harness.domain.schedule import SCHEDULE_NAMES
+from harness.domain.strategy import Strategy
+from harness.runtime.data.batch import Batch
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.optimizers import OptimizerOptions
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_OPTIMIZERS = {
+    "sgd": OptimizerOptions(name="sgd", learning_rate=0.01, momentum=0.9, weight_decay=1e-3),
+    # For the real depths, which steps of the usual length drive into chaos.
+    "slow sgd": OptimizerOptions(name="sgd", learning_rate=1e-6, momentum=0.9),
+    "adamw": OptimizerOptions(name="adamw", learning_rate=0.003, weight_decay=0.01),
+}
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is trained; a value that can be written to a file and run again.
+
+    Attributes:
+        seed: of the weights and the data.
+        dropout: `off` sets every probability to 0; `exact` keeps the model's.
+    """
+
+    name: str
+    model: str
+    n_ranks: int
+    strategy: Strategy
+    seed: int = 0
+    optimizer: str = "sgd"
+    batch_norm: Literal["local", "global"] = "global"
+    dropout: Literal["off", "exact"] = "off"
+    dtype: str = "float64"
+    n_steps: int = 3
+    is_asynchronous: bool = False
+
+    def make_task(self) -> Task:
+        """The model with its weights; equal in every process."""
+        dtype, has_dropout = DTYPES[self.dtype], self.dropout == "exact"
+        return small_task(self.model, seed=self.seed, dtype=dtype, has_dropout=has_dropout)
+
+    def optimizer_options(self) -> OptimizerOptions:
+        return _OPTIMIZERS[self.optimizer]
+
+    def batch(self, task: Task, step: int) -> Batch:
+        """The global batch of a step; equal in every process."""
+        return draw_batch(task, self.strategy.batch, self.seed * 1000 + step)
+
+
+def _draw(spec: InputSpec, n: int, generator: torch.Generator) -> torch.Tensor:
+    if spec.n_values is not None:
+        return torch.randint(spec.n_values, (n, *spec.shape), generator=generator)
+    # Drawn in float64 for every dtype, so that float32 trains the same samples, rounded.
+    return torch.randn(n, *spec.shape, dtype=torch.float64, generator=generator).to(spec.dtype)
+
+
+def draw_batch(task: Task, n: int, seed: int) -> Batch:
+    """Random samples for a task."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(_draw(spec, n, generator) for spec in task.inputs)
+    return Batch(inputs, torch.randint(max(2, task.n_classes), (n,), generator=generator))
+
+
+def random_case(seed: int, index: int) -> Case:
+    """Case `index` of a series: the rest is drawn, but models, ranks and schedules come in turn.
+
+    Since 4 schedules and 5 numbers of ranks have no common divisor, 20 rounds of all models meet
+    every combination.
+
+    Of the models that have dropout, half keep it. Without batch normalisation, one case in four
+    trains by AdamW and one in eight in float32. With it, parameters before a normalisation have no
+    gradient but rounding, which AdamW makes as large as any.
+    """
+    rng = Random(f"{seed}/{index}")
+    names = list(SMALL_MODELS)
+    which, at = divmod(index, len(names))
+    model, at = names[at], which + at
+    n_ranks, schedule = (2, 3, 4, 5, 1)[at % 5], SCHEDULE_NAMES[at % 4]
+    smallest = min_microbatch(model)
+    batch = rng.randint(max(4, 2 * smallest), 9)
+    strategy = random_strategy(
+        rng, small_graph(model), n_ranks, batch, schedule=schedule, min_microbatch=smallest
+    )
+    has_dropout = SMALL_MODELS[model].has_dropout and rng.random() < 0.5
+    kind = rng.random() if smallest == 1 else 1.0
+    return Case(
+        name=f"seed {seed} case {index}",
+        model=model,
+        n_ranks=n_ranks,
+        strategy=strategy,
+        seed=index,
+        optimizer="adamw" if kind < 0.25 else "sgd",
+        dropout="exact" if has_dropout else "off",
+        dtype="float32" if 0.25 < kind < 0.375 else "float64",
+    )

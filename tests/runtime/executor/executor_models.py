@@ -1,0 +1,319 @@
+"""Narrow versions of every model that can be trained, in float64, as tasks of the executor's tests.
+
+The topologies are the real ones (torchvision's own classes); widths, depths and images are small,
+so that hundreds of cases take minutes. Weights are drawn so that no parameter has a special value:
+nothing vanishes, no bias is 0, no scale is 1, and a term that is missing cannot hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.domain.graph import Graph
+from harness.runtime.capture import capture
+from harness.runtime.models.dlrm import Dlrm, interaction_width
+from harness.runtime.models.lenet import LeNet
+from harness.runtime.models.task import DlrmOptions, InputSpec, Task
+from harness.runtime.torchvision_import import import_torchvision
+
+N_CLASSES = 6
+GRAPH_BATCH = 8
+
+
+class OwnPrecisionTask(Task):
+    """A task whose loss is computed in the model's own dtype: `Task` computes it in float32, whose
+    rounding would hide what float64 is to show."""
+
+    def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.loss == "cross_entropy":
+            return F.cross_entropy(outputs, targets, reduction="sum")
+        return F.binary_cross_entropy_with_logits(
+            outputs.reshape(-1), targets.to(outputs.dtype).reshape(-1), reduction="sum"
+        )
+
+
+class TinyLstm(nn.Module):
+    """Two layers, the last time step classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, num_layers=2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.lstm(x)
+        return self.head(self.norm(outputs[:, -1]))
+
+
+class TimeFirstLstm(nn.Module):
+    """As PyTorch's LSTM is by default: inside, the first dim is time, not samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(5, 6)
+        self.lstm = nn.LSTM(6, 8)
+        self.head = nn.Linear(8, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.lstm(self.inward(x).permute(1, 0, 2))
+        return self.head(torch.tanh(outputs[-1]))
+
+
+class Branchy(nn.Module):
+    """Branches, functions, a free parameter, a grouped convolution, a module that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.left = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.right = nn.Conv2d(6, 6, 1)
+        self.norm = nn.BatchNorm2d(12)
+        self.scale = nn.Parameter(torch.ones(1, 12, 1, 1))
+        self.shared = nn.Linear(12, 12)
+        self.head = nn.Linear(18, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        left, right = F.gelu(self.left(x)), torch.tanh(self.right(x))
+        both = self.norm(torch.cat([left, right], dim=1)) * self.scale
+        mean = F.max_pool2d(both, 3, stride=2, padding=1).mean(dim=(2, 3))
+        once = F.relu(self.shared(mean))
+        twice = self.shared(once) + mean
+        a, b = twice.chunk(2, dim=1)
+        gate = torch.softmax(once, dim=1)
+        return self.head(torch.cat([gate * twice, a * b.sigmoid()], dim=1))
+
+
+class Tokens(nn.Module):
+    """Embedded tokens through linear layers over a sequence, the decoder tied to the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.hidden = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.back = nn.Linear(10, 6)
+        self.decoder = nn.Linear(6, 11, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.back(F.silu(self.norm(self.hidden(self.embedding(tokens)))))
+        return self.decoder(x).mean(dim=1)
+
+
+class Perceptron(nn.Module):
+    """Linear layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.4),
+            nn.Linear(16, 12), nn.Tanh(), nn.Dropout(0.2),
+            nn.Linear(12, N_CLASSES),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def _narrowed(module: nn.Module, width: Callable[[int], int]) -> nn.Module | None:
+    """A fresh module like `module` with narrower channels; None if it has none."""
+    if isinstance(module, nn.Conv2d):
+        n_in = module.in_channels if module.in_channels == 3 else width(module.in_channels)
+        return nn.Conv2d(
+            n_in,
+            width(module.out_channels),
+            module.kernel_size,  # type: ignore[arg-type]
+            module.stride,  # type: ignore[arg-type]
+            module.padding,  # type: ignore[arg-type]
+            bias=module.bias is not None,
+        )
+    if isinstance(module, nn.Linear):
+        n_out = module.out_features
+        n_out = n_out if n_out == N_CLASSES else width(n_out)
+        return nn.Linear(width(module.in_features), n_out)
+    if isinstance(module, nn.BatchNorm2d):
+        return nn.BatchNorm2d(width(module.num_features))
+    return None
+
+
+def _torchvision(path: str, *arguments: Any, width: Callable[[int], int], **options: Any) -> Any:
+    """A model of torchvision's own class, narrowed; the wide one takes no memory."""
+    module, name = path.split(".")
+    factory = getattr(import_torchvision(f"models.{module}"), name)
+    with torch.device("meta"):
+        model = factory(*arguments, num_classes=N_CLASSES, **options)
+    for name, part in list(model.named_modules()):
+        fresh = _narrowed(part, width)
+        if fresh is not None:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, fresh)
+    return model
+
+
+def _resnet(block: str, depths: list[int]) -> nn.Module:
+    kind = getattr(import_torchvision("models.resnet"), block)
+    model: nn.Module = _torchvision("resnet.ResNet", kind, depths, width=lambda n: n // 16)
+    return model
+
+
+def _vit() -> nn.Module:
+    model: nn.Module = import_torchvision("models.vision_transformer").VisionTransformer(
+        image_size=12,
+        patch_size=4,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=16,
+        mlp_dim=24,
+        dropout=0.1,
+        attention_dropout=0.1,
+        num_classes=N_CLASSES,
+    )
+    return model
+
+
+def _dlrm(interaction: Any) -> Task:
+    bottom, rows = (6, 10, 4), (7, 5, 9)
+    sizes = DlrmOptions(bottom_mlp=bottom, table_rows=rows, interaction=interaction)
+    top = (interaction_width(sizes), 12, 1)
+    options = replace(sizes, top_mlp=top, n_lookups=2)
+    indices = InputSpec(name="indices", shape=(6,), dtype=torch.int64, n_values=min(rows))
+    dense = InputSpec(name="dense", shape=(6,))
+    return Task(model=Dlrm(options), inputs=(dense, indices), loss="binary_cross_entropy")
+
+
+def _classifier(model: nn.Module, *shape: int) -> Task:
+    return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=N_CLASSES)
+
+
+def _tokens() -> Task:
+    spec = InputSpec(name="tokens", shape=(5,), dtype=torch.int64, n_values=11)
+    return Task(model=Tokens(), inputs=(spec,), n_classes=11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallModel:
+    """One line of SMALL_MODELS.
+
+    Attributes:
+        min_microbatch: batch normalisation of a sample or two is ill-conditioned: its output hardly
+            depends on its input, and what little it does is rounding.
+    """
+
+    build: Callable[[], Task]
+    min_microbatch: int = 1
+    has_dropout: bool = False
+
+
+SMALL_MODELS: dict[str, SmallModel] = {
+    "mlp": SmallModel(build=lambda: _classifier(Perceptron(), 10), has_dropout=True),
+    "lenet": SmallModel(build=lambda: _classifier(LeNet(N_CLASSES, 1, 28), 1, 28, 28)),
+    "alexnet": SmallModel(
+        build=lambda: _classifier(
+            _torchvision("alexnet.AlexNet", width=lambda n: n // 16), 3, 63, 63
+        ),
+        has_dropout=True,
+    ),
+    "vgg16": SmallModel(
+        build=lambda: _classifier(
+            _torchvision("vgg.vgg16", width=lambda n: max(4, n // 32)), 3, 32, 32
+        ),
+        has_dropout=True,
+    ),
+    "resnet18": SmallModel(
+        build=lambda: _classifier(_resnet("BasicBlock", [2, 2, 2, 2]), 3, 64, 64),
+        min_microbatch=2,
+    ),
+    "resnet50": SmallModel(
+        build=lambda: _classifier(_resnet("Bottleneck", [1, 2, 1, 1]), 3, 64, 64),
+        min_microbatch=2,
+    ),
+    "resnet152": SmallModel(
+        build=lambda: _classifier(_resnet("Bottleneck", [1, 1, 4, 1]), 3, 64, 64),
+        min_microbatch=2,
+    ),
+    "vit": SmallModel(build=lambda: _classifier(_vit(), 3, 12, 12), has_dropout=True),
+    "dlrm_cat": SmallModel(build=lambda: _dlrm("cat")),
+    "dlrm_dot": SmallModel(build=lambda: _dlrm("dot")),
+    "lstm": SmallModel(build=lambda: _classifier(TinyLstm(), 7, 5)),
+    "lstm_time_first": SmallModel(build=lambda: _classifier(TimeFirstLstm(), 7, 5)),
+    "branchy": SmallModel(
+        build=lambda: _classifier(Branchy(), 3, 8, 8), min_microbatch=2
+    ),
+    "tokens": SmallModel(build=_tokens),
+}  # fmt: skip
+# The real depths: one case takes seconds, so only a few run.
+DEEP_MODELS: dict[str, SmallModel] = {
+    "resnet50_deep": SmallModel(
+        build=lambda: _classifier(_resnet("Bottleneck", [3, 4, 6, 3]), 3, 64, 64),
+        min_microbatch=2,
+    ),
+    "resnet152_deep": SmallModel(
+        build=lambda: _classifier(_resnet("Bottleneck", [3, 8, 36, 3]), 3, 64, 64),
+        min_microbatch=2,
+    ),
+}
+_ALL = {**SMALL_MODELS, **DEEP_MODELS}
+
+
+def _draw_weights(model: nn.Module) -> None:
+    """Keep the signal's size from layer to layer; offsets and scales are random too."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "embedding" not in name:
+            fan_in = parameter[0].numel()
+            nn.init.normal_(parameter, std=(1.5 / fan_in) ** 0.5)
+        elif parameter.dim() > 1:
+            nn.init.normal_(parameter)
+        elif name.endswith("weight"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            nn.init.normal_(parameter, std=0.2)
+
+
+def _as_dtype(task: Task, dtype: torch.dtype) -> Task:
+    inputs = tuple(
+        replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in task.inputs
+    )
+    return OwnPrecisionTask(
+        model=task.model.to(dtype), inputs=inputs, loss=task.loss, n_classes=task.n_classes
+    )
+
+
+def _without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+
+
+def small_task(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, has_dropout: bool = False
+) -> Task:
+    """Build a task, its weights drawn from `seed`; equal in every process."""
+    torch.manual_seed(seed)
+    task = _ALL[name].build()
+    with torch.no_grad():
+        _draw_weights(task.model)
+    if not has_dropout:
+        _without_dropout(task.model)
+    return _as_dtype(task, dtype)
+
+
+def min_microbatch(name: str) -> int:
+    """Fewest samples of a microbatch."""
+    return _ALL[name].min_microbatch
+
+
+@cache
+def small_graph(name: str) -> Graph:
+    """A model's graph, for GRAPH_BATCH samples."""
+    return capture(small_task(name), GRAPH_BATCH, name).graph
