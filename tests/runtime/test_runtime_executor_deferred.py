@@ -1,0 +1,140 @@
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+from harness.domain.graph import Operator
+from harness.runtime.executor.deferred import WeightQueue, defer
+from harness.runtime.executor.shards import Wanted, make_shard
+
+CASES = [
+    (nn.Linear(6, 5), (4, 6)),
+    (nn.Linear(6, 5, bias=False), (4, 6)),
+    (nn.Linear(6, 5), (2, 3, 6)),
+    (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 7)),
+    (nn.Conv2d(4, 6, 3, stride=2, groups=2, dilation=2, padding=(2, 1)), (2, 4, 9, 8)),
+    (nn.Conv2d(4, 6, 1, bias=False), (2, 4, 5, 7)),
+]
+
+
+def trained(module, inputs, flush=lambda: None):
+    """Output, gradient of the first input, and gradients of the weights, over all inputs."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    for x in inputs:
+        output = module(x)
+        output.backward(torch.ones_like(output).cumsum(0))
+    flush()
+    return output, [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dtype):
+    module = copy.deepcopy(module).to(dtype)
+    inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    expected = trained(module, inputs)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    queue = WeightQueue()
+    found = trained(defer(module, queue), inputs)
+    assert all(p.grad is None for p in module.parameters())
+    assert queue.flush() == list(module.parameters())
+    assert queue.flush() == []
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert torch.equal(a, b)
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_flushing_a_microbatch_leaves_the_others():
+    module, queue = nn.Linear(3, 2), WeightQueue()
+    deferred = defer(module, queue)
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    for microbatch, x in ((5, first), (6, second)):
+        with queue.filling(microbatch):
+            deferred(x).sum().backward()
+    queue.flush(6)
+    assert torch.equal(module.weight.grad, torch.ones(4, 2).t() @ second)
+    queue.flush(5)
+    both = torch.ones(4, 2).t() @ second + torch.ones(4, 2).t() @ first
+    assert torch.equal(module.weight.grad, both)
+
+
+def test_an_input_without_gradient_gets_none_and_the_weights_theirs():
+    module, queue = nn.Conv2d(1, 2, 3), WeightQueue()
+    x = torch.randn(1, 1, 5, 5)
+    defer(module, queue)(x).sum().backward()
+    assert x.grad is None
+    assert queue.flush() == [module.weight, module.bias]
+
+
+def test_frozen_weights_are_not_touched():
+    module, queue = nn.Linear(3, 2), WeightQueue()
+    module.weight.requires_grad_(False)
+    x = torch.randn(1, 3, requires_grad=True)
+    defer(module, queue)(x).sum().backward()
+    assert queue.flush() == [module.bias]
+    assert module.weight.grad is None
+    assert x.grad is not None
+
+
+def test_what_has_no_product_is_not_deferred():
+    queue = WeightQueue()
+    assert defer(nn.ReLU(), queue) is None
+    assert defer(nn.BatchNorm2d(3), queue) is None
+    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue) is None
+
+
+def test_under_autocast_gradients_are_those_of_autograd():
+    module, queue = nn.Linear(6, 5), WeightQueue()
+    x = torch.randn(4, 6)
+
+    def run(called):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = called(own)
+        output.float().sum().backward()
+        return output, own.grad
+
+    expected = run(module)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    found = run(defer(module, queue))
+    queue.flush()
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "input_shape"),
+    [
+        (nn.Linear(6, 5), {"sample": 4, "feature": 5}, {"sample": 4, "feature": 6}),
+        (
+            nn.Conv2d(3, 5, 3),
+            {"sample": 2, "feature": 5, "height": 3, "width": 3},
+            {"sample": 2, "feature": 3, "height": 5, "width": 5},
+        ),
+    ],
+)
+def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, input_shape):
+    root = fx.symbolic_trace(nn.Sequential(module))
+    node = next(n for n in root.graph.nodes if n.op == "call_module")
+    kind = "linear" if isinstance(module, nn.Linear) else "conv2d"
+    op = Operator(name="0", kind=kind, inputs=["x"], shape=shape)
+    block = tuple((0, 2) if dim == "feature" else (0, n) for dim, n in shape.items())
+    wanted = Wanted(input_shape, tuple((0, n) for n in input_shape.values()))
+    shard = make_shard(op, node, root, shape, block, [wanted])
+    queue = WeightQueue()
+    deferred = defer(shard, queue)
+    shared = nn.Parameter(torch.randn_like(shard.weight))
+    shard.weight = shared
+    x = torch.randn(*input_shape.values())
+    deferred(x).sum().backward()
+    assert queue.flush() == [shared, shard.bias]
+    expected = torch.autograd.grad(shard(x).sum(), [shared])[0]
+    assert torch.equal(shared.grad, expected)
