@@ -59,3 +59,7 @@ class StrategyError(HarnessError):
 
 class PlanError(HarnessError):
     """No plan exists for what was asked."""
+
+
+class PeerError(HarnessError):
+    """Another rank stopped answering in the middle of a step."""

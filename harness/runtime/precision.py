@@ -26,6 +26,12 @@ class Precision:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, _AUTOCAST[self.dtype])
 
+    def transfer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a value of `dtype` travels as between devices: under autocast its dtype."""
+        if dtype == torch.float32 and self.dtype in _AUTOCAST:
+            return _AUTOCAST[self.dtype]
+        return dtype
+
 
 def set_tensor_cores(dtype: str) -> None:
     """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default."""

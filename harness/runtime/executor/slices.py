@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -28,3 +29,12 @@ class WeightSlice:
     def take(self, tensor: Tensor) -> Tensor:
         """The slice of the whole tensor, as a view."""
         return tensor[tuple(slice(start, stop) for start, stop in self.intervals)]
+
+    def renamed(self, names: Mapping[str, str]) -> WeightSlice:
+        """The same slice under the name that `names` gives."""
+        return replace(self, name=names.get(self.name, self.name))
+
+    def overlaps(self, other: WeightSlice) -> bool:
+        """Whether two slices of one tensor have an element in common."""
+        pairs = zip(self.intervals, other.intervals, strict=True)
+        return all(a < d and c < b for (a, b), (c, d) in pairs)

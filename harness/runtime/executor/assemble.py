@@ -1,0 +1,115 @@
+"""Cut regions out of blocks and put blocks together, differentiably, inside a segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.domain.partition import Block
+
+
+@dataclass(frozen=True)
+class Relative:
+    """Where a region lies within a tensor that holds a larger block."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    is_all: bool
+
+    @classmethod
+    def of(cls, region: Block, held: Block) -> Relative:
+        starts = tuple(a - b for (a, _), (b, _) in zip(region, held, strict=True))
+        sizes = tuple(stop - start for start, stop in region)
+        return cls(starts, sizes, region == held)
+
+    def of_tensor(self, tensor: Tensor) -> Tensor:
+        """A view of the region; dims that the block does not name stay whole."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A region within the part that holds it, and within the want that it goes to."""
+
+    source: Relative
+    target: Relative
+
+
+class Kept(nn.Module):
+    """A region of a tensor; nothing of it (zeros) where another part has it."""
+
+    def __init__(self, region: Relative, *, is_zero: bool) -> None:
+        super().__init__()
+        self._region, self._is_zero = region, is_zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self._region.of_tensor(x)
+        return kept * 0 if self._is_zero else kept
+
+
+class _Cut(nn.Module):
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._source = place.source
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._source.of_tensor(x)
+
+
+class _Cat(nn.Module):
+    """Pieces side by side along one dim, in order."""
+
+    def __init__(self, places: list[Place], dim: int) -> None:
+        super().__init__()
+        self._places, self._dim = places, dim
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        pieces = [
+            place.source.of_tensor(part) for place, part in zip(self._places, parts, strict=True)
+        ]
+        return torch.cat(pieces, dim=self._dim)
+
+
+class _Fill(nn.Module):
+    """Pieces anywhere, added where they overlap."""
+
+    def __init__(self, places: list[Place], sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self._places, self._sizes = places, sizes
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        rest = parts[0].shape[len(self._sizes) :]
+        whole = parts[0].new_zeros((*self._sizes, *rest))
+        for place, part in zip(self._places, parts, strict=True):
+            pads: list[int] = []
+            piece = place.source.of_tensor(part)
+            for start, size, full in reversed(
+                list(zip(place.target.starts, place.target.sizes, self._sizes, strict=True))
+            ):
+                pads += [start, full - start - size]
+            pads = [0] * (2 * len(rest)) + pads
+            whole = whole + torch.nn.functional.pad(piece, pads)
+        return whole
+
+
+def assembled(places: list[Place], block: Block, *, is_sum: bool) -> nn.Module:
+    """The module that makes a want of local parts."""
+    sizes = tuple(stop - start for start, stop in block)
+    if len(places) == 1:
+        return _Cut(places[0])
+    differing = [
+        dim
+        for dim, size in enumerate(sizes)
+        if any(place.target.sizes[dim] != size for place in places)
+    ]
+    if len(differing) == 1 and not is_sum:
+        (dim,) = differing
+        order = [place.target.starts[dim] for place in places]
+        if order == sorted(order):
+            return _Cat(places, dim)
+    return _Fill(places, sizes)

@@ -1,0 +1,243 @@
+"""How each operator's tasks are computed; decided from the strategy alone, so equal on every rank.
+
+native    the model's own node: the operator is whole, or cut by samples alone
+shard     a module made for the block
+norm      batch norm by statistics of all samples
+dropout   dropout that draws what the whole would have drawn
+gathered  all of the operator for the task's samples, of which the block is kept (it warns)
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx, nn
+
+from harness.domain.partition import SAMPLE, count_parts, n_parts
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import Strategy
+from harness.runtime.capture import Captured
+from harness.runtime.executor.batch_norm import GlobalBatchNorm
+from harness.runtime.executor.layout import Layout, Part, check_samples_lead
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards import Shard, Wanted, make_batch_norm, make_shard
+from harness.runtime.executor.slices import WeightSlice
+from harness.runtime.executor.values import MetaModel
+from harness.runtime.executor.weights import Holders
+
+_log = logging.getLogger(__name__)
+
+Form = Literal["native", "shard", "norm", "dropout", "gathered"]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The form of every operator, the layout that follows, and who holds which weights."""
+
+    layout: Layout
+    of: dict[str, Form]
+    holders: Holders
+
+    def norm_groups(self) -> set[tuple[int, ...]]:
+        """The sets of devices that sum the statistics of a batch norm."""
+        return {
+            norm_devices(self.layout, part)
+            for name, form in self.of.items()
+            if form == "norm"
+            for part in self.layout.parts[name]
+        }
+
+
+def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
+    """The devices that normalise the same features as a task of a batch norm, ascending."""
+    dims = list(layout.shapes[part.operator])
+    at = dims.index("feature")
+    same = [p for p in layout.parts[part.operator] if p.block[at] == part.block[at]]
+    return tuple(sorted(p.device for p in same))
+
+
+def choose_forms(captured: Captured, meta: MetaModel, plan: ExecutorPlan, samples: int) -> Forms:
+    """Choose for microbatches of `samples`; warns once for each operator that must be gathered.
+
+    Raises:
+        ModelError, StrategyError: a cut that cannot be carried out at all.
+    """
+    return _Chooser(captured, meta, plan, samples).choose()
+
+
+class _Chooser:
+    def __init__(
+        self, captured: Captured, meta: MetaModel, plan: ExecutorPlan, samples: int
+    ) -> None:
+        self._captured, self._meta, self._plan, self._samples = captured, meta, plan, samples
+        nodes = captured.module.graph.nodes
+        self._twin = dict(zip(nodes, meta.module.graph.nodes, strict=True))
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self._plan.strategy
+
+    def choose(self) -> Forms:
+        forms = {
+            op.name: self._first_choice(op.name)
+            for op in self._captured.graph.operators
+            if has_tasks(op)
+        }
+        while True:
+            layout = self._layout(forms)
+            unable = {
+                name
+                for name, form in forms.items()
+                if form == "shard" and any(s is None for s in self._shards(layout, name))
+            }
+            holders = self._holders(layout, forms, unable)
+            for name in holders.conflicts():
+                unable |= self._users(name, forms)
+            unable = {name for name in unable if forms[name] != "gathered"}
+            if not unable:
+                check_samples_lead(layout, self._meta)
+                self._warn(layout, forms)
+                return Forms(layout, forms, holders)
+            forms |= dict.fromkeys(unable, "gathered")
+
+    def _layout(self, forms: dict[str, Form]) -> Layout:
+        gathered = frozenset(name for name, form in forms.items() if form == "gathered")
+        norms = (name for name in gathered if self._needs_global_statistics(name))
+        return Layout(
+            self._captured, self._meta, self._strategy, self._samples, gathered, frozenset(norms)
+        )
+
+    def _first_choice(self, name: str) -> Form:
+        node = self._captured.nodes.get(name)
+        if node is None:
+            return "native"
+        if self._plan.dropout == "exact" and is_dropout(node, self._captured.module):
+            return "dropout"
+        partition = self._strategy.operators[name].partition
+        if self._needs_global_statistics(name):
+            # Two tasks on one device would wait for each other in the same reduction.
+            devices = self._strategy.operators[name].devices
+            return "norm" if len(set(devices)) == len(devices) else "gathered"
+        beside = count_parts(partition) // n_parts(partition.get(SAMPLE, 1))
+        return "native" if beside == 1 else "shard"
+
+    def _needs_global_statistics(self, name: str) -> bool:
+        operator = self._captured.graph.operators[self._captured.graph.index()[name]]
+        if operator.kind != "batch_norm" or self._plan.batch_norm != "global":
+            return False
+        module = self._captured.module.get_submodule(str(operator.attrs.get("module", "")))
+        if not module.training:
+            return False
+        cuts = self._strategy.operators[name].partition
+        return any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature")
+
+    def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
+        """The shards of all of an operator's tasks, without memory."""
+        node = self._twin[self._captured.nodes[name]]
+        return [shard_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+
+    def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
+        holders = Holders(self._meta.module)
+        for name, form in forms.items():
+            if name not in self._captured.nodes:
+                continue
+            whole = whole_sources(layout, name, self._meta.module)
+            shards: list[Shard | None] = [None] * len(layout.parts[name])
+            if name not in unable and form == "shard":
+                shards = self._shards(layout, name)
+            elif name not in unable and form == "norm":
+                node = self._twin[self._captured.nodes[name]]
+                shards = [
+                    norm_of(layout, part, node, self._meta.module) for part in layout.parts[name]
+                ]
+            for part, shard in zip(layout.parts[name], shards, strict=True):
+                sources = whole if shard is None else list(shard.sources.values())
+                holders.add(sources, part.device)
+        return holders
+
+    def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:
+        found = set()
+        for operator in self._captured.graph.operators:
+            module = str(operator.attrs.get("module", ""))
+            names = operator.attrs.get("parameters", [])
+            uses = isinstance(names, list) and tensor in names
+            if operator.name in forms and (uses or (module and tensor.startswith(f"{module}."))):
+                found.add(operator.name)
+        return found
+
+    def _warn(self, layout: Layout, forms: dict[str, Form]) -> None:
+        for name, form in forms.items():
+            if form != "gathered":
+                continue
+            operator, plan = layout.operators[name], layout.plan(name)
+            n = count_parts(plan.partition)
+            _log.warning(
+                "operator %s (%s) cannot be cut as %s: each of its %d tasks computes all of it for "
+                "its samples and keeps its block, %.3g FLOPs instead of %.3g",
+                name, operator.kind, plan.partition, n,
+                n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops,
+                operator.forward_flops,
+            )  # fmt: skip
+
+
+def is_dropout(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node is a dropout that drops."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return isinstance(module, nn.Dropout | nn.Dropout2d) and module.training and module.p > 0
+    return getattr(node.target, "__name__", "") == "dropout" and _drops(node)
+
+
+def _drops(node: fx.Node) -> bool:
+    arguments = dict(zip(("p", "training"), node.args[1:], strict=False)) | dict(node.kwargs)
+    return bool(arguments.get("training", True)) and arguments.get("p", 0.5) != 0
+
+
+def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
+    """What a task is handed, argument by argument."""
+    return [
+        Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
+        for argument, node in enumerate(layout.arguments(part.operator))
+    ]
+
+
+def shard_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard | None:
+    """The shard of one task; None when there is none for this operator and cut."""
+    operator = layout.operators[part.operator]
+    shape = layout.shapes[part.operator]
+    return make_shard(operator, node, root, shape, part.block, wanted_of(layout, part))
+
+
+def norm_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> GlobalBatchNorm | None:
+    """The batch norm of one task; its `reduce` is set by the caller."""
+    operator = layout.operators[part.operator]
+    return make_batch_norm(operator, node, root, layout.shapes[part.operator], part.block)
+
+
+def whole_sources(layout: Layout, name: str, root: nn.Module) -> list[WeightSlice]:
+    """All tensors that an operator's own node uses."""
+    return list(node_sources(layout.captured.nodes[name], root).values())
+
+
+def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:
+    """The same by their names in the model."""
+    found: dict[str, WeightSlice] = {}
+    if node.op == "call_module":
+        path = str(node.target)
+        module = root.get_submodule(path)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{path}.{name}"] = WeightSlice.whole(f"{path}.{name}", tensor)
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            name = str(source.target)
+            found[name] = WeightSlice.whole(name, attribute_of(root, name))
+    return found
+
+
+def attribute_of(root: nn.Module, name: str) -> nn.Parameter:
+    """A parameter or buffer by its full name."""
+    path, _, attribute = name.rpartition(".")
+    found: nn.Parameter = getattr(root.get_submodule(path), attribute)
+    return found

@@ -1,0 +1,179 @@
+"""Sum the gradients of weights that several devices hold, in buckets, beside backward.
+
+    backward  |--- p5 p4 ---|--- p3 p2 ---|-- p1 --|
+    bucket 0  (p5 p4)        |--- sum over devices ---|
+    bucket 1  (p3 p2)                      |--- sum ---|
+
+A bucket holds weights of one set of devices in the order in which backward reaches them. It starts
+when its gradients are there and all earlier buckets of the same devices have started, so that every
+device of the set starts them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.errors import PeerError
+from harness.measure.recorder import Recorder
+
+# As DDP's: the first bucket is small, so that communication starts early.
+_FIRST_BUCKET_BYTES = 1 << 20
+
+Group = tuple[int, ...]
+
+
+class _Bucket:
+    """Gradients that are summed together."""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.name, self.parameters = name, list(parameters)
+        first = self.parameters[0]
+        n = sum(p.numel() for p in self.parameters)
+        self.flat = torch.zeros(n, dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        at = 0
+        for parameter in self.parameters:
+            self.views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
+            at += parameter.numel()
+        self.n_missing = 0
+        self.is_started = False
+        self.work: Any = None
+
+    def collect(self) -> None:
+        """Copy the gradients into the buffer; those that backward did not reach are zero."""
+        pairs = [(v, p.grad) for v, p in zip(self.views, self.parameters, strict=True)]
+        for view, gradient in pairs:
+            if gradient is None:
+                view.zero_()
+        reached = [(v, g) for v, g in pairs if g is not None]
+        if reached:
+            torch._foreach_copy_([v for v, _ in reached], [g for _, g in reached])
+
+    def hand_back(self) -> None:
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            parameter.grad = view
+
+
+class GradientSync:
+    """Sums gradients over the devices that hold the same weights.
+
+    Args:
+        parameters: this device's, each with the devices that hold it, in the order of the model.
+        groups: process groups by their devices.
+        n_uses: how often backward reaches each parameter in a step, over all microbatches.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[nn.Parameter, Group]],
+        groups: Mapping[Group, Any],
+        n_uses: Mapping[nn.Parameter, int],
+        recorder: Recorder,
+        bucket_bytes: int,
+    ) -> None:
+        self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
+        self._queues: dict[Group, list[_Bucket]] = {}
+        shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        for parameter, devices in parameters:
+            if len(devices) > 1:
+                shared[devices, parameter.dtype].append(parameter)
+        self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
+        n_made = 0
+        for (devices, _), members in shared.items():
+            for chunk in _chunks(members[::-1], bucket_bytes):
+                bucket = _Bucket(f"bucket{n_made}", chunk)
+                n_made += 1
+                self._queues.setdefault(devices, []).append(bucket)
+                for parameter in chunk:
+                    self._bucket_of[parameter] = devices, bucket
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self.reached)
+        self._n_left: dict[nn.Parameter, int] = {}
+        self._next: dict[Group, int] = {}
+        self._is_on = False
+        self.n_buckets = n_made
+
+    def start_step(self, *, is_synchronised: bool = True) -> None:
+        """Forget the step before."""
+        self._is_on = is_synchronised
+        self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
+        for devices, queue in self._queues.items():
+            self._next[devices] = 0
+            for bucket in queue:
+                bucket.n_missing = len(bucket.parameters)
+                bucket.work = None
+
+    def reached(self, parameter: nn.Parameter) -> None:
+        """Backward has added to a gradient; the last time, it may travel."""
+        if not self._is_on or parameter not in self._n_left:
+            return
+        self._n_left[parameter] -= 1
+        if self._n_left[parameter] == 0:
+            devices, bucket = self._bucket_of[parameter]
+            bucket.n_missing -= 1
+            if bucket.n_missing == 0:
+                self._start_ready(devices)
+
+    def _start_ready(self, devices: Group) -> None:
+        queue = self._queues[devices]
+        while self._next[devices] < len(queue) and queue[self._next[devices]].n_missing == 0:
+            self._start(devices, queue[self._next[devices]])
+            self._next[devices] += 1
+
+    def _start(self, devices: Group, bucket: _Bucket) -> None:
+        bucket.collect()
+        clock, recorder = self._recorder.clock, self._recorder
+        start = clock.mark()
+        n_bytes = bucket.flat.numel() * bucket.flat.element_size()
+        work = dist.all_reduce(bucket.flat, group=self._groups[devices], async_op=True)
+
+        def finish(future: Any) -> Any:
+            recorder.add_marks(
+                "communication", start, clock.mark(), name=bucket.name, n_bytes=n_bytes
+            )
+            return future.value()
+
+        bucket.work = work.get_future().then(finish)
+
+    def finish(self) -> None:
+        """Start what backward did not complete, and wait for all sums; all devices call it.
+
+        Raises:
+            PeerError: another device died or hangs.
+        """
+        if not self._is_on:
+            return
+        for devices, queue in self._queues.items():
+            for bucket in queue:
+                bucket.n_missing = 0
+            self._start_ready(devices)
+        for devices, queue in self._queues.items():
+            for bucket in queue:
+                try:
+                    bucket.work.wait()
+                except RuntimeError as error:
+                    raise PeerError(
+                        f"the sum of {bucket.name} over ranks {list(devices)} failed "
+                        f"({str(error).splitlines()[0]}): a rank died or hangs"
+                    ) from error
+                bucket.hand_back()
+
+
+def _chunks(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not found or room < size:
+            limit = n_bytes if found else min(n_bytes, _FIRST_BUCKET_BYTES)
+            found.append([])
+            room = limit
+        found[-1].append(parameter)
+        room -= size
+    return found

@@ -1,0 +1,48 @@
+"""Replace operators that work in place where somebody else still reads their input."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+_FUNCTIONS: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    torch.relu_: torch.relu,
+    torch.nn.functional.relu_: torch.nn.functional.relu,
+    torch.sigmoid_: torch.sigmoid,
+    torch.tanh_: torch.tanh,
+}
+
+
+def works_in_place(node: fx.Node, owned: dict[str, Any]) -> bool:
+    """Whether an emitted node changes its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(owned[str(node.target)], "inplace", False))
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return bool(node.kwargs.get("inplace")) or node.target in _FUNCTIONS
+
+
+def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.Node:
+    """The node itself, or one that leaves its argument as it is."""
+    if not works_in_place(node, owned):
+        return node
+    if node.op == "call_module":
+        module = copy.copy(owned[str(node.target)])
+        module.inplace = False
+        owned[f"{node.target}_copying".replace(".", "_")] = module
+        node.target = f"{node.target}_copying".replace(".", "_")
+    elif node.op == "call_method":
+        node.target = str(node.target).removesuffix("_")
+    elif node.kwargs.get("inplace"):
+        node.kwargs = {**node.kwargs, "inplace": False}
+    else:
+        node.target = _FUNCTIONS[node.target]
+    return node

@@ -1,0 +1,388 @@
+"""Lower a strategy to the program of one device: tasks into segments, segments into graphs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from harness.domain.partition import Block
+from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
+from harness.runtime.executor.dropout import RandomState
+from harness.runtime.executor.forms import (
+    Forms,
+    attribute_of,
+    node_sources,
+    norm_devices,
+    norm_of,
+    shard_of,
+    wanted_of,
+)
+from harness.runtime.executor.inplace import out_of_place
+from harness.runtime.executor.layout import Layout, Part, Want
+from harness.runtime.executor.program import (
+    DataKey,
+    InputKey,
+    PartKey,
+    Program,
+    Segment,
+    Send,
+    TargetKey,
+    WantKey,
+)
+from harness.runtime.executor.shards import make_dropout
+from harness.runtime.executor.slices import WeightSlice
+from harness.runtime.executor.values import MetaModel
+from harness.runtime.executor.weights import Weights
+from harness.runtime.models.task import Task
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+class LossPart(nn.Module):
+    """A task of the loss: the sum over its samples by the global batch."""
+
+    def __init__(self, task: Task, global_batch: int) -> None:
+        super().__init__()
+        self._sum_loss = task.sum_loss
+        self._weight = 1.0 / global_batch
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._sum_loss(outputs, targets) * self._weight
+
+
+@dataclass
+class _Draft:
+    """A segment before its graph: which tasks, and what must have arrived."""
+
+    parts: list[Part] = field(default_factory=list)
+    fetches: list[Want] = field(default_factory=list)
+
+
+class Lowering:
+    """Makes the program of one device for one size of microbatch.
+
+    Args:
+        weights: of this device, shared by its programs.
+        reduce_over: gives the sum over a set of devices, for batch norm over all samples.
+        random: what exact dropout draws from.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        forms: Forms,
+        meta: MetaModel,
+        device: int,
+        weights: Weights,
+        reduce_over: Callable[[tuple[int, ...]], Reduce],
+        random: RandomState,
+    ) -> None:
+        self.task, self.forms, self.meta, self.device = task, forms, meta, device
+        self.layout: Layout = forms.layout
+        self.weights, self.reduce_over, self.random = weights, reduce_over, random
+        self.root = self.layout.captured.module
+        self.sends = self._sends()
+
+    def _sends(self) -> dict[tuple[str, int], list[Send]]:
+        """What other devices want of each of this device's parts."""
+        found: dict[tuple[str, int], list[Send]] = defaultdict(list)
+        for want in self.layout.wants:
+            for piece in want.pieces if want.device != self.device else ():
+                if piece.part.device == self.device:
+                    found[piece.part.operator, piece.part.index].append(Send(want, piece))
+        return found
+
+    def program(self) -> Program:
+        """Lower all stages that this device has."""
+        layout, fetched = self.layout, set[int]()
+        drafts = {
+            stage: self._drafts(stage, fetched)
+            for stage in range(len(layout.strategy.stages))
+            if any(True for _ in layout.tasks(self.device, stage))
+        }
+        needed = self._needed_outside([d for own in drafts.values() for d in own])
+        stages = {
+            stage: tuple(self._segment(draft, needed) for draft in own)
+            for stage, own in drafts.items()
+        }
+        differentiable = layout.differentiable
+        blocks = {
+            key: self.block_of(key) for own in stages.values() for s in own for key in s.outputs
+        }
+        return Program(stages, differentiable, blocks)
+
+    def block_of(self, key: PartKey) -> Block:
+        """The region that a value of a part covers."""
+        if key.value == "loss":
+            return ()
+        part = self.layout.parts[key.operator][key.index]
+        return self.layout.region(self.layout.node(key.value), part)
+
+    def wants(self, part: Part) -> list[tuple[fx.Node, Want]]:
+        """The wants of a task, argument by argument."""
+        return [
+            (node, self.layout.want_of(part, argument, node))
+            for argument, node in enumerate(self.layout.arguments(part.operator))
+        ]
+
+    def _drafts(self, stage: int, fetched: set[int]) -> list[_Draft]:
+        drafts: list[_Draft] = []
+        draft = _Draft()
+        for part in self.layout.tasks(self.device, stage):
+            wants = [want for _, want in self.wants(part)]
+            missing = {w.number: w for w in wants if w.remote and w.number not in fetched}
+            is_alone = self.forms.of[part.operator] == "norm"
+            if draft.parts and (missing or is_alone):
+                drafts.append(draft)
+                draft = _Draft()
+            draft.fetches += missing.values()
+            fetched |= missing.keys()
+            draft.parts.append(part)
+            if is_alone or (part.operator, part.index) in self.sends:
+                drafts.append(draft)
+                draft = _Draft()
+        return [*drafts, draft] if draft.parts else drafts
+
+    def _needed_outside(self, drafts: list[_Draft]) -> set[PartKey]:
+        """Values that leave the segment that computes them."""
+        needed = {send.key for sends in self.sends.values() for send in sends}
+        for draft in drafts:
+            inside = {(part.operator, part.index) for part in draft.parts}
+            for part in draft.parts:
+                for _, want in self.wants(part):
+                    needed |= {
+                        PartKey(want.value, p.part.operator, p.part.index)
+                        for p in want.pieces
+                        if p.part.device == self.device
+                        and (want.remote or (p.part.operator, p.part.index) not in inside)
+                    }
+        return needed
+
+    def _segment(self, draft: _Draft, needed: set[PartKey]) -> Segment:
+        builder = SegmentBuilder(self, needed)
+        for part in draft.parts:
+            builder.add(part)
+        inside = {(part.operator, part.index) for part in draft.parts}
+        outputs = sorted(key for key in needed if (key.operator, key.index) in inside)
+        outputs += [key for key in builder.values if key.value == "loss"]
+        sends = [
+            send for part in draft.parts for send in self.sends.get((part.operator, part.index), [])
+        ]
+        return Segment(
+            module=builder.finish(outputs),
+            inputs=tuple(builder.inputs),
+            outputs=tuple(outputs),
+            fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
+            sends=tuple(sends),
+            operators=tuple(dict.fromkeys(part.operator for part in draft.parts)),
+            is_differentiable=any(
+                key.value == "loss" or key.value in self.layout.differentiable for key in outputs
+            ),
+        )
+
+
+class SegmentBuilder:
+    """Builds the graph of one segment, task by task."""
+
+    def __init__(self, lowering: Lowering, needed: set[PartKey]) -> None:
+        self._lowering, self._needed = lowering, needed
+        self._layout, self._forms = lowering.layout, lowering.forms
+        self._graph = fx.Graph()
+        self._owned: dict[str, Any] = {}
+        self._placeholders: dict[InputKey, fx.Node] = {}
+        self._regions: dict[int, fx.Node] = {}
+        self.values: dict[PartKey, fx.Node] = {}
+
+    @property
+    def inputs(self) -> list[InputKey]:
+        return list(self._placeholders)
+
+    def add(self, part: Part) -> None:
+        """Emit one task."""
+        arguments = {node: self._region(want) for node, want in self._lowering.wants(part)}
+        if part.operator not in self._layout.captured.nodes:
+            self._add_loss(part, next(iter(arguments.values())))
+            return
+        form = self._forms.of[part.operator]
+        if form in ("native", "gathered"):
+            self._add_native(part, arguments, is_gathered=form == "gathered")
+            return
+        shard = self._shard(part, form)
+        self._lowering.weights.share(shard, shard.sources)
+        in_order = [arguments[node] for node, _ in self._lowering.wants(part)]
+        node = self._layout.captured.nodes[part.operator]
+        emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
+        self.values[self._first_key(part, node)] = emitted
+
+    def _first_key(self, part: Part, node: fx.Node) -> PartKey:
+        """A shard gives one tensor: the node's own, or a tuple's first element."""
+        if node in self._layout.values.tensors:
+            return PartKey(node.name, part.operator, part.index)
+        first = next(user for user in node.users if user.args[1:] == (0,))
+        return PartKey(first.name, part.operator, part.index)
+
+    def _shard(self, part: Part, form: str) -> Any:
+        lowering, layout = self._lowering, self._layout
+        node = layout.captured.nodes[part.operator]
+        if form == "dropout":
+            operator = layout.operators[part.operator]
+            index = layout.position[part.operator]
+            shape = layout.shapes[part.operator]
+            return make_dropout(
+                operator, node, lowering.root, shape, part.block,
+                wanted_of(layout, part), index, lowering.random,
+            )  # fmt: skip
+        if form == "shard":
+            return shard_of(layout, part, node, lowering.root)
+        shard = norm_of(layout, part, node, lowering.root)
+        assert shard is not None, "only batch norms have this form"
+        shard.reduce = lowering.reduce_over(norm_devices(layout, part))
+        return shard
+
+    def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
+        path = name.replace(".", "_")
+        while path in self._owned:
+            path += "_"
+        self._owned[path] = module
+        return self._graph.call_module(path, arguments)
+
+    def _add_loss(self, part: Part, outputs: fx.Node) -> None:
+        targets = self._input(TargetKey(self._layout.sample_interval(part)))
+        loss = LossPart(self._lowering.task, self._layout.strategy.batch)
+        emitted = self._call(f"loss.{part.index}", loss, (outputs, targets))
+        self.values[PartKey("loss", part.operator, part.index)] = emitted
+
+    def _add_native(
+        self, part: Part, arguments: dict[fx.Node, fx.Node], *, is_gathered: bool
+    ) -> None:
+        node = self._layout.captured.nodes[part.operator]
+        start, stop = self._layout.sample_interval(part)
+        constants = self._lowering.meta.at(stop - start).constants
+        weights = self._lowering.weights
+        root = self._lowering.root
+        sources = node_sources(node, root)
+
+        def mapped(argument: fx.Node) -> Any:
+            if argument in arguments:
+                return arguments[argument]
+            if argument.op == "get_attr":
+                return self._tensor(str(argument.target), sources[str(argument.target)])
+            return constants[argument]
+
+        emitted = self._graph.node_copy(node, mapped)
+        if node.op == "call_module":
+            path = str(node.target)
+            module = root.get_submodule(path)
+            weights.share(module, {
+                name.removeprefix(f"{path}."): piece
+                for name, piece in sources.items() if name.startswith(f"{path}.")
+            })  # fmt: skip
+            self._owned[path] = module
+        if self._must_copy(node, emitted, arguments):
+            emitted = out_of_place(self._graph, emitted, self._owned)
+        self._keep(part, node, emitted, is_gathered=is_gathered)
+
+    def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
+        """A parameter or constant of the model itself, as a node."""
+        held = self._lowering.weights.hold(piece, attribute_of(self._lowering.root, name))
+        path = name.replace(".", "_")
+        self._owned[path] = held
+        return self._graph.get_attr(path)
+
+    def _must_copy(
+        self, node: fx.Node, emitted: fx.Node, arguments: dict[fx.Node, fx.Node]
+    ) -> bool:
+        """Whether working in place would change what somebody else still reads."""
+        if not node.args or not isinstance(node.args[0], fx.Node):
+            return False
+        source = node.args[0]
+        if source not in arguments:
+            return False
+        given = arguments[source]
+        is_read = any(value is given for key, value in self.values.items() if key in self._needed)
+        return given.op == "placeholder" or is_read or len(given.users) > 1
+
+    def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
+        """Name the values of a task; those of a tuple are the elements that anybody reads."""
+        if node in self._layout.values.tensors:
+            self._name(part, node, emitted, is_gathered=is_gathered)
+            return
+        copies = {node: emitted}
+        for user in self._layout.captured.module.graph.nodes:
+            if user.op == "call_function" and user.args and user.args[0] in copies:
+                if self._layout.owner.get(user) != part.operator or user in copies:
+                    continue
+                copies[user] = self._graph.node_copy(user, lambda a: copies[a])
+                if user in self._layout.values.tensors:
+                    self._name(part, user, copies[user], is_gathered=is_gathered)
+
+    def _name(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
+        if is_gathered:
+            emitted = self._kept(part, node, emitted)
+        self.values[PartKey(node.name, part.operator, part.index)] = emitted
+
+    def _kept(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
+        """The block of a gathered task; of partial sums the first part has all, others nothing."""
+        layout = self._layout
+        computed = Part(part.operator, part.index, part.device, part.stage, layout.computed(part))
+        shape = layout.shapes[part.operator]
+        shown = layout.value_shape(node)
+        is_first = all(
+            start == 0
+            for dim, (start, _) in zip(shape, part.block, strict=True)
+            if dim not in shown
+        )
+        region = layout.region(node, part)
+        kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
+        return self._call(f"{part.operator}.kept", kept, (emitted,))
+
+    def _region(self, want: Want) -> fx.Node:
+        """A want as a node of this graph."""
+        if want.number not in self._regions:
+            self._regions[want.number] = self._make_region(want)
+        return self._regions[want.number]
+
+    def _make_region(self, want: Want) -> fx.Node:
+        if want.remote:
+            return self._input(WantKey(want.number))
+        if not want.pieces:
+            return self._input(DataKey(want.value, want.block))
+        places: list[Place] = []
+        nodes: list[fx.Node] = []
+        for piece in want.pieces:
+            key = PartKey(want.value, piece.part.operator, piece.part.index)
+            nodes.append(self.values.get(key) or self._input(key))
+            held = self._lowering.block_of(key)
+            places.append(
+                Place(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
+            )
+        if len(nodes) == 1 and places[0].source.is_all:
+            return nodes[0]
+        module = assembled(places, want.block, is_sum=want.is_sum)
+        return self._call(f"want_{want.number}", module, tuple(nodes))
+
+    def _input(self, key: InputKey) -> fx.Node:
+        if key not in self._placeholders:
+            # Placeholders stand before everything else, in order.
+            last = next(reversed(self._placeholders.values()), None)
+            if last is not None:
+                with self._graph.inserting_after(last):
+                    node = self._graph.placeholder(f"x{len(self._placeholders)}")
+            else:
+                first = next(iter(self._graph.nodes), None)
+                if first is None or first.op == "root":
+                    node = self._graph.placeholder("x0")
+                else:
+                    with self._graph.inserting_before(first):
+                        node = self._graph.placeholder("x0")
+            self._placeholders[key] = node
+        return self._placeholders[key]
+
+    def finish(self, outputs: list[PartKey]) -> fx.GraphModule:
+        """Close the graph; what nobody reads is dropped."""
+        self._graph.output(tuple(self.values[key] for key in outputs))
+        return fx.GraphModule(self._owned, self._graph, class_name="Segment")

@@ -1,0 +1,88 @@
+"""What one device executes: segments of tasks, each one graph, and what goes in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from harness.domain.partition import Block, Interval
+from harness.runtime.executor.layout import Piece, Want
+
+
+class PartKey(NamedTuple):
+    """A value of one of this device's parts; the loss has the value `loss`."""
+
+    value: str
+    operator: str
+    index: int
+
+
+class WantKey(NamedTuple):
+    """A want that other devices contribute to, assembled before the segment."""
+
+    number: int
+
+
+class DataKey(NamedTuple):
+    """A region of one input of the model, by samples of the microbatch."""
+
+    value: str
+    block: Block
+
+
+class TargetKey(NamedTuple):
+    """The targets of some samples of the microbatch."""
+
+    samples: Interval
+
+
+InputKey = PartKey | WantKey | DataKey | TargetKey
+
+
+@dataclass(frozen=True)
+class Send:
+    """One piece for another device; `value` says which of the part's values."""
+
+    want: Want
+    piece: Piece
+
+    @property
+    def key(self) -> PartKey:
+        return PartKey(self.want.value, self.piece.part.operator, self.piece.part.index)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tasks that run without waiting for anybody.
+
+    Attributes:
+        module: called with the inputs in order; returns the outputs as a tuple.
+        fetches: wants that must have arrived before it, first used here.
+        sends: pieces of its outputs for other devices, in order.
+        operators: whose tasks it holds.
+        is_differentiable: whether a gradient flows back through it.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[InputKey, ...]
+    outputs: tuple[PartKey, ...]
+    fetches: tuple[Want, ...]
+    sends: tuple[Send, ...]
+    operators: tuple[str, ...]
+    is_differentiable: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A device's segments by stage, for one size of microbatch.
+
+    Attributes:
+        differentiable: values that a gradient flows back to.
+        blocks: what each part of this device holds of each of its values.
+    """
+
+    stages: dict[int, tuple[Segment, ...]]
+    differentiable: frozenset[str]
+    blocks: dict[PartKey, Block] = field(default_factory=dict)

@@ -1,0 +1,106 @@
+"""The values between a captured model's operators: shapes, dtypes and constants at a batch size."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.runtime.capture import Captured
+from harness.runtime.models.task import InputSpec
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What is known of a tensor before it exists.
+
+    Attributes:
+        is_differentiable: whether a gradient flows back to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+
+
+@dataclass(frozen=True)
+class Values:
+    """What every node of a captured model gives for one number of samples.
+
+    Attributes:
+        tensors: nodes that give a tensor.
+        constants: nodes that give anything else but tensors, such as a size.
+    """
+
+    tensors: dict[fx.Node, TensorMeta]
+    constants: dict[fx.Node, Any]
+
+
+class _Recording(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.found[n] = _summary(value)
+        return value
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(_summary(part) for part in value)
+    return value
+
+
+class MetaModel:
+    """A copy of a captured model without memory, to ask for its values at any batch size."""
+
+    def __init__(
+        self, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device
+    ) -> None:
+        self._nodes = list(captured.module.graph.nodes)
+        self.module: fx.GraphModule = copy.deepcopy(captured.module).to("meta")
+        for module in self.module.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()  # refuses single values in training, which shapes do not care about
+        self._inputs = inputs
+        self._device = device
+        self._known: dict[int, Values] = {}
+
+    def at(self, samples: int) -> Values:
+        """The values for a number of samples, kept."""
+        if samples not in self._known:
+            self._known[samples] = self._run(samples)
+        return self._known[samples]
+
+    def _run(self, samples: int) -> Values:
+        recording = _Recording(self.module)
+        recording.run(
+            *(
+                torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
+                for spec in self._inputs
+            )
+        )
+        tensors: dict[fx.Node, TensorMeta] = {}
+        constants: dict[fx.Node, Any] = {}
+        for node, twin in zip(self._nodes, self.module.graph.nodes, strict=True):
+            value = recording.found.get(twin)
+            if isinstance(value, TensorMeta):
+                tensors[node] = value
+            elif isinstance(value, torch.device):
+                constants[node] = self._device
+            elif not _has_tensors(value):
+                constants[node] = value
+        return Values(tensors, constants)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, TensorMeta):
+        return True
+    return isinstance(value, (tuple, list)) and any(_has_tensors(part) for part in value)
