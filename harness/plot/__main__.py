@@ -86,12 +86,12 @@ def _plot(args: argparse.Namespace) -> None:
 
     catalog = Catalog(read_results(args.results))
     if not catalog.results.runs:
-        raise ResultsError(_nothing_to_draw(args.results, len(catalog.results.skipped)))
+        raise ResultsError(_nothing_to_draw(args.results, len(catalog.skipped)))
     drawn, missing = render(catalog, names, args.out, args.format)
     report = args.out / "report.html"
     html = build_report(catalog, drawn, missing, args.results)
     write_atomically(report, html.encode())
-    skipped = [(str(path), reason) for path, reason in catalog.results.skipped]
+    skipped = [(str(path), reason) for path, reason in catalog.skipped]
     if args.json:
         tables = {d.figure.name: json.loads(d.table.to_json(orient="records")) for d in drawn}
         files = [str(file) for d in drawn for file in d.files]

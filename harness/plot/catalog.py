@@ -28,6 +28,7 @@ from harness.measure.derive import (
 from harness.measure.derive_devices import PeakKey
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Results, Run
+from harness.plot.plans import read_plans
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
@@ -190,11 +191,18 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
 
 
 class Catalog:
-    """The runs of a results directory, by workload and case; derives each run once."""
+    """The runs of a results directory, by workload and case; derives each run once.
+
+    Attributes:
+        plans: what was planned of a run, by its directory; runs that were not planned are absent.
+        skipped: files and lines that could not be used, as (path, reason).
+    """
 
     def __init__(self, results: Results) -> None:
         self.results = results
         self._labels = cluster_labels(results.runs)
+        self.plans, problems = read_plans(results.runs)
+        self.skipped = [*results.skipped, *problems]
 
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:

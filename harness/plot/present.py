@@ -13,8 +13,12 @@ from harness.units import format_bandwidth, format_bytes, format_duration, forma
 if TYPE_CHECKING:
     import pandas as pd
 
-FRACTIONS = {"cv", "efficiency", "low", "high", "overlap", "mfu", "mamfu"}
-COUNTS = {"step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work"}
+FRACTIONS = {
+    *("cv", "efficiency", "low", "high", "overlap", "mfu", "mamfu"),
+    *("error", "median_error", "worst_error", "regret", "profile_fit_error"),
+    *("bubble", "predicted_bubble"),
+}
+COUNTS = {"step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work", "stage"}
 ABBREVIATIONS = {"cv": "CV", "mfu": "MFU", "mamfu": "MAMFU", "p95": "p95"}
 SUFFIXES = (
     ("_samples_per_s", " (samples/s)"),

@@ -145,7 +145,7 @@ def build_report(
         devices=_devices(headers),
         versions=_versions(headers),
         warnings=_warnings(catalog),
-        skipped=[(_shown(path, root), reason) for path, reason in catalog.results.skipped],
+        skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped],
     )
 
 

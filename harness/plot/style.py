@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +40,11 @@ PHASE_COLOURS = {
     "exposed_communication": "#D55E00",
     "optimizer": "#009E73",
     "other": "#E9EAEC",
+}
+# What a span of each kind is drawn in; communication keeps its colour, exposed or not.
+KIND_COLOURS = PHASE_COLOURS | {
+    "communication": PHASE_COLOURS["exposed_communication"],
+    "recompute": "#CC79A7",
 }
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -130,6 +135,7 @@ def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
     axes.annotate(
         reason if is_ok else f"✕ {status_words(status, reason)}",
         (0, y),
+        xycoords=axes.get_yaxis_transform(),  # from the left edge, wherever zero is
         xytext=(5, 0),
         textcoords="offset points",
         va="center",
@@ -177,17 +183,23 @@ def flops_unit(flops_per_s: float) -> tuple[float, str]:
     return (1e-12, "TFLOP/s") if flops_per_s >= 1e12 else (1e-9, "GFLOP/s")
 
 
-def log_rate_axis(axes: Axes) -> None:
-    """A logarithmic y axis with plain numbers at 1, 2 and 5 of every decade."""
+def time_unit(duration_s: float) -> tuple[float, str]:
+    """Scale and unit in which the longest of some durations reads well."""
+    if duration_s >= 2:
+        return 1.0, "s"
+    return (1e3, "ms") if duration_s >= 2e-3 else (1e6, "µs")
+
+
+def plain_log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5 of every decade."""
     import numpy as np
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: np.format_float_positional(x, 6, trim="-"))
-    )
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda x, _: np.format_float_positional(x, 6, trim="-")))
 
 
 def label_bars(axes: Axes, labels: Sequence[str]) -> None:

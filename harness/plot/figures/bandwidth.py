@@ -14,8 +14,8 @@ from harness.plot.style import (
     LIMIT,
     MUTED,
     grid_panels,
-    log_rate_axis,
     note_failures,
+    plain_log_axis,
     series_style,
     wrap_label,
 )
@@ -144,7 +144,7 @@ def _draw_panel(
             text = f"{words}: {format_bandwidth(float(limit))}"
             axes.axhline(limit * 1e-9, color=colour, linestyle=style, linewidth=1.2, label=text)
     axes.set_xscale("log", base=2)
-    log_rate_axis(axes)
+    plain_log_axis(axes, "y")
     sizes = sorted(int(size) for size in rows["size_bytes"].unique())
     shown = sizes[:: max(1, -(-len(sizes) // 7))]
     axes.set_xticks(shown, [format_bytes(size) for size in shown], rotation=30, fontsize=8)

@@ -15,8 +15,8 @@ from harness.plot.style import (
     FAILED,
     WIDTH_IN,
     flops_unit,
-    log_rate_axis,
     note_failures,
+    plain_log_axis,
     series_style,
 )
 
@@ -163,7 +163,7 @@ def _draw_sizes(
     ticks = sorted({int(n) for n in rows["n"]})
     axes.set_xticks(ticks, [str(n) for n in ticks], rotation=30 if len(ticks) > 5 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
-    log_rate_axis(axes)
+    plain_log_axis(axes, "y")
     axes.set_xlabel("size n of an n × n × n product")
     axes.set_ylabel(unit)
     axes.set_title(label)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from harness.measure.derive_prediction import device_names
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import LIMIT, bar_panels, label_bars, mark_failed
@@ -26,6 +27,7 @@ COLUMNS = [
     "device_bytes",
 ]
 KINDS = {
+    "predicted": ("#D55E00", "predicted by the simulator"),
     "allocated": ("#0072B2", "tensors (allocated)"),
     "reserved": ("#56B4E9", "held by the allocator (reserved)"),
     "rss": ("#009E73", "process (resident set)"),
@@ -34,7 +36,22 @@ KINDS = {
 GIB = 2.0**30
 
 
-def _rows(case: TrainingCase) -> list[dict[str, Any]]:
+def _predicted_peak(case: TrainingCase, catalog: Catalog) -> tuple[float, int, int] | None:
+    """Bytes, rank and limit of the device that is predicted to be the fullest."""
+    peaks = []
+    for run in case.case.runs:
+        names = device_names(run.header)
+        plan = catalog.plans.get(run.path)
+        of_device = plan.prediction.memory_bytes if plan and plan.prediction else {}
+        peaks += [
+            (float(of_device[names[info.rank]]), info.rank, info.memory_bytes)
+            for info in run.header.ranks
+            if names[info.rank] in of_device
+        ]
+    return max(peaks, default=None)
+
+
+def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     base = {
         "model": case.first.model,
         "label": case.label,
@@ -48,6 +65,8 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
             for kind, n_bytes in rank.memory_bytes.items():
                 entry = (n_bytes, rank.rank, rank.info.memory_bytes)
                 peaks[kind] = max(peaks.get(kind, (0.0, 0, 0)), entry)
+    if (predicted := _predicted_peak(case, catalog)) is not None:
+        peaks["predicted"] = predicted
     if case.case.is_ok and not peaks:
         return []
     if not case.case.is_ok:
@@ -61,7 +80,7 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
 
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per case and kind of reading: the rank with the highest peak."""
-    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
+    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c, catalog)], columns=COLUMNS)
     return frame if frame["peak_bytes"].notna().any() else frame.iloc[:0]
 
 
@@ -116,7 +135,8 @@ FIGURE = Figure(
     caption=(
         "The highest use of memory during the run, on the rank where it was highest. The black "
         "mark is what that device has (for a CPU: the limit of its rank). A run out of memory "
-        "stays as a red cross."
+        "stays as a red cross. The simulator predicts the tensors of training alone, so that the "
+        "resident set of a process, which holds the interpreter and the libraries too, lies above."
     ),
     better="lower is better",
     needs="a training run: ./entry.sh train",

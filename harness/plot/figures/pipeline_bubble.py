@@ -1,0 +1,143 @@
+"""How much of a step the ranks of a pipeline idle, measured and predicted."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import PipelineSummary, pipeline_summary
+from harness.measure.derive_prediction import predicted_bubble
+from harness.plot.catalog import Catalog, TrainingCase, merged
+from harness.plot.figure import Figure
+from harness.plot.style import LIMIT, MUTED, bar_panels, colour_of, label_bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "n_repeats",
+    "n_stages",
+    "n_microbatches",
+    "rank",
+    "bubble",
+    "low",
+    "high",
+    "predicted_bubble",
+]
+
+
+def _predicted(case: TrainingCase, catalog: Catalog) -> float | None:
+    """Mean over the repeats that were predicted."""
+    plans = [catalog.plans.get(run.path) for run in case.case.runs]
+    predictions = [plan.prediction for plan in plans if plan and plan.prediction]
+    known = [bubble for p in predictions if (bubble := predicted_bubble(p)) is not None]
+    return fmean(known) if known else None
+
+
+def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
+    """One row for the mean over ranks, without a rank, and one for each rank."""
+    found = [pipeline_summary(run) for run in case.case.runs] if case.case.is_ok else []
+    known = [summary for summary in found if summary is not None]
+    if not known:
+        return []
+    base = {
+        "model": case.first.model,
+        "label": case.label,
+        "strategy": case.first.strategy,
+        "status": case.case.status,
+        "reason": case.case.reason,
+        "n_repeats": len(known),
+        "n_stages": known[0].n_stages,
+        "n_microbatches": known[0].n_microbatches,
+    }
+    over = merged([summary.bubble for summary in known])
+    mean = base | {"bubble": over.median, "low": over.low, "high": over.high}
+    mean["predicted_bubble"] = _predicted(case, catalog)
+    return [mean, *(base | row for row in _rank_rows(known))]
+
+
+def _rank_rows(known: list[PipelineSummary]) -> list[dict[str, Any]]:
+    ranks = sorted({rank for summary in known for rank in summary.bubble_by_rank})
+    by_rank = {
+        rank: [s.bubble_by_rank[rank] for s in known if rank in s.bubble_by_rank] for rank in ranks
+    }
+    return [{"rank": rank, "bubble": fmean(shares)} for rank, shares in by_rank.items()]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """For each pipeline a row for the mean over its ranks (no rank), then one for each rank."""
+    rows = [row for case in catalog.training for row in _rows(case, catalog)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A bar for each pipeline, a dot for each rank, a mark where the bubble was predicted."""
+    groups = list(table.groupby("model", sort=True))
+    sizes = [rows["label"].nunique() for _, rows in groups]
+    panels = bar_panels(canvas, sizes)
+    for axes, (model, rows) in zip(panels, groups, strict=True):
+        _draw_model(axes, str(model), rows)
+    entries = {
+        words: handle
+        for axes in panels
+        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
+    means = rows[rows["rank"].isna()]
+    for y, (_, row) in enumerate(means.iterrows()):
+        value = row["bubble"] * 100
+        errors = [[value - row["low"] * 100], [row["high"] * 100 - value]]
+        axes.barh(y, value, 0.62, color=colour_of(str(row["strategy"])), alpha=0.85)
+        axes.errorbar(value, y, xerr=errors, color=LIMIT, capsize=3, linewidth=1)
+        ranks = rows[(rows["label"] == row["label"]) & rows["rank"].notna()]
+        axes.plot(
+            ranks["bubble"] * 100, [y] * len(ranks), "o", mfc="white", mec=MUTED, markersize=4.5,
+            label="each rank",
+        )  # fmt: skip
+        predicted = row["predicted_bubble"]
+        if not pd.isna(predicted):
+            axes.plot(
+                [predicted * 100] * 2, [y - 0.38, y + 0.38], color=LIMIT, linewidth=2,
+                label="predicted",
+            )  # fmt: skip
+        axes.annotate(
+            f"{value:.1f} %", (0, y), xytext=(5, 0), textcoords="offset points", va="center",
+            fontsize=8, bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"},
+        )  # fmt: skip
+    label_bars(axes, [_label(row) for _, row in means.iterrows()])
+    axes.set_xlim(
+        0, min(112.0, max(5.0, float(rows[["bubble", "predicted_bubble"]].max().max()) * 110))
+    )
+    axes.set_xlabel("% of a step in which a rank neither computes nor updates")
+    axes.set_title(model)
+
+
+def _label(row: Any) -> str:
+    return f"{row['label']} · {row['n_stages']} stages, {row['n_microbatches']} microbatches"
+
+
+FIGURE = Figure(
+    name="pipeline_bubble",
+    title="Pipeline bubble",
+    caption=(
+        "The share of a step in which the ranks of a pipeline idle: they neither compute nor run "
+        "the optimizer, because the pipeline fills or drains, a stage is slower than another, or a "
+        "transfer or a gradient is awaited. The bar is the mean over ranks with its 99 % interval, "
+        "a dot each rank, the black mark the same of the simulated step."
+    ),
+    better="lower is better",
+    needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
+    table=table,
+    draw=draw,
+)

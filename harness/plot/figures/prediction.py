@@ -1,0 +1,208 @@
+"""Predicted against measured step time of every run that was predicted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.predicted import Planned, PlannedCase, planned_cases
+from harness.plot.style import (
+    FAILED,
+    LIMIT,
+    MUTED,
+    WIDTH_IN,
+    colour_of,
+    note_failures,
+    plain_log_axis,
+    series_style,
+    shorten,
+    time_unit,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "plan",
+    "method",
+    "cluster",
+    "batch",
+    "dtype",
+    "status",
+    "reason",
+    "repeat",
+    "predicted_s",
+    "measured_s",
+    "low_s",
+    "high_s",
+    "error",
+    "profile_fit_error",
+    "search_s",
+]
+BANDS = (0.2, 0.1)
+MISS = 0.2
+MAX_NAMED = 8
+MAX_LEGEND = 12
+
+
+def _row(case: PlannedCase, planned: Planned) -> dict[str, Any]:
+    summary, compared = case.training.first, planned.compared
+    row: dict[str, Any] = {
+        "model": summary.model,
+        "label": f"{summary.model} · {case.training.label}",
+        "strategy": summary.strategy,
+        "plan": compared.plan,
+        "method": compared.method,
+        "cluster": case.training.case.cluster,
+        "batch": case.batch,
+        "dtype": summary.dtype,
+        "status": case.training.case.status,
+        "reason": case.training.case.reason,
+        "repeat": planned.repeat,
+        "predicted_s": compared.predicted_s,
+        "profile_fit_error": compared.profile_fit_error,
+        "search_s": compared.search_s,
+    }
+    measured = compared.measured
+    if measured is not None:
+        row |= {"measured_s": measured.median, "low_s": measured.low, "high_s": measured.high}
+        row["error"] = compared.error
+    return row
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """One row per run that was predicted; error is predicted / measured - 1."""
+    rows = [_row(case, repeat) for case in planned_cases(catalog) for repeat in case.repeats]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["measured_s"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A point per run; colour is the strategy, the marker the model."""
+    known = table[table["measured_s"].notna()]
+    canvas.set_size_inches(WIDTH_IN, 6.2)
+    axes = canvas.subplots()
+    scale, unit = time_unit(float(known[["measured_s", "predicted_s"]].max().max()))
+    low, high = _limits(known, scale)
+    _draw_bands(axes, low, high)
+    _draw_points(axes, known, scale)
+    _name_misses(axes, known, scale)
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    plain_log_axis(axes, "x")
+    plain_log_axis(axes, "y")
+    axes.set_aspect("equal", adjustable="box")
+    axes.set_xlabel(f"measured step ({unit})")
+    axes.set_ylabel(f"predicted step ({unit})")
+    axes.set_title(_headline(known))
+    _draw_legend(axes, known)
+    note_failures(canvas, table)
+
+
+def _limits(known: pd.DataFrame, scale: float) -> tuple[float, float]:
+    times = known[["measured_s", "predicted_s", "low_s", "high_s"]]
+    positive = times[times > 0]
+    return float(positive.min().min()) * scale / 1.35, float(times.max().max()) * scale * 1.35
+
+
+def _headline(known: pd.DataFrame) -> str:
+    errors = known["error"].abs()
+    n_near = int((errors <= 0.1).sum())
+    words = f"{len(known)} runs: median |error| {errors.median():.1%}, {n_near} within 10 %"
+    return words if len(known) > 1 else f"1 run: error {known['error'].iloc[0]:+.1%}"
+
+
+def _draw_bands(axes: Axes, low: float, high: float) -> None:
+    for share, tone in zip(BANDS, ("#F1F3F5", "#DDE3EA"), strict=True):
+        axes.fill_between(
+            [low, high],
+            [low * (1 - share), high * (1 - share)],
+            [low * (1 + share), high * (1 + share)],
+            color=tone,
+            linewidth=0,
+            label=f"± {share:.0%}",
+            zorder=0.5,
+        )
+    axes.plot([low, high], [low, high], color=LIMIT, linewidth=0.9, label="exact", zorder=1)
+
+
+def _draw_points(axes: Axes, known: pd.DataFrame, scale: float) -> None:
+    markers = series_style(known["model"])
+    for (model, strategy), rows in known.groupby(["model", "strategy"], sort=True):
+        measured = rows["measured_s"] * scale
+        errors = [measured - rows["low_s"] * scale, rows["high_s"] * scale - measured]
+        axes.errorbar(
+            measured,
+            rows["predicted_s"] * scale,
+            xerr=errors,
+            fmt=markers[str(model)][1],
+            color=colour_of(str(strategy)),
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            markersize=6.5,
+            elinewidth=0.8,
+            zorder=3,
+        )
+
+
+def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
+    """Name the worst misses beside their points, on the side where there is no diagonal."""
+    worst = known[known["error"].abs() > MISS].drop_duplicates("label")
+    worst = worst.reindex(worst["error"].abs().sort_values(ascending=False).index)[:MAX_NAMED]
+    for _, row in worst.iterrows():
+        is_above = row["error"] > 0
+        axes.annotate(
+            f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "
+            f"{row['error']:+.0%}",
+            (row["measured_s"] * scale, row["predicted_s"] * scale),
+            xytext=(-7 if is_above else 7, 0),
+            textcoords="offset points",
+            ha="right" if is_above else "left",
+            va="center",
+            fontsize=7.5,
+            color=FAILED,
+        )
+
+
+def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
+    from matplotlib.lines import Line2D
+
+    handles, _ = axes.get_legend_handles_labels()
+    bands = [handle for handle in handles if not str(handle.get_label()).startswith("_")]
+    entries: list[Any] = [*bands, Line2D([], [], linestyle="", label="strategy")]
+    names = sorted(set(known["strategy"].astype(str)))
+    entries += [
+        Line2D([], [], marker="o", linestyle="", color=colour_of(name), label=shorten(name, 30))
+        for name in names[:MAX_LEGEND]
+    ]
+    if len(names) > MAX_LEGEND:
+        entries.append(Line2D([], [], linestyle="", label=f"and {len(names) - MAX_LEGEND} more"))
+    entries.append(Line2D([], [], linestyle="", label="model"))
+    entries += [
+        Line2D([], [], marker=marker, linestyle="", color=MUTED, label=shorten(model, 30))
+        for model, (_, marker) in sorted(series_style(known["model"]).items())[:MAX_LEGEND]
+    ]
+    axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0)
+
+
+FIGURE = Figure(
+    name="prediction",
+    title="Predicted against measured step time",
+    caption=(
+        "Each point is a run: what planning predicted for its step, and the median that was "
+        "measured, with its 99 % interval. On the diagonal the prediction is exact; below it the "
+        "run was slower than predicted. The bands are 10 % and 20 % off; points that miss by more "
+        "are named. Predictions are made before the run and never corrected afterwards."
+    ),
+    better="nearer to the diagonal is better",
+    needs="a training run by a strategy: ./entry.sh train --strategy searched",
+    table=table,
+    draw=draw,
+)

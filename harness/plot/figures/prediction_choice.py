@@ -1,0 +1,160 @@
+"""Whether predictions choose well: each cell's strategies in predicted and measured order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import CellSummary, Judged, cell_summary
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.predicted import PlannedCase, cells, planned_cases
+from harness.plot.style import LIMIT, bar_panels, colour_of, label_bars, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+COLUMNS = [
+    "cell",
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "n_repeats",
+    "predicted_s",
+    "measured_s",
+    "error",
+    "is_chosen",
+    "is_best",
+    "n_strategies",
+    "median_error",
+    "worst_error",
+    "rank_correlation",
+    "regret",
+]
+CELL_COLUMNS = [
+    "cell",
+    "n_strategies",
+    "median_error",
+    "worst_error",
+    "rank_correlation",
+    "chosen",
+    "best",
+    "regret",
+]
+
+
+def _name(case: PlannedCase, judged: Judged, cell: str) -> str:
+    """The case's label without what its cell says already."""
+    told = set(cell.split(" · "))
+    words = [word for word in judged.name.split(" · ") if word not in told]
+    return " · ".join(words) or case.training.first.strategy
+
+
+def _row(case: PlannedCase, judged: Judged, cell: str, summary: CellSummary) -> dict[str, Any]:
+    return {
+        "cell": cell,
+        "label": _name(case, judged, cell),
+        "strategy": case.training.first.strategy,
+        "status": case.training.case.status,
+        "reason": case.training.case.reason,
+        "n_repeats": len(case.repeats),
+        "predicted_s": judged.predicted_s,
+        "measured_s": judged.measured_s,
+        "error": judged.error,
+        "is_chosen": judged.name == summary.chosen,
+        "is_best": judged.name == summary.best,
+        "n_strategies": summary.n_strategies,
+        "median_error": summary.median_error,
+        "worst_error": summary.worst_error,
+        "rank_correlation": summary.rank_correlation,
+        "regret": summary.regret,
+    }
+
+
+def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
+    known = [(case, judged) for case in cases if (judged := case.judged()) is not None]
+    summary = cell_summary([judged for _, judged in known])
+    ordered = sorted(known, key=lambda pair: (pair[1].predicted_s, pair[1].name))
+    return [_row(case, judged, cell, summary) for case, judged in ordered]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per strategy of each cell that has two or more, fastest predicted first."""
+    found = sorted(cells(planned_cases(catalog)).items())
+    rows = [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """A row per cell."""
+    rows = []
+    for cell, strategies in table.groupby("cell", sort=False):
+        row = strategies.iloc[0].to_dict() | {"cell": cell}
+        row["chosen"] = strategies.loc[strategies["is_chosen"], "label"].iloc[0]
+        row["best"] = strategies.loc[strategies["is_best"], "label"].iloc[0]
+        rows.append(row)
+    return pd.DataFrame(rows, columns=CELL_COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A panel for each cell, its strategies from the fastest predicted down."""
+    groups = list(table.groupby("cell", sort=False))
+    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.35)
+    for axes, (cell, rows) in zip(panels, groups, strict=True):
+        _draw_cell(axes, str(cell), rows)
+    handles, labels = panels[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside upper center", ncols=3)
+
+
+def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
+    best_s = float(rows["measured_s"].min())
+    measured, predicted = rows["measured_s"] / best_s, rows["predicted_s"] / best_s
+    colours = [colour_of(str(strategy)) for strategy in rows["strategy"]]
+    places = range(len(rows))
+    axes.hlines(places, measured, predicted, color="#C9CDD2", linewidth=2, zorder=1)
+    axes.scatter(measured, places, s=52, c=colours, zorder=3, label="measured")
+    axes.scatter(
+        predicted, places, s=46, facecolors="white", edgecolors=colours, linewidths=1.5,
+        zorder=2, label="predicted",
+    )  # fmt: skip
+    axes.axvline(1, color=LIMIT, linewidth=0.9, label="fastest measured")
+    right = pd.concat([measured, predicted], axis=1).max(axis=1)
+    for y, (_, row) in enumerate(rows.iterrows()):
+        words = f"{row['error']:+.0%}"
+        words += ", predicted to be the fastest" if row["is_chosen"] else ""
+        axes.annotate(
+            words, (right.iloc[y], y), xytext=(8, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    label_bars(axes, list(rows["label"]))
+    low, high = float(min(measured.min(), predicted.min())), float(right.max())
+    axes.set_xlim(low - 0.04 * (high - low) - 0.02, high + 0.34 * (high - low) + 0.05)
+    axes.set_xlabel("step, relative to the fastest measured")
+    axes.set_title(f"{shorten(cell, 90)}\n{_verdict(rows.iloc[0])}", fontsize=8.5)
+
+
+def _verdict(row: Any) -> str:
+    order = row["rank_correlation"]
+    words = [f"regret {row['regret']:.1%}", f"median |error| {row['median_error']:.1%}"]
+    return ", ".join(words + ([] if pd.isna(order) else [f"rank correlation {order:.2f}"]))
+
+
+FIGURE = Figure(
+    name="prediction_choice",
+    title="What the predicted choice costs",
+    caption=(
+        "A panel for each cell: strategies for one model, batch, dtype and cluster, from the "
+        "fastest predicted down. Where the prediction orders them rightly, the filled points "
+        "(measured) go to the right from row to row. Regret is what is lost by training the "
+        "strategy that was predicted to be the fastest instead of the one that is; rank "
+        "correlation is Spearman's, blank below three strategies. Repeats count as one strategy."
+    ),
+    better="lower regret is better; rank correlation 1 is best",
+    needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

@@ -1,0 +1,131 @@
+"""Where the error of a prediction comes from: the difference of every part of the step."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import PARTS
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.predicted import PlannedCase, planned_cases
+from harness.plot.style import LIMIT, PHASE_COLOURS, bar_panels, label_bars, mark_failed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+WORDS = {
+    "exposed_communication": "exposed communication and waiting",
+    "rest": "rest, not predicted",
+}
+COLOURS = {
+    "compute": PHASE_COLOURS["backward"],
+    "exposed_communication": PHASE_COLOURS["exposed_communication"],
+    "optimizer": PHASE_COLOURS["optimizer"],
+    "rest": PHASE_COLOURS["data"],
+}
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "n_repeats",
+    "measured_s",
+    "difference_s",
+    *(f"{side}_{part}_s" for part in PARTS for side in ("predicted", "measured")),
+    *(f"difference_{part}_s" for part in PARTS),
+]
+
+
+def _row(case: PlannedCase) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "model": case.training.first.model,
+        "label": case.training.label,
+        "strategy": case.training.first.strategy,
+        "status": case.training.case.status,
+        "reason": case.training.case.reason,
+        "n_repeats": len(case.repeats),
+    }
+    known = [
+        repeat.compared
+        for repeat in case.repeats
+        if repeat.compared.measured_parts and repeat.compared.predicted_parts
+    ]
+    if not known:
+        return row
+    for part in PARTS:
+        predicted_s = fmean(compared.predicted_parts[part] for compared in known)
+        measured_s = fmean(compared.measured_parts[part] for compared in known)
+        row[f"predicted_{part}_s"], row[f"measured_{part}_s"] = predicted_s, measured_s
+        row[f"difference_{part}_s"] = predicted_s - measured_s
+    row["measured_s"] = sum(row[f"measured_{part}_s"] for part in PARTS)
+    row["difference_s"] = sum(row[f"difference_{part}_s"] for part in PARTS)
+    return row
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per case: means over repeats, middle steps and ranks; differences sum to the error."""
+    frame = pd.DataFrame([_row(case) for case in planned_cases(catalog)], columns=COLUMNS)
+    return frame if frame["measured_s"].notna().any() else frame.iloc[:0]
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Bars to the left of zero where less was predicted than measured; a diamond marks the sum."""
+    groups = list(table.groupby("model", sort=True))
+    panels = bar_panels(canvas, [len(rows) for _, rows in groups], extra_in=1.15)
+    for axes, (model, rows) in zip(panels, groups, strict=True):
+        _draw_model(axes, str(model), rows)
+    handles, labels = panels[0].get_legend_handles_labels()
+    canvas.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
+    shares = {part: rows[f"difference_{part}_s"] / rows["measured_s"] * 100 for part in PARTS}
+    below, above = [0.0] * len(rows), [0.0] * len(rows)
+    for part in PARTS:
+        widths = shares[part].fillna(0).to_list()
+        lefts = [(above if width > 0 else below)[y] for y, width in enumerate(widths)]
+        axes.barh(
+            range(len(rows)), widths, 0.68, left=lefts, color=COLOURS[part], edgecolor="white",
+            linewidth=0.5, label=WORDS.get(part, part),
+        )  # fmt: skip
+        for y, width in enumerate(widths):
+            (above if width > 0 else below)[y] += width
+    totals = rows["difference_s"] / rows["measured_s"] * 100
+    axes.plot(totals, range(len(rows)), "D", color=LIMIT, markersize=5, label="error of the step")
+    axes.axvline(0, color=LIMIT, linewidth=0.9)
+    span = max(*above, *(-value for value in below), 1.0)
+    for y, (_, row) in enumerate(rows.iterrows()):
+        if pd.isna(totals.iloc[y]):
+            mark_failed(axes, y, row["status"], row["reason"])
+            continue
+        axes.annotate(
+            f"{totals.iloc[y]:+.1f} %", (above[y], y), xytext=(6, 0),
+            textcoords="offset points", va="center", fontsize=8,
+        )  # fmt: skip
+    label_bars(axes, list(rows["label"]))
+    axes.set_xlim(min(below) - 0.05 * span, max(above) + 0.16 * span)
+    axes.set_xlabel("predicted - measured, % of the measured step")
+    axes.set_title(model)
+
+
+FIGURE = Figure(
+    name="prediction_error",
+    title="Where the error of a prediction comes from",
+    caption=(
+        "Predicted less measured seconds of each part of a step, as a share of the measured step: "
+        "mean over the ranks that compute and over the middle half of the steps. To the left, the "
+        "part took longer than predicted. The parts sum to the diamond, the error of the step. "
+        "Exposed communication holds all that waiting for other ranks costs; computing that is "
+        "slower than its profile, because transfers share cores or memory with it, shows in "
+        "compute; the rest (data, copies, time between spans) is not predicted at all."
+    ),
+    better="shorter bars are better",
+    needs="a training run by a strategy: ./entry.sh train --strategy searched",
+    table=table,
+    draw=draw,
+)

@@ -1,0 +1,150 @@
+"""Seconds of one microbatch in every stage of a pipeline, measured and predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.measure.derive import PipelineSummary, pipeline_summary, predicted_stages
+from harness.measure.store import Run
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.figure import Figure
+from harness.plot.style import KIND_COLOURS, LIMIT, bar_panels, label_bars, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+PASSES = ("forward", "recompute", "backward")
+COLUMNS = [
+    "label",
+    "strategy",
+    "status",
+    "reason",
+    "stage",
+    "ranks",
+    *(f"{name}_s" for name in PASSES),
+    "total_s",
+    "predicted_total_s",
+    "is_slowest",
+]
+MAX_CASES = 24
+
+
+def _predicted_totals(run: Run, catalog: Catalog) -> dict[int, float]:
+    plan = catalog.plans.get(run.path)
+    if plan is None or plan.prediction is None or plan.strategy is None:
+        return {}
+    return {s.stage: s.total_s for s in predicted_stages(plan.prediction, plan.strategy)}
+
+
+def _stage_row(
+    stage: int, known: Sequence[PipelineSummary], totals: Sequence[dict[int, float]]
+) -> dict[str, Any]:
+    times = [summary.stages[stage] for summary in known]
+    row: dict[str, Any] = {"stage": times[0].stage, "ranks": _span_words(times[0].ranks)}
+    row |= {f"{name}_s": fmean(getattr(t, f"{name}_s") for t in times) for name in PASSES}
+    row["total_s"] = sum(row[f"{name}_s"] for name in PASSES)
+    predicted = [total[times[0].stage] for total in totals if times[0].stage in total]
+    row["predicted_total_s"] = fmean(predicted) if predicted else None
+    return row
+
+
+def _span_words(ranks: Sequence[int]) -> str:
+    """`0-2` for consecutive ranks, else a list."""
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
+    found = [(run, pipeline_summary(run)) for run in case.case.runs] if case.case.is_ok else []
+    known = [summary for _, summary in found if summary is not None]
+    if not known:
+        return []
+    totals = [_predicted_totals(run, catalog) for run, summary in found if summary is not None]
+    base = {
+        "label": f"{case.first.model} · {case.label}",
+        "strategy": case.first.strategy,
+        "status": case.case.status,
+        "reason": case.case.reason,
+    }
+    n_stages = min(summary.n_stages for summary in known)
+    rows = [base | _stage_row(stage, known, totals) for stage in range(n_stages)]
+    slowest = max(row["total_s"] for row in rows)
+    return [row | {"is_slowest": row["total_s"] == slowest} for row in rows]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per stage of each pipeline: means over repeats of the medians of each."""
+    rows = [row for case in catalog.training for row in _rows(case, catalog)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """Stacked horizontal bars, a panel for each pipeline and a bar for each stage."""
+    groups = list(table.groupby("label", sort=False))[:MAX_CASES]
+    panels = bar_panels(canvas, [len(rows) for _, rows in groups], row_in=0.34, extra_in=1.1)
+    for axes, (label, rows) in zip(panels, groups, strict=True):
+        _draw_case(axes, str(label), rows)
+    entries = {
+        words: handle
+        for axes in panels
+        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=4)
+
+
+def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
+    longest = float(rows[["total_s", "predicted_total_s"]].max().max())
+    scale, unit = time_unit(longest)
+    left = [0.0] * len(rows)
+    for name in PASSES:
+        widths = (rows[f"{name}_s"] * scale).to_list()
+        if any(widths):
+            axes.barh(
+                range(len(rows)), widths, 0.7, left=left, color=KIND_COLOURS[name], label=name,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for y, (_, row) in enumerate(rows.iterrows()):
+        predicted = row["predicted_total_s"]
+        if not pd.isna(predicted):
+            axes.plot(
+                [predicted * scale] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
+                label="predicted",
+            )  # fmt: skip
+        words = f"{row['total_s'] * scale:.4g} {unit}" + (", slowest" if row["is_slowest"] else "")
+        furthest = row["total_s"] if pd.isna(predicted) else max(row["total_s"], predicted)
+        axes.annotate(
+            words, (furthest * scale, y), xytext=(6, 0), textcoords="offset points",
+            va="center", fontsize=8,
+        )  # fmt: skip
+    label_bars(axes, [_stage_words(row) for _, row in rows.iterrows()])
+    axes.set_xlim(0, longest * scale * 1.25)
+    axes.set_xlabel(f"{unit} of one microbatch")
+    axes.set_title(label, fontsize=8.5)
+
+
+def _stage_words(row: Any) -> str:
+    ranks = str(row["ranks"])
+    return f"stage {row['stage']}, rank{'s' if len(ranks) > 1 else ''} {ranks}"
+
+
+FIGURE = Figure(
+    name="stage_times",
+    title="Time of each pipeline stage",
+    caption=(
+        "What one microbatch takes in each stage, forward, recomputation and backward, without "
+        "what the rank waits inside; on the slowest of the stage's ranks. The slowest stage paces "
+        "the pipeline; bars of equal length are a balanced pipeline. The black mark is the same of "
+        "the simulated step."
+    ),
+    better="equal bars are better; shorter is better",
+    needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
+    table=table,
+    draw=draw,
+)

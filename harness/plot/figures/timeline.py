@@ -1,0 +1,256 @@
+"""One step of every rank, as predicted and as measured, on one scale of time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from harness.domain.record import Span
+from harness.measure.derive import Timeline, measured_timeline, predicted_timeline
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.predicted import PlannedCase, planned_cases
+from harness.plot.style import KIND_COLOURS, WIDTH_IN, shorten, time_unit
+from harness.units import format_duration
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.figure import SubFigure
+
+COLUMNS = [
+    "label",
+    "status",
+    "reason",
+    "side",
+    "step",
+    "clock_error_s",
+    "rank",
+    "kind",
+    "name",
+    "microbatch",
+    "start_s",
+    "duration_s",
+]
+MAX_CASES = 8
+MAX_RANKS = 16
+SIDES = ("predicted", "measured")
+KINDS = (
+    *("data", "host_to_device", "forward", "recompute", "backward", "compute", "optimizer"),
+    "communication",
+)
+PASSES = ("forward", "recompute", "backward")
+WORDS = {"host_to_device": "host to device", "communication": "transfers and waiting"}
+# Where in a rank's row, from 0 to 1, computing and communication are drawn.
+WORK_BAND, COMMUNICATION_BAND = (0.36, 0.9), (0.08, 0.32)
+# Of the step: a narrower bar has no room for its microbatch's number.
+NARROWEST_NAMED = 0.013
+_MICROBATCH = re.compile(r" #(\d+)")
+
+
+def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """Spans of one rank as rows; operators that follow one another in one pass become one."""
+    rows: list[dict[str, Any]] = []
+    for span in sorted(spans, key=lambda span: (span.kind, span.start_s)):
+        if span.kind == "step":
+            continue
+        found = _MICROBATCH.search(span.name)
+        microbatch = int(found[1]) if found else None
+        kind = "recompute" if "recompute" in span.name.split() else span.kind
+        last = rows[-1] if rows else None
+        is_next = (
+            last is not None
+            and kind in PASSES
+            and (last["kind"], last["microbatch"]) == (kind, microbatch)
+            # Ends and starts that are equal as times differ by rounding.
+            and abs(last["start_s"] + last["duration_s"] - span.start_s) < 1e-9
+        )
+        if last is not None and is_next:
+            last["duration_s"] = span.start_s + span.duration_s - last["start_s"]
+            last["name"] = f"{last['name'].partition(' to ')[0]} to {span.name}"
+        else:
+            rows.append(
+                {
+                    "kind": kind,
+                    "name": span.name,
+                    "microbatch": microbatch,
+                    "start_s": span.start_s,
+                    "duration_s": span.duration_s,
+                }
+            )
+    return rows
+
+
+def _side_rows(timeline: Timeline, base: dict[str, Any]) -> list[dict[str, Any]]:
+    base = base | {"step": timeline.step, "clock_error_s": timeline.clock_error_s}
+    return [
+        base | {"rank": rank} | row
+        for rank, spans in sorted(timeline.spans.items())
+        for row in _joined(spans)
+    ]
+
+
+def _rows(case: PlannedCase) -> list[dict[str, Any]]:
+    """The first repeat's; a case without a measured step keeps one row that says why."""
+    base = {
+        "label": f"{case.training.first.model} · {case.training.label}",
+        "status": case.training.case.status,
+        "reason": case.training.case.reason,
+    }
+    measured = measured_timeline(case.first.run) if case.training.case.is_ok else None
+    if measured is None:
+        return [base]
+    predicted = predicted_timeline(case.first.prediction)
+    return [
+        row
+        for side, timeline in zip(SIDES, (predicted, measured), strict=True)
+        for row in _side_rows(timeline, base | {"side": side})
+    ]
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per span that is drawn, of the first cases; times count from the step's start."""
+    cases = [case for case in planned_cases(catalog) if case.first.prediction.spans]
+    shown = [case for case in cases if case.training.case.is_ok][:MAX_CASES]
+    failed = [case for case in cases if not case.training.case.is_ok]
+    rows = [row for case in [*shown, *failed] for row in _rows(case)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["side"].notna().any() else frame.iloc[:0]
+
+
+def digest(table: pd.DataFrame) -> pd.DataFrame:
+    """Seconds of each kind by rank and side, and when the rank's last span ends."""
+    rows = []
+    keys = ["label", "status", "reason", "side", "rank"]
+    for values, spans in table.groupby(keys, sort=False, dropna=False):
+        row: dict[str, Any] = dict(zip(keys, values, strict=True))
+        row["clock_error_s"] = spans["clock_error_s"].iloc[0]
+        for kind in KINDS:
+            row[f"{kind}_s"] = spans.loc[spans["kind"] == kind, "duration_s"].sum()
+        row["end_s"] = (spans["start_s"] + spans["duration_s"]).max()
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """For each case two panels, predicted above measured, with a row for every rank."""
+    groups = list(table[table["side"].notna()].groupby("label", sort=False))
+    heights = [_height_in(rows) for _, rows in groups]
+    canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.5)
+    parts = canvas.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, (label, rows) in zip(parts, groups, strict=True):
+        _draw_case(part, str(label), rows)
+    _draw_legend(canvas, table)
+
+
+def _height_in(rows: pd.DataFrame) -> float:
+    n_rows = sum(min(MAX_RANKS, rows[rows["side"] == side]["rank"].nunique()) for side in SIDES)
+    return 1.55 + 0.36 * n_rows
+
+
+def _draw_case(part: SubFigure, label: str, rows: pd.DataFrame) -> None:
+    sides = [rows[rows["side"] == side] for side in SIDES]
+    counts = [max(1, min(MAX_RANKS, own["rank"].nunique())) for own in sides]
+    end_s = float((rows["start_s"] + rows["duration_s"]).max())
+    scale, unit = time_unit(end_s)
+    panels = part.subplots(2, 1, sharex=True, height_ratios=counts)
+    part.suptitle(shorten(label, 110), fontsize=9, fontweight="bold", x=0.01, ha="left")
+    for axes, side, own in zip(panels, SIDES, sides, strict=True):
+        _draw_side(axes, own, scale, end_s)
+        axes.set_title(_side_title(side, own, scale, unit), fontsize=8.5, fontweight="normal")
+    panels[1].set_xlabel(f"{unit} since the step began")
+    panels[1].set_xlim(0, end_s * scale * 1.01)
+
+
+def _side_title(side: str, own: pd.DataFrame, scale: float, unit: str) -> str:
+    end = float((own["start_s"] + own["duration_s"]).max()) * scale
+    n_ranks = own["rank"].nunique()
+    words = f"{side}: {end:.4g} {unit}"
+    if n_ranks > MAX_RANKS:
+        words += f", the first {MAX_RANKS} of {n_ranks} ranks"
+    if side == "predicted" or n_ranks < 2:
+        return words
+    words += f" (step {own['step'].iloc[0]:.0f}, of median duration)"
+    error_s = own["clock_error_s"].iloc[0]
+    if pd.isna(error_s):
+        return f"{words}; clocks not measured, each rank from its own start"
+    return f"{words}; clocks aligned to ± {format_duration(float(error_s))}"
+
+
+def _draw_side(axes: Axes, own: pd.DataFrame, scale: float, end_s: float) -> None:
+    ranks = sorted(own["rank"].unique())[:MAX_RANKS]
+    for y, rank in enumerate(ranks):
+        of_rank = own[own["rank"] == rank]
+        for kind in KINDS:
+            spans = of_rank[of_rank["kind"] == kind]
+            if len(spans):
+                _draw_spans(axes, spans, kind, y, scale)
+        named = of_rank[of_rank["duration_s"] > NARROWEST_NAMED * end_s]
+        if own["microbatch"].max() > 0:
+            _name_microbatches(axes, named[named["kind"].isin(PASSES)], y, scale)
+    axes.set_yticks(np.arange(len(ranks)) + 0.5, [f"rank {rank:.0f}" for rank in ranks])
+    axes.set_ylim(len(ranks), 0)
+    axes.tick_params(axis="y", length=0, labelsize=8)
+    axes.grid(axis="y", visible=False)
+
+
+def _draw_spans(axes: Axes, spans: pd.DataFrame, kind: str, y: int, scale: float) -> None:
+    low, high = COMMUNICATION_BAND if kind == "communication" else WORK_BAND
+    axes.broken_barh(
+        [
+            (s * scale, d * scale)
+            for s, d in zip(spans["start_s"], spans["duration_s"], strict=True)
+        ],
+        (y + 1 - high, high - low),
+        facecolors=KIND_COLOURS[kind],
+        edgecolor="white",
+        linewidth=0.3,
+        rasterized=len(spans) > 2000,
+    )
+
+
+def _name_microbatches(axes: Axes, spans: pd.DataFrame, y: int, scale: float) -> None:
+    middle = y + 1 - sum(WORK_BAND) / 2
+    for _, span in spans[spans["microbatch"].notna()].iterrows():
+        axes.text(
+            (span["start_s"] + span["duration_s"] / 2) * scale,
+            middle,
+            f"{span['microbatch']:.0f}",
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color="white" if span["kind"] == "backward" else "#111111",
+            clip_on=True,
+        )
+
+
+def _draw_legend(canvas: Canvas, table: pd.DataFrame) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = [kind for kind in KINDS if (table["kind"] == kind).any()]
+    handles = [Patch(color=KIND_COLOURS[kind], label=WORDS.get(kind, kind)) for kind in kinds]
+    canvas.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8)
+
+
+FIGURE = Figure(
+    name="timeline",
+    title="One step of every rank, predicted and measured",
+    caption=(
+        "The simulated step above the measured step of median duration, on one scale of time. Each "
+        "rank has a row: computing above, with the number of the microbatch, transfers and waiting "
+        "in the narrow strip below. A measured wait lasts until the transfer has arrived, so "
+        "it holds waiting for the sender; a predicted transfer is drawn while it is under way. "
+        "Ranks are aligned by offsets of their clocks that were measured when the run began, with "
+        "the stated error. Of repeats the first is drawn. Zoom into a whole run with: "
+        "python -m harness.plot trace results/<run>"
+    ),
+    better="no bar and shorter is better: white is idle",
+    needs="a training run by a strategy: ./entry.sh train --strategy searched",
+    table=table,
+    draw=draw,
+    digest=digest,
+)

@@ -1,0 +1,51 @@
+"""What was planned of a run: the strategy and the prediction that lie beside its records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError
+from harness.measure.derive import read_prediction, read_strategy
+from harness.measure.store import Run
+
+Problem = tuple[Path, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run's files; None is one that is absent or could not be read."""
+
+    strategy: Strategy | None
+    prediction: Prediction | None
+
+
+def read_plan(run_dir: Path) -> tuple[Plan, list[Problem]]:
+    """Read both files; one that is malformed is a problem, named with its path, and left out."""
+    problems: list[Problem] = []
+    strategy: Strategy | None = None
+    prediction: Prediction | None = None
+    try:
+        strategy = read_strategy(run_dir)
+    except HarnessError as error:
+        problems.append((run_dir / STRATEGY_FILE, str(error)))
+    try:
+        prediction = read_prediction(run_dir)
+    except HarnessError as error:
+        problems.append((run_dir / PREDICTION_FILE, str(error)))
+    return Plan(strategy=strategy, prediction=prediction), problems
+
+
+def read_plans(runs: Sequence[Run]) -> tuple[dict[Path, Plan], list[Problem]]:
+    """The plans of all runs that have one, by the run's directory, and what could not be read."""
+    plans: dict[Path, Plan] = {}
+    problems: list[Problem] = []
+    for run in runs:
+        plan, found = read_plan(run.path)
+        problems += found
+        if plan.strategy is not None or plan.prediction is not None:
+            plans[run.path] = plan
+    return plans, problems

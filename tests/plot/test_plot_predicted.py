@@ -1,0 +1,186 @@
+"""Figures of runs that were planned, predicted beside measured, and of pipelines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.measure.derive import PARTS
+from harness.measure.store import read_results
+from harness.plot.__main__ import main
+from harness.plot.catalog import Catalog
+from harness.plot.figures import load_figure
+from harness.plot.predicted import cells, planned_cases
+from harness.plot.render import image_bytes
+
+
+@pytest.fixture(scope="module")
+def catalog(planned: Path) -> Catalog:
+    return Catalog(read_results(planned))
+
+
+def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
+    return load_figure(name).table(catalog)
+
+
+def test_error_is_predicted_over_measured_for_every_run(catalog: Catalog, planned: Path) -> None:
+    table = table_of("prediction", catalog)
+    # The run that nobody predicted is absent, the one out of memory has no measured number.
+    assert sorted(table["strategy"]) == ["ddp", "ddp", "pipeline", "searched", "single", "tensor"]
+    row = table[table["strategy"] == "pipeline"].iloc[0]
+    predicted_s = Prediction.load(planned / "pipeline-0" / PREDICTION_FILE).step_s
+    # The median of nine steps of 1.1 x (1 to 1.008) predicted seconds, and a millisecond of data.
+    measured_s = predicted_s * 1.1 * 1.004 + 1e-3
+    assert row["predicted_s"] == predicted_s
+    assert row["measured_s"] == pytest.approx(measured_s)
+    assert row["error"] == pytest.approx(predicted_s / measured_s - 1)
+    failed = table[table["status"] == "oom"].iloc[0]
+    assert failed["predicted_s"] > 0
+    assert pd.isna(failed["error"])
+
+
+def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog: Catalog) -> None:
+    (cell,) = cells(planned_cases(catalog)).values()
+    assert sorted(case.training.first.strategy for case in cell) == [
+        "ddp",
+        "pipeline",
+        "searched",
+        "single",
+    ]
+
+
+def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog: Catalog) -> None:
+    figure = load_figure("prediction_choice")
+    table = figure.table(catalog)
+    assert list(table["predicted_s"]) == sorted(table["predicted_s"])
+    assert table["strategy"].iloc[0] == "pipeline"
+    assert list(table["n_repeats"][table["strategy"] == "ddp"]) == [2]
+    (cell,) = figure.report_table(table).to_dict("records")
+    assert (cell["n_strategies"], cell["regret"]) == (4, 0.0)
+    assert cell["rank_correlation"] == pytest.approx(1.0)
+    assert cell["median_error"] == pytest.approx(table["error"].abs().median())
+
+
+def test_differences_of_the_parts_sum_to_the_error(catalog: Catalog) -> None:
+    table = table_of("prediction_error", catalog)
+    ok = table[table["status"] == "ok"]
+    parts = ok[[f"difference_{part}_s" for part in PARTS]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(ok["difference_s"].to_numpy())
+    measured = ok[[f"measured_{part}_s" for part in PARTS]].sum(axis=1)
+    assert measured.to_numpy() == pytest.approx(ok["measured_s"].to_numpy())
+    single = ok[ok["strategy"] == "single"].iloc[0]
+    assert single["measured_rest_s"] == pytest.approx(1e-3)  # loading data
+    assert single["difference_exposed_communication_s"] == pytest.approx(0)
+
+
+def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:
+    table = table_of("timeline", catalog)
+    measured = table[(table["side"] == "measured") & table["label"].str.contains("pipeline")]
+    assert measured["start_s"].min() == pytest.approx(0)
+    # Clocks stand 1000 s apart; after alignment the step fits into itself.
+    assert (measured["start_s"] + measured["duration_s"]).max() < 0.1
+    assert set(measured["clock_error_s"]) == {4e-4}  # of rank 4, the worst
+    assert set(measured["step"]) == {1.0}  # durations grow by 4 per mille, modulo 9
+    predicted = table[(table["side"] == "predicted") & table["label"].str.contains("pipeline")]
+    assert sorted(set(predicted["rank"])) == [0, 1, 2, 3, 4]
+
+
+def test_operators_of_one_pass_are_drawn_as_one(catalog: Catalog) -> None:
+    table = table_of("timeline", catalog)
+    own = table[table["label"].str.contains("searched") & (table["rank"] == 4)]
+    for side in ("predicted", "measured"):
+        passes = own[(own["side"] == side) & (own["kind"] == "forward")]
+        assert sorted(passes["microbatch"]) == list(range(8))
+        assert len(own[(own["side"] == side) & (own["kind"] == "recompute")]) == 8
+
+
+def test_bubble_stands_beside_that_of_the_simulation(catalog: Catalog) -> None:
+    table = table_of("pipeline_bubble", catalog)
+    means = table[table["rank"].isna()]
+    assert sorted(means["strategy"]) == ["pipeline", "searched"]
+    pipeline = means[means["strategy"] == "pipeline"].iloc[0]
+    ranks = table[(table["strategy"] == "pipeline") & table["rank"].notna()]
+    assert list(ranks["rank"]) == [0, 1, 2, 3, 4]
+    assert pipeline["bubble"] == pytest.approx(ranks["bubble"].mean())
+    # All tasks are equally stretched, so that only the millisecond of data makes a difference.
+    assert 0 < pipeline["bubble"] - pipeline["predicted_bubble"] < 0.02
+
+
+def test_stage_times_are_stretched_as_the_tasks_are(catalog: Catalog) -> None:
+    table = table_of("stage_times", catalog)
+    searched = table[table["strategy"] == "searched"]
+    assert list(searched["ranks"]) == ["0-1", "2-3", "4"]
+    ratios = searched["total_s"] / searched["predicted_total_s"]
+    assert ratios.to_numpy() == pytest.approx([1.3 * 1.004] * 3)
+    assert list(searched["stage"][searched["is_slowest"]]) == [2]
+    assert (searched["recompute_s"] > 0).all()
+
+
+def test_predicted_memory_stands_beside_the_measured_peak(catalog: Catalog, planned: Path) -> None:
+    table = table_of("memory", catalog)
+    row = table[(table["strategy"] == "ddp") & (table["kind"] == "predicted")].iloc[0]
+    prediction = Prediction.load(planned / "ddp-0" / PREDICTION_FILE)
+    assert row["peak_bytes"] == max(prediction.memory_bytes.values())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prediction", "prediction_choice", "prediction_error", "timeline", "pipeline_bubble"],
+)
+def test_figures_of_predictions_can_be_drawn(name: str, catalog: Catalog) -> None:
+    figure = load_figure(name)
+    assert image_bytes(figure, figure.table(catalog), "svg")[0].startswith(b"<?xml")
+
+
+def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "results"
+    shutil.copytree(planned, root)
+    broken = root / "pipeline-0" / PREDICTION_FILE
+    broken.write_text('{"strategy": "pipeline", "step_s": "soon"}')
+    (root / "searched-0" / STRATEGY_FILE).write_text("{}")
+    assert main([str(root), "--out", str(tmp_path / "plots"), "--only", "prediction"]) == 0
+    error = capsys.readouterr().err
+    assert error.count(f"skipped {broken}") == 1
+    assert error.count(f"skipped {root / 'searched-0' / STRATEGY_FILE}") == 1
+    assert "pipeline-0/prediction.json" in (tmp_path / "plots" / "report.html").read_text()
+    table = table_of("prediction", Catalog(read_results(root)))
+    assert "pipeline" not in set(table["strategy"])
+
+
+def test_runs_without_predictions_are_absent_and_no_error(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["prediction", "prediction_choice", "prediction_error", "timeline"]
+    assert main([str(comparison), "--out", str(tmp_path), "--only", *names]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("not drawn: ") == 4
+
+
+def test_a_clock_that_was_not_measured_is_said(
+    tmp_path: Path, planned: Path, header: Callable[..., Any]
+) -> None:
+    root = tmp_path / "results"
+    shutil.copytree(planned / "pipeline-0", root / "pipeline-0")
+    records = root / "pipeline-0" / "rank3.jsonl"
+    lines = [line for line in records.read_text().splitlines() if "clock_offset" not in line]
+    records.write_text("\n".join(lines) + "\n")
+    figure = load_figure("timeline")
+    table = figure.table(Catalog(read_results(root)))
+    measured = table[table["side"] == "measured"]
+    assert measured["clock_error_s"].isna().all()
+    assert (measured.groupby("rank")["start_s"].min() == 0).all()
+    assert b"clocks not measured" in _text(image_bytes(figure, table, "svg")[0])
+
+
+def _text(svg: bytes) -> bytes:
+    """Comments of an SVG of matplotlib: the texts that it draws as outlines."""
+    return b"\n".join(part.partition(b"-->")[0] for part in svg.split(b"<!--")[1:])
