@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.errors import PlanError
 
 MIB = 2**20
@@ -18,19 +20,19 @@ class SimulatorOptions:
         bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size.
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
-            speed 1: about 3 / memory bandwidth for SGD (read both, write one).
+            speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.
     """
 
     overlap: bool = True
     bucket_bytes: int = 25 * MIB
     n_optimizer_states: int = 1
-    optimizer_s_per_byte: float = 0.0
+    optimizer_s_per_byte: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
         if (
             self.bucket_bytes < 1
             or self.n_optimizer_states < 0
-            or not self.optimizer_s_per_byte >= 0
+            or not np.all(np.asarray(self.optimizer_s_per_byte) >= 0)
         ):
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "

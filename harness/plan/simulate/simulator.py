@@ -248,7 +248,7 @@ class Trial:
         ends = _device_ends(last, finish, buckets)
         assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
         weights = tables.weight_bytes.sum(axis=0)
-        optimizer = weights * simulator.options.optimizer_s_per_byte / simulator.speeds
+        optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         static = weights * (2 + simulator.options.n_optimizer_states)
         return Outcome(
             step_s=float((ends + optimizer).max()),
