@@ -43,6 +43,8 @@ class BatchNormShard(Shard):
 
     def __init__(self, part: Part, module: _BatchNorm, inward: Region) -> None:
         super().__init__()
+        # Switched off while a forward is repeated, as that of PyTorch's own modules is.
+        self.track_running_stats = True
         self._eps, self._momentum, self._inward = module.eps, module.momentum, inward
         for name in _TENSORS:
             self.own(part, name, part.held(name), (part.output[1],))
@@ -55,10 +57,11 @@ class BatchNormShard(Shard):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         factor = self._count_batch()
+        is_tracking = self.track_running_stats or not self.is_measuring
         return F.batch_norm(
             self._inward.take(inputs[0]),
-            self.running_mean,
-            self.running_var,
+            self.running_mean if is_tracking else None,
+            self.running_var if is_tracking else None,
             self.weight,
             self.bias,
             self.is_measuring,
@@ -68,7 +71,8 @@ class BatchNormShard(Shard):
 
     def _count_batch(self) -> float:
         """The share of this batch in the running statistics."""
-        if self.training and self.num_batches_tracked is not None:
+        is_tracking = self.training and self.track_running_stats
+        if is_tracking and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self._momentum is None:
                 return 1.0 / float(self.num_batches_tracked)
@@ -106,7 +110,8 @@ class GlobalBatchNorm(BatchNormShard):
         )
 
     def _track(self, mean: Tensor, variance: Tensor, factor: float) -> None:
-        if self.training and self.running_mean is not None and self.running_var is not None:
+        is_tracking = self.training and self.track_running_stats
+        if is_tracking and self.running_mean is not None and self.running_var is not None:
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
             self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
@@ -125,9 +130,12 @@ def merge_statistics(x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    variance, mean = torch.var_mean(wide, dims, correction=0)
+    if wide.device.type == "cpu":  # 16 ms, where var_mean takes 57, for (32, 64, 56, 56)
+        mean, variance = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    else:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        variance, mean = torch.var_mean(wide, dims, correction=0)
     return variance.double(), mean.double()
 
 
