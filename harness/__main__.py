@@ -111,15 +111,24 @@ def _told(config: Any) -> str:
 
 
 def _print_dry_run(cases: list[Any]) -> None:
+    """Every run in order; what a run builds on is named where nothing before it has made it."""
+    made = {case.name for case in cases if case.name != "train"}
     for number, case in enumerate(cases, start=1):
-        print(f"[{number}/{len(cases)}] {case.name} {_told(case.config)}")
+        place = f"[{number}/{len(cases)}]"
+        for need in case.workload.needs(case.config):
+            if need.name not in made:
+                made.add(need.name)
+                print(f"{place} before it, where missing: {need.name} {_told(need.config)}")
+        print(f"{place} {case.name} {_told(case.config)}")
 
 
-def _print_tables(cases: list[Any], runs: list[Any]) -> None:
-    for name, workload in {case.name: case.workload for case in cases}.items():
+def _print_tables(runs: list[Any]) -> None:
+    from harness.workloads import WORKLOADS
+
+    for name in dict.fromkeys(run.header.workload for run in runs):
+        workload = WORKLOADS[name]
         mine = [run for run in runs if run.header.workload == name]
-        if mine:
-            print(f"\n{name}: {workload.summary}\n{workload.table(mine)}", flush=True)
+        print(f"\n{name}: {workload.summary}\n{workload.table(mine)}", flush=True)
 
 
 def _draw_report(results: Path) -> None:
@@ -154,7 +163,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         return 0
     headers = launcher.carry_out(cases)
     if world.is_first:
-        _print_tables(cases, launcher.read(headers))
+        _print_tables(launcher.read(headers))
         if not name:
             _draw_report(options.results)
     meeting.control.leave()

@@ -28,7 +28,8 @@ from harness.runtime.host import code_commit
 from harness.runtime.isolate import Ending, run_isolated
 from harness.runtime.peaks import peak_flops_per_s
 from harness.runtime.rendezvous import Meeting, without_mpi
-from harness.workloads.contract import Workload
+from harness.workloads import WORKLOADS
+from harness.workloads.contract import Need, Workload
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class Launcher:
             self._control.broadcast("results", str(options.results.absolute()), str)
         )
         self._commit = code_commit() if self._world.is_first else ""
+        self._tried: set[str] = set()
 
     def results_problem(self) -> str:
         """Why rank 0 cannot write results; empty when it can. All ranks get the same answer."""
@@ -177,11 +179,44 @@ class Launcher:
             if is_done:
                 _log.info("%s: already in %s, skipped", what, self._results)
                 continue
-            _log.info("%s", what)
-            header = self._carry_out_one(plan, number)
-            _log.info("%s: %s %s", what, header.status, header.reason.splitlines()[:1] or "")
-            headers.append(header)
+            headers += self._carry_out_needs(plan.case, str(number))
+            headers.append(self._carry_out_logged(plan, str(number), what))
         return headers
+
+    def _carry_out_needs(self, case: Case, number: str) -> list[RunHeader]:
+        """Carry out what a case builds on, as far as rank 0 finds it missing."""
+        headers: list[RunHeader] = []
+        needs = case.workload.needs(case.config) if self._world.is_first else []
+        while told := self._control.broadcast("need", self._next_missing(needs), list[Any]):
+            name, config = told
+            workload = WORKLOADS[name]
+            needed = Case(
+                name=name, workload=workload, config=msgspec.convert(config, workload.config)
+            )
+            place = f"{number}.{len(headers)}"
+            headers += self._carry_out_needs(needed, place)
+            (plan,) = plan_runs([needed], self._ranks)
+            what = f"[before {number}] {name} {plan.key}"
+            headers.append(self._carry_out_logged(plan, place, what))
+        return headers
+
+    def _next_missing(self, needs: list[Need]) -> list[Any]:
+        """Name and configuration of the next run that is missing; each is tried once a launch."""
+        while needs:
+            need = needs.pop(0)
+            case = Case(name=need.name, workload=need.workload, config=need.config)
+            (plan,) = plan_runs([case], self._ranks)
+            cluster = describe_cluster(self._ranks[: plan.n_ranks])
+            if plan.key not in self._tried and not need.is_met(self._results, cluster):
+                self._tried.add(plan.key)
+                return [need.name, config_json(need.config)]
+        return []
+
+    def _carry_out_logged(self, plan: Planned, number: str, what: str) -> RunHeader:
+        _log.info("%s", what)
+        header = self._carry_out_one(plan, number)
+        _log.info("%s: %s %s", what, header.status, header.reason.splitlines()[:1] or "")
+        return header
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
         """The runs as written; rank 0 only."""
@@ -226,7 +261,7 @@ class Launcher:
             backend=self._world.backend,
         )
 
-    def _carry_out_one(self, plan: Planned, number: int) -> RunHeader:
+    def _carry_out_one(self, plan: Planned, number: str) -> RunHeader:
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
         if self._world.is_first:

@@ -129,6 +129,7 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
         writer=writer,
         progress=Progress(is_shown=world.is_first),
         run_dir=run_dir,
+        collective_timeout_s=spec.collective_timeout_s,
     )
     try:
         context.flush()

@@ -20,6 +20,7 @@ class Context:
         writer: appends to this rank's file; call `flush` between steps, never inside a span.
         progress: shows progress on rank 0's terminal, silent elsewhere.
         run_dir: where the run's files go.
+        collective_timeout_s: how long a rank may wait for the others before the run fails.
     """
 
     world: World
@@ -27,6 +28,7 @@ class Context:
     writer: RecordWriter
     progress: Progress
     run_dir: Path
+    collective_timeout_s: float = 300.0
 
     def flush(self) -> None:
         """Write what can be read without waiting for the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.workloads.contract import Workload
 from harness.workloads.links import LINKS
 from harness.workloads.matmul import MATMUL
+from harness.workloads.plan_search import SEARCH
 from harness.workloads.profile import PROFILE
 from harness.workloads.train import TRAIN
 
@@ -12,5 +13,6 @@ WORKLOADS: dict[str, Workload] = {
     "matmul": MATMUL,
     "links": LINKS,
     "profile": PROFILE,
+    "search": SEARCH,
     "train": TRAIN,
 }

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from harness.domain.cluster import Cluster
 from harness.measure.store import Run
 from harness.runtime.context import Context
+
+
+def _nothing(config: Any) -> list[Need]:
+    """A run that builds on no other."""
+    return []
 
 
 def all_ranks(config: Any, n_ranks: int) -> int:
@@ -32,6 +39,7 @@ class Workload:
             wait. A sweep over rank counts (scaling) is so one launch.
         is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
             own; a workload that needs MPI itself runs in the rank's first process instead.
+        needs: runs that a case builds on, in order; asked on rank 0 only, must not raise.
     """
 
     summary: str
@@ -41,3 +49,20 @@ class Workload:
     table: Callable[[list[Run]], str]
     n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
+    needs: Callable[[Any], list[Need]] = _nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A run that another one builds on, carried out before it where its results are missing.
+
+    Attributes:
+        name: of the workload, as in WORKLOADS; its configuration must survive JSON.
+        is_met: whether the directory of results holds what it would write for this cluster (that of
+            the ranks it takes); asked on rank 0 only, must not raise.
+    """
+
+    name: str
+    workload: Workload
+    config: Any
+    is_met: Callable[[Path, Cluster], bool]

@@ -26,6 +26,10 @@ class ProfileConfig:
     """Side of the images; 0 is the model's own."""
     n_classes: int = 0
     """Classes to tell apart; 0 is the model's own."""
+    n_channels: int = 0
+    """Channels of the images; 0 is the model's own."""
+    dropout: float = -1.0
+    """Probability of every dropout layer; below 0 keeps the model's own."""
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """What training computes in; parameters stay fp32, bf16 is autocast. One file holds one."""
     shards: tuple[int, ...] = ()
@@ -65,7 +69,13 @@ class ProfileConfig:
             n_lookups=self.dlrm_lookups,
             interaction=self.dlrm_interaction,
         )
-        asked = ModelOptions(n_classes=self.n_classes, image_size=self.image_size, dlrm=dlrm)
+        asked = ModelOptions(
+            n_classes=self.n_classes,
+            n_channels=self.n_channels,
+            image_size=self.image_size,
+            dropout=None if self.dropout < 0 else self.dropout,
+            dlrm=dlrm,
+        )
         return fit_options(self.model, asked)
 
     def budget(self) -> Budget:
@@ -92,7 +102,14 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
         ConfigError: a number that makes no sense.
         ModelError: an unknown model, or options that it cannot take.
     """
-    least = {"batch_size": 1, "image_size": 0, "n_classes": 0, "min_samples": 1, "warm_up": 1}
+    least = {
+        "batch_size": 1,
+        "image_size": 0,
+        "n_classes": 0,
+        "n_channels": 0,
+        "min_samples": 1,
+        "warm_up": 1,
+    }
     for name, bound in least.items():
         value = getattr(config, name)
         if value < bound:

@@ -6,23 +6,22 @@ from typing import Any
 
 from harness.runtime.context import Context
 from harness.runtime.memory import peak_bytes, reset_peak
-from harness.runtime.replicas import digest, verify_replicas
 from harness.runtime.telemetry import watched_device
 from harness.workloads.contract import Workload
-from harness.workloads.train_config import TrainCase, TrainConfig, train_cases
+from harness.workloads.train_cases import train_cases
+from harness.workloads.train_config import TrainCase, TrainConfig
 from harness.workloads.train_loop import TrainLoop
+from harness.workloads.train_plan import Planned, plan_training, train_needs
 from harness.workloads.train_setup import Training, prepare
 from harness.workloads.train_table import train_text
 
 
-def _record_constants(training: Training, context: Context) -> int:
-    """What is the same in every step; returns the number of parameters."""
-    parameters = [p for p in training.engine.model.parameters() if p.requires_grad]
-    n_bytes = sum(p.numel() * p.element_size() for p in parameters)
-    context.recorder.sample("gradient_bytes", n_bytes)
+def _record_constants(training: Training, context: Context) -> None:
+    """What is the same in every step."""
+    if training.gradient_bytes is not None:
+        context.recorder.sample("gradient_bytes", training.gradient_bytes)
     if training.flops is not None:
         context.recorder.sample("model_flops", training.flops)
-    return sum(p.numel() for p in parameters)
 
 
 def _record_peaks(context: Context) -> None:
@@ -40,18 +39,43 @@ def _save_model(training: Training, context: Context) -> None:
         save_file(whole, str(context.run_dir / "model.safetensors"))
 
 
+def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:
+    """Plan and build; the executor needs its strategy first, torch is predicted by its shares."""
+    world, recorder = context.world, context.recorder
+    if case.engine == "executor":
+        planned = plan_training(case, context)
+        reset_peak(world.device)
+        training = prepare(case, world, recorder, planned, context.collective_timeout_s)
+        return training, planned
+    training = prepare(case, world, recorder)
+    return training, plan_training(case, context, training.plan.shares)
+
+
+def _plan_summary(planned: Planned | None) -> dict[str, Any]:
+    if planned is None:
+        return {}
+    strategy = planned.strategy
+    return {
+        "strategy": strategy.name,
+        "schedule": strategy.schedule,
+        "n_microbatches": strategy.n_microbatches,
+        "n_stages": len(strategy.stages),
+        "predicted_step_s": planned.predicted_step_s,
+    }
+
+
 def _train(case: TrainCase, context: Context) -> dict[str, Any]:
-    world = context.world
-    training = prepare(case, world, context.recorder)
-    n_parameters = _record_constants(training, context)
+    training, planned = _prepare(case, context)
+    _record_constants(training, context)
     n_steps = case.epochs * training.plan.n_steps_per_epoch or case.steps
     loop = TrainLoop(training, context, case.warm_up)
     loop.measure(n_steps)
     losses = loop.record_losses()
-    verify_replicas(training.engine.model, world)
+    training.trainer.verify()
     summary = {
-        "n_parameters": n_parameters,
-        "parameters_digest": digest(training.engine.model),
+        **_plan_summary(planned),
+        "n_parameters": training.n_parameters,
+        "parameters_digest": training.trainer.digest(),
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "shares": list(training.plan.shares),
@@ -69,6 +93,8 @@ def run_train(case: TrainCase, context: Context) -> dict[str, Any]:
     Raises:
         VerificationError: a loss is not finite, or the replicas' parameters differ.
         ConfigError, ModelError, DataError: flags, model and data do not go together.
+        StrategyError, PlanError: no strategy was found, or it does not fit.
+        PeerError: another rank died or hangs in a step.
     """
     reset_peak(context.world.device)
     try:
@@ -83,10 +109,11 @@ def _n_ranks(case: TrainCase, n_started: int) -> int:
 
 
 TRAIN = Workload(
-    summary="train a model by single, ddp or ZeRO: throughput, phases, communication, MFU",
+    summary="train a model by any strategy: throughput, phases, communication, prediction",
     config=TrainConfig,
     cases=train_cases,
     body=run_train,
     table=train_text,
     n_ranks=_n_ranks,
+    needs=train_needs,
 )

@@ -1,28 +1,28 @@
-"""The flags of training: what one run is told, and the sweep that the command line asks for."""
+"""The flags of training: what the command line asks for, and what one run is told."""
 
 from __future__ import annotations
 
-import dataclasses
-import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from harness.errors import ConfigError
-from harness.runtime.data import entry_for
-from harness.runtime.models import DlrmOptions, ModelOptions, fit_options
-from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
-from harness.runtime.precision import DTYPES
+from harness.runtime.models import DlrmOptions, ModelOptions
+from harness.runtime.optimizers import OptimizerOptions
 
-# Which engine carries a strategy out; the number is DeepSpeed's ZeRO stage.
-STRATEGIES: dict[tuple[str, str], int] = {
-    ("torch", "single"): 0,
-    ("torch", "ddp"): 0,
-    ("deepspeed", "single"): 0,
-    ("deepspeed", "ddp"): 0,
-    ("deepspeed", "zero1"): 1,
-    ("deepspeed", "zero2"): 2,
+EngineName = Literal["torch", "executor", "deepspeed"]
+
+# Which strategies each engine carries out by name; the executor also takes a strategy's file.
+STRATEGIES: dict[EngineName, tuple[str, ...]] = {
+    "torch": ("single", "ddp"),
+    "executor": ("single", "ddp", "pipeline", "tensor", "hybrid", "searched"),
+    "deepspeed": ("single", "ddp", "zero1", "zero2"),
 }
+_ZERO_STAGES = {"zero1": 1, "zero2": 2}
+
+
+def is_file(strategy: str) -> bool:
+    """Whether a strategy is named by its file rather than by what it is."""
+    return strategy.endswith(".json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +61,42 @@ class TrainSettings:
     """Momentum of sgd."""
     weight_decay: float = 0.0
     """Weight decay."""
-    engine: str = "torch"
-    """torch, or deepspeed, which also knows the strategies zero1 and zero2."""
     balance: Literal["equal", "speed"] = "equal"
     """Shares of the ranks in a batch: equal, or in proportion to the speed at which each trains
     this model, measured first. What is trained is the same."""
     batch_norm: Literal["local", "global", "frozen"] = "local"
     """local: each rank normalises by its own samples, as DDP does, which is not what one device
-    trains; global: over all ranks (SyncBatchNorm, GPUs only); frozen: by running statistics."""
+    trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
+    executor does it anywhere); frozen: by running statistics."""
     dropout: float = -1.0
     """Probability of every dropout layer; below 0 keeps the model's own."""
+    exact_dropout: bool = False
+    """Draw on every shard what its part of the whole would have drawn, so that all strategies train
+    the same (executor); otherwise each rank draws masks of its own, as DDP does."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """pipeline: order of the microbatches; interleaved gives each rank two stages, or more by
+    --stages."""
+    microbatches: int = 0
+    """pipeline: microbatches of a step; 0 takes what is predicted to be fastest of one, two and
+    four for each rank."""
+    stages: int = 0
+    """pipeline: number of stages, balanced by the profile; fewer than ranks replicates some; 0 is
+    one for each rank (interleaved: two)."""
+    recompute: bool = False
+    """pipeline: keep only each stage's input, and run its forward again before its backward."""
+    asynchronous: bool = False
+    """pipeline by 1f1b: never drain. Every microbatch is a minibatch of its own with an optimizer
+    step, on stashed weights, as PipeDream trains: stage s of S (from 0) computes gradients with
+    weights that are S - 1 - s updates old. That is not what one device trains."""
+    predict: bool = False
+    """Measure links and operators that are not known yet, so that single and ddp are predicted
+    too. Other strategies need both anyway; what is known is used in any case."""
+    search_seconds: float = 120.0
+    """searched: end the search after this long, with the best plan found."""
+    search_budget: int = 0
+    """searched: most plans that are judged; 0 is as many as take some seconds."""
+    memory: str = ""
+    """searched: what each device may use, such as 12GB; by default all that it has."""
     bucket_mib: float = 25.0
     """MiB of gradients that DDP reduces together."""
     n_workers: int = 0
@@ -98,9 +124,16 @@ class TrainConfig(TrainSettings):
     """Train a model and say where the time goes; lists are swept over."""
 
     strategy: tuple[str, ...] = ("ddp",)
-    """single (the first rank alone), ddp (data parallel over all ranks), zero1, zero2."""
+    """single (the first rank alone), ddp (data parallel over all ranks), pipeline, tensor (layers
+    cut by features), hybrid (convolutions data parallel, linear layers cut by features), searched
+    (the fastest that planning finds), FILE.json (a strategy's file), zero1, zero2."""
+    engine: Literal["auto", "torch", "executor", "deepspeed"] = "auto"
+    """Who carries strategies out: torch (single, ddp), executor (all but zero1 and zero2),
+    deepspeed (single, ddp, zero1, zero2), or auto: torch for single and ddp, deepspeed for zero1
+    and zero2, the executor for the others."""
     batch_size: tuple[int, ...] = ()
-    """Global batches: samples of all ranks together in a step (strong scaling)."""
+    """Global batches: samples of all ranks together in a step (strong scaling). The executor trains
+    whole batches only: what an epoch leaves after the last one is dropped."""
     per_device_batch: tuple[int, ...] = ()
     """Batches per device instead: the global batch grows with the ranks (weak scaling). 32 when
     neither is given."""
@@ -114,8 +147,14 @@ class TrainConfig(TrainSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase(TrainSettings):
-    """One run: a combination of the sweep. `batch` is the global batch."""
+    """One run: a combination of the sweep.
 
+    Attributes:
+        engine: the one that carries the strategy out, never `auto`.
+        batch: the global batch.
+    """
+
+    engine: EngineName = "torch"
     strategy: str = "ddp"
     dtype: str = "fp32"
     batch: int = 32
@@ -123,7 +162,7 @@ class TrainCase(TrainSettings):
 
     @property
     def zero_stage(self) -> int:
-        return STRATEGIES[self.engine, self.strategy]
+        return _ZERO_STAGES.get(self.strategy, 0)
 
     def model_options(self) -> ModelOptions:
         """What the model is built with, before the data has its say."""
@@ -150,116 +189,3 @@ class TrainCase(TrainSettings):
             momentum=self.momentum,
             weight_decay=self.weight_decay,
         )
-
-
-_AT_LEAST = {
-    "steps": 1,
-    "epochs": 0,
-    "warm_up": 0,
-    "no_sync_steps": 0,
-    "n_samples": 0,
-    "n_workers": 0,
-    "image_size": 0,
-    "n_classes": 0,
-    "repeats": 1,
-    "dlrm_lookups": 1,
-}
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    for name, least in _AT_LEAST.items():
-        if getattr(config, name) < least:
-            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least {least}")
-    for name in ("batch_size", "per_device_batch", "rank_counts", "dlrm_table_rows"):
-        if any(value < 1 for value in getattr(config, name)):
-            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least 1 each")
-    if config.learning_rate <= 0 or config.bucket_mib <= 0:
-        raise ConfigError(
-            f"--learning-rate {config.learning_rate} and --bucket-mib {config.bucket_mib} must be "
-            "above 0"
-        )
-    if config.dropout >= 1:
-        raise ConfigError(f"--dropout {config.dropout} is a probability: give one below 1")
-
-
-def _check_names(config: TrainConfig) -> None:
-    known = sorted({strategy for engine, strategy in STRATEGIES if engine == config.engine})
-    if not known:
-        raise ConfigError(f"there is no engine {config.engine!r}: choose torch or deepspeed")
-    for strategy in config.strategy:
-        if strategy not in known:
-            raise ConfigError(
-                f"--engine {config.engine} has no strategy {strategy!r}: choose from "
-                f"{', '.join(known)}"
-            )
-    for dtype in config.dtype:
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
-    if config.optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
-
-
-def _check(config: TrainConfig, n_ranks: int) -> None:
-    _check_numbers(config)
-    _check_names(config)
-    if config.batch_size and config.per_device_batch:
-        raise ConfigError(
-            f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
-            "both set the batch: give one of them"
-        )
-    for count in config.rank_counts:
-        if count > n_ranks:
-            raise ConfigError(
-                f"--rank-counts {count} needs {count} ranks, {n_ranks} were started: lower it or "
-                "start more (mpirun -np)"
-            )
-
-
-def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
-    if config.batch_size:
-        return list(config.batch_size)
-    return [batch * n_ranks for batch in config.per_device_batch or (32,)]
-
-
-def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
-    names = [field.name for field in dataclasses.fields(TrainSettings)]
-    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
-    cases: list[TrainCase] = []
-    for strategy in config.strategy:
-        for count in (1,) if strategy == "single" else config.rank_counts or (n_ranks,):
-            cases += [
-                TrainCase(strategy=strategy, dtype=dtype, batch=batch, n_ranks=count, **shared)
-                for dtype in config.dtype
-                for batch in _batches(config, count)
-            ]
-    return cases
-
-
-def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
-    """Every combination of the swept flags, each repeat in a random order of its own.
-
-    Raises:
-        ConfigError: flags that contradict each other, or the ranks.
-        ModelError: an unknown model, or options that it cannot take.
-    """
-    _check(config, n_ranks)
-    combinations = _combinations(config, n_ranks)
-    entry = entry_for(config.data, config.model)
-    fit_options(config.model, combinations[0].model_options(), entry.image_size, entry.n_channels)
-    order = random.Random(config.seed)
-    cases: list[TrainCase] = []
-    for _ in range(config.repeats):
-        cases += order.sample(combinations, len(combinations))
-    for case in cases:
-        if case.batch < case.n_ranks:
-            raise ConfigError(
-                f"a global batch of {case.batch} leaves some of {case.n_ranks} ranks without a "
-                f"sample: raise --batch-size to {case.n_ranks} or more"
-            )
-    return cases

@@ -44,8 +44,13 @@ class TrainLoop:
         )
 
     def _share(self, index: int) -> Share:
-        sizes = self._training.plan.sizes(index + self._n_warm_up)
-        return Share(n_local=sizes[self._context.world.rank], n_global=sum(sizes))
+        plan, step = self._training.plan, index + self._n_warm_up
+        n_fed = plan.n_fed(self._context.world.rank, step)
+        return Share(n_local=n_fed, n_global=sum(plan.sizes(step)))
+
+    def _n_counted(self, index: int) -> int:
+        """This rank's samples of a step, so that over ranks each counts once."""
+        return self._training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
 
     def _step(self, index: int) -> None:
         training = self._training
@@ -61,7 +66,7 @@ class TrainLoop:
         interface = self._context.world.interface
         recorder.sample("nic_sent_bytes", sent, interface=interface)
         recorder.sample("nic_received_bytes", received, interface=interface)
-        recorder.sample("n_samples", self._share(index).n_local)
+        recorder.sample("n_samples", self._n_counted(index))
         recorder.sample("n_synchronisations", self._training.engine.n_synchronisations)
         epoch, last = divmod(index + 1, self._training.plan.n_steps_per_epoch)
         if last == 0:
@@ -96,8 +101,9 @@ class TrainLoop:
         if not n_steps or not engine.can_skip_synchronisation:
             return
         self._context.flush()
-        sizes = self._training.plan.shares
-        share = Share(n_local=sizes[self._context.world.rank], n_global=sum(sizes))
+        plan = self._training.plan
+        n_fed = plan.n_fed(self._context.world.rank)
+        share = Share(n_local=n_fed, n_global=plan.global_batch)
         marks = []
         dist.barrier()
         for _ in range(n_steps + 1):
@@ -110,7 +116,7 @@ class TrainLoop:
             recorder.sample("no_sync_step_s", seconds, step=step)
 
     def _full_batch(self) -> Batch:
-        n_local = self._training.plan.shares[self._context.world.rank]
+        n_local = self._training.plan.n_fed(self._context.world.rank)
         while True:
             batch = next(self._training.batches)
             if len(batch.targets) == n_local:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from harness.domain.strategy import Strategy, samples_per_device
 from harness.errors import ConfigError
 from harness.measure.recorder import Recorder
+from harness.runtime.agreement import gather_bytes
 from harness.runtime.balance import measure_speeds
 from harness.runtime.data import (
     Batch,
@@ -20,22 +25,22 @@ from harness.runtime.data import (
     open_data,
     split_by_weight,
 )
-from harness.runtime.engine import Engine, EngineOptions, MakeEngine
-from harness.runtime.engine_torch import TorchEngine
+from harness.runtime.engine import Engine, EngineOptions
+from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.flops import step_flops
 from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.precision import set_tensor_cores
 from harness.runtime.world import World
 from harness.workloads.train_config import TrainCase
+from harness.workloads.train_engines import ENGINES, Trainer
+from harness.workloads.train_plan import Planned
 
+_log = logging.getLogger(__name__)
 
-def _deepspeed(task: Task, world: World, recorder: Recorder, options: EngineOptions) -> Engine:
-    from harness.runtime.engine_deepspeed import DeepSpeedEngine  # its import takes a while
-
-    return DeepSpeedEngine(task, world, recorder, options)
-
-
-ENGINES: dict[str, MakeEngine] = {"torch": TorchEngine, "deepspeed": _deepspeed}
+# The operator that capture adds to every graph.
+LOSS = "loss"
+# Every rank holds every parameter, and all gradients are reduced over all ranks.
+_DATA_PARALLEL = ("single", "ddp", "zero1", "zero2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +51,20 @@ class Training:
         plan: which samples each rank takes in each step.
         batches: this rank's, step by step, without end.
         flops: of this rank's whole share; None when they cannot be counted.
+        n_parameters: of the whole model, those that are trained.
+        gradient_bytes: what data parallelism must reduce; None where not all ranks hold all.
     """
 
-    engine: Engine
+    trainer: Trainer
     plan: BatchPlan
     batches: Iterator[Batch]
     flops: float | None
+    n_parameters: int
+    gradient_bytes: int | None
+
+    @property
+    def engine(self) -> Engine:
+        return self.trainer.engine
 
 
 def set_batch_norm(model: nn.Module, mode: str, device: torch.device) -> nn.Module:
@@ -65,8 +78,9 @@ def set_batch_norm(model: nn.Module, mode: str, device: torch.device) -> nn.Modu
     if mode == "global":
         if device.type != "cuda":
             raise ConfigError(
-                "--batch-norm global needs GPUs: PyTorch's SyncBatchNorm has no CPU version; use "
-                "local (each rank's own statistics) or frozen (running statistics)"
+                "--batch-norm global needs GPUs: PyTorch's SyncBatchNorm has no CPU version; add "
+                "--engine executor, or use local (each rank's own statistics) or frozen (running "
+                "statistics)"
             )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
@@ -92,7 +106,10 @@ def make_task(case: TrainCase) -> Task:
 
 def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
     order = torch.channels_last if case.channels_last else torch.preserve_format
-    model = set_batch_norm(task.model, case.batch_norm, device)
+    model = task.model
+    # The executor normalises over what its plan says by itself.
+    if case.engine != "executor" or case.batch_norm == "frozen":
+        model = set_batch_norm(model, case.batch_norm, device)
     return replace(task, model=model.to(device, memory_format=order))  # type: ignore[call-overload]
 
 
@@ -106,36 +123,123 @@ def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
     return tuple(1 + n for n in extra)
 
 
-def prepare(case: TrainCase, world: World, recorder: Recorder) -> Training:
-    """Build all that a run needs; all ranks must call it.
+def _counted(strategy: Strategy, n_ranks: int) -> tuple[int, ...]:
+    """Samples of a batch whose loss each rank computes: each sample counts once."""
+    by_device = samples_per_device(strategy, LOSS)
+    return tuple(by_device.get(rank, 0) for rank in range(n_ranks))
 
-    Raises:
-        ConfigError, ModelError, DataError: flags, model and data do not go together.
-    """
-    set_tensor_cores(case.dtype)
-    task = _place(case, make_task(case), world.device)
-    shares = _shares(case, task, world)
-    data_options = DataOptions(
-        data_dir=case.data_dir, n_samples=case.n_samples, seed=case.seed, dlrm=case.dlrm_options()
-    )
-    data = open_data(case.data, data_options, task, case.batch)
-    plan = BatchPlan(
-        n_samples=len(data),
-        shares=shares,
-        is_shuffled=entry_for(case.data, case.model).is_shuffled,
-        seed=case.seed,
-    )
-    n_local = shares[world.rank]
-    flops = step_flops(task, lambda: make_task(case), n_local)
-    # Each rank draws dropout masks of its own, as independent samples need.
-    torch.manual_seed(case.seed * world.size + world.rank)
-    options = EngineOptions(
+
+def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | None:
+    """What every rank is fed, by rank."""
+    if trainer.samples is None:
+        return None
+    parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
+    return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
+
+
+def _engine_options(case: TrainCase, n_local: int) -> EngineOptions:
+    return EngineOptions(
         dtype=case.dtype,
         optimizer=case.optimizer_options(),
         bucket_bytes=round(case.bucket_mib * (1 << 20)),
         zero_stage=case.zero_stage,
         batch=n_local,
     )
-    engine = ENGINES[case.engine](task, world, recorder, options)
+
+
+def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
+    """What the executor is told beside the strategy."""
+    return ExecutorPlan(
+        strategy=strategy,
+        batch_norm="global" if case.batch_norm == "global" else "local",
+        dropout="exact" if case.exact_dropout else "local",
+        is_asynchronous=case.asynchronous and case.strategy == "pipeline",
+        seed=case.seed,
+        timeout_s=timeout_s,
+    )
+
+
+def _make_trainer(
+    case: TrainCase,
+    task: Task,
+    world: World,
+    recorder: Recorder,
+    plan: ExecutorPlan | None,
+    n_local: int,
+) -> Trainer:
+    # Each rank draws dropout masks of its own, as independent samples need.
+    torch.manual_seed(case.seed * world.size + world.rank)
+    return ENGINES[case.engine](task, world, recorder, _engine_options(case, n_local), plan)
+
+
+def _open(case: TrainCase, task: Task) -> Any:
+    options = DataOptions(
+        data_dir=case.data_dir, n_samples=case.n_samples, seed=case.seed, dlrm=case.dlrm_options()
+    )
+    return open_data(case.data, options, task, case.batch)
+
+
+def _batch_plan(
+    case: TrainCase, n_samples: int, shares: tuple[int, ...], trainer: Trainer, world: World
+) -> BatchPlan:
+    plan = BatchPlan(
+        n_samples=n_samples,
+        shares=shares,
+        positions=_positions(trainer, world),
+        is_shuffled=entry_for(case.data, case.model).is_shuffled,
+        seed=case.seed,
+    )
+    if plan.n_dropped and world.is_first:
+        _log.warning(
+            "whole batches only: the last %d of %d samples of each epoch are dropped",
+            plan.n_dropped, plan.n_samples,
+        )  # fmt: skip
+    return plan
+
+
+def _trained(task: Task) -> tuple[int, int]:
+    """Number and bytes of the parameters that are trained."""
+    trained = [p for p in task.model.parameters() if p.requires_grad]
+    return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
+
+
+def prepare(
+    case: TrainCase,
+    world: World,
+    recorder: Recorder,
+    planned: Planned | None = None,
+    timeout_s: float = 300.0,
+) -> Training:
+    """Build all that a run needs; all ranks must call it.
+
+    Args:
+        planned: what the executor carries out; the other engines need none.
+        timeout_s: how long the executor waits for another rank.
+
+    Raises:
+        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy do not
+            go together.
+    """
+    set_tensor_cores(case.dtype)
+    task = _place(case, make_task(case), world.device)
+    n_parameters, n_bytes = _trained(task)
+    told: ExecutorPlan | None = None
+    if planned is not None and case.engine == "executor":
+        told = executor_plan(case, planned.strategy, timeout_s)
+        shares = _counted(planned.strategy, world.size)
+        flops: float | None = planned.flops[world.rank]
+    else:
+        shares = _shares(case, task, world)
+        flops = step_flops(task, lambda: make_task(case), shares[world.rank])
+    data = _open(case, task)
+    trainer = _make_trainer(case, task, world, recorder, told, shares[world.rank])
+    plan = _batch_plan(case, len(data), shares, trainer, world)
     batches = load_batches(data, plan, world.rank, n_workers=case.n_workers, device=world.device)
-    return Training(engine=engine, plan=plan, batches=batches, flops=flops)
+    return Training(
+        trainer=trainer,
+        plan=plan,
+        batches=batches,
+        flops=flops,
+        n_parameters=n_parameters,
+        gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,
+    )

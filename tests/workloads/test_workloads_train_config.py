@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from harness.errors import ConfigError, ModelError
-from harness.workloads.train_config import TrainConfig, train_cases
+from harness.workloads.train_cases import engine_of, train_cases
+from harness.workloads.train_config import TrainConfig
 
 
 def test_lists_are_swept_and_each_repeat_holds_every_combination():
@@ -52,9 +53,27 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
         ({"rank_counts": (5,)}, "needs 5 ranks, 4 were started"),
         (
-            {"strategy": ("zero1",)},
-            "--engine torch has no strategy 'zero1': choose from ddp, single",
+            {"strategy": ("zero1",), "engine": "torch"},
+            "--engine torch does not train 'zero1': choose --engine deepspeed",
         ),
+        ({"strategy": ("magic",)}, "there is no strategy 'magic': choose from single, ddp, pipe"),
+        ({"strategy": ("plan.json",), "engine": "torch"}, "choose --engine executor"),
+        ({"strategy": ("pipeline",), "microbatches": 200}, "--microbatches 200 need a sample"),
+        (
+            {"strategy": ("pipeline",), "asynchronous": True, "schedule": "gpipe"},
+            "--asynchronous follows 1f1b, not --schedule gpipe",
+        ),
+        (
+            {"strategy": ("pipeline",), "asynchronous": True, "recompute": True},
+            "drop --recompute",
+        ),
+        ({"strategy": ("pipeline",), "balance": "speed"}, "--balance speed is for --engine torch"),
+        (
+            {"strategy": ("zero1",), "exact_dropout": True},
+            "--exact-dropout needs the executor, zero1 is trained by deepspeed",
+        ),
+        ({"search_seconds": 0.0}, "--search-seconds 0.0"),
+        ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),
         ({"dtype": ("fp8",)}, "dtype 'fp8'"),
         ({"optimizer": "lion"}, "no optimizer 'lion'"),
@@ -81,3 +100,29 @@ def test_contradictions_are_refused(flags, message):
 def test_models_refuse_what_they_cannot_take(flags, message):
     with pytest.raises(ModelError, match=message):
         train_cases(TrainConfig(**flags), 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "is_exact", "chosen"),
+    [
+        ("single", "auto", False, "torch"),
+        ("ddp", "auto", False, "torch"),
+        ("ddp", "auto", True, "executor"),
+        ("ddp", "executor", False, "executor"),
+        ("pipeline", "auto", False, "executor"),
+        ("searched", "auto", False, "executor"),
+        ("plans/mine.json", "auto", False, "executor"),
+        ("zero2", "auto", False, "deepspeed"),
+        ("ddp", "deepspeed", False, "deepspeed"),
+    ],
+)
+def test_each_strategy_has_its_engine(strategy, engine, is_exact, chosen):
+    assert engine_of(strategy, engine, is_exact=is_exact) == chosen
+
+
+def test_a_batch_smaller_than_the_ranks_can_be_pipelined():
+    cases = train_cases(TrainConfig(strategy=("pipeline", "single"), batch_size=(3,)), 4)
+    assert {(case.strategy, case.engine, case.n_ranks) for case in cases} == {
+        ("pipeline", "executor", 4),
+        ("single", "torch", 1),
+    }

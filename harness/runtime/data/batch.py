@@ -94,9 +94,9 @@ class BatchPlan:
         n = min(self.global_batch, self.n_samples - first)
         return list(self.shares) if n == self.global_batch else split_by_weight(n, self.shares)
 
-    def n_fed(self, rank: int) -> int:
-        """Samples that a rank is fed in a step of a whole batch."""
-        return self.shares[rank] if self.positions is None else len(self.positions[rank])
+    def n_fed(self, rank: int, step: int = 0) -> int:
+        """Samples that a rank is fed in a step, stand-ins left out."""
+        return self.sizes(step)[rank] if self.positions is None else len(self.positions[rank])
 
     def indices(self, rank: int) -> Iterator[list[int]]:
         """Sample indices of one rank, step by step, without end.

@@ -1,0 +1,120 @@
+"""Make the strategy that a training run names: a well-known one, or that of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import fingerprint
+from harness.domain.graph import Graph
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import Strategy, check_fresh, validate
+from harness.errors import StrategyError
+from harness.plan import builders
+from harness.plan.simulate.simulator import Simulator
+from harness.workloads.plan_stages import Balanced, balance, balance_in_turn
+from harness.workloads.train_config import TrainCase
+
+# Microbatches for each rank that are tried where the user gives none.
+_MICROBATCHES_EACH = (1, 2, 4)
+
+
+def load_strategy(path: Path, case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
+    """Read a strategy's file and refuse one that is not for this run.
+
+    Raises:
+        StrategyError: missing, malformed, stale, or for another model, batch or cluster.
+    """
+    strategy = Strategy.load(path)
+    check_fresh(strategy, graph, cluster)
+    if strategy.batch != case.batch:
+        raise StrategyError(
+            f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "
+            f"--batch-size {strategy.batch}, or search again"
+        )
+    validate(strategy, graph, cluster)
+    return strategy
+
+
+def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int]) -> Strategy:
+    """The well-known strategy that a run names, made for these devices.
+
+    Args:
+        shares: samples of each rank where the engine shares a batch out by itself.
+
+    Raises:
+        StrategyError: the flags do not go together with the model or the ranks.
+    """
+    graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
+    if case.strategy == "single":
+        strategy = builders.single(graph, batch)
+    elif case.strategy == "ddp":
+        is_even = max(shares) - min(shares) <= 1
+        strategy = builders.ddp(graph, cluster, batch, shares=None if is_even else shares)
+    elif case.strategy == "tensor":
+        strategy = builders.tensor_parallel(graph, cluster, batch)
+    elif case.strategy == "hybrid":
+        strategy = builders.hybrid(graph, cluster, batch)
+    else:
+        strategy = _pipeline(case, simulator)
+    validate(strategy, graph, cluster)
+    made_for = fingerprint(graph, cluster, simulator.profile)
+    return msgspec.structs.replace(strategy, made_for=made_for)
+
+
+def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
+    """The fastest of the microbatches that are tried, by the simulator; all by the same stages."""
+    found = [_with_microbatches(case, simulator, n) for n in _microbatches(case, simulator)]
+    for strategy in found:
+        validate(strategy, simulator.graph, simulator.cluster)
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=simulator.step_s)
+
+
+def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
+    if case.microbatches:
+        return [case.microbatches]
+    n = simulator.cluster.n_devices
+    tried = [k * n for k in _MICROBATCHES_EACH if k * n <= case.batch]
+    return tried or [case.batch]
+
+
+def _with_microbatches(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
+    graph = simulator.graph
+    stages = balanced_stages(case, simulator, n_microbatches)
+    names = [op.name for op in graph.operators if has_tasks(op)]
+    return builders.pipeline(
+        graph,
+        case.batch,
+        [names[a:b] for a, b in pairwise((0, *stages.ends))],
+        stages.groups,
+        n_microbatches=n_microbatches,
+        schedule=case.schedule,
+        recompute=case.recompute,
+    )
+
+
+def balanced_stages(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Balanced:
+    """Stages of about equal time at this size of microbatch, on the devices as they are.
+
+    Raises:
+        StrategyError: more stages than the model or the ranks allow.
+    """
+    n_devices = simulator.cluster.n_devices
+    seconds = list(_seconds(simulator, -(-case.batch // n_microbatches)))
+    if case.schedule == "interleaved":
+        return balance_in_turn(seconds, case.stages or 2 * n_devices)
+    return balance(seconds, case.stages or min(n_devices, len(seconds[0])))
+
+
+def _seconds(simulator: Simulator, samples: int) -> Iterator[list[float]]:
+    """By device: forward and backward of each placed operator at a size of microbatch."""
+    costs = simulator.costs(samples)
+    whole = {op: tuple((0, size) for size in costs.shapes[op].values()) for op in simulator.placed}
+    for device in range(simulator.cluster.n_devices):
+        yield [sum(costs.block_s(op, whole[op], device)) for op in simulator.placed]

@@ -1,0 +1,206 @@
+"""What is planned: the flags of the search workload, which every plan of a training run is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from harness.errors import ConfigError
+from harness.plan.simulate.options import SimulatorOptions
+from harness.runtime.data import entry_for
+from harness.runtime.models import ModelOptions, fit_options
+from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
+from harness.units import parse_bytes
+from harness.workloads.profile_config import ProfileConfig
+from harness.workloads.profile_points import shard_counts
+from harness.workloads.train_config import TrainCase
+
+# What operators are profiled in, and so what can be planned.
+PlannedDtype = Literal["fp32", "tf32", "bf16"]
+PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """Find the fastest strategy for a model on these ranks; `train --strategy searched` runs it."""
+
+    model: str = "resnet18"
+    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
+    package.module:factory."""
+    batch_size: int = 64
+    """Samples of all ranks together in a step."""
+    image_size: int = 0
+    """Side of the images; 0 is the model's own."""
+    n_classes: int = 0
+    """Classes to tell apart; 0 is the model's own."""
+    n_channels: int = 0
+    """Channels of the images; 0 is the model's own."""
+    dropout: float = -1.0
+    """Probability of every dropout layer; below 0 keeps the model's own."""
+    dtype: PlannedDtype = "fp32"
+    """What training computes in."""
+    optimizer: str = "sgd"
+    """sgd or adamw: its state takes memory, its step takes time."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    bucket_mib: float = 25.0
+    """MiB of gradients that are reduced together."""
+    search_seconds: float = 120.0
+    """End the search after this long, with the best plan found."""
+    search_budget: int = 0
+    """Most plans that are judged; 0 is as many as take some seconds."""
+    memory: str = ""
+    """What each device may use, such as 12GB; by default all that it has."""
+    n_ranks: int = 0
+    """Plan for the first ranks only; 0 is all."""
+    seed: int = 0
+    """Seed of the search: equal seeds find equal plans, unless time ends it."""
+    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
+    """dlrm: widths from the dense features to the width of the embeddings."""
+    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
+    """dlrm: widths from the interaction to one logit."""
+    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
+    """dlrm: rows of each table."""
+    dlrm_lookups: int = 1
+    """dlrm: indices per table and sample."""
+    dlrm_interaction: Literal["cat", "dot"] = "cat"
+    """dlrm: concatenate all vectors, or take their pairwise products."""
+
+    def model_options(self) -> ModelOptions:
+        """What the model is built with.
+
+        Raises:
+            ModelError: an unknown model, or options that it cannot take.
+        """
+        return self.profile_config().model_options()
+
+    def optimizer_options(self) -> OptimizerOptions:
+        return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
+
+    def profile_config(self, n_parts: int = 1) -> ProfileConfig:
+        """What the profile workload is told.
+
+        Args:
+            n_parts: a number of parts that batches are cut into, beside the usual ones.
+        """
+        usual = shard_counts(max(1, self.n_ranks))
+        return ProfileConfig(
+            model=self.model,
+            batch_size=self.batch_size,
+            image_size=self.image_size,
+            n_classes=self.n_classes,
+            n_channels=self.n_channels,
+            dropout=self.dropout,
+            dtype=self.dtype,
+            shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
+            dlrm_bottom_mlp=self.dlrm_bottom_mlp,
+            dlrm_top_mlp=self.dlrm_top_mlp,
+            dlrm_table_rows=self.dlrm_table_rows,
+            dlrm_lookups=self.dlrm_lookups,
+            dlrm_interaction=self.dlrm_interaction,
+        )
+
+    def simulator_options(self, optimizer_s_per_byte: tuple[float, ...]) -> SimulatorOptions:
+        """The engine as the simulator knows it; buckets overlap with backward, as in DDP.
+
+        Args:
+            optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
+        """
+        n_states = {"sgd": int(self.momentum > 0), "adamw": 2}
+        return SimulatorOptions(
+            overlap=True,
+            bucket_bytes=round(self.bucket_mib * (1 << 20)),
+            n_optimizer_states=n_states[self.optimizer],
+            optimizer_s_per_byte=optimizer_s_per_byte,
+        )
+
+
+def question_of(case: TrainCase) -> SearchConfig:
+    """What planning is asked for a training run: all that a plan depends on, and nothing else.
+
+    Raises:
+        ConfigError: a dtype that is not profiled.
+        ModelError, DataError: the model cannot take the data, or the data is not there.
+    """
+    entry = entry_for(case.data, case.model)
+    options = case.model_options()
+    if not options.n_classes:
+        options = replace(options, n_classes=entry.n_classes(case.data_dir))
+    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
+    return SearchConfig(
+        model=case.model,
+        batch_size=case.batch,
+        image_size=fitted.image_size,
+        n_classes=fitted.n_classes,
+        n_channels=fitted.n_channels,
+        dropout=case.dropout,
+        dtype=_planned_dtype(case.dtype),
+        optimizer=case.optimizer,
+        momentum=case.momentum,
+        bucket_mib=case.bucket_mib,
+        search_seconds=case.search_seconds,
+        search_budget=case.search_budget,
+        memory=case.memory,
+        n_ranks=case.n_ranks,
+        seed=case.seed,
+        dlrm_bottom_mlp=case.dlrm_bottom_mlp,
+        dlrm_top_mlp=case.dlrm_top_mlp,
+        dlrm_table_rows=case.dlrm_table_rows,
+        dlrm_lookups=case.dlrm_lookups,
+        dlrm_interaction=case.dlrm_interaction,
+    )
+
+
+def _planned_dtype(name: str) -> PlannedDtype:
+    for dtype in PLANNED_DTYPES:
+        if dtype == name:
+            return dtype
+    raise ConfigError(
+        f"--dtype {name} cannot be planned: operators are profiled in {', '.join(PLANNED_DTYPES)}"
+    )
+
+
+def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
+    """One run, with what was left to the model and the launch filled in, so that equal questions
+    have equal configurations.
+
+    Raises:
+        ConfigError: a number that makes no sense.
+        ModelError: an unknown model, or options that it cannot take.
+    """
+    _check(config, n_ranks)
+    fitted = config.model_options()
+    return [
+        replace(
+            config,
+            image_size=fitted.image_size,
+            n_classes=fitted.n_classes,
+            n_channels=fitted.n_channels,
+            n_ranks=config.n_ranks or n_ranks,
+        )
+    ]
+
+
+def _check(config: SearchConfig, n_ranks: int) -> None:
+    least = {"batch_size": 1, "image_size": 0, "n_classes": 0, "n_channels": 0, "search_budget": 0}
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(config, name)} must be at least {bound}"
+            )
+    if config.search_seconds <= 0 or config.bucket_mib <= 0:
+        raise ConfigError(
+            f"--search-seconds {config.search_seconds} and --bucket-mib {config.bucket_mib} must "
+            "be above 0"
+        )
+    if config.memory and parse_bytes(config.memory) < 1:
+        raise ConfigError(f"--memory {config.memory} must be above 0")
+    if config.optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+    if not 0 <= config.n_ranks <= n_ranks:
+        raise ConfigError(
+            f"--n-ranks {config.n_ranks} needs as many ranks, {n_ranks} were started: lower it or "
+            "start more (mpirun -np)"
+        )

@@ -1,0 +1,140 @@
+"""What results hold for planning: the cluster as measured, the profile, plans that were made.
+
+Asked on rank 0 only: the other nodes need not see the directory of results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import MadeFor
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.run import RunHeader
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError, ResultsError
+from harness.measure.store import read_header
+from harness.workloads.profile_points import shard_counts
+
+CLUSTER_FILE = "cluster.json"
+
+Place = tuple[str, float | None, str]
+
+
+def places(cluster: Cluster) -> list[Place]:
+    """What makes two launches' devices the same: host, its interface's stated speed, and kind."""
+    return [
+        (node.name, node.nic_bytes_per_s, device.kind)
+        for node in cluster.nodes
+        for device in node.devices
+    ]
+
+
+def finished_runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
+    """Runs of a workload that ended ok, newest first."""
+    found = []
+    for path in results.glob(f"*-{workload}-*/run.json"):
+        try:
+            header = read_header(path.parent)
+        except ResultsError:
+            continue
+        if header.workload == workload and header.status == "ok":
+            found.append((header, path.parent))
+    yield from sorted(found, key=lambda item: item[0].start_utc, reverse=True)
+
+
+def first_devices(cluster: Cluster, n: int) -> Cluster:
+    """A cluster's first devices with the links among them."""
+    nodes, left = [], n
+    for node in cluster.nodes:
+        if left > 0:
+            nodes.append(msgspec.structs.replace(node, devices=node.devices[:left]))
+            left -= len(node.devices)
+    kept = {device.name for node in nodes for device in node.devices}
+    links = [link for link in cluster.links if {link.source, link.target} <= kept]
+    return msgspec.structs.replace(cluster, nodes=nodes, links=links)
+
+
+def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
+    """The newest measured cluster that is, or begins with, these devices; None without one.
+
+    Args:
+        wanted: as a launch describes it, without links.
+    """
+    n = wanted.n_devices
+    for header, path in finished_runs(results, "links"):
+        if places(header.cluster)[:n] != places(wanted):
+            continue
+        try:
+            return first_devices(Cluster.load(path / CLUSTER_FILE), n)
+        except HarnessError:
+            continue
+    return None
+
+
+def has_profiled(
+    results: Path, wanted: dict[str, Any], cluster: Cluster, *, file: Path, n_parts: int
+) -> bool:
+    """Whether a profile run has ended ok that measured these settings on this cluster.
+
+    Args:
+        wanted: settings of its configuration that must be equal.
+        file: where the profile must still be.
+        n_parts: a number of parts of a batch that must have been measured.
+    """
+    if not file.is_file():
+        return False
+    for header, _ in finished_runs(results, "profile"):
+        same = all(header.config.get(name) == value for name, value in wanted.items())
+        kinds = {device.kind for device in header.cluster.devices}
+        counts = header.config.get("shards") or shard_counts(len(header.ranks))
+        if same and n_parts in counts and kinds >= {device.kind for device in cluster.devices}:
+            return True
+    return False
+
+
+def load_plan(run_dir: Path) -> tuple[Strategy, Prediction] | None:
+    """A run's strategy and prediction; None when it has not both."""
+    try:
+        strategy = Strategy.load(run_dir / STRATEGY_FILE)
+        return strategy, Prediction.load(run_dir / PREDICTION_FILE)
+    except HarnessError:
+        return None
+
+
+def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None) -> None:
+    """Write a run's strategy, and its prediction where there is one."""
+    (run_dir / STRATEGY_FILE).write_bytes(strategy.to_json())
+    if prediction is not None:
+        (run_dir / PREDICTION_FILE).write_bytes(prediction.to_json())
+
+
+def find_plan(results: Path, key: str, made_for: MadeFor) -> tuple[Strategy, Prediction] | None:
+    """What an earlier repeat of a training run planned for the same model, profile and cluster."""
+    for header, path in finished_runs(results, "train"):
+        found = load_plan(path) if header.key == key else None
+        if found is not None and found[0].made_for == made_for:
+            return found
+    return None
+
+
+def find_search(
+    results: Path, config: dict[str, Any], cluster: Cluster, made_for: MadeFor | None = None
+) -> tuple[Strategy, Prediction] | None:
+    """What the newest search for the same question found.
+
+    Args:
+        cluster: as a launch describes it.
+        made_for: what the strategy must be planned for; None takes the newest.
+    """
+    for header, path in finished_runs(results, "search"):
+        if header.config != config or places(header.cluster) != places(cluster):
+            continue
+        found = load_plan(path)
+        if found is not None and made_for in (None, found[0].made_for):
+            return found
+    return None

@@ -1,0 +1,103 @@
+"""What planning reads: the model's graph, the measured cluster and the measured operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import MadeFor, fingerprint
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.run import RunHeader
+from harness.errors import ConfigError, HarnessError, PlanError
+from harness.measure.store import read_header
+from harness.plan.find import knows
+from harness.plan.simulate.simulator import Simulator
+from harness.runtime.capture import capture, capture_model
+from harness.runtime.models import build_task, fit_options
+from harness.units import parse_bytes
+from harness.workloads.plan_config import SearchConfig
+from harness.workloads.plan_files import find_cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """All that a plan is made from."""
+
+    graph: Graph
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def made_for(self) -> MadeFor:
+        """What a strategy that is planned with these carries."""
+        return fingerprint(self.graph, self.cluster, self.profile)
+
+    def simulator(
+        self, question: SearchConfig, optimizer_s_per_byte: tuple[float, ...]
+    ) -> Simulator:
+        return Simulator(
+            self.graph,
+            self.profile,
+            self.cluster,
+            options=question.simulator_options(optimizer_s_per_byte),
+            memory_bytes=parse_bytes(question.memory) if question.memory else None,
+        )
+
+
+def capture_graph(question: SearchConfig) -> Graph:
+    """The model's graph for the global batch; without its weights where it can be built so.
+
+    Raises:
+        ModelError: no such model, or it cannot be captured.
+    """
+    options = question.model_options()
+    try:
+        return capture_model(question.model, question.batch_size, options)
+    except HarnessError:
+        raise
+    except Exception:  # a factory that needs memory for its weights
+        task = build_task(question.model, fit_options(question.model, options))
+        return capture(task, question.batch_size, question.model).graph
+
+
+def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
+    """Capture the model, and read what was measured beside this run; rank 0 only.
+
+    Raises:
+        PlanError: links or operators of these devices have not been measured.
+        ConfigError: the ranks are not in the order of their nodes.
+        ModelError: no such model, or it cannot be captured.
+    """
+    results, header = run_dir.parent, read_header(run_dir)
+    _check_order(header)
+    # One device has no links to measure.
+    is_alone = header.cluster.n_devices == 1
+    cluster = find_cluster(results, header.cluster) or (header.cluster if is_alone else None)
+    if cluster is None:
+        raise PlanError(
+            f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
+            "ranks are: run ./entry.sh links on them"
+        )
+    graph = capture_graph(question)
+    path = question.profile_config().path(results)
+    profile = Profile.load(path) if path.is_file() else None
+    if profile is None or not knows(profile, graph, cluster):
+        raise PlanError(
+            f"{path} does not hold every operator of {question.model} on these devices: run "
+            f"./entry.sh profile --model {question.model} --batch-size {question.batch_size} "
+            "on them"
+        )
+    return Inputs(graph=graph, cluster=cluster, profile=profile)
+
+
+def _check_order(header: RunHeader) -> None:
+    """A strategy's device k is rank k, and a cluster lists devices node by node."""
+    by_rank = [info.hostname for info in header.ranks]
+    by_node = [node.name for node in header.cluster.nodes for _ in node.devices]
+    if by_rank != by_node:
+        raise ConfigError(
+            f"ranks are on {', '.join(by_rank)}, planning needs them node by node "
+            f"({', '.join(by_node)}): start them with mpirun --map-by slot"
+        )

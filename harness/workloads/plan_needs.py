@@ -1,0 +1,50 @@
+"""The runs that planning builds on: links between these nodes, operators on these devices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.workloads.contract import Need
+from harness.workloads.links import LINKS, LinksConfig
+from harness.workloads.plan_config import SearchConfig
+from harness.workloads.plan_files import find_cluster, has_profiled
+from harness.workloads.profile import PROFILE
+
+# How long to measure, and in how many parts, does not change what a profile is of.
+_HOW = ("shards", "time_budget_s", "min_samples", "warm_up")
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as a run's header has it."""
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(config), enc_hook=str))
+    return values
+
+
+def links_need() -> Need:
+    """The links between all ranks, measured once for a set of nodes."""
+
+    def is_met(results: Path, cluster: Cluster) -> bool:
+        return find_cluster(results, cluster) is not None
+
+    return Need(name="links", workload=LINKS, config=LinksConfig(), is_met=is_met)
+
+
+def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
+    """The operators of a model on each kind of device.
+
+    Args:
+        n_parts: a number of parts that batches are cut into, beside the usual ones.
+    """
+    config = question.profile_config(n_parts)
+    wanted = {name: value for name, value in plain(config).items() if name not in _HOW}
+
+    def is_met(results: Path, cluster: Cluster) -> bool:
+        file = config.path(results)
+        return has_profiled(results, wanted, cluster, file=file, n_parts=n_parts)
+
+    return Need(name="profile", workload=PROFILE, config=config, is_met=is_met)

@@ -1,0 +1,53 @@
+"""What the simulator says of a strategy, as the record that lies beside a training run."""
+
+from __future__ import annotations
+
+from harness.domain.prediction import Prediction
+from harness.domain.strategy import Strategy
+from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.report import spans
+from harness.plan.simulate.simulator import Simulation, Simulator
+
+
+def predict(
+    simulator: Simulator, strategy: Strategy, *, method: str, search_s: float | None = None
+) -> Prediction:
+    """Simulate one step of a strategy.
+
+    Args:
+        method: how it was found, such as `search` or `builder`.
+
+    Raises:
+        StrategyError: it does not fit the graph or the cluster.
+    """
+    simulation = simulator.simulate(strategy)
+    return Prediction(
+        strategy=strategy.name,
+        method=method,
+        step_s=simulation.step_s,
+        memory_bytes=simulation.memory_bytes,
+        spans={str(rank): own for rank, own in spans(simulation).items()},
+        profile_fit_error=largest_fit_error(simulation),
+        search_s=search_s,
+    )
+
+
+def largest_fit_error(simulation: Simulation) -> float | None:
+    """Of the operators whose shards were not measured; None when all were."""
+    simulator, strategy = simulation.simulator, simulation.strategy
+    times = OperatorTimes(simulator.profile)
+    dtypes = {point.dtype for point in simulator.profile.measurements}
+    dtype = min(dtypes) if len(dtypes) == 1 else "float32"
+    costs = simulator.costs(-(-strategy.batch // strategy.n_microbatches))
+    errors = []
+    for op in simulator.placed:
+        operator = simulator.graph.operators[op]
+        plan = strategy.operators[operator.name]
+        for block, device in zip(costs.blocks(op, plan), plan.devices, strict=True):
+            sizes = [stop - start for start, stop in block]
+            shape = dict(zip(costs.shapes[op], sizes, strict=True))
+            shape = {dim: n for dim, n in shape.items() if dim in operator.shape}
+            kind = simulator.cluster.devices[device].kind
+            if not times.is_measured(operator, kind, shape, dtype):
+                errors.append(times.relative_error(operator, kind, dtype) or 0.0)
+    return max(errors, default=None)

@@ -1,0 +1,43 @@
+"""One rank's answer for all: what rank 0 makes, every rank gets; what it refuses, all refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from harness import errors
+from harness.errors import HarnessError
+from harness.runtime.agreement import gather_bytes
+from harness.runtime.world import World
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    data: bytes = b""
+    error: str = ""
+    kind: str = ""
+
+
+def _answer(make: Callable[[], bytes]) -> _Answer:
+    try:
+        return _Answer(data=make())
+    except HarnessError as error:
+        return _Answer(error=str(error), kind=type(error).__name__)
+
+
+def from_first(make: Callable[[], bytes], world: World) -> bytes:
+    """Rank 0's bytes, on every rank; all ranks must call it. Only rank 0 calls `make`.
+
+    Raises:
+        HarnessError: what rank 0 raised, on every rank, so that none waits for the others.
+    """
+    encoded = msgspec.msgpack.encode(_answer(make)) if world.is_first else b""
+    answer = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Answer)
+    if answer.error:
+        raise _error_named(answer.kind)(answer.error)
+    return answer.data
+
+
+def _error_named(kind: str) -> type[HarnessError]:
+    found = getattr(errors, kind, HarnessError)
+    return found if isinstance(found, type) and issubclass(found, HarnessError) else HarnessError

@@ -1,0 +1,202 @@
+"""From the flags of training to its runs: what is refused, and the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from harness.errors import ConfigError
+from harness.runtime.data import entry_for
+from harness.runtime.models import fit_options
+from harness.runtime.optimizers import OPTIMIZERS
+from harness.runtime.precision import DTYPES
+from harness.units import parse_bytes
+from harness.workloads.train_config import (
+    STRATEGIES,
+    EngineName,
+    TrainCase,
+    TrainConfig,
+    TrainSettings,
+    is_file,
+)
+
+# Strategies that give every rank a sample.
+_BY_SAMPLES = ("ddp", "zero1", "zero2")
+
+_AT_LEAST = {
+    "steps": 1,
+    "epochs": 0,
+    "warm_up": 0,
+    "no_sync_steps": 0,
+    "n_samples": 0,
+    "n_workers": 0,
+    "image_size": 0,
+    "n_classes": 0,
+    "repeats": 1,
+    "dlrm_lookups": 1,
+    "microbatches": 0,
+    "stages": 0,
+    "search_budget": 0,
+}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for name, least in _AT_LEAST.items():
+        if getattr(config, name) < least:
+            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least {least}")
+    for name in ("batch_size", "per_device_batch", "rank_counts", "dlrm_table_rows"):
+        if any(value < 1 for value in getattr(config, name)):
+            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least 1 each")
+    if config.learning_rate <= 0 or config.bucket_mib <= 0:
+        raise ConfigError(
+            f"--learning-rate {config.learning_rate} and --bucket-mib {config.bucket_mib} must be "
+            "above 0"
+        )
+    if config.dropout >= 1:
+        raise ConfigError(f"--dropout {config.dropout} is a probability: give one below 1")
+    if config.search_seconds <= 0 or (config.memory and parse_bytes(config.memory) < 1):
+        raise ConfigError(
+            f"--search-seconds {config.search_seconds} and --memory {config.memory or 'unset'} "
+            "must be above 0"
+        )
+
+
+def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
+    """The engine that carries a strategy out.
+
+    Args:
+        engine: as asked for, or `auto`.
+        is_exact: dropout must be that of one device, which the executor alone can do.
+
+    Raises:
+        ConfigError: no such strategy, or this engine does not have it.
+    """
+    known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
+    if is_file(strategy):
+        known = ["executor"]
+    if not known:
+        every = dict.fromkeys(name for names in STRATEGIES.values() for name in names)
+        raise ConfigError(
+            f"there is no strategy {strategy!r}: choose from {', '.join(every)}, or give a "
+            "strategy's file, FILE.json"
+        )
+    if engine not in ("auto", *STRATEGIES):
+        raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")
+    if engine == "auto":
+        return "executor" if is_exact and "executor" in known else known[0]
+    for name in known:
+        if name == engine:
+            return name
+    raise ConfigError(
+        f"--engine {engine} does not train {strategy!r}: choose --engine {' or '.join(known)}"
+    )
+
+
+def _check_names(config: TrainConfig) -> None:
+    for dtype in config.dtype:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
+    if config.optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+
+
+def _check(config: TrainConfig, n_ranks: int) -> None:
+    _check_numbers(config)
+    _check_names(config)
+    if config.batch_size and config.per_device_batch:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
+            "both set the batch: give one of them"
+        )
+    for count in config.rank_counts:
+        if count > n_ranks:
+            raise ConfigError(
+                f"--rank-counts {count} needs {count} ranks, {n_ranks} were started: lower it or "
+                "start more (mpirun -np)"
+            )
+
+
+def _check_pipeline(case: TrainCase) -> None:
+    """Refuse flags that a pipeline cannot follow, or that the engine does not know."""
+    if case.asynchronous and case.strategy == "pipeline":
+        if case.schedule != "1f1b":
+            raise ConfigError(
+                f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
+            )
+        if case.recompute:
+            raise ConfigError("--asynchronous keeps what it computed: drop --recompute")
+    if case.microbatches > case.batch:
+        raise ConfigError(
+            f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
+            "lower it"
+        )
+    if case.exact_dropout and case.engine != "executor":
+        raise ConfigError(
+            f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
+            "--engine executor"
+        )
+    if case.engine == "executor" and case.balance == "speed":
+        raise ConfigError(
+            f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
+            "drop it; searched and pipeline balance by the profile"
+        )
+
+
+def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
+    if config.batch_size:
+        return list(config.batch_size)
+    return [batch * n_ranks for batch in config.per_device_batch or (32,)]
+
+
+def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
+    names = [field.name for field in dataclasses.fields(TrainSettings)]
+    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+    cases: list[TrainCase] = []
+    for strategy in config.strategy:
+        engine = engine_of(strategy, config.engine, is_exact=config.exact_dropout)
+        for count in (1,) if strategy == "single" else config.rank_counts or (n_ranks,):
+            cases += [
+                TrainCase(
+                    strategy=strategy,
+                    engine=engine,
+                    dtype=dtype,
+                    batch=batch,
+                    n_ranks=count,
+                    **shared,
+                )
+                for dtype in config.dtype
+                for batch in _batches(config, count)
+            ]
+    return cases
+
+
+def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
+    """Every combination of the swept flags, each repeat in a random order of its own.
+
+    Raises:
+        ConfigError: flags that contradict each other, or the ranks.
+        ModelError: an unknown model, or options that it cannot take.
+    """
+    _check(config, n_ranks)
+    combinations = _combinations(config, n_ranks)
+    entry = entry_for(config.data, config.model)
+    fit_options(config.model, combinations[0].model_options(), entry.image_size, entry.n_channels)
+    order = random.Random(config.seed)
+    cases: list[TrainCase] = []
+    for _ in range(config.repeats):
+        cases += order.sample(combinations, len(combinations))
+    for case in combinations:
+        _check_pipeline(case)
+        if case.batch < case.n_ranks and case.strategy in _BY_SAMPLES:
+            raise ConfigError(
+                f"a global batch of {case.batch} leaves some of {case.n_ranks} ranks without a "
+                f"sample: raise --batch-size to {case.n_ranks} or more"
+            )
+    return cases

@@ -1,0 +1,84 @@
+"""The engines that a run can use, and what each is asked after training: the ENGINES table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from harness.measure.recorder import Recorder
+from harness.runtime.engine import Engine, EngineOptions
+from harness.runtime.engine_torch import TorchEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models import Task
+from harness.runtime.replicas import digest, verify_replicas
+from harness.runtime.world import World
+from harness.workloads.train_config import EngineName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """An engine with its ways to verify what it trained.
+
+    Attributes:
+        samples: positions in the global batch that this rank is fed, in order; None where ranks
+            share a batch out among them.
+        verify: all ranks must call it; raises VerificationError where copies differ.
+        digest: of all parameters, as a short text; all ranks must call it.
+    """
+
+    engine: Engine
+    samples: tuple[int, ...] | None
+    verify: Callable[[], None]
+    digest: Callable[[], str]
+
+
+def _whole(engine: Engine, world: World) -> Trainer:
+    """An engine whose ranks each hold the whole model."""
+    model: nn.Module = engine.model
+    return Trainer(
+        engine=engine,
+        samples=None,
+        verify=lambda: verify_replicas(model, world),
+        digest=lambda: digest(model),
+    )
+
+
+def _torch(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Trainer:
+    return _whole(TorchEngine(task, world, recorder, options), world)
+
+
+def _deepspeed(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Trainer:
+    from harness.runtime.engine_deepspeed import DeepSpeedEngine  # its import takes a while
+
+    return _whole(DeepSpeedEngine(task, world, recorder, options), world)
+
+
+def _executor(
+    task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
+) -> Trainer:
+    from harness.runtime.executor.engine import ExecutorEngine
+
+    assert plan is not None
+    engine: Any = ExecutorEngine(task, world, recorder, options, plan)
+    return Trainer(
+        engine=engine,
+        samples=tuple(engine.samples),
+        verify=engine.verify_replicas,
+        digest=engine.parameters_digest,
+    )
+
+
+MakeTrainer = Callable[[Task, World, Recorder, EngineOptions, ExecutorPlan | None], Trainer]
+
+ENGINES: dict[EngineName, MakeTrainer] = {
+    "torch": _torch,
+    "executor": _executor,
+    "deepspeed": _deepspeed,
+}

@@ -1,0 +1,208 @@
+"""The strategy of a training run and its prediction, made on rank 0 and told to all.
+
+What is missing is measured before, as runs of their own (`train_needs`). A repeat takes what an
+earlier one planned, as long as model, profile and cluster are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.graph import Graph
+from harness.domain.partition import blocks, volume
+from harness.domain.prediction import Prediction
+from harness.domain.sharding import full_shape, has_tasks
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError
+from harness.measure.store import read_header
+from harness.runtime.context import Context
+from harness.workloads.contract import Need
+from harness.workloads.plan_build import build_strategy, load_strategy
+from harness.workloads.plan_config import PLANNED_DTYPES, SearchConfig, question_of
+from harness.workloads.plan_files import find_plan, write_plan
+from harness.workloads.plan_inputs import Inputs, read_inputs
+from harness.workloads.plan_needs import links_need, profile_need
+from harness.workloads.plan_predict import predict
+from harness.workloads.plan_search import (
+    found_by_search,
+    measure_optimizer,
+    search,
+    search_need,
+)
+from harness.workloads.plan_share import from_first
+from harness.workloads.train_config import TrainCase, is_file
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What every rank is told.
+
+    Attributes:
+        predicted_step_s: None where the simulator does not know how it is trained.
+        flops: of each rank in a step.
+    """
+
+    strategy: Strategy
+    predicted_step_s: float | None
+    flops: tuple[float, ...]
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's answer: a plan, or that the optimizer must be timed first, or neither."""
+
+    strategy: Strategy | None = None
+    predicted_step_s: float | None = None
+    flops: tuple[float, ...] = ()
+    must_measure: bool = False
+
+
+def is_predictable(case: TrainCase) -> bool:
+    """Whether the simulator knows how the run trains: steps that end with all gradients summed."""
+    is_asynchronous = case.asynchronous and case.strategy == "pipeline"
+    return not case.zero_stage and case.engine != "deepspeed" and not is_asynchronous
+
+
+def train_needs(case: TrainCase) -> list[Need]:
+    """Runs that measure what the strategy or its prediction is made from."""
+    if case.engine != "executor" and not (case.predict and is_predictable(case)):
+        return []
+    try:
+        question = question_of(case)
+    except HarnessError:
+        return []  # the run itself says what is wrong
+    needs = [links_need()] if case.n_ranks > 1 else []
+    needs.append(profile_need(question, case.microbatches or 1))
+    if case.strategy == "searched":
+        needs.append(search_need(question))
+    return needs
+
+
+def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ()) -> Planned | None:
+    """The run's strategy and prediction, which rank 0 writes; all ranks must call it.
+
+    Args:
+        shares: samples of each rank where the engine shares a batch out by itself.
+
+    Returns:
+        None for an engine that needs no strategy, where its links or operators are not known.
+
+    Raises:
+        StrategyError: the strategy does not fit the model, the batch or the ranks, or is stale.
+        PlanError: nothing fits into memory, or links or operators have not been measured.
+        ConfigError, ModelError, DataError: flags, model and data do not go together.
+    """
+    if case.engine == "deepspeed" or (case.engine == "torch" and not _is_known(case)):
+        return None
+    planner = _Planner(case, context, shares)
+    told = msgspec.json.decode(from_first(planner.begin, context.world), type=_Told)
+    if told.must_measure:
+        rates = measure_optimizer(question_of(case), planner.inputs, context)
+        told = msgspec.json.decode(
+            from_first(lambda: planner.finish(rates), context.world), type=_Told
+        )
+    if told.strategy is None:
+        return None
+    return Planned(strategy=told.strategy, predicted_step_s=told.predicted_step_s, flops=told.flops)
+
+
+def _is_known(case: TrainCase) -> bool:
+    return is_predictable(case) and case.dtype in PLANNED_DTYPES
+
+
+class _Planner:
+    """Rank 0's part; on the other ranks it knows nothing."""
+
+    def __init__(self, case: TrainCase, context: Context, shares: Sequence[int]) -> None:
+        self._case = case
+        self._context = context
+        self._shares = shares or [1] * context.world.size
+        self.inputs: Inputs | None = None
+
+    def begin(self) -> bytes:
+        """What is known without measuring: an earlier plan, or that there is nothing to plan by."""
+        question = question_of(self._case)
+        try:
+            self.inputs = read_inputs(question, self._context.run_dir)
+        except HarnessError as error:
+            if self._case.engine == "executor":
+                raise
+            if self._case.predict:
+                _log.warning("the step is not predicted: %s", error)
+            return msgspec.json.encode(_Told())
+        found = self._known(question)
+        if found is None:
+            return msgspec.json.encode(_Told(must_measure=True))
+        return self._tell(*found)
+
+    def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction | None] | None:
+        """What a search or an earlier repeat has planned for the same inputs."""
+        assert self.inputs is not None
+        run_dir, case = self._context.run_dir, self._case
+        if case.strategy == "searched":
+            return found_by_search(question, self.inputs, self._context)
+        found = find_plan(run_dir.parent, read_header(run_dir).key, self.inputs.made_for)
+        if found is not None and is_file(case.strategy):
+            given = self._load()
+            return found if given.operators == found[0].operators else None
+        return found
+
+    def finish(self, rates: tuple[float, ...]) -> bytes:
+        """Make the strategy, and predict it.
+
+        Args:
+            rates: seconds of the optimizer per byte of parameters, by rank.
+        """
+        assert self.inputs is not None
+        case, question = self._case, question_of(self._case)
+        if case.strategy == "searched":
+            strategy, prediction, _ = search(question, self.inputs, rates, self._context)
+            return self._tell(strategy, prediction)
+        simulator = self.inputs.simulator(question, rates)
+        if is_file(case.strategy):
+            strategy, method = self._load(), "file"
+        else:
+            strategy, method = build_strategy(case, simulator, self._shares), "builder"
+        is_known = is_predictable(case)
+        return self._tell(
+            strategy, predict(simulator, strategy, method=method) if is_known else None
+        )
+
+    def _load(self) -> Strategy:
+        """The strategy of the user's file, as made for what was measured here."""
+        assert self.inputs is not None
+        path = Path(self._case.strategy)
+        strategy = load_strategy(path, self._case, self.inputs.graph, self.inputs.cluster)
+        return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
+
+    def _tell(self, strategy: Strategy, prediction: Prediction | None) -> bytes:
+        assert self.inputs is not None
+        write_plan(self._context.run_dir, strategy, prediction)
+        flops = device_flops(self.inputs.graph, strategy, self._context.world.size)
+        step_s = None if prediction is None else prediction.step_s
+        return msgspec.json.encode(
+            _Told(strategy=strategy, predicted_step_s=step_s, flops=tuple(flops))
+        )
+
+
+def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float]:
+    """FLOPs of each device in a step: its blocks' parts of each operator's forward and backward.
+
+    Halos and copies that several devices compute alike are not counted twice.
+    """
+    flops = [0.0] * n_devices
+    for operator in filter(has_tasks, graph.operators):
+        plan = strategy.operators[operator.name]
+        shape = full_shape(operator, batch=strategy.batch, graph_batch=graph.batch)
+        whole = operator.forward_flops + operator.backward_flops
+        parts = blocks(list(shape), list(shape.values()), plan.partition)
+        for block, device in zip(parts, plan.devices, strict=True):
+            flops[device] += whole * volume(block) / math.prod(shape.values())
+    return flops
