@@ -1,14 +1,16 @@
-"""A Python program on a host, spoken with by lines of JSON over its ssh connection."""
+"""A Python program on a host, spoken with by lines of JSON over the host's session."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 from harness.nodes import processes, ssh
-from harness.nodes.probe import remote_text
+
+ENDED = "@harness:ended"
+_GRACE_S = 2.0
 
 
 class AgentError(Exception):
@@ -16,50 +18,55 @@ class AgentError(Exception):
 
 
 class Agent:
-    """One side of the conversation."""
+    """One side of the conversation.
 
-    def __init__(self, host: str, child: processes.Child) -> None:
+    Attributes:
+        has_ended: the shell has gone on, and takes another program.
+    """
+
+    def __init__(self, host: str, program: str, child: processes.Child, refusal: str = "") -> None:
         self.host = host
+        self.program = program
+        self.has_ended = False
         self._child = child
+        self._refusal = refusal
+        self._last_word = ""
 
     async def send(self, message: dict[str, object]) -> None:
-        await self._child.write(json.dumps(message).encode() + b"\n")
+        if not (self._refusal or self.has_ended):
+            await self._child.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> dict[str, Any]:
-        """The next message; what a login shell prints before the first is skipped.
+        """The next message; what the program says beside them is kept as its last word.
 
         Raises:
-            AgentError: the program ended.
+            AgentError: the program ended, or was not started.
         """
-        while True:
-            try:
-                line = await self._child.read_line()
-            except EOFError:
-                await self._child.settle(1.0)
-                reason = ssh.last_line(self._child.errors) or "it ended without a word"
-                raise AgentError(reason) from None
-            if line.startswith("{"):
+        if self._refusal:
+            raise AgentError(self._refusal)
+        while not self.has_ended:
+            line = await self._read_line()
+            if line == ENDED:
+                self.has_ended = True
+            elif line.startswith("{"):
                 with contextlib.suppress(ValueError):
                     return dict(json.loads(line))
+            elif line.strip():
+                self._last_word = line.strip()
+        raise AgentError(self._last_word or "it ended without a word")
 
-    def finish(self) -> None:
-        """Tell the program that nobody needs it any more."""
-        self._child.close_stdin()
+    async def _read_line(self) -> str:
+        try:
+            return await self._child.read_line()
+        except EOFError:
+            await self._child.settle(1.0)
+            self._last_word = ssh.last_line(self._child.errors) or "the connection ended"
+            return ENDED
 
-
-@contextlib.asynccontextmanager
-async def start_agent(
-    host: str, program: str, *, pythons: list[str], limit_s: int
-) -> AsyncIterator[Agent]:
-    """Start a program of remote/ on a host; it ends with the context, or by itself at its limit.
-
-    Args:
-        program: the file's name in remote/; its first argument is the limit in seconds.
-        pythons: interpreters to try, in order.
-    """
-    remote = ssh.python_command(
-        remote_text(f"remote/{program}"), [str(limit_s)], pythons=pythons, limit_s=limit_s
-    )
-    command = ssh.command(host, remote, connect_timeout_s=limit_s)
-    async with processes.start(command) as child:
-        yield Agent(host, child)
+    async def finish(self) -> None:
+        """Tell the program that nobody needs it any more, and give it a moment to end."""
+        await self.send({})
+        with contextlib.suppress(AgentError, TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                while True:
+                    await self.receive()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.nodes import processes, ssh
 from harness.nodes.facts import Facts
-from harness.nodes.probe import remote_text
+from harness.nodes.remote_text import remote_text
 
 _HELLO = "@harness:hello "
 _N_ALONE_AT_ONCE = 8

@@ -1,4 +1,4 @@
-"""TCP between every ordered pair of hosts, by real connections: n ssh sessions, all pairs at once.
+"""TCP between every ordered pair of hosts, by real connections: n programs, all pairs at once.
 
 Each host listens on a free port and tells it; then each connects to all others by the names of
 the hostfile, resolved there, and makes sure who answers. So a firewall, a name that a host
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from harness.nodes.agent import Agent, AgentError, start_agent
+from harness.nodes.agent import Agent, AgentError
+from harness.nodes.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +43,23 @@ class Pairs:
     silent: dict[str, str]
 
 
-async def connect_pairs(hosts: Sequence[str], *, pythons: list[str], timeout_s: float) -> Pairs:
+async def connect_pairs(
+    sessions: Sequence[Session], *, pythons: list[str], timeout_s: float
+) -> Pairs:
     """Try every ordered pair; a host that fails costs at most `timeout_s` per phase."""
     silent: dict[str, str] = {}
     connections: dict[tuple[str, str], Connection] = {}
     limit_s = round(3 * timeout_s)
-    async with AsyncExitStack() as stack:
-        agents = [
-            await stack.enter_async_context(
-                start_agent(host, "connect.py", pythons=pythons, limit_s=limit_s)
-            )
-            for host in hosts
-        ]
-        ports = await _gather(agents, timeout_s, silent)
-        listening = [agent for agent in agents if agent.host in ports]
-        for agent in listening:
-            peers = [[p.host, ports[p.host]["port"]] for p in listening if p is not agent]
-            await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
-        results = await _gather(listening, timeout_s, silent)
-        for agent in agents:
-            agent.finish()
+    agents = [
+        await session.start("connect.py", pythons=pythons, limit_s=limit_s) for session in sessions
+    ]
+    ports = await _gather(agents, timeout_s, silent)
+    listening = [agent for agent in agents if agent.host in ports]
+    for agent in listening:
+        peers = [[p.host, ports[p.host]["port"]] for p in listening if p is not agent]
+        await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
+    results = await _gather(listening, timeout_s, silent)
+    await asyncio.gather(*(agent.finish() for agent in agents))
     for source, result in results.items():
         for name, outcome in result["peers"].items():
             connections[source, str(name)] = Connection(

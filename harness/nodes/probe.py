@@ -17,15 +17,15 @@ import shlex
 import socket
 import threading
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
 
 from harness.domain.hostfile import Host
 from harness.nodes import processes, ssh
+from harness.nodes.remote_text import remote_text
+from harness.nodes.session import Session, open_session
 from harness.nodes.ssh import Login
 
-READY = "@harness:ready"
 _END = "@harness:end"
 _N_CLOCK_READINGS = 3
 
@@ -91,12 +91,6 @@ class Probe:
     duration_s: float = 0.0
 
 
-@cache
-def remote_text(name: str) -> str:
-    """A program that runs on the hosts, by its file name."""
-    return (resources.files("harness.nodes") / name).read_text()
-
-
 def script(order: Order) -> str:
     """The probe with its assignments: every value quoted for a POSIX shell."""
     command_s = max(1, round(order.timeout_s * 0.6))
@@ -114,15 +108,24 @@ def script(order: Order) -> str:
     return assignments + remote_text("probe.sh")
 
 
-async def probe(host: Host, order: Order) -> Probe:
-    """Look at a host; never raises for what the host does, never takes longer than its timeout."""
+async def probe(host: Host, order: Order, stack: AsyncExitStack) -> tuple[Probe, Session | None]:
+    """Look at a host; never raises for what the host does, never takes longer than its timeout.
+
+    Returns:
+        What was found, and the session, open as long as the stack, where the probe came to its end.
+    """
     start_s = asyncio.get_running_loop().time()
     deadline_s = start_s + order.timeout_s
     found = await _reach(host, deadline_s)
     is_proxied = found.target is not None and found.target.is_proxied
+    session = None
     if is_proxied or found.is_port_open:
-        found = await _log_in(found, order, deadline_s)
-    return replace(found, duration_s=asyncio.get_running_loop().time() - start_s)
+        session = await stack.enter_async_context(
+            open_session(host.name, connect_timeout_s=order.timeout_s)
+        )
+        found = await _ask(session, found, order, deadline_s)
+    found = replace(found, duration_s=asyncio.get_running_loop().time() - start_s)
+    return found, session if found.is_complete else None
 
 
 async def _reach(host: Host, deadline_s: float) -> Probe:
@@ -199,33 +202,28 @@ async def _read_banner(reader: asyncio.StreamReader, timeout_s: float) -> str:
         return ""
 
 
-async def _log_in(found: Probe, order: Order, deadline_s: float) -> Probe:
-    command = ssh.command(
-        found.host.name, f"echo {READY}; exec sh -s", connect_timeout_s=order.timeout_s
-    )
+async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
+    child = session.child
     lines: list[str] = []
     clock: Clock | None = None
     is_in = is_complete = False
     key_file = ""
-    async with processes.start(command) as child:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                while await child.read_line() != READY:
-                    pass  # a login that greets
-                is_in = True
-                clock = await _read_clock(child)
-                await child.write(script(order).encode())
-                child.close_stdin()
-                while (line := await child.read_line()) != _END:
-                    lines.append(line)
-                is_complete = True
-        except TimeoutError:
-            problem = Login.TIMED_OUT
-            detail = f"no answer in {order.timeout_s:g} s"
-        except EOFError:
-            await child.settle(1.0)
-            problem, detail = ssh.explain(child.errors), ssh.last_line(child.errors)
-            key_file = ssh.offending_file(child.errors)
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            await session.wait_until_ready()
+            is_in = True
+            clock = await _read_clock(child)
+            await child.write(script(order).encode())
+            while (line := await child.read_line()) != _END:
+                lines.append(line)
+            is_complete = True
+    except TimeoutError:
+        problem = Login.TIMED_OUT
+        detail = f"no answer in {order.timeout_s:g} s"
+    except EOFError:
+        await child.settle(1.0)
+        problem, detail = ssh.explain(child.errors), ssh.last_line(child.errors)
+        key_file = ssh.offending_file(child.errors)
     found = replace(found, clock=clock, text="\n".join(lines), is_complete=is_complete)
     if is_in:
         return replace(found, login=Login.OK)

@@ -8,7 +8,7 @@
 #   env_dir      the Python environment's path, the same on every host
 #   repo_dir     the harness' checkout, the same on every host
 #   command_s    seconds that one command may take
-#   total_s      seconds after which this script kills itself, whatever happens
+#   total_s      seconds after which this script kills its shell, whatever happens
 #   deep         1: run a kernel on each GPU
 #   versions_py, kernel_py   Python programs
 
@@ -196,6 +196,5 @@ main() {
     kill "$watchdog" 2>/dev/null
 }
 
-# Read as a whole before it runs, and nothing in it can eat the rest of the script.
+# Read as a whole before it runs, and nothing in it can eat what the shell is told afterwards.
 main </dev/null
-exit 0

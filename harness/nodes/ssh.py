@@ -91,7 +91,7 @@ def python_command(program: str, arguments: list[str], *, pythons: list[str], li
         f'for p in {shlex.join(pythons)}; do command -v "$p" >/dev/null 2>&1 && break; done; '
         f'l="timeout {limit_s}"; $l true 2>/dev/null || l=; exec $l "$p" -c "$0" "$@"'
     )
-    return shlex.join(["exec", "sh", "-c", choose, unpack, program.encode().hex(), *arguments])
+    return shlex.join(["sh", "-c", choose, unpack, program.encode().hex(), *arguments])
 
 
 async def target(host: str) -> Target | str:

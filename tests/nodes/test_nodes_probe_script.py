@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness.nodes.parse import parse_facts, split_sections
-from harness.nodes.probe import Order, remote_text, script
+from harness.nodes.probe import Order, script
+from harness.nodes.remote_text import remote_text
 
 SHELLS = [s for s in (["dash"], ["bash", "--posix"], ["busybox", "sh"]) if shutil.which(s[0])]
 

@@ -14,17 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from harness.nodes.__main__ import main
-from harness.nodes.agent import start_agent
+from harness.nodes.agent import AgentError
 from harness.nodes.allreduce import Reduction, run_allreduce
 from harness.nodes.facts import Facts, Interface, Route
 from harness.nodes.pairs import Pairs, connect_pairs
+from harness.nodes.session import Session, open_session
 
 FAKE_SSH = """#!/bin/sh
 while [ "$1" != -- ]; do
@@ -139,9 +141,33 @@ def children() -> set[str]:
     return set(path.read_text().split())
 
 
+T = TypeVar("T")
+
+
+def in_sessions(names: list[str], use: Callable[[list[Session]], Awaitable[T]]) -> T:
+    """What `use` makes of a session with each host."""
+
+    async def go() -> T:
+        async with AsyncExitStack() as stack:
+            return await use(
+                [
+                    await stack.enter_async_context(open_session(name, connect_timeout_s=10))
+                    for name in names
+                ]
+            )
+
+    return asyncio.run(go())
+
+
+def connect(names: list[str]) -> Pairs:
+    return in_sessions(
+        names, lambda some: connect_pairs(some, pythons=[sys.executable], timeout_s=10)
+    )
+
+
 def test_pairs_meet_by_name_and_know_each_other(fake_ssh: Path) -> None:
     names = ["localhost", "127.0.0.1"]
-    pairs = asyncio.run(connect_pairs(names, pythons=[sys.executable], timeout_s=10))
+    pairs = connect(names)
     assert pairs.silent == {}
     assert set(pairs.connections) == {("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")}
     for connection in pairs.connections.values():
@@ -152,15 +178,13 @@ def test_pairs_meet_by_name_and_know_each_other(fake_ssh: Path) -> None:
 
 def test_a_name_that_does_not_resolve_there_is_a_failed_pair(fake_ssh: Path) -> None:
     names = ["localhost", "no-such-name.invalid"]
-    pairs = asyncio.run(connect_pairs(names, pythons=[sys.executable], timeout_s=10))
+    pairs = connect(names)
     assert pairs.connections["localhost", "no-such-name.invalid"].error == "resolve"
     assert pairs.connections["no-such-name.invalid", "localhost"].error == ""
 
 
 def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh: Path) -> None:
-    pairs: Pairs = asyncio.run(
-        connect_pairs(["localhost", "denied"], pythons=[sys.executable], timeout_s=10)
-    )
+    pairs = connect(["localhost", "denied"])
     assert set(pairs.silent) == {"denied"}
     assert "Permission denied" in pairs.silent["denied"]
 
@@ -170,17 +194,42 @@ def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
     route = Route(address="127.0.0.1", interface="lo", source="127.0.0.1")
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 
-    async def go() -> Reduction:
-        async with AsyncExitStack() as stack:
-            agents = [
-                await stack.enter_async_context(
-                    start_agent(name, "allreduce.py", pythons=[python], limit_s=120)
-                )
-                for name in names
-            ]
-            return await run_allreduce(agents, facts, timeout_s=timeout_s)
+    async def reduce(sessions: list[Session]) -> Reduction:
+        agents = [
+            await session.start("allreduce.py", pythons=[python], limit_s=120)
+            for session in sessions
+        ]
+        return await run_allreduce(agents, facts, timeout_s=timeout_s)
 
-    return asyncio.run(go())
+    return in_sessions(names, reduce)
+
+
+def test_a_session_runs_one_program_after_another(fake_ssh: Path) -> None:
+    async def twice(sessions: list[Session]) -> list[str]:
+        (session,) = sessions
+        words = []
+        for _ in range(2):
+            agent = await session.start("connect.py", pythons=[sys.executable], limit_s=30)
+            assert (await agent.receive())["port"]
+            await agent.finish()
+            with pytest.raises(AgentError) as caught:
+                await agent.receive()
+            words.append(str(caught.value))
+        return words
+
+    # Its order was not one, which it says as it ends.
+    assert in_sessions(["a"], twice) == ["KeyError: 'name'"] * 2
+
+
+def test_a_session_refuses_a_program_while_one_runs(fake_ssh: Path) -> None:
+    async def overlap(sessions: list[Session]) -> None:
+        (session,) = sessions
+        await session.start("connect.py", pythons=[sys.executable], limit_s=30)
+        second = await session.start("allreduce.py", pythons=[sys.executable], limit_s=30)
+        with pytest.raises(AgentError, match=r"connect\.py has not ended there"):
+            await second.receive()
+
+    in_sessions(["a"], overlap)
 
 
 def test_the_sum_over_real_ranks_is_right(fake_ssh: Path) -> None:

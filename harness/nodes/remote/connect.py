@@ -4,7 +4,7 @@ Lines on standard input and output, JSON each:
     out  {"port": P}
     in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT], ...]}
     out  {"peers": {NAME: {"rtt_s": R} | {"error": E}}}
-    in   end of file: nobody needs the listener any more
+    in   a line or the end of the file: nobody needs the listener any more
 """
 
 import json
@@ -109,7 +109,7 @@ def main() -> None:
     for thread in threads:
         thread.join()
     send({"peers": results})
-    sys.stdin.read()
+    sys.stdin.readline()
 
 
 if __name__ == "__main__":
