@@ -23,6 +23,7 @@ from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Record, Span
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
+from harness.errors import ResultsError
 from harness.measure.derive_pipeline import (
     PassKind,
     StageTimes,
@@ -87,7 +88,17 @@ def read_prediction(run_dir: Path) -> Prediction | None:
         ResultsError: malformed; names the file.
     """
     path = run_dir / PREDICTION_FILE
-    return Prediction.load(path) if path.exists() else None
+    if not path.exists():
+        return None
+    prediction = Prediction.load(path)
+    foreign = [key for key in prediction.spans if not key.isdecimal()]
+    if foreign:
+        raise ResultsError(f"prediction {path} has spans of {foreign[0]!r}, which is not a rank")
+    if not prediction.step_s > 0:
+        raise ResultsError(
+            f"prediction {path} has a step of {prediction.step_s} s: it must be above 0"
+        )
+    return prediction
 
 
 def read_strategy(run_dir: Path) -> Strategy | None:

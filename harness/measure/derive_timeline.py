@@ -6,7 +6,7 @@ Ranks measure on clocks of their own. Each estimated its offset to rank 0's when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,9 +77,36 @@ def moved(span: Span, by_s: float) -> Span:
     return msgspec.structs.replace(span, start_s=span.start_s + by_s)
 
 
-def _start_of(spans: list[Span]) -> float:
+def _start_of(spans: Sequence[Span]) -> float:
     whole = next((span for span in spans if span.kind == "step"), None)
     return whole.start_s if whole else min(span.start_s for span in spans)
+
+
+class Shifts(NamedTuple):
+    """What to subtract from each rank's times so that a step begins at 0 and ranks agree.
+
+    Attributes:
+        error_s: largest error of a rank's clock against rank 0's; None where a clock was not
+            measured, and then the step begins at 0 on every rank.
+    """
+
+    by_rank: dict[int, float]
+    error_s: float | None
+
+
+def clock_shifts(run: Run, step: int) -> Shifts:
+    """Shifts of the ranks that recorded a step."""
+    starts = {
+        rank: _start_of(spans)
+        for rank, records in sorted(run.ranks.items())
+        if (spans := spans_by_step(records).get(step))
+    }
+    offsets = clock_offsets(run)
+    if any(rank not in offsets for rank in starts):
+        return Shifts(starts, None)
+    origin_s = min(start - offsets[rank].offset_s for rank, start in starts.items())
+    by_rank = {rank: offsets[rank].offset_s + origin_s for rank in starts}
+    return Shifts(by_rank, max(offsets[rank].error_s for rank in starts))
 
 
 def measured_timeline(run: Run) -> Timeline | None:
@@ -88,24 +115,12 @@ def measured_timeline(run: Run) -> Timeline | None:
     step = median_step(times)
     if step is None:
         return None
-    ranks = {rank: spans_by_step(records).get(step, []) for rank, records in run.ranks.items()}
-    ranks = {rank: spans for rank, spans in sorted(ranks.items()) if spans}
-    offsets = clock_offsets(run)
-    error_s: float | None = None
-    if all(rank in offsets for rank in ranks):
-        error_s = max(offsets[rank].error_s for rank in ranks)
-        ranks = {
-            rank: [moved(span, -offsets[rank].offset_s) for span in spans]
-            for rank, spans in ranks.items()
-        }
-        origin_s = min(_start_of(spans) for spans in ranks.values())
-        ranks = {rank: [moved(s, -origin_s) for s in spans] for rank, spans in ranks.items()}
-    else:
-        ranks = {
-            rank: [moved(span, -_start_of(spans)) for span in spans]
-            for rank, spans in ranks.items()
-        }
-    return Timeline(step=step, duration_s=times[step], spans=ranks, clock_error_s=error_s)
+    shifts = clock_shifts(run, step)
+    spans = {
+        rank: [moved(span, -shift_s) for span in spans_by_step(run.ranks[rank])[step]]
+        for rank, shift_s in shifts.by_rank.items()
+    }
+    return Timeline(step=step, duration_s=times[step], spans=spans, clock_error_s=shifts.error_s)
 
 
 def predicted_timeline(prediction: Prediction) -> Timeline:

@@ -1,4 +1,5 @@
-"""`python -m harness.plot results/`: figures and a report; `import` brings in foreign logs."""
+"""`python -m harness.plot results/`: figures and a report; `import` brings in foreign logs, and
+`trace` writes one run for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot",
         description="Draw figures and one self-contained HTML report from a results directory. "
-        "`python -m harness.plot import --help` brings in logs of other programs.",
+        "`python -m harness.plot import --help` brings in logs of other programs, "
+        "`python -m harness.plot trace --help` writes one run as a trace for Perfetto.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -67,6 +69,19 @@ def _import_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device-kind", default="", help="of a log that does not name its GPU")
     parser.add_argument("--device-memory", default="", help="of such a GPU, such as 8GiB")
+    return parser
+
+
+def _trace_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.plot trace",
+        description="Write one run as a trace for https://ui.perfetto.dev or chrome://tracing: all "
+        "ranks on one clock, with the predicted step beside the measured one.",
+    )
+    parser.add_argument("run", type=Path, help="one run's directory, such as results/<run>")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="file to write (default: plots/<run>.trace.json)"
+    )
     return parser
 
 
@@ -140,12 +155,34 @@ def _import(args: argparse.Namespace) -> None:
         raise ResultsError("no log could be imported: give per-epoch CSVs or DeepSpeed step lines")
 
 
+def _trace(args: argparse.Namespace) -> None:
+    from harness.measure.store import Results, read_run, write_atomically
+    from harness.plot.plans import read_plan
+    from harness.plot.trace import trace_bytes
+
+    results = Results()
+    read_run(args.run, results)
+    if not results.runs:
+        raise ResultsError(f"{results.skipped[0][1]}: give one run's directory, not all results")
+    (run,) = results.runs
+    plan, problems = read_plan(args.run)
+    for path, reason in [*results.skipped, *problems]:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+    out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
+    data = trace_bytes(run, plan)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, data)
+    print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["import"]:
             _import(_import_parser().parse_args(words[1:]))
+        elif words[:1] == ["trace"]:
+            _trace(_trace_parser().parse_args(words[1:]))
         else:
             _plot(_parser().parse_args(words))
     except HarnessError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness.domain.cluster import Cluster
@@ -217,3 +218,17 @@ def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path:
         read_prediction(tmp_path)
     with pytest.raises(StrategyError, match=r"strategy\.json"):
         read_strategy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"spans": {"rank0": []}}, "'rank0', which is not a rank"), ({"step_s": 0.0}, "above 0")],
+)
+def test_a_prediction_that_makes_no_sense_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    _, prediction = simulated()
+    changed = msgspec.structs.replace(prediction, **changes)
+    (tmp_path / PREDICTION_FILE).write_bytes(changed.to_json())
+    with pytest.raises(ResultsError, match=message):
+        read_prediction(tmp_path)

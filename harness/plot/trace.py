@@ -1,0 +1,147 @@
+"""A run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+A process for each node and, below, one for what was predicted of it; in a process a thread for each
+rank and row:
+
+    tesla0               rank 0 step            |------------------------------|
+                         rank 0 work            | forward  | backward     | opt |
+                         rank 0 communication            | bucket0 |
+                         rank 0 communication 2             | bucket1 |
+    predicted: tesla0    rank 0 work            | conv1 | conv2 | ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from harness.domain.prediction import Prediction
+from harness.domain.record import Record, Span
+from harness.errors import ResultsError
+from harness.measure.derive import clock_offsets, step_times
+from harness.measure.derive_timeline import Shifts, clock_shifts, median_step, moved
+from harness.measure.store import Run
+from harness.plot.plans import Plan
+from harness.plot.trace_events import Slice, TraceEvents
+
+_WAIT = re.compile(r"wait (gradient of )?.+ #(\d+) from rank (\d+)")
+_PASS = re.compile(r"stage\d+ #(\d+)( recompute)?")
+
+
+def _node_of(run: Run, rank: int) -> str:
+    return next((info.hostname for info in run.header.ranks if info.rank == rank), f"rank {rank}")
+
+
+def _shifted(records: Iterable[Record], by_s: float) -> list[Span]:
+    return [moved(record, by_s) for record in records if isinstance(record, Span)]
+
+
+def _flows(slices: Sequence[tuple[int, Slice]]) -> Iterator[tuple[Slice, Slice]]:
+    """Pairs of a pass and the wait of another rank that its result ended, as far as they tell.
+
+    The sender's last part of the pass of that microbatch which began before the wait's end.
+    """
+    passes: dict[tuple[int, int | None, int, str], list[Slice]] = defaultdict(list)
+    for rank, item in slices:
+        match = _PASS.fullmatch(item.span.name)
+        if match and not match[2]:
+            passes[rank, item.span.step, int(match[1]), item.span.kind].append(item)
+    for _, item in slices:
+        match = _WAIT.fullmatch(item.span.name)
+        if match is None:
+            continue
+        kind = "backward" if match[1] else "forward"
+        made = passes[int(match[3]), item.span.step, int(match[2]), kind]
+        before = [other for other in made if other.start_ns < item.end_ns]
+        if before:
+            yield max(before, key=lambda other: other.end_ns), item
+
+
+def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
+    """The run's spans on rank 0's clock, and the predicted step beside the measured median one.
+
+    Raises:
+        ResultsError: the run holds no finished step.
+    """
+    times = step_times(run)
+    median = median_step(times)
+    if median is None:
+        raise ResultsError(
+            f"{run.path} holds no finished step: give the directory of a training run that ended"
+        )
+    shifts = clock_shifts(run, median)
+    # The median step begins at 0 and earlier ones before it, but viewers want times above 0.
+    before_s = -min(
+        span.start_s - shift_s
+        for rank, shift_s in shifts.by_rank.items()
+        for span in run.ranks[rank]
+        if isinstance(span, Span)
+    )
+    events = TraceEvents()
+    _add_measured(events, run, shifts, before_s)
+    if plan.prediction is not None:
+        _add_predicted(events, run, plan.prediction, f"beside step {median}", before_s)
+    return {
+        "traceEvents": events.events,
+        "displayTimeUnit": "ms",
+        "otherData": _facts(run, plan, times[median], median, shifts.error_s),
+    }
+
+
+def _add_measured(events: TraceEvents, run: Run, shifts: Shifts, before_s: float) -> None:
+    slices: list[tuple[int, Slice]] = []
+    for rank, shift_s in shifts.by_rank.items():
+        pid = events.process(_node_of(run, rank), _clock_words(shifts.error_s))
+        spans = _shifted(run.ranks[rank], before_s - shift_s)
+        slices += [(rank, item) for item in events.add_rank(pid, rank, spans)]
+    for sent, waited in _flows(slices):
+        events.add_flow(sent, waited)
+
+
+def _add_predicted(
+    events: TraceEvents, run: Run, prediction: Prediction, label: str, before_s: float
+) -> None:
+    for rank in sorted(int(key) for key in prediction.spans):
+        pid = events.process(f"predicted: {_node_of(run, rank)}", label)
+        events.add_rank(pid, rank, _shifted(prediction.spans[str(rank)], before_s))
+
+
+def _clock_words(error_s: float | None) -> str:
+    if error_s is None:
+        return "clocks not measured"
+    return f"clocks aligned to ± {error_s * 1e6:.3g} us"
+
+
+def _facts(
+    run: Run, plan: Plan, median_s: float, step: int, error_s: float | None
+) -> dict[str, Any]:
+    header = run.header
+    facts: dict[str, Any] = {
+        "run": header.run_id,
+        "model": header.config.get("model"),
+        "strategy": header.config.get("strategy"),
+        "status": header.status,
+        "start_utc": header.start_utc,
+        "commit": header.commit,
+        "median_step": step,
+        "median_step_us": median_s * 1e6,
+        "clocks": _clock_words(error_s),
+        "clock_offsets": {
+            f"rank {rank}": {"offset_us": offset.offset_s * 1e6, "error_us": offset.error_s * 1e6}
+            for rank, offset in clock_offsets(run).items()
+        },
+    }
+    if error_s is None:
+        facts["clocks"] += f": step {step} begins at the same time on every rank"
+    if plan.prediction is not None:
+        facts["plan"] = plan.prediction.strategy
+        facts["predicted_step_us"] = plan.prediction.step_s * 1e6
+    return facts
+
+
+def trace_bytes(run: Run, plan: Plan) -> bytes:
+    """The trace as a file's bytes; equal runs give equal bytes."""
+    return json.dumps(build_trace(run, plan), separators=(",", ":")).encode() + b"\n"

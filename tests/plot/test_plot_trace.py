@@ -1,0 +1,198 @@
+"""Traces against the rules of the Trace Event Format, and what they say of a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.domain.prediction import PREDICTION_FILE, Prediction
+from harness.domain.record import Span
+from harness.plot.__main__ import main
+from harness.plot.trace_events import TraceEvents
+
+Event = dict[str, Any]
+
+
+def trace_of(run_dir: Path, out: Path) -> dict[str, Any]:
+    assert main(["trace", str(run_dir), "-o", str(out)]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def trace(planned: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trace_of(planned / "pipeline-0", tmp_path_factory.mktemp("trace") / "t.json")
+
+
+def threads(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
+    by_thread: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            by_thread[event["pid"], event["tid"]].append(event)
+    return by_thread
+
+
+def names(trace: dict[str, Any], what: str) -> dict[tuple[int, int], str]:
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "M" and event["name"] == what
+    }
+
+
+def test_every_event_has_what_its_phase_needs(trace: dict[str, Any]) -> None:
+    assert trace["displayTimeUnit"] == "ms"
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        assert event["ph"] in ("M", "X", "s", "f")
+        if event["ph"] == "X":
+            assert event["name"]
+            assert event["cat"]
+            assert event["dur"] >= 0
+        elif event["ph"] in ("s", "f"):
+            assert isinstance(event["id"], int)
+
+
+def test_no_two_events_of_a_thread_overlap(trace: dict[str, Any]) -> None:
+    for events in threads(trace["traceEvents"]).values():
+        # Whole nanoseconds: the microseconds of a float hold them exactly enough to round back.
+        times = sorted(
+            (round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3))
+            for event in events
+        )
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(times))
+
+
+def test_nodes_are_processes_and_ranks_have_a_row_for_each_kind(trace: dict[str, Any]) -> None:
+    processes = list(names(trace, "process_name").values())
+    nodes = [f"tesla{i}" for i in range(5)]
+    assert processes == [*nodes, *(f"predicted: {node}" for node in nodes)]
+    rows = set(names(trace, "thread_name").values())
+    assert {"rank 3 step", "rank 3 work", "rank 3 communication"} <= rows
+    numbers = [tid for _, tid in names(trace, "thread_name")]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_every_span_is_there_in_microseconds(trace: dict[str, Any], planned: Path) -> None:
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    n_predicted = sum(
+        len(spans)
+        for spans in Prediction.load(planned / "pipeline-0" / PREDICTION_FILE).spans.values()
+    )
+    records = [
+        line
+        for path in (planned / "pipeline-0").glob("rank*.jsonl")
+        for line in path.read_text().splitlines()
+        if json.loads(line)["type"] == "span"
+    ]
+    assert len(slices) == len(records) + n_predicted
+    step = next(event for event in slices if event["name"] == "step 1")
+    assert step["dur"] == pytest.approx(trace["otherData"]["median_step_us"], abs=1e-3)
+
+
+def test_ranks_stand_on_one_clock_and_its_error_is_stated(trace: dict[str, Any]) -> None:
+    starts = [event["ts"] for event in trace["traceEvents"] if event.get("name") == "step 1"]
+    assert len(starts) == 5  # the predicted step is step 0
+    # Clocks stand 1000 s apart.
+    assert max(starts) - min(starts) < 1e-2
+    facts = trace["otherData"]
+    assert facts["clocks"] == "clocks aligned to ± 400 us"
+    assert facts["clock_offsets"]["rank 2"] == {"offset_us": 2e9, "error_us": pytest.approx(200)}
+    labels = [e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"]
+    assert labels == ["clocks aligned to ± 400 us"] * 5 + ["beside step 1"] * 5
+
+
+def test_the_predicted_step_begins_with_the_measured_median_one(
+    trace: dict[str, Any], planned: Path
+) -> None:
+    processes = names(trace, "process_name")
+    predicted = {pid for (pid, _), name in processes.items() if name.startswith("predicted")}
+    steps = [event for event in trace["traceEvents"] if event.get("cat") == "step"]
+    (start,) = {event["ts"] for event in steps if event["pid"] in predicted}
+    measured = min(e["ts"] for e in steps if e["name"] == "step 1" and e["pid"] not in predicted)
+    assert start == pytest.approx(measured, abs=1e-2)
+    prediction = Prediction.load(planned / "pipeline-0" / PREDICTION_FILE)
+    assert trace["otherData"]["predicted_step_us"] == prediction.step_s * 1e6
+
+
+def test_arrows_lead_from_the_senders_pass_into_the_wait(trace: dict[str, Any]) -> None:
+    slices = threads(trace["traceEvents"])
+    ends: dict[int, dict[str, Event]] = defaultdict(dict)
+    for event in trace["traceEvents"]:
+        if event["ph"] in ("s", "f"):
+            ends[event["id"]][event["ph"]] = event
+    assert ends
+    for pair in ends.values():
+        source, target = (_holding(slices, pair[ph]) for ph in ("s", "f"))
+        assert source["name"] == "stage1 #0"  # every wait of the fixture names rank 1's first pass
+        assert target["name"].startswith("wait ")
+        assert source["ts"] < target["ts"] + target["dur"]
+
+
+def _holding(slices: dict[tuple[int, int], list[Event]], end: Event) -> Event:
+    (found,) = (
+        event
+        for event in slices[end["pid"], end["tid"]]
+        if event["ts"] <= end["ts"] < event["ts"] + event["dur"]
+    )
+    return found
+
+
+def test_spans_at_the_same_time_get_rows_of_their_own() -> None:
+    events = TraceEvents()
+    overlapping = [
+        Span(kind="communication", name=name, start_s=start, duration_s=2e-3)
+        for name, start in (("bucket0", 0.0), ("bucket1", 1e-3), ("bucket2", 2e-3))
+    ]
+    slices = events.add_rank(1, 0, overlapping)
+    assert [(item.span.name, item.tid) for item in slices] == [
+        ("bucket0", 1001),
+        ("bucket2", 1001),
+        ("bucket1", 1002),
+    ]
+    # Neighbours that overlap by rounding share a row, and the later one is clipped.
+    touching = [
+        Span(kind="forward", start_s=0.0, duration_s=1e-6 + 3e-9),
+        Span(kind="backward", start_s=1e-6, duration_s=1e-6),
+    ]
+    first, second = events.add_rank(1, 1, touching)
+    assert first.tid == second.tid
+    assert (first.end_ns, second.start_ns, second.end_ns) == (1003, 1003, 2000)
+
+
+def test_a_run_without_prediction_or_clocks_is_a_trace_as_well(
+    comparison: Path, tmp_path: Path
+) -> None:
+    found = trace_of(comparison / "ddp-160-0", tmp_path / "deep" / "t.json")
+    assert list(names(found, "process_name").values()) == [f"tesla{i}" for i in range(5)]
+    assert found["otherData"]["clocks"].startswith("clocks not measured: step ")
+    assert "predicted_step_us" not in found["otherData"]
+
+
+def test_what_cannot_be_traced_is_said(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(planned)]) == 2
+    assert "give one run's directory" in capsys.readouterr().err
+    assert main(["trace", str(planned / "tensor-0"), "-o", str(tmp_path / "t.json")]) == 2
+    assert "holds no finished step" in capsys.readouterr().err
+    root = tmp_path / "run"
+    shutil.copytree(planned / "ddp-0", root)
+    (root / PREDICTION_FILE).write_text("{")
+    found = trace_of(root, tmp_path / "t.json")
+    assert f"skipped {root / PREDICTION_FILE}" in capsys.readouterr().err
+    assert "predicted_step_us" not in found["otherData"]
+
+
+def test_equal_runs_give_equal_bytes(planned: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        trace_of(planned / "searched-0", tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
