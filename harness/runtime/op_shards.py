@@ -1,104 +1,66 @@
-"""The shards of a module that is cut along its weights: a fresh module of the shard's sizes.
+"""One part of an operator that is cut along its weights, called by itself.
 
-Only its times matter: weights are new, and results are not those of the whole module.
+It is the shard that the executor would train, on inputs as a device is handed them.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.domain.sharding import CONTRACTION, HEADS
+from harness.domain.graph import Operator
+from harness.domain.partition import Block
+from harness.domain.sharding import full_shape, input_block, is_partial
+from harness.runtime.capture import Captured
+from harness.runtime.executor.shards import Wanted, make_shard
+from harness.runtime.op_timer import OperatorCall, as_leaves, tensors_in
 
 
-class HeadsShard(nn.Module):
-    """Some heads of an nn.MultiheadAttention: their projections, and a partial sum of the output.
+def shard_call(
+    captured: Captured, name: str, dim: str, size: int, call: OperatorCall
+) -> OperatorCall | None:
+    """The call of the last `size` elements along `dim` of an operator; None if it has no shard.
 
-    Called as the whole module is; the weights of attention itself are not returned.
+    The last, because a part along a dim that is summed over mostly adds no bias.
+
+    Args:
+        captured: its module lies where the call's tensors do.
+        call: of the whole operator, on the batch that the graph was captured for.
     """
-
-    def __init__(self, whole: nn.MultiheadAttention, n_heads: int) -> None:
-        super().__init__()
-        width = whole.head_dim * n_heads
-        bias = whole.in_proj_bias is not None
-        self.n_heads = n_heads
-        self.dropout = whole.dropout
-        self.inward = nn.Linear(whole.embed_dim, 3 * width, bias=bias)
-        self.outward = nn.Linear(width, whole.embed_dim, bias=whole.out_proj.bias is not None)
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, **options: object
-    ) -> tuple[Tensor, None]:
-        """(n, sequence, features) each; returns the same."""
-        q, k, v = self._project(query, key, value)
-        mixed = F.scaled_dot_product_attention(
-            self._split(q), self._split(k), self._split(v), dropout_p=self.dropout
-        )
-        summed: Tensor = self.outward(mixed.transpose(1, 2).flatten(2))
-        return summed, None
-
-    def _project(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if inputs[0] is inputs[1] is inputs[2]:  # one product, as the whole module does
-            whole: Tensor = self.inward(inputs[0])
-            return tuple(whole.chunk(3, dim=-1))
-        weights = self.inward.weight.chunk(3)
-        biases = self.inward.bias.chunk(3) if self.inward.bias is not None else (None,) * 3
-        return tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
-
-    def _split(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        return heads
-
-
-def _conv2d(whole: nn.Conv2d, n_features: int) -> nn.Module | None:
-    if whole.groups != 1:
-        return None  # its parts also read other channels
-    return nn.Conv2d(
-        whole.in_channels,
-        n_features,
-        whole.kernel_size,  # type: ignore[arg-type]
-        whole.stride,  # type: ignore[arg-type]
-        whole.padding,  # type: ignore[arg-type]
-        whole.dilation,  # type: ignore[arg-type]
-        bias=whole.bias is not None,
-        padding_mode=whole.padding_mode,
-    )
-
-
-def _attention(whole: nn.MultiheadAttention, n_heads: int) -> nn.Module | None:
-    if not whole.batch_first or not whole._qkv_same_embed_dim:
+    if not isinstance(call.function, nn.Module):
         return None
-    return HeadsShard(whole, n_heads)
-
-
-def _shard(module: nn.Module, dim: str, size: int) -> nn.Module | None:
-    if dim == HEADS:
-        return _attention(module, size) if isinstance(module, nn.MultiheadAttention) else None
-    if isinstance(module, nn.Linear):
-        if dim == CONTRACTION:  # the bias is added once, to one of the partial sums
-            return nn.Linear(size, module.out_features, bias=False)
-        return nn.Linear(module.in_features, size, bias=module.bias is not None)
-    if dim == CONTRACTION:
+    graph = captured.graph
+    operators = {operator.name: operator for operator in graph.operators}
+    operator = operators[name]
+    shape = full_shape(operator, batch=graph.batch or 1, graph_batch=graph.batch)
+    if size > shape.get(dim, 0):
         return None
-    if isinstance(module, nn.Conv2d):
-        return _conv2d(module, size)
-    if isinstance(module, nn.Embedding):
-        return nn.Embedding(module.num_embeddings, size, sparse=module.sparse)
-    if isinstance(module, nn.EmbeddingBag):
-        return nn.EmbeddingBag(module.num_embeddings, size, mode=module.mode, sparse=module.sparse)
-    return None
-
-
-def shard_module(module: nn.Module, dim: str, size: int) -> nn.Module | None:
-    """A fresh part of a module with `size` of its output features, heads or, for a contraction,
-    input features; None if it has none.
-
-    It lies where the module does, has its dtype, and is in training mode.
-    """
-    like = next(module.parameters(), None)
-    if like is None:
+    block = tuple((n - size if d == dim else 0, n) for d, n in shape.items())
+    inputs = tensors_in((call.args, call.kwargs))
+    wanted = [
+        _wanted(operator, shape, block, operators[producer], argument)
+        for argument, producer in enumerate(operator.inputs)
+    ]
+    if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wanted]:
         return None
-    with torch.device(like.device):
-        part = _shard(module, dim, size)
-    return None if part is None else part.to(like.dtype).train(module.training)
+    shard = make_shard(operator, captured.nodes[name], captured.module, shape, block, wanted)
+    if shard is None:
+        return None
+    return OperatorCall(shard, _handed(inputs, wanted), {}, tuple(shard.parameters()))
+
+
+def _wanted(
+    operator: Operator, shape: dict[str, int], block: Block, producer: Operator, argument: int
+) -> Wanted:
+    theirs = {dim: n for dim, n in producer.shape.items() if not is_partial(producer, dim)}
+    return Wanted(theirs, input_block(operator, shape, block, theirs, argument=argument))
+
+
+def _handed(inputs: list[Tensor], wanted: list[Wanted]) -> tuple[Tensor, ...]:
+    """Leaves that lie together in memory, as what is received does; equal ones stay one."""
+    known: dict[tuple[int, Block], Tensor] = {}
+    for x, each in zip(inputs, wanted, strict=True):
+        key = id(x), each.block
+        if key not in known:
+            block = x.detach()[tuple(slice(*interval) for interval in each.block)]
+            known[key] = as_leaves(block.contiguous(), has_gradient=x.requires_grad)
+    return tuple(known[id(x), each.block] for x, each in zip(inputs, wanted, strict=True))

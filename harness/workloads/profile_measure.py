@@ -6,13 +6,11 @@ import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.domain.profile import Measurement
-from harness.domain.sharding import CONTRACTION
 from harness.errors import HarnessError, ModelError
 from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
@@ -20,7 +18,7 @@ from harness.runtime.context import Context
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.node_walk import NodeWalk, Visit
-from harness.runtime.op_shards import shard_module
+from harness.runtime.op_shards import shard_call
 from harness.runtime.op_timer import OperatorCall, OpTimer, as_leaves
 from harness.runtime.precision import Precision
 from harness.runtime.sampling import Budget, shortest_sample_s
@@ -210,19 +208,4 @@ def _shard_call(point: Point, call: OperatorCall, captured: Captured) -> Operato
     """The call that a point measures: the operator itself, or a part of its weights; or none."""
     if not point.dim:
         return call
-    if not isinstance(call.function, nn.Module) or call.kwargs.get("need_weights"):
-        return None
-    part = shard_module(call.function, point.dim, point.size)
-    if part is None:
-        return None
-    args = call.args
-    if point.dim == CONTRACTION:
-        args = tuple(map(partial(_first_features, size=point.size), args))
-    return OperatorCall(part, args, call.kwargs, tuple(part.parameters()))
-
-
-def _first_features(value: object, size: int) -> object:
-    """Of a tensor, as a leaf of its own: what a device receives lies together in memory."""
-    if not isinstance(value, Tensor):
-        return value
-    return as_leaves(value[..., :size].contiguous(), has_gradient=value.requires_grad)
+    return shard_call(captured, point.operator, point.dim, point.size, call)

@@ -1,4 +1,4 @@
-"""Operators run alone: what is timed, on which inputs, and what their shards are."""
+"""Operators run alone: what is timed, and on which inputs."""
 
 import contextlib
 
@@ -11,7 +11,6 @@ from harness.measure.clock import FakeClock
 from harness.runtime.capture import capture
 from harness.runtime.models import ModelOptions, build_task, fit_options
 from harness.runtime.node_walk import NodeWalk
-from harness.runtime.op_shards import HeadsShard, shard_module
 from harness.runtime.op_timer import OperatorCall, OpTimer, tensors_in
 from harness.runtime.sampling import Budget
 
@@ -172,47 +171,3 @@ def test_an_input_that_stands_three_times_stays_one():
     )  # fmt: skip
     walk.walk(torch.ones(2, 3, 4))
     assert len({id(tensor) for tensor in tensors_in(found["attention"].args)}) == 1
-
-
-@pytest.mark.parametrize(
-    ("whole", "x", "shape"),
-    [
-        (nn.Linear(6, 8), torch.ones(2, 6), (2, 3)),
-        (nn.Conv2d(4, 8, 3, stride=2, padding=1), torch.ones(2, 4, 9, 9), (2, 3, 5, 5)),
-        (nn.Embedding(10, 8), torch.ones(2, 5).long(), (2, 5, 3)),
-        (nn.EmbeddingBag(10, 8, mode="sum"), torch.ones(2, 5).long(), (2, 3)),
-    ],
-)
-def test_a_shard_has_the_output_features_that_are_asked_for(whole, x, shape):
-    part = shard_module(whole, "feature", 3)
-    assert part(x).shape == shape
-    assert [p.dtype for p in part.parameters()] == [p.dtype for p in whole.parameters()]
-
-
-def test_what_cannot_be_cut_has_no_shard():
-    assert shard_module(nn.Conv2d(4, 8, 3, groups=2), "feature", 4) is None
-    assert shard_module(nn.ReLU(), "feature", 4) is None
-    assert shard_module(nn.Linear(4, 4), "heads", 2) is None
-    assert shard_module(nn.Conv2d(4, 8, 3), "contraction", 2) is None
-
-
-def test_a_part_of_the_contraction_has_no_bias():
-    part = shard_module(nn.Linear(6, 4), "contraction", 2)
-    assert [tuple(p.shape) for p in part.parameters()] == [(4, 2)]
-
-
-def test_all_heads_with_the_same_weights_are_the_whole_attention():
-    whole = nn.MultiheadAttention(8, 2, batch_first=True)
-    part = HeadsShard(whole, 2)
-    part.inward.load_state_dict({"weight": whole.in_proj_weight, "bias": whole.in_proj_bias})
-    part.outward.load_state_dict(whole.out_proj.state_dict())
-    x, y = torch.randn(3, 5, 8), torch.randn(3, 5, 8)
-    for inputs in ((x, x, x), (x, y, y)):
-        assert torch.allclose(part(*inputs)[0], whole(*inputs)[0], atol=1e-6)
-
-
-def test_one_of_two_heads_has_half_the_weights():
-    whole = nn.MultiheadAttention(8, 2, batch_first=True)
-    part = shard_module(whole, "heads", 1)
-    assert part.inward.weight.numel() * 2 == whole.in_proj_weight.numel()
-    assert part.outward.weight.numel() * 2 == whole.out_proj.weight.numel()
