@@ -14,7 +14,7 @@ from harness.runtime.world import World
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _fingerprint_of(parameter: Tensor) -> Tensor:
+def fingerprint_of(parameter: Tensor) -> Tensor:
     """Sums of the bits and of bits times place, modulo 2^64: two int64."""
     flat = parameter.detach().contiguous().reshape(-1)
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
@@ -24,7 +24,7 @@ def _fingerprint_of(parameter: Tensor) -> Tensor:
 
 def fingerprint(model: nn.Module) -> Tensor:
     """(parameters, 2) int64, on the host: equal for equal parameters."""
-    rows = [_fingerprint_of(parameter) for parameter in model.parameters()]
+    rows = [fingerprint_of(parameter) for parameter in model.parameters()]
     return torch.stack(rows).cpu() if rows else torch.zeros((1, 2), dtype=torch.int64)
 
 

@@ -81,6 +81,11 @@ def defer(module: nn.Module, queue: WeightQueue) -> nn.Module | None:
     return None
 
 
+def deferred_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters within a module whose gradients go to a queue."""
+    return {p for m in module.modules() if isinstance(m, _Deferred) for p in m.parameters()}
+
+
 class _Deferred(nn.Module):
     def __init__(self, inner: nn.Module, queue: WeightQueue) -> None:
         super().__init__()

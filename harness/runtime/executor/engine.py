@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from harness.domain.cluster import Cluster
 from harness.domain.partition import cut_dim
 from harness.domain.schedule import Action, rank_actions
-from harness.domain.strategy import Strategy, validate
+from harness.domain.strategy import validate
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.channels import Channels
+from harness.runtime.executor.deferred import WeightQueue, deferred_parameters
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
@@ -29,8 +31,11 @@ from harness.runtime.executor.layout import Layout, sample_intervals
 from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import Program
+from harness.runtime.executor.program import Program, Segment
 from harness.runtime.executor.runner import Runner
+from harness.runtime.executor.slices import WeightSlice
+from harness.runtime.executor.stash import Stash
+from harness.runtime.executor.state import StateGatherer, save_sharded, verify_copies
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weights import Holders, Weights
 from harness.runtime.models.task import Task
@@ -65,6 +70,7 @@ class ExecutorEngine:
         self._random = RandomState(plan.seed)
         captured = capture(task, plan.strategy.batch, "model")
         validate(plan.strategy, captured.graph, _ranks_as_cluster(world))
+        _check_asynchronous(plan)
         self._captured = captured
         self._intervals = sample_intervals(captured.graph, plan.strategy, world.rank)
         self._starts = cut_dim(plan.strategy.batch, plan.strategy.n_microbatches)
@@ -74,10 +80,22 @@ class ExecutorEngine:
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._programs = self._lower(MetaModel(captured, task.inputs, world.device))
+        # A zero-bubble stage computes the gradients of its weights apart.
+        stages = range(len(plan.strategy.stages))
+        is_split = plan.strategy.schedule == "zero_bubble"
+        self._queues = {stage: WeightQueue() for stage in stages if is_split}
+        meta = MetaModel(captured, task.inputs, world.device)
+        self._programs = self._lower(meta)
+        self._gatherer = StateGatherer(meta, self.weights, self.holders, world)
+        self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)
-        self._optimizer = make_optimizer(self.weights, options.optimizer, world.device)
+        self._has_weights = any(True for _ in self.weights.parameters())
+        self._optimizer = make_optimizer(
+            self.weights if self._has_weights else nn.Linear(1, 1), options.optimizer, world.device
+        )
+        self.keep_gradients = False
+        self._gradients: dict[WeightSlice, Tensor] = {}
 
     # Building
 
@@ -100,7 +118,8 @@ class ExecutorEngine:
                 form.layout,
                 Lowering(
                     self._task, form, meta, world.rank, self.weights, self._reduce_over,
-                    self._random,
+                    self._random, self._queues,
+                    size if self.plan.is_asynchronous else strategy.batch,
                 ).program(),
             )
             for size, form in forms.items()
@@ -151,18 +170,18 @@ class ExecutorEngine:
             self._phases,
             precision,
             [stage.recompute for stage in strategy.stages],
-            {},
+            self._queues,
             self._random,
             lambda parameter: self._sync.reached(parameter),
+            self._stash,
+            self._update_microbatch,
         )
 
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         uses: Counter[nn.Parameter] = Counter()
         for size in self.plan.strategy.microbatch_sizes():
             for segments in self._programs[size][1].stages.values():
-                for segment in segments:
-                    if segment.is_differentiable:
-                        uses.update(set(segment.module.parameters()))
+                uses.update(_backward_uses(segments))
         trained = self.weights.trainable()
         return GradientSync(
             [(parameter, self.holders.of(piece)) for piece, parameter in trained.items()],
@@ -207,19 +226,80 @@ class ExecutorEngine:
                 f"{share.n_global}: drop smaller batches"
             )
         flights = self._feed(fetch)
-        self._sync.start_step(is_synchronised=is_synchronised)
+        if self._stash is None:
+            self._sync.start_step(is_synchronised=is_synchronised)
         self._runner.run(flights)
         self._phases.end()
-        self._sync.finish()
+        if self._stash is None:
+            self._sync.finish()
         self._phases.begin("communication", "sends")
         self._channels.finish_sends()
-        self._phases.begin("optimizer")
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._stash is None:
+            self._update()
         self._phases.end()
         self._random.step += 1
+        return self._loss()
+
+    def _update(self) -> None:
+        if self.keep_gradients:
+            self._gradients = {
+                piece: parameter.grad.clone()
+                for piece, parameter in self.weights.trainable().items()
+                if parameter.grad is not None
+            }
+        self._phases.begin("optimizer")
+        if self._has_weights:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _update_microbatch(self) -> None:
+        """Without a flush: each microbatch is a minibatch with an update of its own."""
+        self._phases.end()
+        self._sync.start_step()
+        self._sync.finish()
+        self._update()
+        self._phases.end()
+
+    def _loss(self) -> Tensor:
+        """This rank's part of the mean loss."""
         loss = self._runner.loss
-        return torch.zeros((), device=self._world.device) if loss is None else loss
+        if loss is None:
+            return torch.zeros((), device=self._world.device)
+        return loss / self.plan.strategy.n_microbatches if self.plan.is_asynchronous else loss
+
+    # State
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The last step's gradients, whole, if `keep_gradients` was set; all ranks must call it."""
+        return self._gatherer.whole(self._gradients)
+
+    def full_state(self) -> dict[str, Any]:
+        """Model and optimizer as one device has them, on every rank; all must call it."""
+        return {
+            "model": self._gatherer.model_state(),
+            "optimizer": self._gatherer.optimizer_state(self._optimizer),
+        }
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Take over a whole state, of this or another strategy or engine."""
+        self._gatherer.load(state, self._optimizer)
+        if self._stash is not None:
+            self._stash.updated()
+
+    def save_sharded(self, directory: Path) -> None:
+        """Each rank writes its parts of the model; `state.load_sharded` puts them together."""
+        save_sharded(self.weights, self.holders, self._world, directory)
+
+    def verify_replicas(self) -> str:
+        """Check that weights held by several ranks are equal, bit by bit; all must call it.
+
+        Returns:
+            A digest of the weights, equal for equal training by the same strategy.
+
+        Raises:
+            VerificationError: names the ranks and the parameter.
+        """
+        return verify_copies(self.weights, self._world)
 
     def _feed(self, fetch: Callable[[], Batch]) -> list[Flight]:
         """Fetch this rank's data and deal it to the microbatches."""
@@ -241,6 +321,28 @@ class ExecutorEngine:
             flights.append(Flight(part, (start - first, stop - first), self._input_names))
             at += n
         return flights
+
+
+def _backward_uses(segments: Sequence[Segment]) -> Counter[nn.Parameter]:
+    """How often one microbatch's backward reaches each parameter of a stage."""
+    uses: Counter[nn.Parameter] = Counter()
+    apart: set[nn.Parameter] = set()
+    for segment in segments:
+        if segment.is_differentiable:
+            deferred = deferred_parameters(segment.module)
+            apart |= deferred
+            uses.update(p for p in segment.module.parameters() if p not in deferred)
+    uses.update(apart)
+    return uses
+
+
+def _check_asynchronous(plan: ExecutorPlan) -> None:
+    strategy = plan.strategy
+    if plan.is_asynchronous and strategy.schedule != "1f1b":
+        raise StrategyError(
+            f"asynchronous training runs 1f1b, strategy {strategy.name!r} has schedule "
+            f"{strategy.schedule}: use --schedule 1f1b"
+        )
 
 
 def _ranks_as_cluster(world: World) -> Cluster:

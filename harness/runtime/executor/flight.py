@@ -11,6 +11,7 @@ from harness.domain.partition import Interval
 from harness.runtime.data.batch import Batch
 from harness.runtime.executor.assemble import Relative
 from harness.runtime.executor.program import DataKey, InputKey, TargetKey
+from harness.runtime.executor.stash import Version
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Flight:
         leaves: inputs of segments, cut off from what computed them.
         outputs: of each segment (stage, position), with their graphs.
         random: the generator's states before segments that are computed again.
+        version: of the weights that its forward uses; None for the weights themselves.
     """
 
     batch: Batch | None
@@ -31,6 +33,8 @@ class Flight:
     leaves: dict[InputKey, Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     random: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+
+    version: Version | None = None
 
     def input(self, key: InputKey) -> Tensor:
         """The tensor that a segment is given."""

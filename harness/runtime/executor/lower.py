@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from harness.domain.partition import Block
 from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
+from harness.runtime.executor.deferred import WeightQueue, defer
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.forms import (
     Forms,
@@ -43,12 +44,12 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class LossPart(nn.Module):
-    """A task of the loss: the sum over its samples by the global batch."""
+    """A task of the loss: the sum over its samples by `mean_over`."""
 
-    def __init__(self, task: Task, global_batch: int) -> None:
+    def __init__(self, task: Task, mean_over: int) -> None:
         super().__init__()
         self._sum_loss = task.sum_loss
-        self._weight = 1.0 / global_batch
+        self._weight = 1.0 / mean_over
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._sum_loss(outputs, targets) * self._weight
@@ -69,6 +70,8 @@ class Lowering:
         weights: of this device, shared by its programs.
         reduce_over: gives the sum over a set of devices, for batch norm over all samples.
         random: what exact dropout draws from.
+        queues: by stage, where the gradients of weights wait; none when nothing is deferred.
+        mean_over: samples that the loss is divided by.
     """
 
     def __init__(
@@ -80,7 +83,10 @@ class Lowering:
         weights: Weights,
         reduce_over: Callable[[tuple[int, ...]], Reduce],
         random: RandomState,
+        queues: Mapping[int, WeightQueue],
+        mean_over: int,
     ) -> None:
+        self.queues, self.mean_over = queues, mean_over
         self.task, self.forms, self.meta, self.device = task, forms, meta, device
         self.layout: Layout = forms.layout
         self.weights, self.reduce_over, self.random = weights, reduce_over, random
@@ -119,7 +125,7 @@ class Lowering:
         """The region that a value of a part covers."""
         if key.value == "loss":
             return ()
-        part = self.layout.parts[key.operator][key.index]
+        part = self.layout.parts[key.operator][key.part]
         return self.layout.region(self.layout.node(key.value), part)
 
     def wants(self, part: Part) -> list[tuple[fx.Node, Want]]:
@@ -167,13 +173,13 @@ class Lowering:
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
-        outputs = sorted(key for key in needed if (key.operator, key.index) in inside)
+        outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [key for key in builder.values if key.value == "loss"]
         sends = [
             send for part in draft.parts for send in self.sends.get((part.operator, part.index), [])
         ]
         return Segment(
-            module=builder.finish(outputs),
+            module=builder.finish(outputs, self.queues.get(draft.parts[0].stage)),
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
@@ -252,7 +258,7 @@ class SegmentBuilder:
 
     def _add_loss(self, part: Part, outputs: fx.Node) -> None:
         targets = self._input(TargetKey(self._layout.sample_interval(part)))
-        loss = LossPart(self._lowering.task, self._layout.strategy.batch)
+        loss = LossPart(self._lowering.task, self._lowering.mean_over)
         emitted = self._call(f"loss.{part.index}", loss, (outputs, targets))
         self.values[PartKey("loss", part.operator, part.index)] = emitted
 
@@ -382,7 +388,11 @@ class SegmentBuilder:
             self._placeholders[key] = node
         return self._placeholders[key]
 
-    def finish(self, outputs: list[PartKey]) -> fx.GraphModule:
-        """Close the graph; what nobody reads is dropped."""
+    def finish(self, outputs: list[PartKey], queue: WeightQueue | None) -> fx.GraphModule:
+        """Close the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
+        if queue is not None:
+            for path, module in self._owned.items():
+                deferred = defer(module, queue) if isinstance(module, nn.Module) else None
+                self._owned[path] = module if deferred is None else deferred
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")

@@ -16,7 +16,7 @@ class PartKey(NamedTuple):
 
     value: str
     operator: str
-    index: int
+    part: int
 
 
 class WantKey(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from harness.domain.partition import Block
 from harness.domain.schedule import Action
 from harness.runtime.executor.assemble import Relative
 from harness.runtime.executor.channels import Channels, Transfer
+from harness.runtime.executor.deferred import WeightQueue
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.layout import Layout, Piece, Want
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import PartKey, Program, Segment, WantKey
 from harness.runtime.executor.randomness import random_state, repeated
+from harness.runtime.executor.stash import Stash, call_with
 from harness.runtime.precision import Precision
 
 # How many actions ahead receives are posted: gloo starts to transfer when both ends are there.
@@ -35,6 +37,8 @@ class Runner:
         sizes: samples of each microbatch.
         recompute: by stage, whether its forward is run again before its backward.
         reached: called with parameters whose weight gradients were computed apart.
+        stash: gives each microbatch its version of the weights; None without versions.
+        update: called after each microbatch's backward when there are versions.
     """
 
     def __init__(
@@ -46,10 +50,13 @@ class Runner:
         phases: Phases,
         precision: Precision,
         recompute: Sequence[bool],
-        queues: dict[int, Any],
+        queues: Mapping[int, WeightQueue],
         random: RandomState,
         reached: Callable[[nn.Parameter], None],
+        stash: Stash | None,
+        update: Callable[[], None],
     ) -> None:
+        self._stash, self._update = stash, update
         self._programs, self._sizes, self._actions = programs, list(sizes), list(actions)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
@@ -76,10 +83,13 @@ class Runner:
             self._random.microbatch = action.microbatch
             if action.kind == "forward":
                 self._phases.begin("forward", name)
+                if self._stash is not None:
+                    flights[action.microbatch].version = self._stash.newest()
                 self._forward(action)
             elif action.kind == "backward":
                 self._phases.begin("backward", name)
                 self._backward(action, name)
+                self._apply(flights[action.microbatch])
             else:
                 self._phases.begin("backward", f"{name} weights")
                 for parameter in self._queues[action.stage].flush(action.microbatch):
@@ -87,6 +97,14 @@ class Runner:
             self._channels.drop_finished_sends()
         assert not self._transfers, "every receive that was posted is waited for"
         self._flights = []
+
+    def _apply(self, flight: Flight) -> None:
+        """With versions, update the weights by this microbatch alone."""
+        if self._stash is not None and flight.version is not None:
+            self._stash.hand_over(flight.version)
+            flight.version = None
+            self._update()
+            self._stash.updated()
 
     # Receives
 
@@ -167,8 +185,7 @@ class Runner:
         if not is_kept:
             flight.random[place] = random_state(self._device)
         with contextlib.nullcontext() if is_kept else torch.no_grad(), self._precision.autocast():
-            found: tuple[Tensor, ...] = segment.module(*inputs)
-        return found
+            return _call(segment, flight, inputs)
 
     def _cut_off(self, flight: Flight, program: Program, key: PartKey, output: Tensor) -> None:
         """Keep an output as a leaf for whoever reads it after its segment."""
@@ -264,7 +281,7 @@ class Runner:
         with repeated(flight.random.pop(place), self._device), _frozen(segment.module):
             inputs = [flight.input(key) for key in segment.inputs]
             with torch.enable_grad(), self._precision.autocast():
-                flight.outputs[place] = segment.module(*inputs)
+                flight.outputs[place] = _call(segment, flight, inputs)
 
     def _differentiate(
         self, flight: Flight, segment: Segment, place: tuple[int, int], action: Action
@@ -302,7 +319,15 @@ class Runner:
                     key = _key(want, piece)
                     held = Relative.of(piece.region, program.blocks[key])
                     flight.add_gradient(key, held, share)
-        self._channels.buffers.give_back(leaf.detach())
+        if want.stage not in self._queues:  # else gradients of weights still need it
+            self._channels.buffers.give_back(leaf.detach())
+
+
+def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    if flight.version is not None:
+        return call_with(segment.module, flight.version, inputs)
+    found: tuple[Tensor, ...] = segment.module(*inputs)
+    return found
 
 
 def _order(layout: Layout, want: Want, piece: Piece) -> tuple[int, ...]:

@@ -123,6 +123,6 @@ def _roles(part: Part, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
 def _is_output_alone(node: fx.Node) -> bool:
     """Whether nothing reads the attention weights, which no part has."""
     return all(
-        user.op == "call_function" and len(user.args) == 2 and user.args[1] == 0
+        user.op == "call_function" and len(user.args) == 2 and (user.args[1] == 0 or not user.users)
         for user in node.users
     )

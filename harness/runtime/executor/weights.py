@@ -18,13 +18,14 @@ class Weights(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._canonical = canonical_names(model)
-        self._order = {name: i for i, name in enumerate(self._canonical)}
+        # Every name with the first name of the same tensor.
+        self.names = canonical_names(model)
+        self._order = {name: i for i, name in enumerate(self.names)}
         self.held: dict[WeightSlice, Tensor] = {}
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
         """The tensor that is held for a slice: this one, if there is none yet."""
-        return self.held.setdefault(piece.renamed(self._canonical), tensor)
+        return self.held.setdefault(piece.renamed(self.names), tensor)
 
     def share(self, module: nn.Module, sources: Mapping[str, WeightSlice]) -> None:
         """Let a module use the tensors that are already held, and hold its others.
