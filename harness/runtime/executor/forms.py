@@ -186,7 +186,8 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node is a dropout that drops."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return isinstance(module, nn.Dropout | nn.Dropout2d) and module.training and module.p > 0
+        drops = isinstance(module, nn.Dropout | nn.Dropout2d) and module.p > 0
+        return bool(drops and module.training)
     return getattr(node.target, "__name__", "") == "dropout" and _drops(node)
 
 

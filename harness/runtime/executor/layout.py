@@ -149,7 +149,8 @@ class Layout:
 
     def _output_node(self) -> fx.Node:
         (output,) = self.captured.module.graph.find_nodes(op="output")
-        return next(n for n in output.all_input_nodes if n in self.owner)
+        found: fx.Node = next(n for n in output.all_input_nodes if n in self.owner)
+        return found
 
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims."""

@@ -38,7 +38,7 @@ class Weights(nn.Module):
             owner = module.get_submodule(path)
             held = self.hold(piece, getattr(owner, attribute))
             table = owner._parameters if isinstance(held, nn.Parameter) else owner._buffers
-            table[attribute] = held  # type: ignore[assignment, index]
+            table[attribute] = held  # type: ignore[assignment]
 
     def slices(self) -> list[WeightSlice]:
         """In the order of the model."""
