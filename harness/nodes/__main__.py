@@ -20,7 +20,8 @@ from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.findings import worst
 from harness.nodes.probe import Order
 from harness.nodes.report import Look, render, to_json
-from harness.nodes.survey import ALLREDUCE, MPI, TCP, Survey, survey
+from harness.nodes.survey import Survey, survey
+from harness.nodes.talk import ALLREDUCE, MPI, TCP
 from harness.units import parse_duration
 
 _REPO = Path(harness.__file__).resolve().parents[1]

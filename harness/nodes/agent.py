@@ -65,6 +65,8 @@ class Agent:
 
     async def finish(self) -> None:
         """Tell the program that nobody needs it any more, and give it a moment to end."""
+        if self.has_ended:
+            return
         await self.send({})
         with contextlib.suppress(AgentError, TimeoutError):
             async with asyncio.timeout(_GRACE_S):

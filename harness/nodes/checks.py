@@ -18,7 +18,8 @@ from harness.nodes.judge_between import judge_allreduce, judge_mpi, judge_tcp
 from harness.nodes.judge_environment import judge_environment
 from harness.nodes.judge_gpu import judge_gpu, judge_torch_cuda
 from harness.nodes.judge_machine import judge_cpu, judge_disk, judge_memory, judge_nic, judge_os
-from harness.nodes.survey import ALLREDUCE, MPI, TCP, HostReport, Survey
+from harness.nodes.survey import HostReport, Survey
+from harness.nodes.talk import ALLREDUCE, MPI, TCP
 
 Judge = Callable[[HostReport, Survey], list[Verdict]]
 

@@ -155,6 +155,10 @@ class Facts:
     mpi: str = ""
     gpu: GpuFacts = field(default_factory=GpuFacts)
 
+    def has_package(self, name: str) -> bool:
+        """The environment that was asked for is there and holds the package."""
+        return bool(self.environment and self.python and name in self.python.packages)
+
     @property
     def usable_cores(self) -> float | None:
         """The cores that a job here may use: those allowed, within the quota."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 from harness.nodes.findings import Verdict, critical, ok, unknown, warn
 from harness.nodes.pairs import Connection, Pairs
-from harness.nodes.survey import HostReport, Survey, has_package
+from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration
 
 _REASONS = {
@@ -135,7 +135,7 @@ def judge_allreduce(report: HostReport, survey: Survey) -> list[Verdict]:
     reduction = survey.reduction
     if excluded := _excluded(report, survey):
         return [excluded]
-    if not has_package(report.facts, "torch"):
+    if not report.facts.has_package("torch"):
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
         return [unknown("left out: no torch there", remedy)]
     if reduction is None:

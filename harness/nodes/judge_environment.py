@@ -6,7 +6,7 @@ from collections import Counter
 
 from harness.nodes.facts import Facts
 from harness.nodes.findings import Verdict, critical, ok, unknown, warn
-from harness.nodes.survey import HostReport, Survey, has_package
+from harness.nodes.survey import HostReport, Survey
 
 _REQUIRED = {"torch": "torch", "mpi4py": "mpi4py"}
 
@@ -24,7 +24,7 @@ def judge_environment(report: HostReport, survey: Survey) -> list[Verdict]:
         return [critical(f"no environment at {path}{system}", remedy)]
     if facts.python is None:
         return [unknown("its Python did not answer", f"ssh {report.name} {path}/bin/python -V")]
-    missing = [name for name in _REQUIRED if not has_package(facts, name)]
+    missing = [name for name in _REQUIRED if not facts.has_package(name)]
     if not facts.mpi:
         missing.append("mpirun")
     if missing:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from harness.nodes.facts import Gpu, GpuFacts
 from harness.nodes.findings import Verdict, critical, ok, unknown, warn
-from harness.nodes.survey import HostReport, Survey, has_package
+from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
 # A display server and the driver's own reserve stay below this.
@@ -140,7 +140,7 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
     gpu = facts.gpu
     if not gpu.gpus:
         return [ok("no GPU to support")]
-    if not has_package(facts, "torch"):
+    if not facts.has_package("torch"):
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
         return [unknown("no torch in the environment", remedy)]
     assert facts.python is not None

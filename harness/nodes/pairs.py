@@ -8,7 +8,7 @@ resolves differently, and an address that leads to another machine all come to l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +42,36 @@ class Pairs:
     connections: dict[tuple[str, str], Connection]
     silent: dict[str, str]
 
+    def __or__(self, other: Pairs) -> Pairs:
+        """Both, of unlike pairs."""
+        return Pairs(
+            connections=self.connections | other.connections, silent=self.silent | other.silent
+        )
+
 
 async def connect_pairs(
-    sessions: Sequence[Session], *, pythons: list[str], timeout_s: float
+    sessions: Sequence[Session], new: Collection[str], *, pythons: list[str], timeout_s: float
 ) -> Pairs:
-    """Try every ordered pair; a host that fails costs at most `timeout_s` per phase."""
+    """Try every ordered pair; a host that fails costs at most `timeout_s` per phase.
+
+    Args:
+        new: hosts that one end of a pair must be among.
+    """
     silent: dict[str, str] = {}
     connections: dict[tuple[str, str], Connection] = {}
     limit_s = round(3 * timeout_s)
-    agents = [
-        await session.start("connect.py", pythons=pythons, limit_s=limit_s) for session in sessions
-    ]
+    agents = await asyncio.gather(
+        *(session.start("connect.py", pythons=pythons, limit_s=limit_s) for session in sessions)
+    )
     ports = await _gather(agents, timeout_s, silent)
     listening = [agent for agent in agents if agent.host in ports]
     for agent in listening:
-        peers = [[p.host, ports[p.host]["port"]] for p in listening if p is not agent]
+        others = [
+            peer
+            for peer in listening
+            if peer is not agent and (peer.host in new or agent.host in new)
+        ]
+        peers = [[peer.host, ports[peer.host]["port"]] for peer in others]
         await agent.send({"name": agent.host, "timeout_s": timeout_s / 2, "peers": peers})
     results = await _gather(listening, timeout_s, silent)
     await asyncio.gather(*(agent.finish() for agent in agents))

@@ -34,13 +34,15 @@ class Session:
             pass
 
     async def start(self, program: str, *, pythons: list[str], limit_s: int) -> Agent:
-        """Start a program of remote/ in the shell, which must have none running.
+        """Start a program of remote/ in the shell, once the one before has ended.
 
         Args:
             program: the file's name in remote/; its first argument is the limit in seconds.
             pythons: interpreters to try, in order.
         """
         last = self._last
+        if last is not None:
+            await last.finish()
         if last is not None and not last.has_ended:
             return Agent(self.host, program, self.child, f"{last.program} has not ended there")
         command = ssh.python_command(

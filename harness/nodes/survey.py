@@ -1,13 +1,14 @@
 """Ask all hosts everything at once, and keep what each said.
 
     every host   name, port, login, clock, probe.sh        at most timeout_s each, all at once
-    then         TCP between all pairs                     among the hosts that have answered
-    then         MPI hello | all-reduce                    side by side
+    then         TCP between all pairs, torch's import     hosts that answered, once no more do
+    then         MPI hello | all-reduce                    side by side, with those that joined
+    then         TCP from and to those that joined
 
-The second part starts when every host is settled, or after half the timeout once no more answer: a
-host that hangs does not hold it up, and one that answers later is left out of it, by name. torch is
-imported after the connections: where hosts share cores, as virtual ones do, that work would starve
-them. A host is logged into once, for all that happens over ssh.
+A host that hangs holds nothing up: the second part does not wait for it, the third at most half the
+timeout. Until then a host may join; one that answers later is left out, by name. torch is imported
+after the connections: where hosts share cores, as virtual ones do, that work would starve them.
+Each host is logged into once, for all that happens over ssh; mpirun logs in by itself.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from dataclasses import dataclass
 from typing import Self
 
 from harness.domain.hostfile import Host
-from harness.nodes.allreduce import Reduction, run_allreduce
+from harness.nodes.allreduce import Reduction
 from harness.nodes.facts import Facts
-from harness.nodes.mpi import Hello, find_mpirun, run_hello
-from harness.nodes.pairs import Pairs, connect_pairs
+from harness.nodes.mpi import Hello, find_mpirun
+from harness.nodes.pairs import Pairs
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe
 from harness.nodes.session import Session
 from harness.nodes.ssh import Login
+from harness.nodes.talk import Healthy, Progress, Talk
 
-# Checks that talk between hosts; the rest look at one host.
-TCP, MPI, ALLREDUCE = "tcp", "mpi", "allreduce"
 # A host may hang at any moment: ssh sessions beyond this wait for their turn.
 _N_AT_ONCE = 128
 # Hosts that share cores, as virtual ones do, answer one after another, closer than this.
@@ -75,9 +75,6 @@ class Survey:
         return tuple(report for report in self.reports if report.is_in)
 
 
-Progress = Callable[[str], None]
-
-
 async def survey(
     hosts: Sequence[Host],
     order: Order,
@@ -87,35 +84,22 @@ async def survey(
     progress: Progress,
 ) -> Survey:
     """Look at all hosts; `between` names the checks between hosts to run: tcp, mpi, allreduce."""
+    talk = Talk(order, between, launch_timeout_s, progress)
     async with _Inspection(hosts, order, progress) as inspection:
-        early = await inspection.settle(order.timeout_s / 2)
-        found = Survey(order=order, reports=())
-        if early and between:
-            found = await _look_between(found, early, between, launch_timeout_s, progress)
+        await talk.begin(await inspection.first(order.timeout_s / 2))
+        healthy = await inspection.settle(order.timeout_s / 2)
+        await talk.carry_on(healthy)
         reports = await inspection.reports()
-    taken = {one.report.name for one in early}
-    late = tuple(r.name for r in reports if r.is_in and r.name not in taken)
+    taken = {session.host for session, _ in healthy}
     return Survey(
         order=order,
         reports=reports,
-        late=late,
-        pairs=found.pairs,
-        hello=found.hello,
-        reduction=found.reduction,
+        late=tuple(r.name for r in reports if r.is_in and r.name not in taken),
+        pairs=talk.pairs,
+        hello=talk.hello,
+        reduction=talk.reduction,
         has_mpirun=find_mpirun(order.env_dir) is not None,
     )
-
-
-@dataclass(frozen=True)
-class _Healthy:
-    """A host that has told all, and its open session."""
-
-    report: HostReport
-    session: Session
-
-    @property
-    def facts(self) -> Facts:
-        return self.report.facts
 
 
 class _Inspection:
@@ -131,6 +115,7 @@ class _Inspection:
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
+        self._start_s = loop.time()
         self._reports: list[asyncio.Future[HostReport]] = [
             loop.create_future() for _ in self._hosts
         ]
@@ -164,74 +149,32 @@ class _Inspection:
                 raise
             report.set_exception(error)
 
-    async def settle(self, patience_s: float) -> list[_Healthy]:
-        """Wait until every host is settled; after `patience_s` only while they keep settling.
+    async def first(self, patience_s: float) -> list[Healthy]:
+        """The healthy ones as soon as there is one and no more follow it closely."""
+        end_s = asyncio.get_running_loop().time() + patience_s
+        await self._wait_until_quiet(lambda now_s: bool(self._sessions) or now_s >= end_s)
+        return self._healthy()
 
-        Returns:
-            The healthy ones among them, in the hostfile's order.
-        """
-        await asyncio.wait(self._reports, timeout=patience_s)
+    async def settle(self, patience_s: float) -> list[Healthy]:
+        """The healthy ones once every host is settled; after `patience_s` none is waited for."""
+        end_s = self._start_s + patience_s
+        await self._wait_until_quiet(lambda now_s: now_s >= end_s)
+        return self._healthy()
+
+    async def _wait_until_quiet(self, is_enough: Callable[[float], bool]) -> None:
+        loop = asyncio.get_running_loop()
         while waiting := [one for one in self._reports if not one.done()]:
             done, _ = await asyncio.wait(
                 waiting, timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED
             )
-            if not done:
-                break
+            if not done and is_enough(loop.time()):
+                return
+
+    def _healthy(self) -> list[Healthy]:
+        """In the hostfile's order."""
         settled = [one.result() for one in self._reports if one.done()]
-        return [
-            _Healthy(report, self._sessions[report.name])
-            for report in settled
-            if report.name in self._sessions
-        ]
+        return [(self._sessions[r.name], r.facts) for r in settled if r.name in self._sessions]
 
     async def reports(self) -> tuple[HostReport, ...]:
         """All of them, once the last host has answered or used up its time."""
         return tuple(await asyncio.gather(*self._reports))
-
-
-def has_package(facts: Facts, name: str) -> bool:
-    """The environment that was asked for is there and holds the package."""
-    return bool(facts.environment and facts.python and name in facts.python.packages)
-
-
-async def _look_between(
-    found: Survey,
-    healthy: Sequence[_Healthy],
-    between: frozenset[str],
-    launch_timeout_s: float,
-    progress: Progress,
-) -> Survey:
-    order = found.order
-    python = f"{order.env_dir}/bin/python"
-    facts = {one.report.name: one.facts for one in healthy}
-    pairs = None
-    if TCP in between and len(healthy) > 1:
-        progress(f"TCP between {len(healthy)} hosts")
-        pairs = await connect_pairs(
-            [one.session for one in healthy],
-            pythons=[python, "python3"],
-            timeout_s=order.timeout_s / 2,
-        )
-    mpirun = find_mpirun(order.env_dir) if MPI in between else None
-    with_mpi = {h: f for h, f in facts.items() if f.mpi and has_package(f, "mpi4py")}
-    with_torch = [one.session for one in healthy if has_package(one.facts, "torch")]
-
-    async def hello() -> Hello | None:
-        if mpirun is None or not with_mpi:
-            return None
-        return await run_hello(mpirun, with_mpi, python=python, timeout_s=launch_timeout_s)
-
-    async def reduction() -> Reduction | None:
-        if ALLREDUCE not in between or not with_torch:
-            return None
-        limit_s = round(order.timeout_s + 3 * launch_timeout_s)
-        agents = [
-            await session.start("allreduce.py", pythons=[python], limit_s=limit_s)
-            for session in with_torch
-        ]
-        return await run_allreduce(agents, facts, timeout_s=launch_timeout_s)
-
-    if between & {MPI, ALLREDUCE}:
-        progress(f"{' and '.join(sorted(between - {TCP}))} over {len(healthy)} hosts")
-    said, reduced = await asyncio.gather(hello(), reduction())
-    return Survey(order=order, reports=(), pairs=pairs, hello=said, reduction=reduced)

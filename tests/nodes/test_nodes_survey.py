@@ -44,6 +44,7 @@ case $host in
 denied) echo "ada@denied: Permission denied (publickey)." >&2; exit 255 ;;
 unknown) echo "No ED25519 host key is known for unknown" >&2; exit 255 ;;
 hang) exec sleep 60 ;;
+127.0.0.3) sleep 3.5 ;;
 wedged) echo @harness:ready; exec sleep 60 ;;
 nologin) echo "This account is currently not available."; exit 1 ;;
 esac
@@ -161,7 +162,7 @@ def in_sessions(names: list[str], use: Callable[[list[Session]], Awaitable[T]]) 
 
 def connect(names: list[str]) -> Pairs:
     return in_sessions(
-        names, lambda some: connect_pairs(some, pythons=[sys.executable], timeout_s=10)
+        names, lambda some: connect_pairs(some, names, pythons=[sys.executable], timeout_s=10)
     )
 
 
@@ -221,15 +222,44 @@ def test_a_session_runs_one_program_after_another(fake_ssh: Path) -> None:
     assert in_sessions(["a"], twice) == ["KeyError: 'name'"] * 2
 
 
-def test_a_session_refuses_a_program_while_one_runs(fake_ssh: Path) -> None:
+def test_a_session_refuses_a_program_while_one_runs(fake_ssh: Path, tmp_path: Path) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 60\n")
+    stuck.chmod(0o755)
+
     async def overlap(sessions: list[Session]) -> None:
         (session,) = sessions
-        await session.start("connect.py", pythons=[sys.executable], limit_s=30)
+        await session.start("connect.py", pythons=[str(stuck)], limit_s=30)
         second = await session.start("allreduce.py", pythons=[sys.executable], limit_s=30)
         with pytest.raises(AgentError, match=r"connect\.py has not ended there"):
             await second.receive()
 
     in_sessions(["a"], overlap)
+
+
+def test_only_pairs_with_a_new_host_are_tried_again(fake_ssh: Path) -> None:
+    names = ["localhost", "127.0.0.1", "127.0.0.2"]
+    pairs = in_sessions(
+        names,
+        lambda some: connect_pairs(some, ["127.0.0.2"], pythons=[sys.executable], timeout_s=10),
+    )
+    assert set(pairs.connections) == {
+        ("localhost", "127.0.0.2"),
+        ("127.0.0.1", "127.0.0.2"),
+        ("127.0.0.2", "localhost"),
+        ("127.0.0.2", "127.0.0.1"),
+    }
+    assert not any(connection.error for connection in pairs.connections.values())
+
+
+def test_a_slow_host_joins_those_that_were_quick(
+    fake_ssh: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ["localhost", "127.0.0.1", "127.0.0.3"]
+    flags = ["--timeout", "12s", "--only", "login,tcp"]
+    code, seen = check(capsys, tmp_path, names, *flags)
+    assert [seen[name]["tcp"] for name in names] == ["OK"] * 3
+    assert code == 0
 
 
 def test_the_sum_over_real_ranks_is_right(fake_ssh: Path) -> None:
