@@ -1,12 +1,13 @@
 """One operator's plan in numbers: seconds, bytes and weights on each device it uses.
 
 Everything here depends on one operator's plan (`OperatorCosts`) or on those of a producer and a
-consumer (`EdgeCosts`) and is kept, so that changing one operator's plan computes only what it
+consumer (`Wants`, `Fan`) and is kept, so that changing one operator's plan computes only what it
 touches: that is the simulator's delta.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +27,18 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.fans import (
+    Fan,
+    Floats,
+    Reader,
+    Sum,
+    Wants,
+    make_fan,
+    norm_sums,
+    partial_sums,
+    whole_bytes,
+)
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
 
 
@@ -46,15 +56,6 @@ class OperatorCosts:
     output_bytes: Floats
     weight_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True)
-class EdgeCosts:
-    """What one consumer fetches of one producer: parallel arrays of (source, target, bytes)."""
-
-    sources: Ints
-    targets: Ints
-    n_bytes: Floats
 
 
 class Costs:
@@ -78,7 +79,9 @@ class Costs:
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
         self._operators: dict[object, OperatorCosts] = {}
-        self._edges: dict[object, EdgeCosts] = {}
+        self._wants: dict[object, Wants] = {}
+        self._fans: dict[object, Fan] = {}
+        self._regions: dict[int, dict[Block, int]] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._seconds: dict[object, tuple[float, float]] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
@@ -189,48 +192,101 @@ class Costs:
             for part in sorted(holders)
         )
 
-    def edge(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> EdgeCosts:
-        """Price the transfers from one operator to one that reads it."""
+    def wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
+        """What one operator's blocks read of another's output."""
         key = (producer, consumer, self._key(a), self._key(b))
-        found = self._edges.get(key)
+        found = self._wants.get(key)
         if found is None:
-            found = self._edges[key] = self._price_edge(producer, consumer, a, b)
+            found = self._wants[key] = self._find_wants(producer, consumer, a, b)
         return found
 
-    def _price_edge(
-        self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan
-    ) -> EdgeCosts:
-        """Bytes between every pair of devices: a device fetches a common block only once."""
+    def _region(self, producer: int, block: Block) -> int:
+        regions = self._regions.setdefault(producer, {})
+        return regions.setdefault(block, len(regions))
+
+    def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         shown = self._shown(producer)
         held = np.array([[block[k] for k in shown] for block in self.blocks(producer, a)])
+        holders = np.array(a.devices)
         dims = list(self.shapes[producer])
         shape = {dims[k]: self.shapes[producer][dims[k]] for k in shown}
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
-        amounts = np.zeros((self.n_devices, self.n_devices))
-        fetched: set[tuple[object, ...]] = set()
-        repeats = len(set(b.devices)) < len(b.devices)
+        per_element = self.bytes_per_element(producer)
+        found: dict[tuple[int, int], int] = {}
+        pieces: list[tuple[int, int, float]] = []
         for argument, source in enumerate(operator.inputs):
             if source != name:
                 continue
-            for block, target in zip(self.blocks(consumer, b), b.devices, strict=True):
-                wanted = np.array(
-                    input_block(operator, self.shapes[consumer], block, shape, argument=argument)
+            for block, device in zip(self.blocks(consumer, b), b.devices, strict=True):
+                wanted = input_block(
+                    operator, self.shapes[consumer], block, shape, argument=argument
                 )
-                low = np.maximum(held[:, :, 0], wanted[:, 0])
-                high = np.minimum(held[:, :, 1], wanted[:, 1])
+                want = (self._region(producer, wanted), device)
+                if want in found:
+                    continue
+                number = found[want] = len(found)
+                bounds = np.array(wanted)
+                low = np.maximum(held[:, :, 0], bounds[:, 0])
+                high = np.minimum(held[:, :, 1], bounds[:, 1])
                 elements = np.maximum(high - low, 0).prod(axis=1)
-                for part in np.flatnonzero(elements):
-                    once = (int(part), target, low[part].tobytes(), high[part].tobytes())
-                    if (repeats or argument) and once in fetched:
-                        continue
-                    fetched.add(once)
-                    amounts[a.devices[part], target] += elements[part]
-        np.fill_diagonal(amounts, 0.0)
-        sources, targets = np.nonzero(amounts)
-        return EdgeCosts(
-            sources, targets, amounts[sources, targets] * self.bytes_per_element(producer)
+                elements[holders == device] = 0
+                for part in np.flatnonzero(elements).tolist():
+                    n_bytes = float(elements[part]) * per_element
+                    pieces.append((number, a.devices[part], n_bytes))
+        wants = np.array(list(found), dtype=np.int64).reshape(-1, 2)
+        return Wants(
+            n_devices=self.n_devices,
+            region=np.ascontiguousarray(wants[:, 0]),
+            device=np.ascontiguousarray(wants[:, 1]),
+            want=np.array([number for number, _, _ in pieces], dtype=np.int64),
+            source=np.array([device for _, device, _ in pieces], dtype=np.int64),
+            n_bytes=np.array([n_bytes for _, _, n_bytes in pieces], dtype=np.float64),
         )
+
+    def fan(
+        self,
+        producer: int,
+        plan: OperatorPlan,
+        readers: Sequence[tuple[int, int, OperatorPlan]],
+        *,
+        syncs_norms: bool,
+    ) -> Fan:
+        """What leaves one operator.
+
+        Args:
+            readers: (edge, operator, plan) of its consumers, in the order in which they run.
+            syncs_norms: batch norms take the statistics of the whole microbatch.
+        """
+        order = tuple((op, self._key(b)) for _, op, b in readers)
+        key = (producer, self._key(plan), order, syncs_norms)
+        found = self._fans.get(key)
+        if found is None:
+            wanting = [Reader(e, op, self.wants(producer, op, plan, b)) for e, op, b in readers]
+            sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
+            found = self._fans[key] = make_fan(producer, self.n_devices, wanting, sums)
+        return found
+
+    def _sums(
+        self, op: int, plan: OperatorPlan, readers: Sequence[Reader], *, syncs_norms: bool
+    ) -> tuple[Sum, ...]:
+        operator, dims = self.graph.operators[op], list(self.shapes[op])
+        if syncs_norms and operator.kind == "batch_norm":
+            k = dims.index("feature") if "feature" in dims else None
+            groups: dict[tuple[int, int], set[int]] = {}
+            for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
+                groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
+            return norm_sums(op, self.n_devices, groups)
+        is_summed = any(is_partial(operator, dim) for dim in plan.partition)
+        if not is_summed:
+            return ()
+        shown, per_element = self._shown(op), self.bytes_per_element(op)
+        holders: dict[int, tuple[set[int], int]] = {}
+        for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
+            seen = tuple(block[k] for k in shown)
+            n_bytes = whole_bytes(volume(seen), per_element)
+            holders.setdefault(self._region(op, seen), (set(), n_bytes))[0].add(device)
+        return partial_sums(op, self.n_devices, holders, readers)
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

@@ -1,13 +1,12 @@
-"""The event loop and the order of tasks, compiled. Import this module lazily: it imports numba.
-
-A row is an operator on a device that has a block of it; there are R of them. A compute task is
-(pass, microbatch, row) and has the number (pass * M + microbatch) * R + row, with M microbatches.
-Then come forward transfers (microbatch * E + edge row), backward transfers, and all-reduce buckets.
+"""The event loop, compiled. Import this module lazily: it imports numba.
 
 A device works through its tasks in the fixed order of its schedule. What has to wait for something
-elsewhere waits for transfers alone, so those and the order are all the dependencies there are.
-Transfers and all-reduces are served in the order in which they become ready (ties: lower number
-first); each takes its resources at once, when the last of them is free.
+elsewhere waits for transfers and all-reduces alone, so those and the order are all the
+dependencies there are. Transfers and all-reduces are served in the order in which they become
+ready (ties: lower number first); each takes its resources at once, when the last of them is free.
+
+Where transfers take computing time away (`host_s_per_byte`), events run in order of time: when a
+transfer begins it puts work on both of its ends, which delays what a device computes then, or next.
 """
 
 from __future__ import annotations
@@ -17,301 +16,310 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
-N_PASSES = 4
-NONE = -1
+from harness.plan.simulate.heap import pop, push
+from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
+from harness.plan.simulate.work import count_waits, freed_by_sum, offsets
 
 
 @njit(cache=True)
-def order_tasks(
-    n_microbatches: int,
-    row_at: Any,  # (operators, devices) the row, or NONE
-    kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
-    stage_ptr: Any,  # (S + 1,) into stage_ops
-    stage_ops: Any,  # operators by stage, in topological order
-    recompute: Any,  # (S,)
-    rank_of: Any,  # (D,) pipeline rank of a device, or NONE
-    action_ptr: Any,  # (P + 1,) into actions
-    actions: Any,  # (n, 3) pass, microbatch, stage by rank
-    split_weight: bool,  # the schedule has weight passes, which then free the activations
+def _arrive(waits: Any, ready: Any, cause: Any, after: int, end: float, by: int) -> bool:
+    """Tell a task that something it waits for is done; whether that was the last."""
+    waits[after] -= 1
+    # Ties go to the lower number, whatever the order in which they are told.
+    is_later = end > ready[after] or (end == ready[after] and by < cause[after])
+    if cause[after] == NONE or is_later:
+        ready[after] = max(end, ready[after])
+        cause[after] = by
+    return bool(waits[after] == 0)
+
+
+@njit(cache=True)
+def _release(
+    work: Any, links: Any, begins: Any, task: int, end: float, waits: Any, ready: Any, cause: Any,
+    freed: Any,
+) -> int:  # fmt: skip
+    """Tell all that wait for a compute task; those that may start now are put into `freed`."""
+    compute, back, sums, sums_back, buckets, _ = begins
+    rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_norm)
+    what, rest = divmod(task, work.n_microbatches * rows)
+    m, row = divmod(rest, rows)
+    n = 0
+    after = work.following[task]
+    if after != NONE and _arrive(waits, ready, cause, after, end, task):
+        freed[n] = after
+        n += 1
+    if what == FORWARD:
+        for k in range(links.out_ptr[row], links.out_ptr[row + 1]):
+            move = compute + m * n_edges + links.out_edges[k]
+            if _arrive(waits, ready, cause, move, end, task):
+                freed[n] = move
+                n += 1
+        for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
+            after = sums + m * n_sums + links.source_sums[k]
+            if _arrive(waits, ready, cause, after, end, task):
+                freed[n] = after
+                n += 1
+    elif what == BACKWARD:
+        for k in range(links.in_ptr[row], links.in_ptr[row + 1]):
+            if work.edge_returns[links.in_edges[k]]:
+                move = back + m * n_edges + links.in_edges[k]
+                if _arrive(waits, ready, cause, move, end, task):
+                    freed[n] = move
+                    n += 1
+        for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
+            c = links.source_sums[k]
+            if work.sum_is_norm[c] and work.sum_returns[c]:
+                after = sums_back + m * n_sums + c
+                if _arrive(waits, ready, cause, after, end, task):
+                    freed[n] = after
+                    n += 1
+        for k in range(links.target_ptr[row], links.target_ptr[row + 1]):
+            c = links.target_sums[k]
+            if work.sum_returns[c]:
+                after = sums_back + m * n_sums + c
+                if _arrive(waits, ready, cause, after, end, task):
+                    freed[n] = after
+                    n += 1
+    move = links.gate_head[task]
+    while move != NONE:
+        if _arrive(waits, ready, cause, compute + move, end, task):
+            freed[n] = compute + move
+            n += 1
+        move = links.gate_next[move]
+    t = links.trigger_head[task]
+    while t != NONE:
+        after = buckets + work.trigger_bucket[t]
+        if _arrive(waits, ready, cause, after, end, task):
+            freed[n] = after
+            n += 1
+        t = links.trigger_next[t]
+    return n
+
+
+@njit(cache=True)
+def _occupy(
+    resource: int, until: float, task: int, free: Any, busy: Any, holder: Any, seconds: float
+) -> None:
+    free[resource], holder[resource] = until, task
+    busy[resource] += seconds
+
+
+@njit(cache=True)
+def _serve_move(
+    work: Any, task: int, e: int, is_back: bool, begin: float, free: Any, busy: Any, holder: Any,
+    cause: Any,
+) -> Any:  # fmt: skip
+    """Start and end of a transfer that is ready at `begin`."""
+    n_devices = len(work.node_of)
+    a, b = work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]
+    if is_back:
+        a, b = b, a
+    n_bytes = work.edge_bytes[e]
+    link = a * n_devices + b
+    source, target = work.node_of[a], work.node_of[b]
+    out = n_devices * n_devices + source
+    into = n_devices * n_devices + len(work.nic) + target
+    rate = work.bandwidth[a, b]
+    if free[link] > begin:
+        begin, cause[task] = free[link], holder[link]
+    if source != target:
+        if free[out] > begin:
+            begin, cause[task] = free[out], holder[out]
+        if free[into] > begin:
+            begin, cause[task] = free[into], holder[into]
+        rate = min(rate, min(work.nic[source], work.nic[target]))
+        seconds = n_bytes / work.nic[source]
+        _occupy(out, begin + seconds, task, free, busy, holder, seconds)
+        seconds = n_bytes / work.nic[target]
+        _occupy(into, begin + seconds, task, free, busy, holder, seconds)
+    seconds = n_bytes / work.bandwidth[a, b]
+    _occupy(link, begin + seconds, task, free, busy, holder, seconds)
+    return begin, begin + work.latency[a, b] + n_bytes / rate
+
+
+@njit(cache=True)
+def _serve_reduce(
+    work: Any, task: int, price: int, begin: float, free: Any, busy: Any, holder: Any, cause: Any
 ) -> Any:
-    """Chain every device's tasks.
-
-    Returns:
-        following: (n_tasks,) next task on the device, or NONE.
-        first, last: (D,) tasks of each device.
-        peak: (D,) most bytes of activations held at once.
-        held: (n_tasks,) bytes held while the task runs.
-    """
-    rows, n_devices = len(kept_bytes), row_at.shape[1]
-    n_tasks = N_PASSES * n_microbatches * rows
-    following = np.full(n_tasks, NONE, np.int64)
-    held = np.zeros(n_tasks)
-    first = np.full(n_devices, NONE, np.int64)
-    last = np.full(n_devices, NONE, np.int64)
-    peak = np.zeros(n_devices)
-    for device in range(n_devices):
-        rank = rank_of[device]
-        if rank == NONE:
-            continue
-        memory = 0.0
-        for a in range(action_ptr[rank], action_ptr[rank + 1]):
-            kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
-            low, high = stage_ptr[stage], stage_ptr[stage + 1]
-            again = recompute[stage]
-            for run in range(2):
-                # A backward action of a recomputing stage runs its forward once more first.
-                if run == 0 and not (kind == BACKWARD and again):
-                    continue
-                what = RECOMPUTE if run == 0 else kind
-                for k in range(high - low):
-                    forwards = what in (FORWARD, RECOMPUTE)
-                    op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
-                    row = row_at[op, device]
-                    if row == NONE:
-                        continue
-                    task = (what * n_microbatches + microbatch) * rows + row
-                    freed = 0.0
-                    if what == FORWARD and again:
-                        memory += kept_bytes[row]
-                        freed = kept_bytes[row] - outside_bytes[row]
-                    elif what == FORWARD:
-                        memory += kept_bytes[row]
-                    elif what == RECOMPUTE:
-                        memory += kept_bytes[row] - outside_bytes[row]
-                    elif what == WEIGHT or not split_weight:
-                        freed = kept_bytes[row]
-                    held[task] = memory
-                    peak[device] = max(peak[device], memory)
-                    memory -= freed
-                    if last[device] == NONE:
-                        first[device] = task
-                    else:
-                        following[last[device]] = task
-                    last[device] = task
-    return following, first, last, peak, held
+    """Start and end of an all-reduce that is ready at `begin`."""
+    low, high = work.reduce_ptr[price], work.reduce_ptr[price + 1]
+    for p in range(low, high):
+        resource = work.reduce_resource[p]
+        if free[resource] > begin:
+            begin, cause[task] = free[resource], holder[resource]
+    for p in range(low, high):
+        seconds = work.reduce_occupied[p]
+        if seconds > 0:
+            resource = work.reduce_resource[p]
+            _occupy(resource, begin + seconds, task, free, busy, holder, seconds)
+    return begin, begin + work.reduce_seconds[price]
 
 
 @njit(cache=True)
-def _push(keys: Any, ids: Any, size: int, key: float, item: int) -> None:
-    k = size
-    while k > 0:
-        parent = (k - 1) >> 1
-        if keys[parent] < key or (keys[parent] == key and ids[parent] < item):
-            break
-        keys[k], ids[k] = keys[parent], ids[parent]
-        k = parent
-    keys[k], ids[k] = key, item
+def _reduce_of(work: Any, begins: Any, task: int) -> Any:
+    """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
+    _, _, sums, sums_back, buckets, _ = begins
+    n_sums = len(work.sum_is_norm)
+    if task >= buckets:
+        return 2 * n_sums + task - buckets, NONE, 0, False
+    is_back = task >= sums_back
+    m, c = divmod(task - (sums_back if is_back else sums), n_sums)
+    return c + (n_sums if is_back else 0), c, m, is_back
 
 
 @njit(cache=True)
-def _pop(keys: Any, ids: Any, size: int) -> int:
-    """Remove the least entry; the heap has size - 1 entries afterwards."""
-    top = ids[0]
-    key, item = keys[size - 1], ids[size - 1]
-    k, n = 0, size - 1
-    while True:
-        child = 2 * k + 1
-        if child >= n:
-            break
-        right = child + 1
-        if right < n and (
-            keys[right] < keys[child] or (keys[right] == keys[child] and ids[right] < ids[child])
-        ):
-            child = right
-        if key < keys[child] or (key == keys[child] and item < ids[child]):
-            break
-        keys[k], ids[k] = keys[child], ids[child]
-        k = child
-    keys[k], ids[k] = key, item
-    return int(top)
+def _load_hosts(
+    work: Any, begins: Any, task: int, now: float, running: Any, end_of: Any, host_until: Any
+) -> None:
+    """Put a transfer's work on the processors of its ends."""
+    compute, back, sums = begins[0], begins[1], begins[2]
+    if task < sums:
+        e = (task - (back if task >= back else compute)) % len(work.edge_bytes)
+        devices = np.array(
+            [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
+        )
+        n_bytes = work.edge_bytes[e]
+    else:
+        price = _reduce_of(work, begins, task)[0]
+        devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
+        n_bytes = work.reduce_host_bytes[price]
+    for device in devices:
+        seconds = n_bytes * work.host_s_per_byte[device]
+        if running[device] != NONE:
+            end_of[device] += seconds
+        else:
+            host_until[device] = max(host_until[device], now) + seconds
 
 
 @njit(cache=True)
-def _group_rows(rows: Any, n_rows: int) -> Any:
-    """Edge rows by the row of the table that they belong to: (pointers, edges)."""
-    pointers = np.zeros(n_rows + 1, np.int64)
-    for row in rows:
-        pointers[row + 1] += 1
-    for k in range(n_rows):
-        pointers[k + 1] += pointers[k]
-    fill = pointers[:-1].copy()
-    edges = np.empty(len(rows), np.int64)
-    for e in range(len(rows)):
-        edges[fill[rows[e]]] = e
-        fill[rows[e]] += 1
-    return pointers, edges
-
-
-@njit(cache=True)
-def run_events(
-    n_microbatches: int,
-    device_of: Any,  # (R,)
-    seconds: Any,  # (4, R) of each pass
-    following: Any,
-    first: Any,
-    edge_source: Any,  # (E,) row of the producer
-    edge_target: Any,  # (E,) row of the consumer
-    edge_bytes: Any,  # (E,)
-    edge_returns: Any,  # (E,) whether a gradient comes back
-    latency: Any,  # (D, D)
-    bandwidth: Any,  # (D, D)
-    nic: Any,  # (nodes,)
-    node_of: Any,  # (D,)
-    n_resources: int,
-    bucket_seconds: Any,  # (K,)
-    bucket_ptr: Any,  # (K + 1,) into occupied
-    occupied_resource: Any,
-    occupied_seconds: Any,
-    trigger_task: Any,  # (n,) compute tasks that a bucket waits for
-    trigger_bucket: Any,  # (n,)
-) -> Any:
+def run_events(work: Any, links: Any, prefix: Any) -> Any:
     """Run all events.
 
+    Args:
+        prefix: tasks that are known to come first, in this order (see `restart`).
+
     Returns:
-        start, finish, ready: (n_tasks + 2 M E + K,) seconds; NaN for tasks that do not exist.
+        start, finish: by task, seconds; NaN for tasks that do not exist.
         cause: what each waited for last, or NONE: the critical path, backwards.
         busy: (n_resources,) seconds that each was occupied.
+        log: tasks in the order in which they were handled.
     """
-    rows, n_edges, n_buckets = len(device_of), len(edge_bytes), len(bucket_seconds)
-    n_devices = len(node_of)
-    n_compute = N_PASSES * n_microbatches * rows
-    n_moves = n_microbatches * n_edges
-    total = n_compute + 2 * n_moves + n_buckets
+    begins = offsets(work)
+    compute, back, sums, _, _, total = begins
+    rows, n_edges = len(work.device_of), len(work.edge_bytes)
     start, finish = np.full(total, np.nan), np.full(total, np.nan)
-    ready = np.zeros(total)
-    cause = np.full(total, NONE, np.int64)
-    waits = np.zeros(total, np.int64)
-    free, busy = np.zeros(n_resources), np.zeros(n_resources)
-    holder = np.full(n_resources, NONE, np.int64)
-    out_ptr, out_edges = _group_rows(edge_source, rows)
-    in_ptr, in_edges = _group_rows(edge_target, rows)
+    ready, cause = np.zeros(total), np.full(total, NONE, np.int64)
+    waits = count_waits(work)
+    free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
+    holder = np.full(work.n_resources, NONE, np.int64)
+    is_timed = work.host_s_per_byte.max() > 0
+    n_devices = len(work.node_of)
+    running = np.full(n_devices, NONE, np.int64)
+    end_of, host_until = np.zeros(n_devices), np.zeros(n_devices)
 
-    head = np.full(n_compute, NONE, np.int64)
-    chained = np.full(len(trigger_task), NONE, np.int64)
-    for t in range(len(trigger_task)):
-        chained[t] = head[trigger_task[t]]
-        head[trigger_task[t]] = t
-        waits[n_compute + 2 * n_moves + trigger_bucket[t]] += 1
-    for m in range(n_microbatches):
-        for e in range(n_edges):
-            waits[(FORWARD * n_microbatches + m) * rows + edge_target[e]] += 1
-            waits[n_compute + m * n_edges + e] = 1
-            if edge_returns[e]:
-                waits[(BACKWARD * n_microbatches + m) * rows + edge_source[e]] += 1
-                waits[n_compute + n_moves + m * n_edges + e] = 1
-    for task in range(n_compute):
-        if following[task] != NONE:
-            waits[following[task]] += 1
-
-    stack = np.empty(n_compute + 1, np.int64)
-    keys, ids = np.empty(total - n_compute + 1), np.empty(total - n_compute + 1, np.int64)
-    n_stack, n_heap = 0, 0
+    log, n_log = np.empty(total, np.int64), 0
+    freed = np.empty(total + n_devices, np.int64)
+    pending, n_pending = np.empty(total if len(prefix) else 0, np.int64), 0
+    stack, n_stack = np.empty(compute + 1, np.int64), 0
+    keys, ids, n_heap = np.empty(3 * total + 1), np.empty(3 * total + 1, np.int64), 0
+    n_freed = 0
     for device in range(n_devices):
-        if first[device] != NONE and waits[first[device]] == 0:
-            stack[n_stack] = first[device]
-            n_stack += 1
+        if work.first[device] != NONE and waits[work.first[device]] == 0:
+            freed[n_freed] = work.first[device]
+            n_freed += 1
 
-    # Tasks released by one that finished, at most: its follower, its edges, its buckets.
-    while n_stack > 0 or n_heap > 0:
-        if n_stack > 0:
-            n_stack -= 1
-            task = stack[n_stack]
-            what, rest = divmod(task, n_microbatches * rows)
-            m, row = divmod(rest, rows)
-            start[task] = ready[task]
-            end = ready[task] + seconds[what, row]
-            finish[task] = end
-            after = following[task]
-            if after != NONE:
-                waits[after] -= 1
-                if end > ready[after] or cause[after] == NONE:
-                    ready[after] = max(end, ready[after])
-                    cause[after] = task
-                if waits[after] == 0:
-                    stack[n_stack] = after
-                    n_stack += 1
-            if what == FORWARD:
-                for k in range(out_ptr[row], out_ptr[row + 1]):
-                    move = n_compute + m * n_edges + out_edges[k]
-                    ready[move], cause[move] = end, task
-                    _push(keys, ids, n_heap, end, move)
-                    n_heap += 1
-            elif what == BACKWARD:
-                for k in range(in_ptr[row], in_ptr[row + 1]):
-                    if edge_returns[in_edges[k]]:
-                        move = n_compute + n_moves + m * n_edges + in_edges[k]
-                        ready[move], cause[move] = end, task
-                        _push(keys, ids, n_heap, end, move)
-                        n_heap += 1
-            t = head[task]
-            while t != NONE:
-                bucket = n_compute + 2 * n_moves + trigger_bucket[t]
-                waits[bucket] -= 1
-                if end > ready[bucket] or cause[bucket] == NONE:
-                    ready[bucket] = max(end, ready[bucket])
-                    cause[bucket] = task
-                if waits[bucket] == 0:
-                    _push(keys, ids, n_heap, ready[bucket], bucket)
-                    n_heap += 1
-                t = chained[t]
-            continue
-
-        task = _pop(keys, ids, n_heap)
-        n_heap -= 1
-        begin = ready[task]
-        if task >= n_compute + 2 * n_moves:
-            k = task - n_compute - 2 * n_moves
-            for p in range(bucket_ptr[k], bucket_ptr[k + 1]):
-                resource = occupied_resource[p]
-                if free[resource] > begin:
-                    begin, cause[task] = free[resource], holder[resource]
-            for p in range(bucket_ptr[k], bucket_ptr[k + 1]):
-                resource = occupied_resource[p]
-                if occupied_seconds[p] > 0:
-                    free[resource], holder[resource] = begin + occupied_seconds[p], task
-                    busy[resource] += occupied_seconds[p]
-            start[task], finish[task] = begin, begin + bucket_seconds[k]
-            continue
-
-        back = task >= n_compute + n_moves
-        m, e = divmod(task - n_compute - (n_moves if back else 0), n_edges)
-        a, b = device_of[edge_source[e]], device_of[edge_target[e]]
-        if back:
-            a, b = b, a
-        n_bytes = edge_bytes[e]
-        link = a * n_devices + b
-        source, target = node_of[a], node_of[b]
-        out = n_devices * n_devices + source
-        into = n_devices * n_devices + len(nic) + target
-        crosses = source != target
-        if free[link] > begin:
-            begin, cause[task] = free[link], holder[link]
-        rate = bandwidth[a, b]
-        if crosses:
-            if free[out] > begin:
-                begin, cause[task] = free[out], holder[out]
-            if free[into] > begin:
-                begin, cause[task] = free[into], holder[into]
-            rate = min(rate, min(nic[source], nic[target]))
-            free[out], holder[out] = begin + n_bytes / nic[source], task
-            free[into], holder[into] = begin + n_bytes / nic[target], task
-            busy[out] += n_bytes / nic[source]
-            busy[into] += n_bytes / nic[target]
-        free[link], holder[link] = begin + n_bytes / bandwidth[a, b], task
-        busy[link] += n_bytes / bandwidth[a, b]
-        end = begin + latency[a, b] + n_bytes / rate
-        start[task], finish[task] = begin, end
-        if back:
-            after = (BACKWARD * n_microbatches + m) * rows + edge_source[e]
+    k = 0
+    while True:
+        # What may start now waits for its turn; while a prefix is replayed, its tasks have theirs.
+        if k < len(prefix):
+            for i in range(n_freed):
+                pending[n_pending] = freed[i]
+                n_pending += 1
+            task = prefix[k]
+            now = ready[task]
+            k += 1
         else:
-            after = (FORWARD * n_microbatches + m) * rows + edge_target[e]
-        waits[after] -= 1
-        if end > ready[after] or cause[after] == NONE:
-            ready[after] = max(end, ready[after])
-            cause[after] = task
-        if waits[after] == 0:
-            stack[n_stack] = after
-            n_stack += 1
-    return start, finish, ready, cause, busy
+            if n_pending > 0:
+                for i in range(n_freed):
+                    pending[n_pending + i] = freed[i]
+                n_freed += n_pending
+                n_pending = 0
+                freed[:n_freed] = pending[:n_freed]
+            for i in range(n_freed):
+                one = freed[i]
+                if start[one] == start[one]:
+                    continue
+                if one < compute and not is_timed:
+                    stack[n_stack] = one
+                    n_stack += 1
+                else:
+                    push(keys, ids, n_heap, ready[one], one)
+                    n_heap += 1
+            if n_stack > 0:
+                n_stack -= 1
+                task = stack[n_stack]
+                now = ready[task]
+            elif n_heap > 0:
+                now = keys[0]
+                task = pop(keys, ids, n_heap)
+                n_heap -= 1
+            else:
+                break
+        n_freed = 0
+
+        if task >= 2 * total:
+            _load_hosts(work, begins, task - 2 * total, now, running, end_of, host_until)
+            continue
+        if task >= total:  # a compute task is about to end
+            task -= total
+            device = work.device_of[task % rows]
+            if end_of[device] > now:
+                push(keys, ids, n_heap, end_of[device], task + total)
+                n_heap += 1
+                continue
+            running[device] = NONE
+            finish[task] = now
+            n_freed = _release(work, links, begins, task, now, waits, ready, cause, freed)
+            continue
+        log[n_log] = task
+        n_log += 1
+        if task < compute:
+            what, rest = divmod(task, work.n_microbatches * rows)
+            row = rest % rows
+            start[task] = now
+            if is_timed:
+                device = work.device_of[row]
+                busy_s = max(0.0, host_until[device] - now)
+                running[device], end_of[device] = task, now + work.seconds[what, row] + busy_s
+                push(keys, ids, n_heap, end_of[device], task + total)
+                n_heap += 1
+                continue
+            finish[task] = now + work.seconds[what, row]
+            n_freed = _release(work, links, begins, task, finish[task], waits, ready, cause, freed)
+            continue
+
+        if task < sums:
+            is_back = task >= back
+            m, e = divmod(task - (back if is_back else compute), n_edges)
+            begin, end = _serve_move(work, task, e, is_back, now, free, busy, holder, cause)
+            start[task], finish[task] = begin, end
+            which = BACKWARD if is_back else FORWARD
+            row = work.edge_source[e] if is_back else work.edge_target[e]
+            after = (which * work.n_microbatches + m) * rows + row
+            if _arrive(waits, ready, cause, after, end, task):
+                freed[0] = after
+                n_freed = 1
+        else:
+            price, c, m, is_back = _reduce_of(work, begins, task)
+            begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
+            start[task], finish[task] = begin, end
+            if c != NONE:
+                n_after, after_sum = freed_by_sum(work, c, m, is_back)
+                for i in range(n_after):
+                    if _arrive(waits, ready, cause, after_sum[i], end, task):
+                        freed[n_freed] = after_sum[i]
+                        n_freed += 1
+        if is_timed:
+            push(keys, ids, n_heap, start[task], task + 2 * total)
+            n_heap += 1
+    return start, finish, cause, busy, log[:n_log]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,12 +22,18 @@ class SimulatorOptions:
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
             speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.
+        batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
+            those of the whole microbatch, with two small all-reduces forward and one backward.
+        host_s_per_byte: seconds of computation that each byte sent or received takes from a
+            device, where its processor copies and talks TCP itself (gloo); or of each device.
     """
 
     overlap: bool = True
     bucket_bytes: int = 25 * MIB
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
+    batch_norm: Literal["local", "global"] = "local"
+    host_s_per_byte: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
         if (
@@ -37,4 +44,8 @@ class SimulatorOptions:
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
+            )
+        if not np.all(np.asarray(self.host_s_per_byte) >= 0):
+            raise PlanError(
+                f"a byte takes {self.host_s_per_byte} s of a device's time: it must be >= 0"
             )

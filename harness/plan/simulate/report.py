@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,14 +70,30 @@ def decode(simulation: Simulation, task: int) -> Event:
         n_bytes = round(float(out.edge_bytes[edge]))
         link = f"link {names[a]} -> {names[b]}"
         return Event(task, "communication", name, (a, b), link, start, duration, n_bytes)
+    n_sums = len(out.sums)
     k = task - n_compute - 2 * n_moves
+    if k < 2 * n_microbatches * n_sums:
+        is_back, rest = divmod(k, n_microbatches * n_sums)
+        microbatch, c = divmod(rest, n_sums)
+        one = out.sums[c]
+        name = "statistics of " if one.is_norm else "sum of "
+        name += operators[one.operator].name + _microbatch(microbatch, n_microbatches)
+        name = f"gradient of {name}" if is_back else name
+        n_bytes = one.n_bytes[is_back] * one.n_rounds[is_back]
+        where = _group_name(one.group, names)
+        return Event(task, "communication", name, one.group, where, start, duration, n_bytes)
+    k -= 2 * n_microbatches * n_sums
     group, members = out.buckets.groups[k], out.buckets.members[k]
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
     name = f"all-reduce {operators[members[0]].name}{last}"
-    where = "all-reduce over " + ", ".join(names[d] for d in group[:4])
-    where += f" and {len(group) - 4} more" if len(group) > 4 else ""
+    where = _group_name(group, names)
     n_bytes = round(float(out.buckets.n_bytes[k]))
     return Event(task, "communication", name, group, where, start, duration, n_bytes)
+
+
+def _group_name(group: Sequence[int], names: Sequence[str]) -> str:
+    where = "all-reduce over " + ", ".join(names[d] for d in group[:4])
+    return where + (f" and {len(group) - 4} more" if len(group) > 4 else "")
 
 
 def _microbatch(microbatch: int, n_microbatches: int) -> str:
@@ -201,9 +217,15 @@ def _network_lines(simulation: Simulation) -> list[str]:
         lines.append(f"busiest: {network.resource_name(busiest)} ({rate}), {share:.0%} of the step")
     moved = float(out.edge_bytes.sum()) * simulation.strategy.n_microbatches
     synced = float(out.buckets.n_bytes.sum())
+    summed = sum(
+        n_bytes * n_rounds * simulation.strategy.n_microbatches
+        for one in out.sums
+        for n_bytes, n_rounds in zip(one.n_bytes, one.n_rounds, strict=True)
+    )
+    within = f", {format_bytes(summed)} of activations too" if summed else ""
     lines.append(
         f"per step {format_bytes(moved)} of activations cross devices and {format_bytes(synced)} "
-        "of gradients are all-reduced"
+        f"of gradients are all-reduced{within}"
     )
     return lines
 

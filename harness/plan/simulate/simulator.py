@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +22,19 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
-from harness.plan.simulate.costs import Costs, Floats, Ints, check_profile
+from harness.plan.simulate.costs import Costs, check_profile
+from harness.plan.simulate.fans import Floats, Ints, Sum
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 
+if TYPE_CHECKING:
+    from harness.plan.simulate.lowering import Lowered
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the event loop found, in arrays; numbers of tasks are those of `kernels`.
+    """What the event loop found, in arrays; numbers of tasks are those of `work`.
 
     Attributes:
         step_s: from the first task to the last optimizer's end.
@@ -55,6 +60,7 @@ class Outcome:
     edge_target: Ints
     edge_bytes: Floats
     edge_index: Ints
+    sums: tuple[Sum, ...]
     buckets: Buckets
 
 
@@ -118,6 +124,12 @@ class Trial:
     """A strategy under change: tables, plans by operator's position, and the flow.
 
     `replace` does not validate: the search proposes only what is valid.
+
+    Args:
+        restarts: whether `outcome` begins where changes since its last call take effect.
+
+    Attributes:
+        n_events, n_replayed: events of the last outcome, and how many of them the one before gave.
     """
 
     def __init__(
@@ -129,6 +141,7 @@ class Trial:
         n_microbatches: int = 1,
         schedule: ScheduleName = "gpipe",
         stages: Sequence[Stage] = (Stage(),),
+        restarts: bool = True,
     ) -> None:
         self.simulator = simulator
         # The largest microbatch stands for all; they differ by one sample at most.
@@ -141,6 +154,9 @@ class Trial:
         self.schedule: ScheduleName = schedule
         self._flow: Flow | None = None
         self._stage_key: object = None
+        self._restarts = restarts
+        self._last_run: tuple[Lowered, Ints] | None = None
+        self.n_replayed = self.n_events = 0
 
     @classmethod
     def from_strategy(cls, simulator: Simulator, strategy: Strategy) -> Trial:
@@ -196,63 +212,25 @@ class Trial:
         return self._flow
 
     def outcome(self) -> Outcome:
-        """Run the events."""
-        from harness.plan.simulate import kernels
+        """Run the events: only those from the first on that changes since the last call touch."""
+        from harness.plan.simulate import kernels, lowering
 
-        tables, flow, simulator = self.tables, self._current_flow(), self.simulator
-        n_devices = tables.n_devices
-        source, target, n_bytes, index = tables.edge_rows()
-        rows, row_at = _number_rows(tables.active)
-        from_row, to_row = row_at.ravel()[source], row_at.ravel()[target]
-        received = np.bincount(to_row, weights=n_bytes, minlength=len(rows))
-        crosses = self._stage_of()[source // n_devices] != self._stage_of()[target // n_devices]
-        outside = np.bincount(to_row[crosses], weights=n_bytes[crosses], minlength=len(rows))
-        following, first, last, peak, held = kernels.order_tasks(
-            flow.n_microbatches,
-            row_at,
-            tables.output_bytes.ravel()[rows] + received,
-            outside,
-            flow.stage_ptr,
-            flow.stage_ops,
-            flow.recompute,
-            flow.rank_of,
-            flow.action_ptr,
-            flow.actions,
-            flow.split_weight,
-        )
-        buckets = tables.buckets()
-        trigger_task, trigger_bucket = self._triggers(buckets, flow, last, row_at)
-        network = simulator.network
-        start, finish, _, cause, busy = kernels.run_events(
-            flow.n_microbatches,
-            rows % n_devices,
-            self._seconds(flow, rows),
-            following,
-            first,
-            from_row,
-            to_row,
-            n_bytes,
-            simulator.returns[source // n_devices],
-            network.latency_s,
-            network.bandwidth,
-            network.nic,
-            network.node_of,
-            network.n_resources,
-            buckets.seconds,
-            buckets.ptr,
-            buckets.resource,
-            buckets.occupied,
-            trigger_task,
-            trigger_bucket,
-        )
-        ends = _device_ends(last, finish, buckets)
+        tables, simulator = self.tables, self.simulator
+        lowered = lowering.lower(simulator, tables, self._current_flow())
+        prefix = self._prefix(lowered)
+        start, finish, cause, busy, log = kernels.run_events(lowered.work, lowered.links, prefix)
+        if self._restarts:
+            self._last_run = lowered, log
+        self.n_replayed, self.n_events = len(prefix), len(log)
+        ends = _device_ends(lowered.last, finish, lowered.buckets)
         assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
         weights = tables.weight_bytes.sum(axis=0)
         optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         static = weights * (2 + simulator.options.n_optimizer_states)
+        edges = lowered.edges
         return Outcome(
             step_s=float((ends + optimizer).max()),
-            memory_bytes=static + peak,
+            memory_bytes=static + lowered.peak,
             static_bytes=static,
             device_end_s=ends,
             optimizer_s=optimizer,
@@ -260,69 +238,33 @@ class Trial:
             finish=finish,
             cause=cause,
             busy=busy,
-            held=held,
-            rows=rows,
-            edge_source=source,
-            edge_target=target,
-            edge_bytes=n_bytes,
-            edge_index=index,
-            buckets=buckets,
+            held=lowered.held,
+            rows=lowered.rows,
+            edge_source=edges.source,
+            edge_target=edges.target,
+            edge_bytes=edges.n_bytes,
+            edge_index=edges.index,
+            sums=edges.sums,
+            buckets=lowered.buckets,
         )
 
-    def _stage_of(self) -> Ints:
-        stages = np.zeros(self.tables.n_ops, dtype=np.int64)
-        for op, plan in self.tables.plans.items():
-            stages[op] = plan.stage
-        return stages
+    def _prefix(self, lowered: Lowered) -> Ints:
+        """Events to replay. Where transfers slow computation down, the order is not known."""
+        from harness.plan.simulate import lowering
 
-    def _seconds(self, flow: Flow, rows: Ints) -> Floats:
-        """(4, n_rows): forward, backward, weight pass and recomputation.
-
-        A zero-bubble schedule gives half of the backward of an operator with weights to the
-        weight pass: gradients of inputs and of weights are products of equal size.
-        """
-        tables = self.tables
-        forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
-        has_weights = tables.weight_bytes.ravel()[rows] > 0
-        weight = np.where(has_weights, backward / 2, 0.0) if flow.split_weight else 0 * backward
-        return np.stack([forward, backward - weight, weight, forward])
-
-    def _triggers(
-        self, buckets: Buckets, flow: Flow, last: Ints, row_at: Ints
-    ) -> tuple[Ints, Ints]:
-        """(compute task, bucket that waits for it): the last microbatch's gradients, or,
-        without overlap, the device's last task."""
-        if not self.simulator.options.overlap:
-            pairs = [(int(last[d]), k) for k, group in enumerate(buckets.groups) for d in group]
-        else:
-            which = 2 if flow.split_weight else 1
-            n_rows = int(row_at.max()) + 1
-            base = ((which + 1) * flow.n_microbatches - 1) * n_rows
-            pairs = [
-                (base + int(row_at[op, d]), k)
-                for k, (ops, group) in enumerate(zip(buckets.members, buckets.groups, strict=True))
-                for op in ops
-                for d in group
-            ]
-        flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
-
-
-def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Flat places of the active entries, and the row of every place (-1: none)."""
-    rows = np.flatnonzero(active)
-    row_at = np.full(active.shape, -1, dtype=np.int64)
-    row_at.ravel()[rows] = np.arange(len(rows))
-    return rows, row_at
+        if self._last_run is None or lowered.work.host_s_per_byte.max() > 0:
+            return np.zeros(0, dtype=np.int64)
+        before, log = self._last_run
+        if before.flow is not lowered.flow:
+            return np.zeros(0, dtype=np.int64)
+        return lowering.untouched(before, log, lowered)
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
     """When each device's gradients are complete."""
     ends = np.where(last >= 0, finish[last], 0.0)
-    n_buckets = len(buckets.groups)
-    for group, end in zip(buckets.groups, finish[len(finish) - n_buckets :], strict=True):
-        for device in group:
-            ends[device] = max(ends[device], end) if end == end else np.nan
+    first = len(finish) - len(buckets.groups)
+    np.maximum.at(ends, buckets.end_device, finish[first + buckets.end_bucket])
     return ends
 
 

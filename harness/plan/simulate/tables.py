@@ -6,8 +6,9 @@ its edges, which is what makes proposing changes cheap. It can be undone by repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from harness.domain.schedule import ScheduleName, rank_actions
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
-from harness.plan.simulate.costs import Costs, EdgeCosts, Floats, Ints
+from harness.plan.simulate.costs import Costs
+from harness.plan.simulate.fans import Fan, Floats, Ints, Sum
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 
@@ -24,7 +26,7 @@ _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
 @dataclass(frozen=True)
 class Flow:
-    """How microbatches flow, as arrays (see `kernels.order_tasks`)."""
+    """How microbatches flow, as arrays (see `order.order_tasks`)."""
 
     n_microbatches: int
     stage_ptr: Ints
@@ -43,15 +45,46 @@ class Buckets:
     Attributes:
         members: operators of each bucket.
         groups: devices of each bucket.
+        trigger_place, trigger_bucket: (n,) every member on every device of its group, as
+            operator * n_devices + device, and the bucket that waits for it.
+        end_device, end_bucket: (n,) every device of every bucket.
     """
 
-    seconds: Floats
     n_bytes: Floats
-    ptr: Ints
-    resource: Ints
-    occupied: Floats
     members: list[list[int]]
     groups: list[tuple[int, ...]]
+    trigger_place: Ints
+    trigger_bucket: Ints
+    end_device: Ints
+    end_bucket: Ints
+
+    @cached_property
+    def identities(self) -> list[tuple[object, ...]]:
+        """What makes each bucket the same one in another strategy."""
+        sizes = self.n_bytes.tolist()
+        return [
+            (tuple(members), group, n_bytes)
+            for members, group, n_bytes in zip(self.members, self.groups, sizes, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """All transfers between devices, fan by fan.
+
+    Attributes:
+        source, target: places (operator * n_devices + device).
+        index: number of the graph's edge.
+        first: (n_fans + 1,) where each fan's begin.
+    """
+
+    fans: tuple[Fan, ...]
+    source: Ints
+    target: Ints
+    n_bytes: Floats
+    index: Ints
+    first: Ints
+    sums: tuple[Sum, ...]
 
 
 def flow_of(
@@ -93,7 +126,7 @@ def flow_of(
     )
 
 
-def _pointers(lists: Sequence[Sequence[object]]) -> Ints:
+def _pointers(lists: Sequence[Sized]) -> Ints:
     return np.concatenate([[0], np.cumsum([len(items) for items in lists])]).astype(np.int64)
 
 
@@ -119,20 +152,24 @@ class Tables:
             for p in found
             if has_tasks(graph.operators[p]) and has_tasks(graph.operators[c])
         ]
-        self._edges_at: list[list[int]] = [[] for _ in graph.operators]
+        self._readers: list[list[tuple[int, int]]] = [[] for _ in graph.operators]
+        self._producers: list[list[int]] = [[] for _ in graph.operators]
         for e, (p, c) in enumerate(self.edges):
-            self._edges_at[p].append(e)
-            self._edges_at[c].append(e)
+            self._readers[p].append((e, c))
+            self._producers[c].append(p)
         self.parameterised = [i for i, op in enumerate(graph.operators) if op.parameter_bytes > 0]
         shape = (self.n_ops, self.n_devices)
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
-        self._edge_costs: list[EdgeCosts] = []
+        self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
             self._fill_row(op, plan)
-        self._edge_costs = [self._price(e) for e in range(len(self.edges))]
+        self._fans = {op: self._fan(op) for op in self._placed}
+        self._stale: set[int] = set()  # operators whose fans are to be made anew
+        self._edges: Edges | None = None
+        self._buckets: Buckets | None = None
 
     def _fill_row(self, op: int, plan: OperatorPlan) -> None:
         row = self.costs.operator(op, plan)
@@ -144,32 +181,52 @@ class Tables:
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self._slices[op] = row.slices
 
-    def _price(self, e: int) -> EdgeCosts:
-        p, c = self.edges[e]
-        return self.costs.edge(p, c, self.plans[p], self.plans[c])
+    def _fan(self, op: int) -> Fan:
+        plans = self.plans
+        readers = [(e, c, plans[c]) for e, c in self._readers[op]]
+        if len(readers) > 1:  # stages may run in another order than operators are listed in
+            readers.sort(key=lambda reader: (reader[2].stage, reader[1]))
+        is_global = self.options.batch_norm == "global"
+        return self.costs.fan(op, plans[op], readers, syncs_norms=is_global)
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
-        """Give one operator another plan: its row and its edges change, nothing else."""
+        """Give one operator another plan: its row, its fan and those it reads change."""
+        slices = self._slices[op]
         self.plans[op] = plan
         self._fill_row(op, plan)
-        for e in self._edges_at[op]:
-            self._edge_costs[e] = self._price(e)
+        if self._slices[op] != slices:
+            self._buckets = None
+        self._stale.update((op, *self._producers[op]))
 
-    def edge_rows(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """(source row, target row, bytes, edge) of every transfer between two devices."""
-        counts = [len(costs.n_bytes) for costs in self._edge_costs]
-        if not sum(counts):
-            nothing = np.zeros(0, dtype=np.int64)
-            return nothing, nothing, np.zeros(0), nothing
-        which = np.repeat(np.arange(len(counts)), counts)
-        ends = np.array(self.edges, dtype=np.int64)[which] * self.n_devices
-        sources = ends[:, 0] + np.concatenate([costs.sources for costs in self._edge_costs])
-        targets = ends[:, 1] + np.concatenate([costs.targets for costs in self._edge_costs])
-        n_bytes = np.concatenate([costs.n_bytes for costs in self._edge_costs])
-        return sources, targets, n_bytes, which
+    def edge_rows(self) -> Edges:
+        """Everything that travels within a microbatch."""
+        for op in self._stale:
+            fan = self._fan(op)
+            if fan is not self._fans[op]:
+                self._fans[op] = fan
+                self._edges = None
+        self._stale.clear()
+        if self._edges is None:
+            fans = tuple(self._fans[op] for op in self._placed)
+            self._edges = Edges(
+                fans=fans,
+                source=np.concatenate([fan.source for fan in fans]),
+                target=np.concatenate([fan.target for fan in fans]),
+                n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
+                index=np.concatenate([fan.edge for fan in fans]),
+                first=_pointers([fan.source for fan in fans]),
+                sums=tuple(one for fan in fans for one in fan.sums),
+            )
+        return self._edges
 
     def buckets(self) -> Buckets:
-        """Gradients to all-reduce, last operator first, merged per group of devices.
+        """Gradients to all-reduce."""
+        if self._buckets is None:
+            self._buckets = self._fill_buckets()
+        return self._buckets
+
+    def _fill_buckets(self) -> Buckets:
+        """Last operator first, merged per group of devices.
 
         A bucket is closed when it has reached the option's size, as DDP does.
         """
@@ -192,14 +249,27 @@ class Tables:
                     members[k].append(op)
                 if sizes[k] >= self.options.bucket_bytes:
                     del open_bucket[group]
-        priced = [self.network.all_reduce(g, n) for g, n in zip(groups, sizes, strict=True)]
-        pairs = [pair for collective in priced for pair in collective.occupied]
+        n = self.n_devices
+        triggers = [
+            (op * n + device, k)
+            for k, (ops, group) in enumerate(zip(members, groups, strict=True))
+            for op in ops
+            for device in group
+        ]
+        ends = [(device, k) for k, group in enumerate(groups) for device in group]
+        places, waiting = _columns(triggers)
+        devices, closing = _columns(ends)
         return Buckets(
-            seconds=np.array([collective.duration_s for collective in priced]),
             n_bytes=np.array(sizes, dtype=np.float64),
-            ptr=_pointers([collective.occupied for collective in priced]),
-            resource=np.array([resource for resource, _ in pairs], dtype=np.int64),
-            occupied=np.array([seconds for _, seconds in pairs]),
             members=members,
             groups=groups,
+            trigger_place=places,
+            trigger_bucket=waiting,
+            end_device=devices,
+            end_bucket=closing,
         )
+
+
+def _columns(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])

@@ -1,0 +1,205 @@
+"""Tables and flow lowered to the arrays of the event loop. Import lazily: it imports numba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.plan.simulate import order, restart
+from harness.plan.simulate.fans import Floats, Ints, Sum
+from harness.plan.simulate.reductions import price_reductions
+from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
+from harness.plan.simulate.work import Links, Work, link
+
+if TYPE_CHECKING:
+    from harness.plan.simulate.simulator import Simulator
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What the event loop reads, and what is known before it runs.
+
+    Attributes:
+        rows: (n_rows,) operator * n_devices + device of each row; `row_at` is its inverse.
+        last: (n_devices,) last task of each device.
+        peak: (n_devices,) most bytes of activations.
+        held: by task, bytes held while it runs.
+    """
+
+    work: Work
+    links: Links
+    flow: Flow
+    edges: Edges
+    buckets: Buckets
+    rows: Ints
+    row_at: Ints
+    last: Ints
+    peak: Floats
+    held: Floats
+
+
+def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
+    """Lower a strategy."""
+    n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
+    network = simulator.network
+    rows, row_at = _number_rows(tables.active)
+    from_row, to_row = row_at[edges.source], row_at[edges.target]
+    received = np.bincount(to_row, weights=edges.n_bytes, minlength=len(rows))
+    stage_of = _stages(tables, flow)
+    crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
+    outside = np.bincount(to_row[crosses], weights=edges.n_bytes[crosses], minlength=len(rows))
+    following, first, last, gate, peak, held = order.order_tasks(
+        flow.n_microbatches,
+        row_at.reshape(-1, n_devices),
+        tables.output_bytes.ravel()[rows] + received,
+        outside,
+        flow.stage_ptr,
+        flow.stage_ops,
+        flow.recompute,
+        flow.rank_of,
+        flow.action_ptr,
+        flow.actions,
+        flow.split_weight,
+    )
+    triggers = _triggers(simulator, buckets, flow, last, row_at, len(rows))
+    sums = edges.sums
+    prices = price_reductions(
+        network, sums, zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True)
+    )
+    source_ptr, sources = _lists([one.sources for one in sums], row_at)
+    target_ptr, targets = _lists([one.targets for one in sums], row_at)
+    host = np.broadcast_to(np.asarray(simulator.options.host_s_per_byte, dtype=float), n_devices)
+    found = Work(
+        n_microbatches=flow.n_microbatches,
+        n_resources=network.n_resources,
+        device_of=rows % n_devices,
+        seconds=_seconds(tables, flow, rows),
+        following=following,
+        first=first,
+        gate=gate,
+        edge_source=from_row,
+        edge_target=to_row,
+        edge_bytes=edges.n_bytes,
+        edge_returns=simulator.returns[edges.source // n_devices],
+        latency=network.latency_s,
+        bandwidth=network.bandwidth,
+        nic=network.nic,
+        node_of=network.node_of,
+        host_s_per_byte=np.ascontiguousarray(host),
+        sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
+        sum_returns=np.array(
+            [bool(one.is_norm or simulator.returns[one.operator]) for one in sums], dtype=np.bool_
+        ),
+        sum_source_ptr=source_ptr,
+        sum_source=sources,
+        sum_target_ptr=target_ptr,
+        sum_target=targets,
+        reduce_seconds=prices.seconds,
+        reduce_ptr=prices.ptr,
+        reduce_resource=prices.resource,
+        reduce_occupied=prices.occupied,
+        reduce_host_bytes=prices.host_bytes,
+        group_ptr=prices.group_ptr,
+        group=prices.group,
+        trigger_task=triggers[0],
+        trigger_bucket=triggers[1],
+    )
+    return Lowered(
+        work=found,
+        links=link(found),
+        flow=flow,
+        edges=edges,
+        buckets=buckets,
+        rows=rows,
+        row_at=row_at,
+        last=last,
+        peak=peak,
+        held=held,
+    )
+
+
+def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """Places of the active entries, and the row of every place (-1: none)."""
+    rows = np.flatnonzero(active)
+    row_at = np.full(active.size, -1, dtype=np.int64)
+    row_at[rows] = np.arange(len(rows))
+    return rows, row_at
+
+
+def _stages(tables: Tables, flow: Flow) -> Ints:
+    stages = np.zeros(tables.n_ops, dtype=np.int64)
+    counts = np.diff(flow.stage_ptr)
+    stages[flow.stage_ops] = np.repeat(np.arange(len(counts)), counts)
+    return stages
+
+
+def _seconds(tables: Tables, flow: Flow, rows: Ints) -> Floats:
+    """(4, n_rows): forward, backward, weight pass and recomputation.
+
+    A zero-bubble schedule gives half of the backward of an operator with weights to the
+    weight pass: gradients of inputs and of weights are products of equal size.
+    """
+    forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
+    has_weights = tables.weight_bytes.ravel()[rows] > 0
+    weight = np.where(has_weights, backward / 2, 0.0) if flow.split_weight else 0 * backward
+    return np.stack([forward, backward - weight, weight, forward])
+
+
+def _triggers(
+    simulator: Simulator, buckets: Buckets, flow: Flow, last: Ints, row_at: Ints, n_rows: int
+) -> tuple[Ints, Ints]:
+    """(compute task, bucket that waits for it): the last microbatch's gradients, or,
+    without overlap, the device's last task."""
+    if not simulator.options.overlap:
+        return last[buckets.end_device], buckets.end_bucket
+    which = order.WEIGHT if flow.split_weight else order.BACKWARD
+    base = ((which + 1) * flow.n_microbatches - 1) * n_rows
+    return base + row_at[buckets.trigger_place], buckets.trigger_bucket
+
+
+def _lists(places: list[tuple[int, ...]], row_at: Ints) -> tuple[Ints, Ints]:
+    ends = np.concatenate([[0], np.cumsum([len(own) for own in places])]).astype(np.int64)
+    return ends, row_at[np.array([place for own in places for place in own], dtype=np.int64)]
+
+
+def untouched(before: Lowered, log: Ints, after: Lowered) -> Ints:
+    """Events of the last run that come first in the next one too (see `restart`)."""
+    mapping = restart.Mapping(
+        row=after.row_at[before.rows],
+        edge=_map_edges(before.edges, after.edges),
+        sum=_map_sums(before.edges, after.edges),
+        bucket=_map_buckets(before.buckets, after.buckets),
+    )
+    found: Ints = restart.untouched_prefix(
+        log, before.work, before.links, after.work, after.links, mapping
+    )
+    return found
+
+
+def _map_edges(before: Edges, after: Edges) -> Ints:
+    """Edge rows of fans that have not changed are shifted as a whole."""
+    if before is after:
+        return np.arange(len(before.source))
+    counts = np.diff(before.first)
+    pairs = zip(before.fans, after.fans, strict=True)
+    same = np.array([a is b for a, b in pairs], dtype=np.bool_)
+    moved = np.arange(len(before.source)) + np.repeat(after.first[:-1] - before.first[:-1], counts)
+    return np.where(np.repeat(same, counts), moved, order.NONE)
+
+
+def _map_sums(before: Edges, after: Edges) -> Ints:
+    place: dict[Sum, int] = {}
+    for k, one in enumerate(after.sums):
+        place[one] = k
+    return np.array([place.get(one, order.NONE) for one in before.sums], dtype=np.int64)
+
+
+def _map_buckets(before: Buckets, after: Buckets) -> Ints:
+    if before is after:
+        return np.arange(len(before.groups))
+    place: dict[Any, int] = {identity: k for k, identity in enumerate(after.identities)}
+    found = [place.get(identity, order.NONE) for identity in before.identities]
+    return np.array(found, dtype=np.int64)

@@ -1,0 +1,94 @@
+"""The fixed order in which every device works through its tasks, compiled, and what it then holds.
+
+A row is an operator on a device that has a block of it; there are R of them. A compute task is
+(pass, microbatch, row) and has the number (pass * M + microbatch) * R + row, with M microbatches.
+Import this module lazily: it imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
+N_PASSES = 4
+NONE = -1
+
+
+@njit(cache=True)
+def order_tasks(
+    n_microbatches: int,
+    row_at: Any,  # (operators, devices) the row, or NONE
+    kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
+    outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
+    stage_ptr: Any,  # (S + 1,) into stage_ops
+    stage_ops: Any,  # operators by stage, in topological order
+    recompute: Any,  # (S,)
+    rank_of: Any,  # (D,) pipeline rank of a device, or NONE
+    action_ptr: Any,  # (P + 1,) into actions
+    actions: Any,  # (n, 3) pass, microbatch, stage by rank
+    split_weight: bool,  # the schedule has weight passes, which then free the activations
+) -> Any:
+    """Chain every device's tasks.
+
+    Returns:
+        following: (n_tasks,) next task on the device, or NONE.
+        first, last: (D,) tasks of each device.
+        gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last before
+            the action ahead of its own.
+        peak: (D,) most bytes of activations held at once.
+        held: (n_tasks,) bytes held while the task runs.
+    """
+    rows, n_devices = len(kept_bytes), row_at.shape[1]
+    n_tasks = N_PASSES * n_microbatches * rows
+    following = np.full(n_tasks, NONE, np.int64)
+    gate = np.full(n_tasks, NONE, np.int64)
+    held = np.zeros(n_tasks)
+    first = np.full(n_devices, NONE, np.int64)
+    last = np.full(n_devices, NONE, np.int64)
+    peak = np.zeros(n_devices)
+    for device in range(n_devices):
+        rank = rank_of[device]
+        if rank == NONE:
+            continue
+        memory = 0.0
+        before_previous = before_this = NONE
+        for a in range(action_ptr[rank], action_ptr[rank + 1]):
+            kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
+            low, high = stage_ptr[stage], stage_ptr[stage + 1]
+            again = recompute[stage]
+            before_previous, before_this = before_this, last[device]
+            for run in range(2):
+                # A backward action of a recomputing stage runs its forward once more first.
+                if run == 0 and not (kind == BACKWARD and again):
+                    continue
+                what = RECOMPUTE if run == 0 else kind
+                for k in range(high - low):
+                    forwards = what in (FORWARD, RECOMPUTE)
+                    op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
+                    row = row_at[op, device]
+                    if row == NONE:
+                        continue
+                    task = (what * n_microbatches + microbatch) * rows + row
+                    freed = 0.0
+                    if what == FORWARD and again:
+                        memory += kept_bytes[row]
+                        freed = kept_bytes[row] - outside_bytes[row]
+                    elif what == FORWARD:
+                        memory += kept_bytes[row]
+                    elif what == RECOMPUTE:
+                        memory += kept_bytes[row] - outside_bytes[row]
+                    elif what == WEIGHT or not split_weight:
+                        freed = kept_bytes[row]
+                    gate[task] = before_previous
+                    held[task] = memory
+                    peak[device] = max(peak[device], memory)
+                    memory -= freed
+                    if last[device] == NONE:
+                        first[device] = task
+                    else:
+                        following[last[device]] = task
+                    last[device] = task
+    return following, first, last, gate, peak, held

@@ -1,0 +1,219 @@
+"""A strategy as the arrays that the event loop reads, and who waits for whom in them.
+
+Numbers of tasks: compute tasks (see `order`), then forward transfers (microbatch * E + edge row),
+backward transfers, forward all-reduces in the middle of a microbatch (microbatch * C + sum),
+backward ones, and all-reduces of gradients. Import this module lazily: it imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from harness.plan.simulate.order import BACKWARD, FORWARD, N_PASSES, NONE
+
+
+class Work(NamedTuple):
+    """Shapes: R rows, E edge rows, C sums, K buckets, D devices, M microbatches."""
+
+    n_microbatches: int
+    n_resources: int
+    device_of: Any  # (R,)
+    seconds: Any  # (4, R) of each pass
+    following: Any  # (4 M R,) next task on the device, or NONE
+    first: Any  # (D,)
+    gate: Any  # (4 M R,) the task after which its receives are posted, or NONE
+    edge_source: Any  # (E,) row of the producer
+    edge_target: Any  # (E,) row of the consumer
+    edge_bytes: Any  # (E,)
+    edge_returns: Any  # (E,) whether a gradient comes back
+    latency: Any  # (D, D)
+    bandwidth: Any  # (D, D)
+    nic: Any  # (nodes,)
+    node_of: Any  # (D,)
+    host_s_per_byte: Any  # (D,) of computation that a byte sent or received takes away
+    sum_is_norm: Any  # (C,)
+    sum_returns: Any  # (C,)
+    sum_source_ptr: Any  # (C + 1,) into sum_source
+    sum_source: Any  # rows
+    sum_target_ptr: Any
+    sum_target: Any
+    # Prices of all-reduces: C forward ones, C backward ones, K buckets.
+    reduce_seconds: Any
+    reduce_ptr: Any  # into the next two
+    reduce_resource: Any
+    reduce_occupied: Any
+    reduce_host_bytes: Any
+    group_ptr: Any  # into group
+    group: Any  # devices
+    trigger_task: Any  # (n,) compute tasks that a bucket waits for
+    trigger_bucket: Any  # (n,)
+
+
+class Links(NamedTuple):
+    """What a finished task sets free, as lists by row or task."""
+
+    out_ptr: Any  # edge rows by producer
+    out_edges: Any
+    in_ptr: Any  # edge rows by consumer
+    in_edges: Any
+    source_ptr: Any  # positions in sum_source by row
+    source_sums: Any
+    target_ptr: Any
+    target_sums: Any
+    trigger_head: Any  # (4 M R,) first position in trigger_task, or NONE
+    trigger_next: Any
+    gate_head: Any  # (4 M R,) first transfer (counted from 0) that it lets post, or NONE
+    gate_next: Any
+
+
+@njit(cache=True)
+def n_buckets(work: Any) -> int:
+    return len(work.reduce_seconds) - 2 * len(work.sum_is_norm)
+
+
+@njit(cache=True)
+def offsets(work: Any) -> Any:
+    """Where transfers, backward transfers, sums, backward sums and buckets begin; and the end."""
+    compute = N_PASSES * work.n_microbatches * len(work.device_of)
+    moves = work.n_microbatches * len(work.edge_bytes)
+    sums = work.n_microbatches * len(work.sum_is_norm)
+    end = compute + 2 * moves + 2 * sums
+    return (
+        compute,
+        compute + moves,
+        compute + 2 * moves,
+        compute + 2 * moves + sums,
+        end,
+        end + n_buckets(work),
+    )
+
+
+@njit(cache=True)
+def _group(rows: Any, n_rows: int) -> Any:
+    """Positions of an array of rows by row: (pointers, positions)."""
+    pointers = np.zeros(n_rows + 1, np.int64)
+    for row in rows:
+        pointers[row + 1] += 1
+    for k in range(n_rows):
+        pointers[k + 1] += pointers[k]
+    fill = pointers[:-1].copy()
+    positions = np.empty(len(rows), np.int64)
+    for e in range(len(rows)):
+        positions[fill[rows[e]]] = e
+        fill[rows[e]] += 1
+    return pointers, positions
+
+
+@njit(cache=True)
+def _owners(pointers: Any) -> Any:
+    """The list that each position belongs to."""
+    owner = np.empty(pointers[-1], np.int64)
+    for k in range(len(pointers) - 1):
+        owner[pointers[k] : pointers[k + 1]] = k
+    return owner
+
+
+@njit(cache=True)
+def link(work: Any) -> Any:
+    """All lists of a work."""
+    rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
+    n_compute = N_PASSES * m * rows
+    out_ptr, out_edges = _group(work.edge_source, rows)
+    in_ptr, in_edges = _group(work.edge_target, rows)
+    source_ptr, at_source = _group(work.sum_source, rows)
+    target_ptr, at_target = _group(work.sum_target, rows)
+    trigger_head = np.full(n_compute, NONE, np.int64)
+    trigger_next = np.full(len(work.trigger_task), NONE, np.int64)
+    for t in range(len(work.trigger_task)):
+        trigger_next[t] = trigger_head[work.trigger_task[t]]
+        trigger_head[work.trigger_task[t]] = t
+    gate_head = np.full(n_compute, NONE, np.int64)
+    gate_next = np.full(2 * m * n_edges, NONE, np.int64)
+    for k in range(m):
+        for e in range(n_edges):
+            task = work.gate[(FORWARD * m + k) * rows + work.edge_target[e]]
+            move = k * n_edges + e
+            if task != NONE:
+                gate_next[move] = gate_head[task]
+                gate_head[task] = move
+            task = work.gate[(BACKWARD * m + k) * rows + work.edge_source[e]]
+            move += m * n_edges
+            if task != NONE and work.edge_returns[e]:
+                gate_next[move] = gate_head[task]
+                gate_head[task] = move
+    return Links(
+        out_ptr,
+        out_edges,
+        in_ptr,
+        in_edges,
+        source_ptr,
+        _owners(work.sum_source_ptr)[at_source],
+        target_ptr,
+        _owners(work.sum_target_ptr)[at_target],
+        trigger_head,
+        trigger_next,
+        gate_head,
+        gate_next,
+    )
+
+
+@njit(cache=True)
+def count_waits(work: Any) -> Any:
+    """How many things each task waits for before it may start."""
+    rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
+    compute, back, sums, sums_back, buckets, end = offsets(work)
+    n_sums = len(work.sum_is_norm)
+    waits = np.zeros(end, np.int64)
+    for t in range(len(work.trigger_task)):
+        waits[buckets + work.trigger_bucket[t]] += 1
+    for k in range(m):
+        for e in range(n_edges):
+            task = (FORWARD * m + k) * rows + work.edge_target[e]
+            waits[task] += 1
+            waits[compute + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
+            if work.edge_returns[e]:
+                task = (BACKWARD * m + k) * rows + work.edge_source[e]
+                waits[task] += 1
+                waits[back + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
+        for c in range(n_sums):
+            n_sources = work.sum_source_ptr[c + 1] - work.sum_source_ptr[c]
+            waits[sums + k * n_sums + c] = n_sources
+            if work.sum_returns[c]:
+                n_targets = work.sum_target_ptr[c + 1] - work.sum_target_ptr[c]
+                waits[sums_back + k * n_sums + c] = n_sources if work.sum_is_norm[c] else n_targets
+            for is_back in range(2):
+                n_freed, freed = freed_by_sum(work, c, k, is_back == 1)
+                for i in range(n_freed):
+                    waits[freed[i]] += 1
+    for task in range(compute):
+        if work.following[task] != NONE:
+            waits[work.following[task]] += 1
+    return waits
+
+
+@njit(cache=True)
+def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
+    """(how many, which) compute tasks wait for an all-reduce in the middle of a microbatch."""
+    rows, m = len(work.device_of), work.n_microbatches
+    which = BACKWARD if is_back else FORWARD
+    base = (which * m + microbatch) * rows
+    if is_back and not work.sum_returns[c]:
+        return 0, np.empty(0, np.int64)
+    if work.sum_is_norm[c]:
+        low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]
+        freed = np.empty(high - low, np.int64)
+        n = 0
+        for k in range(low, high):
+            after = work.following[base + work.sum_source[k]]
+            if after != NONE:
+                freed[n] = after
+                n += 1
+        return n, freed
+    if is_back:
+        low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]
+        return high - low, base + work.sum_source[low:high]
+    low, high = work.sum_target_ptr[c], work.sum_target_ptr[c + 1]
+    return high - low, base + work.sum_target[low:high]
