@@ -33,7 +33,7 @@ from harness.nodes.talk import Healthy, Progress, Talk
 # A host may hang at any moment: ssh sessions beyond this wait for their turn.
 _N_AT_ONCE = 128
 # Hosts that share cores, as virtual ones do, answer one after another, closer than this.
-_QUIET_S = 1.0
+_QUIET_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
