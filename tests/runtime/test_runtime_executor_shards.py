@@ -54,7 +54,8 @@ class Attention(nn.Module):
     def forward(self, x, y):
         if self.is_self:
             return self.attention(x, x, x, **self.call)[0]
-        return self.attention(x, y, y, **self.call)[0]
+        output, _ = self.attention(x, y, y, **self.call)
+        return output
 
 
 def captured(model, inputs):
