@@ -43,8 +43,10 @@ class BatchNormShard(Shard):
 
     def __init__(self, part: Part, module: _BatchNorm, inward: Region) -> None:
         super().__init__()
-        # Switched off while a forward is repeated, as that of PyTorch's own modules is.
+        # Switched off while a forward is repeated, as that of PyTorch's own modules is, and where
+        # another task on the same device keeps the same statistics.
         self.track_running_stats = True
+        self.is_counting = True
         self._eps, self._momentum, self._inward = module.eps, module.momentum, inward
         for name in _TENSORS:
             self.own(part, name, part.held(name), (part.output[1],))
@@ -73,7 +75,7 @@ class BatchNormShard(Shard):
         """The share of this batch in the running statistics."""
         is_tracking = self.training and self.track_running_stats
         if is_tracking and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(1 if self.is_counting else 0)
             if self._momentum is None:
                 return 1.0 / float(self.num_batches_tracked)
         return 0.0 if self._momentum is None else float(self._momentum)

@@ -48,7 +48,8 @@ class ExecutorEngine:
     """Trains a task by a strategy; device k of the strategy is rank k. All ranks must make it.
 
     Args:
-        task: the whole model, with equal weights on every rank; the engine keeps its own parts.
+        task: the whole model, with equal weights on every rank; the engine keeps its own parts
+            and frees the others.
 
     Raises:
         StrategyError: it does not fit the model or the ranks.
@@ -94,6 +95,7 @@ class ExecutorEngine:
         self._optimizer = make_optimizer(
             self.weights if self._has_weights else nn.Linear(1, 1), options.optimizer, world.device
         )
+        self.weights.release_others(captured.module)
         self.keep_gradients = False
         self._gradients: dict[WeightSlice, Tensor] = {}
 

@@ -186,9 +186,12 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node is a dropout that drops."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        drops = isinstance(module, nn.Dropout | nn.Dropout2d) and module.p > 0
-        return bool(drops and module.training)
+        return bool(isinstance(module, nn.Dropout | nn.Dropout2d) and _is_dropping(module))
     return getattr(node.target, "__name__", "") == "dropout" and _drops(node)
+
+
+def _is_dropping(module: nn.Dropout | nn.Dropout2d) -> bool:
+    return bool(module.training and module.p > 0)
 
 
 def _drops(node: fx.Node) -> bool:

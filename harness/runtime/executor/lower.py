@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import Block
 from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
+from harness.runtime.executor.batch_norm import BatchNormShard
 from harness.runtime.executor.deferred import WeightQueue, defer
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.forms import (
@@ -215,9 +218,12 @@ class SegmentBuilder:
             return
         form = self._forms.of[part.operator]
         if form in ("native", "gathered"):
+            arguments = {n: self._untrimmed(n, want) for n, want in self._lowering.wants(part)}
             self._add_native(part, arguments, is_gathered=form == "gathered")
             return
         shard = self._shard(part, form)
+        if isinstance(shard, BatchNormShard):
+            self._count_once(part, shard)
         self._lowering.weights.share(shard, shard.sources)
         in_order = [arguments[node] for node, _ in self._lowering.wants(part)]
         node = self._layout.captured.nodes[part.operator]
@@ -248,6 +254,18 @@ class SegmentBuilder:
         assert shard is not None, "only batch norms have this form"
         shard.reduce = lowering.reduce_over(norm_devices(layout, part))
         return shard
+
+    def _earlier(self, part: Part) -> list[Part]:
+        """Tasks of the same operator that this device runs before."""
+        parts = self._layout.parts[part.operator]
+        return [p for p in parts if p.device == part.device and p.index < part.index]
+
+    def _count_once(self, part: Part, shard: BatchNormShard) -> None:
+        """Tasks that share running statistics, or their counter, are one batch, not several."""
+        earlier = self._earlier(part)
+        at = list(self._layout.shapes[part.operator]).index("feature")
+        shard.is_counting = not earlier
+        shard.track_running_stats = all(p.block[at] != part.block[at] for p in earlier)
 
     def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
         path = name.replace(".", "_")
@@ -287,8 +305,12 @@ class SegmentBuilder:
                 name.removeprefix(f"{path}."): piece
                 for name, piece in sources.items() if name.startswith(f"{path}.")
             })  # fmt: skip
+            if isinstance(module, _BatchNorm) and self._earlier(part):
+                module = copy.copy(module)
+                module.track_running_stats = False
+                emitted.target = path = f"{path}.{part.index}".replace(".", "_")
             self._owned[path] = module
-        if self._must_copy(node, emitted, arguments):
+        if self._must_copy(part, node, arguments):
             emitted = out_of_place(self._graph, emitted, self._owned)
         self._keep(part, node, emitted, is_gathered=is_gathered)
 
@@ -299,18 +321,19 @@ class SegmentBuilder:
         self._owned[path] = held
         return self._graph.get_attr(path)
 
-    def _must_copy(
-        self, node: fx.Node, emitted: fx.Node, arguments: dict[fx.Node, fx.Node]
-    ) -> bool:
-        """Whether working in place would change what somebody else still reads."""
-        if not node.args or not isinstance(node.args[0], fx.Node):
-            return False
-        source = node.args[0]
-        if source not in arguments:
+    def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
+        """Whether working in place would change what somebody else still reads.
+
+        A region cut out of a value is a view, and other tasks of the operator may be given others.
+        """
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source not in arguments:
             return False
         given = arguments[source]
-        is_read = any(value is given for key, value in self.values.items() if key in self._needed)
-        return given.op == "placeholder" or is_read or len(given.users) > 1
+        own = [key for key, value in self.values.items() if value is given]
+        is_read = not own or any(key in self._needed for key in own)
+        n_tasks = sum(p.device == part.device for p in self._layout.parts[part.operator])
+        return is_read or len(given.users) > 1 or n_tasks > 1
 
     def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
         """Name the values of a task; those of a tuple are the elements that anybody reads."""
@@ -351,6 +374,22 @@ class SegmentBuilder:
         if want.number not in self._regions:
             self._regions[want.number] = self._make_region(want)
         return self._regions[want.number]
+
+    def _untrimmed(self, node: fx.Node, want: Want) -> fx.Node:
+        """A want of an operator that runs as the model has it: a value that is here, as it is.
+
+        Its windows may leave last rows out. To cut those off would cost copies, and another layout
+        rounds otherwise.
+        """
+        sizes = list(self._layout.value_shape(node).values())
+        whole = (*want.block[:1], *((0, size) for size in sizes[1:]))
+        if not want.pieces:
+            return self._input(DataKey(want.value, whole))
+        part = want.pieces[0].part
+        key = PartKey(want.value, part.operator, part.index)
+        if len(want.pieces) > 1 or want.remote or self._lowering.block_of(key) != whole:
+            return self._region(want)
+        return self.values.get(key) or self._input(key)
 
     def _make_region(self, want: Want) -> fx.Node:
         if want.remote:

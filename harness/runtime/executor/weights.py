@@ -40,6 +40,13 @@ class Weights(nn.Module):
             table = owner._parameters if isinstance(held, nn.Parameter) else owner._buffers
             table[attribute] = held  # type: ignore[assignment]
 
+    def release_others(self, model: nn.Module) -> None:
+        """Free what the model has beyond the held slices; the model is of no use afterwards."""
+        kept = {id(tensor) for tensor in self.held.values()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in kept:
+                tensor.data = tensor.data.new_empty(0)
+
     def slices(self) -> list[WeightSlice]:
         """In the order of the model."""
         return sorted(self.held, key=lambda piece: (self._order[piece.name], piece.intervals))
