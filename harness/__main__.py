@@ -97,7 +97,7 @@ def _cases(name: str, config: Any, launch: Launch) -> list[Any]:
         ]
     return [
         Case(name=one, workload=WORKLOADS[one], config=case)
-        for one, part in comparison(has_gpu=torch.cuda.device_count() > 0)
+        for one, part in comparison(has_gpu=torch.cuda.device_count() > 0, n_ranks=launch.size)
         for case in WORKLOADS[one].cases(part, launch.size)
     ]
 

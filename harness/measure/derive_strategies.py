@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.measure.derive_training import TrainingSummary
 from harness.measure.statistics import Verdict, verdict
 from harness.measure.store import Run
 
-# What tells strategies apart; every other setting must be equal.
-_COMPARED = ("strategy", "engine", "n_ranks")
+# What tells strategies apart, or how they are found; every other setting must be equal.
+_COMPARED = (
+    "strategy", "engine", "n_ranks", "schedule", "asynchronous", "recompute", "predict",
+    "search_seconds", "search_budget", "memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class StrategyRow:
         n_started: repeats, those that failed included.
         step_s: the median step of each repeat that ended ok; empty when none did.
         throughput: samples per second of the job, at the median of `step_s`.
+        run_ids: of the repeats that ended ok.
         against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
     """
 
@@ -32,20 +36,26 @@ class StrategyRow:
     n_started: int
     step_s: tuple[float, ...]
     throughput: float | None
+    run_ids: tuple[str, ...] = ()
     against: str = ""
     speedup: float | None = None
     verdict: Verdict | None = None
 
 
-def strategy_table(runs: Sequence[tuple[Run, TrainingSummary]]) -> list[StrategyRow]:
+def strategy_table(
+    runs: Sequence[tuple[Run, TrainingSummary]], *, at_least: int = 2
+) -> list[StrategyRow]:
     """A row for each strategy of each workload that was trained by two or more.
 
     The baseline is plain `single`, else the first strategy that has a run which ended ok.
+
+    Args:
+        at_least: strategies that a workload must have been trained by.
     """
     workloads: dict[str, list[tuple[Run, TrainingSummary]]] = {}
     for run, summary in runs:
         workloads.setdefault(_rest_of_config(run), []).append((run, summary))
-    return [row for group in workloads.values() for row in _compared(group)]
+    return [row for group in workloads.values() for row in _compared(group, at_least)]
 
 
 def _rest_of_config(run: Run) -> str:
@@ -58,13 +68,13 @@ def _kind_of(run: Run) -> str:
     return run.header.ranks[0].device_kind if run.header.ranks else ""
 
 
-def _compared(group: Sequence[tuple[Run, TrainingSummary]]) -> list[StrategyRow]:
+def _compared(group: Sequence[tuple[Run, TrainingSummary]], at_least: int) -> list[StrategyRow]:
     by_strategy: dict[tuple[bool, str, int], list[tuple[Run, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name: repeats are carried out in random order.
         place = (summary.strategy != "single", summary.strategy, summary.n_ranks)
         by_strategy.setdefault(place, []).append((run, summary))
-    if len(by_strategy) < 2:
+    if len(by_strategy) < at_least:
         return []
     rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
     baseline = next((row for row in rows if row.step_s), None)
@@ -82,18 +92,15 @@ def _row(repeats: Sequence[tuple[Run, TrainingSummary]]) -> StrategyRow:
         n_started=len(repeats),
         step_s=steps,
         throughput=n_samples / median(steps) if n_samples and steps else None,
+        run_ids=tuple(summary.run_id for summary in ok),
     )
 
 
 def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
     if row is baseline or not row.step_s:
         return row
-    return StrategyRow(
-        workload=row.workload,
-        strategy=row.strategy,
-        n_started=row.n_started,
-        step_s=row.step_s,
-        throughput=row.throughput,
+    return replace(
+        row,
         against=baseline.strategy,
         speedup=median(baseline.step_s) / median(row.step_s),
         verdict=verdict(row.step_s, baseline.step_s),

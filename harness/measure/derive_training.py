@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import numpy as np
@@ -108,9 +109,22 @@ def configured(run: Run, name: str, default: str = "") -> str:
 
 
 def _strategy_name(run: Run) -> str:
-    """The strategy, behind its engine's name where that is not plain torch."""
+    """The strategy with what tells it from the usual: behind the engine, where others train it too,
+    before a pipeline's schedule; one that was read from a file is called by the file's name."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
-    return strategy if engine == "torch" else f"{engine}-{strategy}"
+    if strategy == "pipeline" and engine == "executor":
+        strategy += _flow_name(run)
+    is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
+    name = PurePath(strategy).stem if strategy.endswith(".json") else strategy
+    return name if is_usual else f"{engine}-{name}"
+
+
+def _flow_name(run: Run) -> str:
+    schedule = configured(run, "schedule", "1f1b")
+    told = "" if schedule == "1f1b" else f"-{schedule}"
+    for flag in ("recompute", "asynchronous"):
+        told += f"-{flag}" if run.header.config.get(flag) else ""
+    return told
 
 
 def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:

@@ -1,19 +1,25 @@
 """The comparison that `./entry.sh` runs when no workload is named.
 
-How fast are the devices and the links, and what does spreading training over them gain? One
-model, the same global batch on one device and data parallel on all, each repeated.
+How fast are the devices and the links, what does planning make of that, and is it true? One model,
+the same global batch on one device, data parallel, as a balanced pipeline, and by the strategy that
+the search finds, each repeated often enough that the verdicts can decide.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from harness.workloads.links import LinksConfig
 from harness.workloads.matmul import MatmulConfig
+from harness.workloads.plan_config import SearchConfig, question_of
+from harness.workloads.profile_config import ProfileConfig
+from harness.workloads.train_cases import train_cases
 from harness.workloads.train_config import TrainConfig
 
-_STRATEGIES = ("single", "ddp")
-_N_REPEATS = 3
+_STRATEGIES = ("single", "ddp", "pipeline", "searched")
+# Two sides of seven each, fully apart, are the fewest that can call a difference.
+_N_REPEATS = 7
 
 
 def _training(*, has_gpu: bool) -> TrainConfig:
@@ -26,24 +32,52 @@ def _training(*, has_gpu: bool) -> TrainConfig:
             batch_size=(128,),
             steps=50,
             repeats=_N_REPEATS,
+            predict=True,
         )
+    # 32 MB of gradients: on links of 1 Gbit/s as much work to reduce as to compute.
     return TrainConfig(
-        model="resnet18",
-        image_size=64,
-        n_classes=10,
+        model="dlrm",
         strategy=_STRATEGIES,
-        batch_size=(40,),
-        steps=8,
+        batch_size=(512,),
+        steps=6,
         warm_up=2,
-        no_sync_steps=4,
+        no_sync_steps=3,
+        search_seconds=20.0,
         repeats=_N_REPEATS,
+        predict=True,
     )
 
 
-def comparison(*, has_gpu: bool) -> list[tuple[str, Any]]:
+def _profile(question: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
+    """Shards of data parallelism and of the pipelines' microbatches; the rest is fitted."""
+    config = question.profile_config()
+    if has_gpu:
+        return config
+    shards = {1, 2, n_ranks, 4 * n_ranks}
+    return dataclasses.replace(
+        config, shards=tuple(sorted(shards)), time_budget_s=0.1, min_samples=3, warm_up=1
+    )
+
+
+def _first_looks(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
+    """Devices and links; short on CPUs, where the whole comparison should take minutes."""
+    if has_gpu:
+        return MatmulConfig(), LinksConfig()
+    matmul = MatmulConfig(time_budget_s=0.3, repeats=3)
+    links = LinksConfig(sizes=("4KiB", "256KiB", "4MiB", "16MiB"), time_budget_s=0.05)
+    return matmul, links
+
+
+def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
     """Workloads with their configurations, in order."""
+    training = _training(has_gpu=has_gpu)
+    searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
+    question = question_of(train_cases(searched, n_ranks)[0])
+    matmul, links = _first_looks(has_gpu=has_gpu)
     return [
-        ("matmul", MatmulConfig()),
-        ("links", LinksConfig()),
-        ("train", _training(has_gpu=has_gpu)),
+        ("matmul", matmul),
+        ("links", links),
+        ("profile", _profile(question, n_ranks, has_gpu=has_gpu)),
+        ("search", question),
+        ("train", training),
     ]

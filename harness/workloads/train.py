@@ -71,11 +71,11 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     loop = TrainLoop(training, context, case.warm_up)
     loop.measure(n_steps)
     losses = loop.record_losses()
-    training.trainer.verify()
+    digest = training.trainer.verify()
     summary = {
         **_plan_summary(planned),
         "n_parameters": training.n_parameters,
-        "parameters_digest": training.trainer.digest(),
+        "parameters_digest": digest,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "shares": list(training.plan.shares),

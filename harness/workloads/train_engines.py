@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -25,25 +24,24 @@ class Trainer:
     Attributes:
         samples: positions in the global batch that this rank is fed, in order; None where ranks
             share a batch out among them.
-        verify: all ranks must call it; raises VerificationError where copies differ.
-        digest: of all parameters, as a short text; all ranks must call it.
+        verify: a digest of the parameters, equal for equal training by the same strategy; all ranks
+            must call it; raises VerificationError where copies differ.
     """
 
     engine: Engine
     samples: tuple[int, ...] | None
-    verify: Callable[[], None]
-    digest: Callable[[], str]
+    verify: Callable[[], str]
 
 
 def _whole(engine: Engine, world: World) -> Trainer:
     """An engine whose ranks each hold the whole model."""
     model: nn.Module = engine.model
-    return Trainer(
-        engine=engine,
-        samples=None,
-        verify=lambda: verify_replicas(model, world),
-        digest=lambda: digest(model),
-    )
+
+    def verify() -> str:
+        verify_replicas(model, world)
+        return digest(model)
+
+    return Trainer(engine=engine, samples=None, verify=verify)
 
 
 def _torch(
@@ -66,13 +64,8 @@ def _executor(
     from harness.runtime.executor.engine import ExecutorEngine
 
     assert plan is not None
-    engine: Any = ExecutorEngine(task, world, recorder, options, plan)
-    return Trainer(
-        engine=engine,
-        samples=tuple(engine.samples),
-        verify=engine.verify_replicas,
-        digest=engine.parameters_digest,
-    )
+    engine = ExecutorEngine(task, world, recorder, options, plan)
+    return Trainer(engine=engine, samples=tuple(engine.samples), verify=engine.verify_replicas)
 
 
 MakeTrainer = Callable[[Task, World, Recorder, EngineOptions, ExecutorPlan | None], Trainer]

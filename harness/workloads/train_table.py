@@ -1,22 +1,21 @@
-"""What rank 0 prints after training: throughput, phases, communication, doubts, a comparison."""
+"""What rank 0 prints after training: throughput, phases, communication, doubts; then one row for
+each strategy (`train_compared`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
 from harness.measure.derive import (
-    StrategyRow,
     TrainingSummary,
     matmul_peaks,
-    strategy_table,
     training_summary,
 )
 from harness.measure.derive_devices import PeakKey
 from harness.measure.store import Results, Run, read_run
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.text import columns
+from harness.workloads.train_compared import compared_text
 
 _PHASES = {
     "data": "data",
@@ -30,19 +29,18 @@ _PHASES = {
 
 
 def train_text(runs: list[Run]) -> str:
-    """Four tables over all runs, what speaks against them, and strategies against each other."""
+    """Four tables over all runs, what speaks against them, and one row for each strategy."""
     peaks = _measured_peaks({run.path.parent for run in runs})
     summaries = [training_summary(run, peaks) for run in runs]
-    rows = [(_name(run), summary) for run, summary in zip(runs, summaries, strict=True)]
+    rows = [(_name(run, summary), summary) for run, summary in zip(runs, summaries, strict=True)]
     done = [(name, summary) for name, summary in rows if summary.duration is not None]
-    compared = strategy_table(list(zip(runs, summaries, strict=True)))
     parts = [
         _throughput(rows),
         _phases(done),
         _communication(done),
         _device(done),
         _doubts(rows),
-        _comparison(compared),
+        compared_text(runs, summaries),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -56,18 +54,17 @@ def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
     return matmul_peaks(beside.runs)
 
 
-def _name(run: Run) -> str:
+def _name(run: Run, summary: TrainingSummary) -> str:
     config = run.header.config
     words = (
         config.get("model"),
-        config.get("strategy"),
+        summary.strategy,
         config.get("dtype"),
         f"batch {config.get('batch')}",
         f"on {len(run.header.ranks)}",
         f"#{run.header.repeat}",
     )
-    engine = config.get("engine")
-    return " ".join(str(word) for word in words) + (f" {engine}" if engine != "torch" else "")
+    return " ".join(str(word) for word in words)
 
 
 def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
@@ -110,7 +107,7 @@ def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
             _number(summary.synchronisations_per_s),
             _bandwidth(summary.sent_bytes_per_s),
             _bandwidth(summary.received_bytes_per_s),
-            format_bytes(summary.ring_bytes or 0) + "/step",
+            "-" if summary.ring_bytes is None else f"{format_bytes(summary.ring_bytes)}/step",
         ]
         for name, summary in rows
         if summary.communication_s
@@ -139,28 +136,6 @@ def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
         if summary.reason:
             lines.append(f"{name}: {summary.status}: {summary.reason.splitlines()[0]}")
     return "\n".join(lines)
-
-
-def _comparison(rows: Sequence[StrategyRow]) -> str:
-    heads = ["strategies", "by", "repeats", "step", "samples/s", "speed-up", "verdict"]
-    cells = [
-        [
-            row.workload,
-            row.strategy,
-            _repeats(row),
-            _duration(median(row.step_s) if row.step_s else None),
-            _number(row.throughput),
-            "-" if row.speedup is None else f"{row.speedup:.2f}",
-            "-" if row.verdict is None else f"against {row.against}: {row.verdict}",
-        ]
-        for row in rows
-    ]
-    return columns(heads, cells)
-
-
-def _repeats(row: StrategyRow) -> str:
-    n_ok = len(row.step_s)
-    return str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}"
 
 
 def _number(value: float | None) -> str:

@@ -108,11 +108,19 @@ def _rank(
 
 
 def run_on_ranks(
-    function: Callable[[Any, Context], Any], argument: Any, size: int
+    function: Callable[[Any, Context], Any],
+    argument: Any,
+    size: int,
+    beside: Callable[[Path], None] = lambda results: None,
 ) -> tuple[list[Any], Run]:
-    """What each rank returned, and the run as read back; `function` must be importable."""
+    """What each rank returned, and the run as read back; `function` must be importable.
+
+    Args:
+        beside: fills the directory of results before the run.
+    """
     with tempfile.TemporaryDirectory() as directory:
         write_header(Path(directory) / "run", header_of([f"node{i}" for i in range(size)]))
+        beside(Path(directory))
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "harness.workloads"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE
+from harness.domain.record import Sample
+from harness.errors import HarnessError
 from harness.runtime.context import Context
 from harness.runtime.engine_torch import TorchEngine
 from harness.workloads.train import run_train
@@ -80,3 +85,33 @@ def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
+    """Plan and train; losses, parameters as one device has them, and the run's summary."""
+    summary = run_train(case, context)
+    losses = [
+        record.value
+        for record in context.recorder.collect()
+        if isinstance(record, Sample) and record.metric == "loss"
+    ]
+    path = context.run_dir / "model.safetensors"
+    state = load_file(path) if context.world.is_first else {}
+    return {"summary": summary, "losses": losses, "state": state}
+
+
+def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
+    """Several, one after another, by name; what one raised instead of its results."""
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = planned_training(replace(case, save_model=True), context)
+        except HarnessError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        files = (PREDICTION_FILE, STRATEGY_FILE)
+        if context.world.is_first and isinstance(found[name], dict):
+            for file in files:
+                path = context.run_dir / file
+                found[name][file] = path.read_text() if path.exists() else ""
+                path.unlink(missing_ok=True)
+    return found

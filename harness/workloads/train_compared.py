@@ -1,0 +1,113 @@
+"""The last table of training: a row for each strategy over its repeats, measured and predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from harness.measure.derive import (
+    StrategyRow,
+    TrainingSummary,
+    pipeline_summary,
+    strategy_table,
+)
+from harness.measure.statistics import summarize
+from harness.measure.store import Run
+from harness.units import format_bytes, format_duration
+from harness.workloads.text import columns
+
+_HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
+          "bubble", "memory", "predicted", "error", "speed-up"]  # fmt: skip
+# The reading that a device's limit is about: a GPU's allocator, else the process.
+_MEMORY_KINDS = ("allocated", "rss")
+
+Repeat = tuple[Run, TrainingSummary]
+
+
+def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> str:
+    """The table, then what the repeats say of each strategy against the baseline."""
+    repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
+    rows = strategy_table(list(repeats.values()), at_least=1)
+    told = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
+    lines = [columns(_HEADS, [_cells(row, own) for row, own in told])]
+    lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
+    lines += [_stale(row, own) for row, own in told if _is_asynchronous(own)]
+    return "\n".join(lines)
+
+
+def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
+    step_s = median(row.step_s) if row.step_s else None
+    predicted_s = _middle(repeats, lambda run, _: run.header.summary.get("predicted_step_s"))
+    return [
+        row.workload,
+        row.strategy,
+        str(len(repeats))
+        if len(repeats) == row.n_started
+        else f"{len(repeats)} of {row.n_started}",
+        "-" if row.throughput is None else f"{row.throughput:.4g}",
+        _duration(step_s),
+        _interval(row, repeats),
+        _duration(_middle(repeats, lambda _, summary: summary.exposed_communication_s)),
+        _percent(_middle(repeats, lambda run, _: _bubble(run))),
+        _bytes(_middle(repeats, lambda _, summary: _memory(summary))),
+        _duration(predicted_s),
+        "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
+        "-" if row.speedup is None else f"{row.speedup:.2f}",
+    ]
+
+
+def _middle(
+    repeats: Sequence[Repeat], value: Callable[[Run, TrainingSummary], Any]
+) -> float | None:
+    """Median over the repeats that have a value."""
+    found = [value(run, summary) for run, summary in repeats]
+    known = [float(one) for one in found if one is not None]
+    return median(known) if known else None
+
+
+def _interval(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
+    """Of the repeats' steps; of its own steps where there is one repeat."""
+    whole = summarize(row.step_s) if len(row.step_s) > 1 else None
+    if whole is None:
+        whole = repeats[0][1].duration if repeats else None
+    if whole is None:
+        return "-"
+    return f"{format_duration(whole.low)} to {format_duration(whole.high)}"
+
+
+def _bubble(run: Run) -> float | None:
+    found = pipeline_summary(run)
+    return None if found is None else found.bubble.median
+
+
+def _memory(summary: TrainingSummary) -> float | None:
+    return next((summary.memory_bytes[k] for k in _MEMORY_KINDS if k in summary.memory_bytes), None)
+
+
+def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
+    return any(
+        run.header.config.get("asynchronous") and run.header.config.get("strategy") == "pipeline"
+        for run, _ in repeats
+    )
+
+
+def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
+    n_stages = repeats[0][0].header.summary.get("n_stages", "S")
+    return (
+        f"{row.strategy} does not train what one device does: every microbatch is a minibatch, and "
+        f"stage s of {n_stages} (from 0) has gradients by weights that are {n_stages} - 1 - s "
+        "updates old"
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else format_duration(seconds)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _bytes(n_bytes: float | None) -> str:
+    return "-" if n_bytes is None else format_bytes(n_bytes)

@@ -1,0 +1,59 @@
+"""A directory of results that holds what planning reads: measured links, a profile, its graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from local_ranks import header_of
+
+from harness.domain.cluster import Cluster
+from harness.measure.store import write_header
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.workloads.plan_config import SearchConfig
+from harness.workloads.plan_files import CLUSTER_FILE
+from harness.workloads.plan_inputs import capture_graph
+from harness.workloads.plan_needs import plain
+
+KIND = "test device"
+RATES = DeviceRates(flops_per_s=2e10, memory_bytes_per_s=5e9)
+
+
+def launched_cluster(size: int) -> Cluster:
+    """As a launch describes the ranks of a test."""
+    return header_of([f"node{i}" for i in range(size)]).cluster
+
+
+def measured_cluster(size: int) -> Cluster:
+    """As the links workload writes it for the ranks of a test: 1 Gbit/s, 0.1 ms."""
+    return Cluster.uniform(
+        size, 1, inside_bytes_per_s=125e6, memory_bytes=4 << 30, kind=KIND, latency_s=1e-4
+    )
+
+
+def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 1.0) -> None:
+    """A finished links run over so many ranks."""
+    header = header_of([f"node{i}" for i in range(size)])
+    path = results / f"run{start_utc}-links-{size}"
+    told = {"run_id": path.name, "workload": "links", "start_utc": start_utc or header.start_utc}
+    write_header(path, msgspec.structs.replace(header, **told))
+    cluster = measured_cluster(size)
+    links = [
+        msgspec.structs.replace(link, bandwidth_bytes_per_s=rate * link.bandwidth_bytes_per_s)
+        for link in cluster.links
+    ]
+    (path / CLUSTER_FILE).write_bytes(msgspec.structs.replace(cluster, links=links).to_json())
+
+
+def write_profile(results: Path, question: SearchConfig, size: int) -> None:
+    """A finished profile run, its times by FLOPs and bytes."""
+    profile = roofline_profile(
+        capture_graph(question), {KIND: RATES}, n_parts=range(1, size + 1), n_microbatches=(1, 2, 4)
+    )
+    config = question.profile_config()
+    config.path(results).write_bytes(
+        msgspec.structs.replace(profile, model=question.model).to_json()
+    )
+    header = header_of([f"node{i}" for i in range(size)])
+    told = {"run_id": "run-profile-0", "workload": "profile", "config": plain(config)}
+    write_header(results / "run-profile-0", msgspec.structs.replace(header, **told))
