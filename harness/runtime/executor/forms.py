@@ -196,7 +196,7 @@ def _is_dropping(module: nn.Dropout | nn.Dropout2d) -> bool:
 
 def _drops(node: fx.Node) -> bool:
     arguments = dict(zip(("p", "training"), node.args[1:], strict=False)) | dict(node.kwargs)
-    return bool(arguments.get("training", True)) and arguments.get("p", 0.5) != 0
+    return bool(arguments.get("training", True) and arguments.get("p", 0.5) != 0)
 
 
 def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
