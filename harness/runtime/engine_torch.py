@@ -29,7 +29,7 @@ from harness.runtime.precision import Precision
 from harness.runtime.world import World
 
 
-def _without_buffer_sync() -> dict[str, Any]:
+def without_buffer_sync() -> dict[str, Any]:
     """DDP's argument that leaves running statistics alone; newer versions of torch renamed it.
 
     They do not enter training, and rank 0's count in the end either way; DDP's default would send
@@ -48,7 +48,7 @@ def _distribute(
         device_ids=[device] if device.type == "cuda" else None,
         bucket_cap_mb=bucket_bytes / (1 << 20),
         gradient_as_bucket_view=True,
-        **_without_buffer_sync(),
+        **without_buffer_sync(),
     )
     ddp.register_comm_hook(None, timer.all_reduce)
     return ddp

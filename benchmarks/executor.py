@@ -1,0 +1,165 @@
+"""The executor against stock PyTorch: the same steps of the same model, in turn.
+
+    mpirun -np 2 python benchmarks/executor.py --json      ddp, pipelines, tensor parallel
+    python benchmarks/executor.py --json                   one device
+    bash setup/virtual_cluster.sh run -- mpirun -np 5 --hostfile hosts/virtual.txt \\
+        python benchmarks/executor.py --json               five nodes
+
+| group | against | bar |
+|---|---|---|
+| ddp | DistributedDataParallel, behind our marks and bare | 0.97 |
+| pipeline | torch.distributed.pipelining: same stages, schedule, microbatches | 1.0 |
+| tensor | DTensor's parallelize_module by columns, then rows | 0.97 |
+| single | a plain loop | 0.98 |
+
+Both sides start from the same weights, are fed the same batches in the same processes on one thread
+each, and run a block of steps in turn, again and again. The ratio is their time over ours, of a
+block on the slowest rank. Before that their losses must agree for a few steps. `cpu_ratio` compares
+CPU seconds of all ranks, which other programs on the machine disturb less.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from comparison import compare, show
+from executor_cases import Case, cases
+from executor_sides import Side
+
+from harness.errors import VerificationError
+from harness.runtime.agreement import agree_on_maximum, gather_numbers
+from harness.runtime.launcher import read_launch
+from harness.runtime.rendezvous import join_process_group, meet
+from harness.runtime.world import World
+
+_N_CHECKED = 4
+# Sums in another order differ by some 1e-7 of a loss near 2, and grow with every step.
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    only: str = ""
+    """Cases whose names contain this."""
+    pairs: int = 24
+    """Blocks of each side."""
+    block_s: float = 0.5
+    """About how long a block takes."""
+    quick: bool = False
+    """Smoke test: a few cases, two short blocks each."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object per comparison."""
+
+
+@dataclass
+class Blocks:
+    """What one side's blocks took."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+
+def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
+    """Wall seconds of the slowest rank and CPU seconds of all, for a block of steps."""
+    dist.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(n_steps):
+        side.step()
+    wall_s = time.perf_counter() - start_s
+    cpu_s = sum(gather_numbers(time.process_time() - start_cpu_s, world))
+    side.rest()
+    return agree_on_maximum([wall_s], world)[0], cpu_s
+
+
+def loss_difference(sides: list[Side], world: World) -> float:
+    """Train each side a few steps; the largest difference between losses, relative to ours.
+
+    Raises:
+        VerificationError: the sides do not train the same.
+    """
+    curves = []
+    for side in sides:
+        parts = [float(side.step()) for _ in range(_N_CHECKED)]
+        curves.append([sum(gather_numbers(part, world)) for part in parts])
+    worst = max(
+        abs(a - b) / abs(a) for curve in curves[1:] for a, b in zip(curves[0], curve, strict=True)
+    )
+    if not worst < _TOLERANCE:
+        raise VerificationError(
+            f"losses differ by {worst:.1e} of theirs, more than {_TOLERANCE:g}: "
+            f"{dict(zip((side.name for side in sides), curves, strict=True))}"
+        )
+    return worst
+
+
+def measure(case: Case, options: Options, world: World) -> list[dict[str, object]]:
+    """Compare ours with every other side."""
+    sides = case.sides()
+    difference = loss_difference(sides, world)
+    step_s = min(timed(side, 2, world)[0] for side in sides) / 2
+    n_steps = max(1, round((0.0 if options.quick else options.block_s) / step_s))
+    found = [Blocks() for _ in sides]
+    order = list(range(len(sides)))
+    shuffle = random.Random(0).shuffle  # equal on every rank
+    for pair in range((2 if options.quick else options.pairs) + 1):
+        shuffle(order)
+        for k in order:
+            wall_s, cpu_s = timed(sides[k], n_steps, world)
+            if pair:  # the first one warms up
+                found[k].wall_s.append(wall_s / n_steps)
+                found[k].cpu_s.append(cpu_s / n_steps)
+    ours = found[0]
+    return [
+        {
+            **compare(f"{case.name}: {side.name} over executor", theirs.wall_s, ours.wall_s),
+            "bar": case.bar,
+            "cpu_ratio": compare("", theirs.cpu_s, ours.cpu_s)["ratio"],
+            "ours_s": float(torch.tensor(ours.wall_s).median()),
+            "loss_difference": difference,
+            "n_ranks": world.size,
+            "load": os.getloadavg()[0],
+        }
+        for side, theirs in zip(sides[1:], found[1:], strict=True)
+    ]
+
+
+def table_line(found: dict[str, Any]) -> str:
+    is_met = "met" if found["ratio"] >= found["bar"] else "MISSED"
+    return (
+        f"{found['name']:60s} {found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})  "
+        f"bar {found['bar']:.2f} {is_met:6s}  cpu {found['cpu_ratio']:.3f}  "
+        f"ours {found['ours_s'] * 1e3:.1f} ms  losses {found['loss_difference']:.0e}"
+    )
+
+
+def is_wanted(case: Case, options: Options) -> bool:
+    quick = ("ddp lenet", "pipeline mlp 1f1b", "tensor mlp of 1", "single resnet18")
+    return options.only in case.name and (not options.quick or case.name in quick)
+
+
+def main(options: Options) -> None:
+    meeting = meet(read_launch(os.environ), os.environ)
+    world = meeting.world
+    torch.set_num_threads(1)
+    join_process_group(world, meeting.address, meeting.port, "executor", 300.0)
+    for case in cases(world):
+        if not is_wanted(case, options):
+            continue
+        found = measure(case, options, world)
+        if world.is_first and options.as_json:
+            show(found, as_json=True)
+        elif world.is_first:
+            print(*map(table_line, found), sep="\n", flush=True)
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,158 @@
+"""The cases of benchmarks/executor.py: a strategy of ours, and who else trains the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from executor_models import chain, tensor_mlp, whole
+from executor_sides import Bare, MakeSides, Ours, Side, StockDdp, StockPipeline, StockTensor
+from torch import nn
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.sharding import CONTRACTION, has_tasks
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.plan import builders
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.capture import Captured, capture
+from harness.runtime.world import World
+
+_PER_RANK = {"lenet": 64, "resnet18": 16, "alexnet": 16, "vit_small": 16}
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One strategy on one model.
+
+    Attributes:
+        bar: what their time over ours should reach.
+        sides: ours first.
+    """
+
+    group: str
+    name: str
+    bar: float
+    sides: MakeSides
+
+
+def cases(world: World) -> Iterator[Case]:
+    """Those that this many ranks can run."""
+    if world.size == 1:
+        for model in ("vit_small", "resnet18"):
+            yield _data_parallel(world, model, "single", 0.98)
+        return
+    for model in _PER_RANK:
+        yield _data_parallel(world, model, "ddp", 0.97)
+    for model in ("alexnet", "resnet18", "mlp"):
+        for schedule in _SCHEDULES:
+            yield _pipeline(world, model, schedule)
+    for n_blocks in (1, 2):
+        yield _tensor(world, n_blocks)
+
+
+def _data_parallel(world: World, model: str, group: str, bar: float) -> Case:
+    def sides() -> list[Side]:
+        task, batch = whole(model), _PER_RANK[model] * world.size
+        cluster = Cluster.uniform(1, world.size, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+        graph = capture(task, batch, model).graph
+        strategy = builders.ddp(graph, cluster, batch)
+        ours = Ours(task, world, strategy)
+        if world.size == 1:
+            return [ours, Bare(task, world, batch)]
+        return [ours, StockDdp(task, world, batch), Bare(task, world, batch)]
+
+    return Case(group=group, name=f"{group} {model}", bar=bar, sides=sides)
+
+
+def _pipeline(world: World, model: str, schedule: str) -> Case:
+    def sides() -> list[Side]:
+        task = chain(model)
+        n_microbatches = max(8, 2 * world.size)
+        microbatch = 32 if model == "mlp" else 4
+        batch = microbatch * n_microbatches
+        n_stages = world.size * (2 if schedule == "interleaved" else 1)
+        example = torch.randn(microbatch, *task.inputs[0].shape)
+        weights = agree_on_maximum(child_times(task.model, example), world)
+        numbers = [str(k) for k in range(len(weights))]
+        children = [
+            [int(k) for k in stage]
+            for stage in builders.balanced_stages(numbers, weights, n_stages)
+        ]
+        captured = capture(task, microbatch, model)
+        strategy = builders.pipeline(
+            captured.graph, batch, operators_of(captured, children),
+            [[stage % world.size] for stage in range(n_stages)],
+            n_microbatches=n_microbatches, schedule=schedule,
+        )  # fmt: skip
+        stock = StockPipeline(task, world, children, batch, n_microbatches, schedule)
+        return [Ours(task, world, strategy), stock]
+
+    return Case(group="pipeline", name=f"pipeline {model} {schedule}", bar=1.0, sides=sides)
+
+
+def _tensor(world: World, n_blocks: int) -> Case:
+    def sides() -> list[Side]:
+        task, batch = tensor_mlp(n_blocks), 64 * world.size
+        graph = capture(task, batch, "mlp").graph
+        return [
+            Ours(task, world, tensor_strategy(graph, batch, world.size)),
+            StockTensor(task, world, batch),
+        ]
+
+    return Case(group="tensor", name=f"tensor mlp of {n_blocks}", bar=0.97, sides=sides)
+
+
+def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:
+    """CPU seconds of each child's forward and backward, the median of a few."""
+    found: list[float] = []
+    for child in model.children():
+        times: list[float] = []
+        for _ in range(5):
+            start_s = time.process_time()
+            output = child(example)
+            output.sum().backward()
+            times.append(time.process_time() - start_s)
+        child.zero_grad(set_to_none=True)
+        found.append(statistics.median(times))
+        example = output.detach().requires_grad_()
+    return found
+
+
+def operators_of(captured: Captured, children: Sequence[Sequence[int]]) -> list[list[str]]:
+    """The operators of each stage; one without a module belongs to the child before it."""
+    stage_of = {child: stage for stage, own in enumerate(children) for child in own}
+    found: list[list[str]] = [[] for _ in children]
+    stage = 0
+    for operator in captured.graph.operators:
+        if not has_tasks(operator):
+            continue
+        node = captured.nodes.get(operator.name)
+        if node is not None and node.op == "call_module":
+            stage = stage_of[int(str(node.target).split(".")[0])]
+        found[stage].append(operator.name)
+    return found
+
+
+def tensor_strategy(graph: Graph, batch: int, n_ranks: int) -> Strategy:
+    """Wide layers by features, narrow ones by contraction, what follows them by samples."""
+    devices = list(range(n_ranks))
+    plans: dict[str, OperatorPlan] = {}
+    dim = "sample"
+    for operator in graph.operators:
+        if not has_tasks(operator):
+            continue
+        if operator.kind == "linear":
+            dim = "feature" if _is_wide(operator) else CONTRACTION
+        elif dim == CONTRACTION or operator.kind == "loss":
+            dim = "sample"
+        plans[operator.name] = OperatorPlan({dim: n_ranks}, devices)
+    return Strategy(name="tensor parallel", batch=batch, operators=plans)
+
+
+def _is_wide(operator: Operator) -> bool:
+    return operator.shape["feature"] > int(operator.attrs["in_features"])

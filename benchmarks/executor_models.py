@@ -1,0 +1,79 @@
+"""What benchmarks/executor.py trains: models of the table and small ones, chains, MLPs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.torchvision_import import import_torchvision
+
+_N_CLASSES = 10
+_IMAGE = InputSpec(name="images", shape=(3, 64, 64))
+
+
+def vit_small() -> nn.Module:
+    """ViT-S/16 on images of 64 pixels, half as deep."""
+    model: nn.Module = import_torchvision("models").VisionTransformer(
+        image_size=64, patch_size=16, num_layers=6, num_heads=6, hidden_dim=384, mlp_dim=1536,
+        num_classes=_N_CLASSES,
+    )  # fmt: skip
+    return model
+
+
+def whole(name: str) -> Task:
+    """A model as its author wrote it, without dropout, equal on every rank."""
+    if name == "vit_small":
+        torch.manual_seed(1)
+        return Task(model=vit_small(), inputs=(_IMAGE,), n_classes=_N_CLASSES)
+    size = 0 if name == "lenet" else _IMAGE.shape[-1]
+    asked = ModelOptions(dropout=0.0, image_size=size, n_classes=_N_CLASSES)
+    return build_task(name, fit_options(name, asked), seed=1)
+
+
+def _alexnet() -> nn.Sequential:
+    model = import_torchvision("models").alexnet(num_classes=_N_CLASSES)
+    tail = [layer for layer in model.classifier if not isinstance(layer, nn.Dropout)]
+    return nn.Sequential(*model.features, model.avgpool, nn.Flatten(1), *tail)
+
+
+def _resnet18() -> nn.Sequential:
+    model = import_torchvision("models").resnet18(num_classes=_N_CLASSES)
+    blocks = [
+        b for group in (model.layer1, model.layer2, model.layer3, model.layer4) for b in group
+    ]
+    stem = [model.conv1, model.bn1, model.relu, model.maxpool]
+    return nn.Sequential(*stem, *blocks, model.avgpool, nn.Flatten(1), model.fc)
+
+
+def _mlp() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(10):
+        layers += [nn.Linear(512, 512), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(512, _N_CLASSES))
+
+
+_CHAINS = {"alexnet": _alexnet, "resnet18": _resnet18, "mlp": _mlp}
+
+
+def chain(name: str) -> Task:
+    """A model as a sequence of children, so that both sides can cut it at the same places."""
+    torch.manual_seed(1)
+    model = _CHAINS[name]()
+    for layer in model.modules():
+        if isinstance(layer, nn.ReLU):
+            layer.inplace = False  # a stage may begin with it, on a leaf
+    spec = InputSpec(name="features", shape=(512,)) if name == "mlp" else _IMAGE
+    return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES)
+
+
+def tensor_mlp(n_blocks: int, width: int = 512) -> Task:
+    """Pairs of layers that widen and narrow again, as in a transformer."""
+    torch.manual_seed(1)
+    layers: list[nn.Module] = []
+    for block in range(n_blocks):
+        is_last = block == n_blocks - 1
+        narrow = nn.Linear(4 * width, 64 if is_last else width)
+        layers += [nn.Linear(width, 4 * width), nn.ReLU(), narrow]
+    spec = InputSpec(name="features", shape=(width,))
+    return Task(model=nn.Sequential(*layers), inputs=(spec,), n_classes=64)

@@ -1,0 +1,230 @@
+"""The two sides of each comparison in benchmarks/executor.py: our executor, and stock PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.domain.strategy import Strategy
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.engine_torch import TorchEngine, without_buffer_sync
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models.task import Task
+from harness.runtime.optimizers import OptimizerOptions, make_optimizer
+from harness.runtime.world import World
+
+_OPTIMIZER = OptimizerOptions(learning_rate=0.01)
+_OPTIONS = EngineOptions(dtype="fp32", optimizer=_OPTIMIZER)
+_N_BATCHES = 4
+
+
+class Side(Protocol):
+    """Trains step by step; all ranks call it alike."""
+
+    name: str
+
+    def step(self) -> Tensor:
+        """One optimizer step; this rank's part of the global batch's mean loss."""
+        ...
+
+    def rest(self) -> None:
+        """Called between blocks, outside of what is timed."""
+        ...
+
+
+def batches(task: Task, n: int, positions: Sequence[int]) -> Iterator[Batch]:
+    """The same few global batches of `n` samples for everybody, cut to some positions, for ever."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[Batch] = []
+    index = torch.tensor(list(positions), dtype=torch.int64)
+    for _ in range(_N_BATCHES):
+        inputs = [torch.randn(n, *spec.shape, generator=generator) for spec in task.inputs]
+        targets = torch.randint(0, task.n_classes, (n,), generator=generator)
+        made.append(Batch(tuple(x[index] for x in inputs), targets[index]))
+    return itertools.cycle(made)
+
+
+def share_of(n: int, world: World) -> range:
+    """The samples of a rank, data parallel."""
+    each = n // world.size
+    return range(world.rank * each, (world.rank + 1) * each)
+
+
+class Ours:
+    """The executor under a strategy."""
+
+    name = "executor"
+
+    def __init__(self, task: Task, world: World, strategy: Strategy) -> None:
+        own = copy.deepcopy(task)
+        self._recorder = Recorder(HostClock())
+        self.engine = ExecutorEngine(
+            own, world, self._recorder, _OPTIONS, ExecutorPlan(strategy=strategy)
+        )
+        n = strategy.batch
+        self._batches = batches(task, n, self.engine.samples)
+        self._share = Share(n_local=len(self.engine.samples), n_global=n)
+
+    def step(self) -> Tensor:
+        return self.engine.step(self._batches.__next__, self._share)
+
+    def rest(self) -> None:
+        self._recorder.discard()
+
+
+class StockDdp:
+    """DistributedDataParallel behind the same interface, with the same marks."""
+
+    name = "torch engine"
+
+    def __init__(self, task: Task, world: World, batch: int) -> None:
+        own = share_of(batch, world)
+        self._recorder = Recorder(HostClock())
+        self._engine = TorchEngine(copy.deepcopy(task), world, self._recorder, _OPTIONS)
+        self._batches = batches(task, batch, own)
+        self._share = Share(n_local=len(own), n_global=batch)
+
+    def step(self) -> Tensor:
+        return self._engine.step(self._batches.__next__, self._share)
+
+    def rest(self) -> None:
+        self._recorder.discard()
+
+
+class Bare:
+    """A loop as one would write it: DistributedDataParallel on several ranks, a model on one."""
+
+    def __init__(self, task: Task, world: World, batch: int) -> None:
+        self.name = "DistributedDataParallel" if world.size > 1 else "plain PyTorch"
+        self._task = copy.deepcopy(task)
+        self._model: Any = self._task.model
+        if world.size > 1:
+            self._model = DistributedDataParallel(
+                self._model, gradient_as_bucket_view=True, **without_buffer_sync()
+            )
+        self._optimizer = make_optimizer(self._task.model, _OPTIMIZER, world.device)
+        self._batches = batches(task, batch, share_of(batch, world))
+        # DDP averages over ranks.
+        self._scale, self._n_ranks = world.size / batch, world.size
+
+    def step(self) -> Tensor:
+        batch = next(self._batches)
+        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) * self._scale
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach() / self._n_ranks
+
+    def rest(self) -> None:
+        pass
+
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+}
+
+
+class StockPipeline:
+    """torch.distributed.pipelining: stage s, some children of the model, on rank s modulo ranks."""
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        children: Sequence[Sequence[int]],
+        batch: int,
+        n_microbatches: int,
+        schedule: str,
+    ) -> None:
+        made = _SCHEDULES[schedule]
+        self.name = made.__name__
+        own = copy.deepcopy(task)
+        layers = list(own.model.children())
+        mine = range(world.rank, len(children), world.size)
+        parts = {stage: nn.Sequential(*(layers[k] for k in children[stage])) for stage in mine}
+        stages = [
+            pipelining.PipelineStage(part, stage, len(children), world.device)
+            for stage, part in parts.items()
+        ]
+        is_single = issubclass(made, schedules.PipelineScheduleSingle)
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return own.sum_loss(outputs, targets) / batch
+
+        self._schedule = made(
+            stages[0] if is_single else stages, n_microbatches, loss_fn=loss, scale_grads=False
+        )
+        self._is_first, self._is_last = 0 in parts, len(children) - 1 in parts
+        self._batches = batches(task, batch, range(batch))
+        self._optimizer = make_optimizer(nn.ModuleList(parts.values()), _OPTIMIZER, world.device)
+        known = inspect.signature(made.step).parameters
+        self._keywords = {"return_outputs": False} if "return_outputs" in known else {}
+
+    def step(self) -> Tensor:
+        batch = next(self._batches)
+        losses: list[Tensor] = []
+        keywords: dict[str, Any] = dict(self._keywords)
+        if self._is_last:
+            keywords |= {"target": batch.targets, "losses": losses}
+        self._schedule.step(*(batch.inputs if self._is_first else ()), **keywords)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+
+    def rest(self) -> None:
+        pass
+
+
+class StockTensor:
+    """DTensor's parallelize_module: wide layers by columns, narrow ones by rows."""
+
+    name = "parallelize_module"
+
+    def __init__(self, task: Task, world: World, batch: int) -> None:
+        self._task = copy.deepcopy(task)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        plan: dict[str, Any] = {}
+        for name, layer in self._task.model.named_children():
+            if isinstance(layer, nn.Linear):
+                is_wide = layer.out_features > layer.in_features
+                plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
+        self._model = parallelize_module(self._task.model, mesh, plan)
+        self._optimizer = make_optimizer(self._model, _OPTIMIZER, world.device)
+        self._batches = batches(task, batch, range(batch))
+        self._batch, self._is_counted = batch, world.rank == 0
+
+    def step(self) -> Tensor:
+        batch = next(self._batches)
+        loss = self._task.sum_loss(self._model(*batch.inputs), batch.targets) / self._batch
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach() * self._is_counted  # every rank has all of it
+
+    def rest(self) -> None:
+        pass
+
+
+MakeSides = Callable[[], list[Side]]
