@@ -7,10 +7,10 @@ may be written by hand; `Cluster.uniform` builds the common case from four numbe
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import msgspec
 
+from harness.domain.files import FileKind, JsonFile
 from harness.errors import ClusterError
 
 SCHEMA = "harness-cluster"
@@ -72,12 +72,20 @@ class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class Cluster(JsonFile, frozen=True, kw_only=True):
     """Nodes, links of every ordered pair of devices, and collective curves (may be empty)."""
 
+    FILE = FileKind(
+        "cluster file",
+        SCHEMA,
+        SCHEMA_VERSION,
+        ClusterError,
+        "measure it again with `./entry.sh links`",
+    )
+
     nodes: list[Node]
-    links: list[Link] = []
-    collectives: list[CollectivePoint] = []
+    links: list[Link] = msgspec.field(default_factory=list)
+    collectives: list[CollectivePoint] = msgspec.field(default_factory=list)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
@@ -159,40 +167,3 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             if a != b
         ]
         return cls(nodes=nodes, links=links)
-
-    def to_json(self) -> bytes:
-        """The file's bytes, indented for reading."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-    @classmethod
-    def from_json(cls, data: bytes, *, source: str = "cluster file") -> Cluster:
-        """Parse and validate.
-
-        Raises:
-            ClusterError: malformed, of another version, or inconsistent; names `source`.
-        """
-        try:
-            cluster = msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise ClusterError(f"{source}: {error}") from None
-        except msgspec.DecodeError as error:
-            raise ClusterError(f"{source} is not JSON: {error}") from None
-        if (cluster.schema, cluster.version) != (SCHEMA, SCHEMA_VERSION):
-            raise ClusterError(
-                f"{source} has schema {cluster.schema} version {cluster.version}, this harness "
-                f"reads {SCHEMA} version {SCHEMA_VERSION}: measure it again with `./entry.sh links`"
-            )
-        return cluster
-
-    @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """Read a cluster file.
-
-        Raises:
-            ClusterError: missing or malformed; names the path.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ClusterError(f"cluster file {path}: {error.strerror}") from None
-        return cls.from_json(data, source=str(path))

@@ -10,10 +10,10 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import msgspec
 
+from harness.domain.files import FileKind, JsonFile
 from harness.errors import GraphError
 
 SCHEMA = "harness-graph"
@@ -85,13 +85,15 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return math.prod(self.shape.values())
 
 
-class Graph(msgspec.Struct, frozen=True, kw_only=True):
+class Graph(JsonFile, frozen=True, kw_only=True):
     """Operators, each after its producers.
 
     Attributes:
         name: the model.
         batch: samples in the minibatch that shapes, FLOPs and bytes hold for; None when unknown.
     """
+
+    FILE = FileKind("graph file", SCHEMA, SCHEMA_VERSION, GraphError, "capture the model again")
 
     name: str
     operators: list[Operator]
@@ -156,45 +158,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True):
     def content_hash(self) -> str:
         """16 hex digits over all that planning reads; strategies carry it."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
-
-    def to_json(self) -> bytes:
-        """The file's bytes, indented for reading."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-    @classmethod
-    def from_json(cls, data: bytes, *, source: str = "graph file") -> Graph:
-        """Parse and validate.
-
-        Raises:
-            GraphError: malformed, of another version, or inconsistent; names `source`.
-        """
-        try:
-            graph = msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise GraphError(f"{source}: {error}") from None
-        except msgspec.DecodeError as error:
-            raise GraphError(f"{source} is not JSON: {error}") from None
-        except GraphError as error:
-            raise GraphError(f"{source}: {error}") from None
-        if (graph.schema, graph.version) != (SCHEMA, SCHEMA_VERSION):
-            raise GraphError(
-                f"{source} has schema {graph.schema} version {graph.version}, this harness reads "
-                f"{SCHEMA} version {SCHEMA_VERSION}: capture the model again"
-            )
-        return graph
-
-    @classmethod
-    def load(cls, path: Path) -> Graph:
-        """Read a graph file.
-
-        Raises:
-            GraphError: missing or malformed; names the path.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise GraphError(f"graph file {path}: {error.strerror}") from None
-        return cls.from_json(data, source=str(path))
 
 
 def check_references(graph: str, operators: list[Operator]) -> None:

@@ -6,10 +6,9 @@ rank, as a measured run writes them, so that a figure can draw one above the oth
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
+from harness.domain.files import FileKind, JsonFile
 from harness.domain.record import Span
 from harness.errors import ResultsError
 
@@ -19,7 +18,7 @@ PREDICTION_FILE = "prediction.json"
 STRATEGY_FILE = "strategy.json"
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+class Prediction(JsonFile, frozen=True, kw_only=True):
     """A simulated step.
 
     Attributes:
@@ -33,36 +32,18 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
         search_s: wall seconds of the search; None when nothing was searched.
     """
 
+    FILE = FileKind("prediction", SCHEMA, SCHEMA_VERSION, ResultsError, "run it again")
+
     strategy: str
     method: str
     step_s: float
-    memory_bytes: dict[str, int] = {}
-    spans: dict[str, list[Span]] = {}
+    memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    spans: dict[str, list[Span]] = msgspec.field(default_factory=dict)
     profile_fit_error: float | None = None
     search_s: float | None = None
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:
-        """The file's bytes."""
+        """The file's bytes, not indented: spans are many."""
         return msgspec.json.encode(self) + b"\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Prediction:
-        """Read a prediction.
-
-        Raises:
-            ResultsError: missing, malformed or of another version; names the path.
-        """
-        try:
-            found = msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise ResultsError(f"prediction {path}: {error.strerror}") from None
-        except msgspec.DecodeError as error:
-            raise ResultsError(f"prediction {path}: {error}") from None
-        if (found.schema, found.version) != (SCHEMA, SCHEMA_VERSION):
-            raise ResultsError(
-                f"prediction {path} has schema {found.schema} version {found.version}, this "
-                f"harness reads {SCHEMA} version {SCHEMA_VERSION}: run it again"
-            )
-        return found

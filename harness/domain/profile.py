@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from pathlib import Path
 
 import msgspec
 
+from harness.domain.files import FileKind, JsonFile
 from harness.errors import GraphError
 
 SCHEMA = "harness-profile"
@@ -82,7 +82,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
         return self.operators_s / self.step_s
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
+class Profile(JsonFile, frozen=True, kw_only=True):
     """Measurements and where they come from.
 
     Attributes:
@@ -91,11 +91,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         provenance: library versions, host, commit, date, source file.
     """
 
+    FILE = FileKind(
+        "profile file",
+        SCHEMA,
+        SCHEMA_VERSION,
+        GraphError,
+        "measure again with `./entry.sh profile`",
+    )
+
     model: str
     measurements: list[Measurement]
     graph_hash: str = ""
-    whole_steps: list[WholeStep] = []
-    provenance: dict[str, str] = {}
+    whole_steps: list[WholeStep] = msgspec.field(default_factory=list)
+    provenance: dict[str, str] = msgspec.field(default_factory=dict)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
@@ -119,45 +127,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """16 hex digits over the measurements; strategies carry it."""
         data = msgspec.json.encode(self.measurements, order="sorted")
         return hashlib.sha256(data).hexdigest()[:16]
-
-    def to_json(self) -> bytes:
-        """The file's bytes, indented for reading."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-    @classmethod
-    def from_json(cls, data: bytes, *, source: str = "profile file") -> Profile:
-        """Parse and validate.
-
-        Raises:
-            GraphError: malformed, of another version, or with a negative time; names `source`.
-        """
-        try:
-            profile = msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise GraphError(f"{source}: {error}") from None
-        except msgspec.DecodeError as error:
-            raise GraphError(f"{source} is not JSON: {error}") from None
-        except GraphError as error:
-            raise GraphError(f"{source}: {error}") from None
-        if (profile.schema, profile.version) != (SCHEMA, SCHEMA_VERSION):
-            raise GraphError(
-                f"{source} has schema {profile.schema} version {profile.version}, this harness "
-                f"reads {SCHEMA} version {SCHEMA_VERSION}: measure again with `./entry.sh profile`"
-            )
-        return profile
-
-    @classmethod
-    def load(cls, path: Path) -> Profile:
-        """Read a profile file.
-
-        Raises:
-            GraphError: missing or malformed; names the path.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise GraphError(f"profile file {path}: {error.strerror}") from None
-        return cls.from_json(data, source=str(path))
 
 
 def measurement_key(

@@ -15,11 +15,10 @@ strategy fits a graph and a cluster in `validate`, whether it is stale in `check
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from harness.domain.cluster import Cluster
+from harness.domain.files import FileKind, JsonFile
 from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, Cut, blocks, count_parts, cut_dim, n_parts
@@ -62,7 +61,7 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     recompute: bool = False
 
 
-class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+class Strategy(JsonFile, frozen=True, kw_only=True):
     """Every operator's plan, and how microbatches flow.
 
     Attributes:
@@ -71,6 +70,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         operators: by name; all operators of the graph but its inputs.
         stages: in order of flow; operators of stage s read only from stages up to s.
     """
+
+    FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
 
     name: str
     batch: int
@@ -101,43 +102,6 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     def microbatch_sizes(self) -> list[int]:
         """Samples of each microbatch."""
         return [stop - start for start, stop in cut_dim(self.batch, self.n_microbatches)]
-
-    def to_json(self) -> bytes:
-        """The file's bytes, indented for reading."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-    @classmethod
-    def from_json(cls, data: bytes, *, source: str = "strategy file") -> Strategy:
-        """Parse; `validate` it against a graph and a cluster before use.
-
-        Raises:
-            StrategyError: malformed or of another version; names `source`.
-        """
-        try:
-            strategy = msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise StrategyError(f"{source}: {error}") from None
-        except msgspec.DecodeError as error:
-            raise StrategyError(f"{source} is not JSON: {error}") from None
-        if (strategy.schema, strategy.version) != (SCHEMA, SCHEMA_VERSION):
-            raise StrategyError(
-                f"{source} has schema {strategy.schema} version {strategy.version}, this harness "
-                f"reads {SCHEMA} version {SCHEMA_VERSION}: search again"
-            )
-        return strategy
-
-    @classmethod
-    def load(cls, path: Path) -> Strategy:
-        """Read a strategy file.
-
-        Raises:
-            StrategyError: missing or malformed; names the path.
-        """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise StrategyError(f"strategy file {path}: {error.strerror}") from None
-        return cls.from_json(data, source=str(path))
 
 
 def check_fresh(

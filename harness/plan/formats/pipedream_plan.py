@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from harness.domain.files import decode, encode
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE, n_parts
 from harness.domain.sharding import has_tasks
@@ -58,7 +59,7 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def to_json(self) -> bytes:
         """The file's bytes."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=4) + b"\n"
+        return encode(self, indent=4)
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "PipeDream plan") -> PipeDreamPlan:
@@ -67,14 +68,7 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         Raises:
             StrategyError: malformed or inconsistent; names `source`.
         """
-        try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.ValidationError as error:
-            raise StrategyError(f"{source}: {error}") from None
-        except msgspec.DecodeError as error:
-            raise StrategyError(f"{source} is not JSON: {error}") from None
-        except StrategyError as error:
-            raise StrategyError(f"{source}: {error}") from None
+        return decode(data, cls, source=source, error=StrategyError)
 
 
 def to_strategy(

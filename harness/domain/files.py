@@ -1,0 +1,97 @@
+"""The JSON files of planning: one way to read, refuse and write them all.
+
+class Graph(JsonFile, frozen=True, kw_only=True):
+    FILE = FileKind("graph file", SCHEMA, SCHEMA_VERSION, GraphError, "capture it again")
+    name: str
+    schema: str = SCHEMA
+    version: int = SCHEMA_VERSION
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar
+
+import msgspec
+
+from harness.errors import HarnessError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """What a file is called, which schema it has, and how its errors are told.
+
+    Attributes:
+        name: such as `graph file`.
+        remedy: what to do about a file of another version.
+    """
+
+    name: str
+    schema: str
+    version: int
+    error: type[HarnessError]
+    remedy: str
+
+
+class JsonFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A value with a file of its own; it has the fields `schema` and `version`."""
+
+    FILE: ClassVar[FileKind]
+
+    def to_json(self) -> bytes:
+        """The file's bytes, indented for reading."""
+        return encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes, *, source: str = "") -> Self:
+        """Parse and validate.
+
+        Raises:
+            HarnessError: the kind's own; malformed, of another version, or inconsistent; names
+                `source`.
+        """
+        kind = cls.FILE
+        source = source or kind.name
+        value = decode(data, cls, source=source, error=kind.error)
+        found = getattr(value, "schema", ""), getattr(value, "version", 0)
+        if found != (kind.schema, kind.version):
+            raise kind.error(
+                f"{source} has schema {found[0]} version {found[1]}, this harness reads "
+                f"{kind.schema} version {kind.version}: {kind.remedy}"
+            )
+        return value
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            HarnessError: the kind's own; missing or malformed; names the path.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise cls.FILE.error(f"{cls.FILE.name} {path}: {error.strerror}") from None
+        return cls.from_json(data, source=str(path))
+
+
+def encode(value: object, indent: int = 1) -> bytes:
+    """JSON, indented for reading."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"
+
+
+def decode(data: bytes, type_: type[T], *, source: str, error: type[HarnessError]) -> T:
+    """Parse JSON as a type.
+
+    Raises:
+        HarnessError: `error`; malformed, or refused by the type itself; names `source`.
+    """
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except (msgspec.ValidationError, error) as problem:
+        raise error(f"{source}: {problem}") from None
+    except msgspec.DecodeError as problem:
+        raise error(f"{source} is not JSON: {problem}") from None
