@@ -212,20 +212,21 @@ class SegmentBuilder:
 
     def add(self, part: Part) -> None:
         """Emit one task."""
-        arguments = {node: self._region(want) for node, want in self._lowering.wants(part)}
+        wants = self._lowering.wants(part)
         if part.operator not in self._layout.captured.nodes:
-            self._add_loss(part, next(iter(arguments.values())))
+            self._add_loss(part, self._region(wants[0][1]))
             return
         form = self._forms.of[part.operator]
         if form in ("native", "gathered"):
-            arguments = {n: self._untrimmed(n, want) for n, want in self._lowering.wants(part)}
-            self._add_native(part, arguments, is_gathered=form == "gathered")
+            untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
+            self._add_native(part, untrimmed, is_gathered=form == "gathered")
             return
+        arguments = {node: self._region(want) for node, want in wants}
         shard = self._shard(part, form)
         if isinstance(shard, BatchNormShard):
             self._count_once(part, shard)
         self._lowering.weights.share(shard, shard.sources)
-        in_order = [arguments[node] for node, _ in self._lowering.wants(part)]
+        in_order = [arguments[node] for node, _ in wants]
         node = self._layout.captured.nodes[part.operator]
         emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
         self.values[self._first_key(part, node)] = emitted
