@@ -202,16 +202,14 @@ class _Builder:
             self._add_input(node, value)
         elif node.op == "get_attr":
             self._waiting[node] = _parameters_of(node, self._module)
-        elif isinstance(value, (tuple, list)) and _tensors(value):
-            self._add_operator(node, _tensors(value)[0])
-        elif isinstance(value, Tensor):
-            self._add_tensor(node, value)
+        elif tensors := _tensors(value):
+            self._add_computed(node, tensors[0])
 
-    def _add_tensor(self, node: fx.Node, value: Tensor) -> None:
+    def _add_computed(self, node: fx.Node, value: Tensor) -> None:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         is_part = function_name(node.target) == "getitem" and source is not None
         if is_part and source is not None and not isinstance(self._measured[source].value, Tensor):
-            self._name_of[node] = self._name_of[source]  # one of several outputs
+            self._name_of[node] = self._name_of[source]  # one, or some, of several outputs
             return
         self._add_operator(node, value)
 
