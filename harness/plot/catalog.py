@@ -68,7 +68,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCase:
-    """A training case with the numbers of each of its repeats; `label` is unique."""
+    """A training case with the numbers of each of its repeats; `label` is unique for its model."""
 
     case: Case
     label: str
@@ -167,11 +167,16 @@ def batch_of(run: Run, summary: TrainingSummary) -> float | None:
     return None
 
 
+def _identity(case: TrainingCase) -> tuple[str, ...]:
+    """What must differ between cases; figures name the model beside the label."""
+    return case.first.model, case.label, case.case.status
+
+
 def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
-    """Add to equal labels of the same status what tells their configurations apart."""
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    """Add to equal labels of one model and status what tells their configurations apart."""
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, case in enumerate(cases):
-        groups[case.label, case.case.status].append(position)
+        groups[_identity(case)].append(position)
     for positions in groups.values():
         if len(positions) < 2:
             continue
@@ -181,10 +186,10 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
         for i, config in zip(positions, configs, strict=True):
             words = [f"{name} {config[name]}" for name in telling if name in config]
             cases[i] = replace(cases[i], label=" · ".join([cases[i].label, *words]))
-    taken = Counter((case.label, case.case.status) for case in cases)
+    taken = Counter(_identity(case) for case in cases)
     return [
         case
-        if taken[case.label, case.case.status] == 1
+        if taken[_identity(case)] == 1
         else replace(case, label=f"{case.label} · {case.case.header.run_id}")
         for case in cases
     ]

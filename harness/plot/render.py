@@ -25,6 +25,8 @@ METADATA: dict[str, dict[str, Any]] = {
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 DPI = 150
+# A layout is found once, for one format; letters are wider by a per cent or two in another.
+WIDTH_PAD_IN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,9 @@ def image_bytes(figure: Figure, table: pd.DataFrame, *formats: str) -> list[byte
     images = []
     with drawing_style():
         from matplotlib.figure import Figure as Canvas
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-        canvas = Canvas(layout="constrained")
+        canvas = Canvas(layout=ConstrainedLayoutEngine(w_pad=WIDTH_PAD_IN))
         figure.draw(table, canvas)
         for file_format in formats:
             buffer = io.BytesIO()

@@ -30,7 +30,11 @@ STRATEGIES = {
     "hybrid": "#E69F00",
     "fsdp": "#56B4E9",
     "deepspeed": "#7A5195",
+    "executor-single": "#9AA0A6",
+    "executor-ddp": "#003F63",
 }
+# Of strategies that go by a name of their own, such as a file's.
+OTHER_STRATEGIES = ("#8C6D31", "#843C39", "#6B6ECF", "#637939", "#AD494A", "#393B79")
 PHASE_COLOURS = {
     "data": "#B8BCC2",
     "host_to_device": "#E6C229",
@@ -94,7 +98,7 @@ def colour_of(strategy: str) -> str:
     for name, colour in STRATEGIES.items():
         if strategy == name or strategy.startswith((f"{name}_", f"{name}-")):
             return colour
-    return SERIES[zlib.crc32(strategy.encode()) % len(SERIES)]
+    return OTHER_STRATEGIES[zlib.crc32(strategy.encode()) % len(OTHER_STRATEGIES)]
 
 
 def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -126,7 +130,7 @@ def wrap_label(text: str, limit: int = 44) -> str:
             lines[-1] = joined
         else:
             lines.append(word)
-    return "\n".join(shorten(line, limit + 12) for line in lines)
+    return "\n".join(shorten(line, limit + 4) for line in lines)
 
 
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:

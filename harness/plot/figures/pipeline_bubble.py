@@ -82,7 +82,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A bar for each pipeline, a dot for each rank, a mark where the bubble was predicted."""
     groups = list(table.groupby("model", sort=True))
     sizes = [rows["label"].nunique() for _, rows in groups]
-    panels = bar_panels(canvas, sizes)
+    panels = bar_panels(canvas, sizes, row_in=0.56)
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows)
     entries = {

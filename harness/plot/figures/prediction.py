@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from harness.plot.catalog import Catalog
@@ -50,6 +51,7 @@ BANDS = (0.2, 0.1)
 MISS = 0.2
 MAX_NAMED = 8
 MAX_LEGEND = 12
+ROOM = 0.3  # of the figure's width, for a name beside its point
 
 
 def _row(case: PlannedCase, planned: Planned) -> dict[str, Any]:
@@ -93,11 +95,11 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     low, high = _limits(known, scale)
     _draw_bands(axes, low, high)
     _draw_points(axes, known, scale)
-    _name_misses(axes, known, scale)
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
     plain_log_axis(axes, "x")
     plain_log_axis(axes, "y")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    _name_misses(axes, known, scale)
     axes.set_aspect("equal", adjustable="box")
     axes.set_xlabel(f"measured step ({unit})")
     axes.set_ylabel(f"predicted step ({unit})")
@@ -153,21 +155,29 @@ def _draw_points(axes: Axes, known: pd.DataFrame, scale: float) -> None:
 
 
 def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
-    """Name the worst misses beside their points, on the side where there is no diagonal."""
+    """Name the worst misses beside their points."""
     worst = known[known["error"].abs() > MISS].drop_duplicates("label")
     worst = worst.reindex(worst["error"].abs().sort_values(ascending=False).index)[:MAX_NAMED]
+    low, high = np.log(axes.get_xlim())
     for _, row in worst.iterrows():
         is_above = row["error"] > 0
+        place = (np.log(row["measured_s"] * scale) - low) / (high - low)
+        is_inside = place > ROOM if is_above else place < 1 - ROOM
+        # Away from the diagonal; where that leaves the figure, the other way and further off.
+        is_left = is_above == is_inside
+        drop = 0 if is_inside else 11
         axes.annotate(
             f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "
             f"{row['error']:+.0%}",
             (row["measured_s"] * scale, row["predicted_s"] * scale),
-            xytext=(-7 if is_above else 7, 0),
+            xytext=(-7 if is_left else 7, drop if is_above else -drop),
             textcoords="offset points",
-            ha="right" if is_above else "left",
+            ha="right" if is_left else "left",
             va="center",
             fontsize=7.5,
             color=FAILED,
+            bbox={"boxstyle": "square,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8},
+            zorder=2.5,
         )
 
 
@@ -179,14 +189,14 @@ def _draw_legend(axes: Axes, known: pd.DataFrame) -> None:
     entries: list[Any] = [*bands, Line2D([], [], linestyle="", label="strategy")]
     names = sorted(set(known["strategy"].astype(str)))
     entries += [
-        Line2D([], [], marker="o", linestyle="", color=colour_of(name), label=shorten(name, 30))
+        Line2D([], [], marker="o", linestyle="", color=colour_of(name), label=shorten(name, 26))
         for name in names[:MAX_LEGEND]
     ]
     if len(names) > MAX_LEGEND:
         entries.append(Line2D([], [], linestyle="", label=f"and {len(names) - MAX_LEGEND} more"))
     entries.append(Line2D([], [], linestyle="", label="model"))
     entries += [
-        Line2D([], [], marker=marker, linestyle="", color=MUTED, label=shorten(model, 30))
+        Line2D([], [], marker=marker, linestyle="", color=MUTED, label=shorten(model, 26))
         for model, (_, marker) in sorted(series_style(known["model"]).items())[:MAX_LEGEND]
     ]
     axes.legend(handles=entries, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0)

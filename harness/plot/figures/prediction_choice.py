@@ -133,7 +133,7 @@ def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
     low, high = float(min(measured.min(), predicted.min())), float(right.max())
     axes.set_xlim(low - 0.04 * (high - low) - 0.02, high + 0.34 * (high - low) + 0.05)
     axes.set_xlabel("step, relative to the fastest measured")
-    axes.set_title(f"{shorten(cell, 90)}\n{_verdict(rows.iloc[0])}", fontsize=8.5)
+    axes.set_title(f"{shorten(cell, 80)}\n{_verdict(rows.iloc[0])}", fontsize=8.5)
 
 
 def _verdict(row: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from harness.measure.derive import PipelineSummary, pipeline_summary, predicted_
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
-from harness.plot.style import KIND_COLOURS, LIMIT, bar_panels, label_bars, time_unit
+from harness.plot.style import KIND_COLOURS, LIMIT, bar_panels, label_bars, shorten, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +76,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     n_stages = min(summary.n_stages for summary in known)
     rows = [base | _stage_row(stage, known, totals) for stage in range(n_stages)]
     slowest = max(row["total_s"] for row in rows)
-    return [row | {"is_slowest": row["total_s"] == slowest} for row in rows]
+    return [row | {"is_slowest": math.isclose(row["total_s"], slowest)} for row in rows]
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
@@ -117,16 +118,18 @@ def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
                 [predicted * scale] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
                 label="predicted",
             )  # fmt: skip
-        words = f"{row['total_s'] * scale:.4g} {unit}" + (", slowest" if row["is_slowest"] else "")
+        words = f"{row['total_s'] * scale:.3g} {unit}"
+        words += "" if pd.isna(predicted) else f", predicted {predicted * scale:.3g}"
+        words += ", slowest" if row["is_slowest"] else ""
         furthest = row["total_s"] if pd.isna(predicted) else max(row["total_s"], predicted)
         axes.annotate(
             words, (furthest * scale, y), xytext=(6, 0), textcoords="offset points",
             va="center", fontsize=8,
         )  # fmt: skip
     label_bars(axes, [_stage_words(row) for _, row in rows.iterrows()])
-    axes.set_xlim(0, longest * scale * 1.25)
+    axes.set_xlim(0, longest * scale * 1.42)
     axes.set_xlabel(f"{unit} of one microbatch")
-    axes.set_title(label, fontsize=8.5)
+    axes.set_title(shorten(label, 100), fontsize=8.5)
 
 
 def _stage_words(row: Any) -> str:
