@@ -5,13 +5,15 @@
 
 Both train the same model on the same batches in the same processes, a block of steps each, again
 and again. The instrumented loop is the train workload's, with its marks, bucket hook, counters,
-device readings and files; the bare one is what one would write by hand. The ratio is that of a
-block's wall time, the maximum over ranks.
+device readings and files; the bare one is what one would write by hand. Two ratios of each pair of
+blocks: of their wall time, and of the processor time that the process took with all its threads,
+which other programs on the machine hardly change. Both are the maximum over ranks.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -51,9 +53,10 @@ class Options:
     """Samples of each rank in a step."""
     dtype: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
-    pairs: int = 15
-    """Blocks of each kind."""
-    block_s: float = 2.0
+    pairs: int = 100
+    """Blocks of each kind. Many short ones bound the ratio closer than few long ones: what disturbs
+    a machine for a while falls on both blocks of a pair."""
+    block_s: float = 1.2
     """About how long a block takes; device readings come once a second."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object."""
@@ -91,18 +94,26 @@ class BareLoop:
             self.losses.append(loss.detach())
 
 
-def block_time(run: Callable[[int], None], n_steps: int, world: World) -> float:
-    """Seconds of a block on the slowest rank."""
+@dataclass(frozen=True)
+class Cost:
+    """What a step of a block took on the rank that took most."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def cost_of(run: Callable[[int], None], n_steps: int, world: World) -> Cost:
     dist.barrier()
-    start_s = time.perf_counter()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
     run(n_steps)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
-    return agree_on_maximum([time.perf_counter() - start_s], world)[0]
+    spent = [time.perf_counter() - wall_s, time.process_time() - cpu_s]
+    return Cost(*(one / n_steps for one in agree_on_maximum(spent, world)))
 
 
-def measure(options: Options, world: World, run_dir: Path) -> tuple[list[float], list[float]]:
-    """Durations of the instrumented and of the bare blocks, taken in turn."""
+def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, Cost]]:
+    """Costs of a step, instrumented and bare, of blocks taken in turn."""
     case = TrainCase(
         model=options.model,
         image_size=options.image_size,
@@ -124,17 +135,28 @@ def measure(options: Options, world: World, run_dir: Path) -> tuple[list[float],
         with watched_device(world.device, recorder):
             loop.measure(n_steps)
 
-    step_s = max(block_time(run, 5, world) for run in (instrumented, bare.run)) / 5
+    step_s = max(cost_of(run, 5, world).wall_s for run in (instrumented, bare.run))
     n_steps = max(3, round(options.block_s / step_s))
-    ours, theirs = [], []
+    pairs = []
     for pair in range(options.pairs + 1):
         if pair % 2:
-            ours.append(block_time(instrumented, n_steps, world))
-            theirs.append(block_time(bare.run, n_steps, world))
+            ours = cost_of(instrumented, n_steps, world)
+            pairs.append((ours, cost_of(bare.run, n_steps, world)))
         else:
-            theirs.append(block_time(bare.run, n_steps, world))
-            ours.append(block_time(instrumented, n_steps, world))
-    return ours[1:], theirs[1:]  # the first pair warms up
+            theirs = cost_of(bare.run, n_steps, world)
+            pairs.append((cost_of(instrumented, n_steps, world), theirs))
+    return pairs[1:]  # the first pair warms up
+
+
+def compare_costs(name: str, pairs: list[tuple[float, float]]) -> dict[str, object]:
+    """The comparison, its name with the seconds of a bare step and what instruments add to it."""
+    bare_s = statistics.median(bare for _, bare in pairs)
+    added = compare("", [ours - bare + bare_s for ours, bare in pairs], [bare_s] * len(pairs))
+    low_us, middle_us, high_us = (
+        1e6 * bare_s * (float(str(added[key])) - 1) for key in ("low", "ratio", "high")
+    )
+    name += f" ({bare_s * 1e3:.4g} ms bare, {middle_us:+.0f} us, {low_us:+.0f} to {high_us:+.0f})"
+    return compare(name, *zip(*pairs, strict=True))
 
 
 def main(options: Options) -> None:
@@ -143,10 +165,14 @@ def main(options: Options) -> None:
     torch.set_num_threads(world.n_threads)
     join_process_group(world, meeting.address, meeting.port, "overhead", 300.0)
     with tempfile.TemporaryDirectory() as directory:
-        ours, theirs = measure(options, world, Path(directory))
+        pairs = measure(options, world, Path(directory))
     if world.is_first:
         name = f"instrumented over bare step: {options.model} {options.dtype}, {world.size} ranks"
-        show([compare(name, ours, theirs)], as_json=options.as_json)
+        comparisons = [
+            compare_costs(f"{name}, wall time", [(a.wall_s, b.wall_s) for a, b in pairs]),
+            compare_costs(f"{name}, CPU time", [(a.cpu_s, b.cpu_s) for a, b in pairs]),
+        ]
+        show(comparisons, as_json=options.as_json)
     dist.destroy_process_group()
     meeting.control.leave()
 
