@@ -13,6 +13,8 @@ from harness.errors import ModelError
 from harness.runtime.executor.batch_norm import merge_statistics
 from harness.runtime.executor.shards import Wanted, make_batch_norm, make_shard
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IMAGES = {"sample": 5, "feature": 4, "height": 6, "width": 3}
 ROWS = {"sample": 7, "feature": 4}
 

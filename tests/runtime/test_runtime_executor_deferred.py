@@ -8,6 +8,8 @@ from harness.domain.graph import Operator
 from harness.runtime.executor.deferred import WeightQueue, defer
 from harness.runtime.executor.shards import Wanted, make_shard
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = [
     (nn.Linear(6, 5), (4, 6)),
     (nn.Linear(6, 5, bias=False), (4, 6)),

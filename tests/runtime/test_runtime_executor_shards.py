@@ -1,16 +1,22 @@
 import operator
+import random
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from harness.domain.partition import blocks
-from harness.domain.sharding import full_shape, input_block
+from harness.domain.sharding import cuttable_dims, full_shape, input_block
+from harness.errors import StrategyError
 from harness.runtime.capture import capture
 from harness.runtime.executor.shards import Wanted, make_shard
 from harness.runtime.models import InputSpec, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Sums of up to a few hundred terms of size 1, in another order, in float64.
 TOLERANCE = 1e-12
@@ -284,3 +290,89 @@ ATTENTION = [
 )  # fmt: skip
 def test_parts_put_together_are_the_whole(case):
     check(*case)
+
+
+CHOICES = st.integers(0, 2**32)
+
+
+def random_cut(rng, size):
+    """Up to four parts of a dim, uneven as often as not."""
+    n = rng.randint(1, min(4, size))
+    return n if rng.random() < 0.5 else [rng.randint(1, 2) for _ in range(n)]
+
+
+def is_possible(op, shape, cuts):
+    try:
+        list(blocks(list(shape), list(shape.values()), cuts))
+    except StrategyError:
+        return False
+    return set(cuts) <= set(cuttable_dims(op, shape))
+
+
+@given(CHOICES)
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_any_window_and_any_cut_put_together_are_the_whole(seed):
+    rng = random.Random(seed)
+    kernel = rng.randint(1, 4), rng.randint(1, 4)
+    stride = rng.randint(1, 3), rng.randint(1, 3)
+    x = images(4, rng.randint(7, 11), rng.randint(7, 11), n=2)
+    if rng.random() < 0.5:
+        padding = rng.randint(0, 3), rng.randint(0, 3)
+        dilation, groups = rng.randint(1, 2), rng.choice([1, 2, 4])
+        options = {"padding": padding, "dilation": dilation, "groups": groups}
+        model = Call(nn.Conv2d(4, 8, kernel, stride, **options))
+    else:
+        padding = rng.randint(0, kernel[0] // 2), rng.randint(0, kernel[1] // 2)
+        is_ceil = rng.random() < 0.5
+        if rng.random() < 0.5:
+            model = Call(nn.MaxPool2d(kernel, stride, padding, ceil_mode=is_ceil))
+        else:
+            is_counted = rng.random() < 0.5
+            model = Call(nn.AvgPool2d(kernel, stride, padding, is_ceil, is_counted))
+    _, op = captured(model, [x[0].double()])
+    dims = rng.sample(sorted(op.shape), rng.randint(1, 3))
+    cuts = {dim: random_cut(rng, op.shape[dim]) for dim in dims}
+    assume(is_possible(op, op.shape, cuts))
+    check(model, x, cuts)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "dim"),
+    [
+        (Call(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")), images(), "height"),
+        (Call(nn.Conv2d(4, 6, 3, padding="same")), images(), "height"),
+        (Call(nn.MaxPool2d(2, return_indices=True)), images(), "feature"),
+        (Call(nn.GroupNorm(2, 4)), images(), "height"),
+        (Call(nn.LayerNorm(8)), tokens(), "feature"),
+        (Call(nn.Embedding(9, 8, max_norm=1.0)), [torch.ones(3, 5).long()], "feature"),
+        (Call(nn.Dropout2d(0.5)), images(), "width"),
+        (Call(nn.Softmax(-1)), tokens(), "seq"),
+        (Call(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), tokens(), "feature"),
+        (Attention(batch_first=False), TWO, "heads"),
+        (Attention(add_zero_attn=True), TWO, "heads"),
+        (Attention(call={"attn_mask": torch.zeros(5, 5).double()}), TWO, "heads"),
+    ],
+)
+def test_what_cannot_be_cut_exactly_has_no_shard(model, inputs, dim):
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    found, op = captured(model, inputs)
+    assert all(shard is None for _, _, shard in shards_of(found, op, inputs, {dim: 2}))
+
+
+@pytest.mark.parametrize(
+    ("called", "inputs", "cuts"),
+    [
+        (nn.Linear(8, 7), tokens(), {"feature": 2, "seq": 2}),
+        (nn.Conv2d(4, 6, 3, padding=1), images(), {"feature": 2}),
+        (nn.ReLU(inplace=True), images(), {"feature": 2, "height": 3}),
+        (nn.MaxPool2d(3, 2, 1), images(), {"feature": 2}),
+        (nn.LayerNorm(8), tokens(), {"seq": 2}),
+        (lambda x: x.add_(x), tokens(), {"seq": 2}),
+    ],
+)
+def test_exported_functions_are_cut_as_modules_are(called, inputs, cuts, monkeypatch):
+    def refuse(model):
+        raise NotImplementedError("as for control flow that depends on values")
+
+    monkeypatch.setattr(torch.fx, "symbolic_trace", refuse)
+    check(Call(called), inputs, cuts)

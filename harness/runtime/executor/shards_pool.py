@@ -62,7 +62,8 @@ class PoolShard(Shard):
     def forward(self, *inputs: Tensor) -> Tensor:
         pooled = self._function(self._inward.take(inputs[0], self._fill), **self._options)
         if self.counts is not None:
-            pooled = pooled / self.counts.to(pooled.dtype)
+            self.counts = self.counts.to(pooled)  # copies once
+            pooled = pooled / self.counts
         return self._outward.take(pooled)
 
 

@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread():
+    """Small operators wait for each other's threads many times longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
