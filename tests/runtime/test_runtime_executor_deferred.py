@@ -5,7 +5,7 @@ import torch
 from torch import fx, nn
 
 from harness.domain.graph import Operator
-from harness.runtime.executor.deferred import WeightQueue, defer
+from harness.runtime.executor.deferred import WeightQueue, defer, deferred_parameters
 from harness.runtime.executor.shards import Wanted, make_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,6 +87,12 @@ def test_what_has_no_product_is_not_deferred():
     assert defer(nn.ReLU(), queue) is None
     assert defer(nn.BatchNorm2d(3), queue) is None
     assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue) is None
+
+
+def test_what_is_deferred_can_be_told_within_a_model():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, defer(second, WeightQueue()))
+    assert deferred_parameters(model) == set(second.parameters())
 
 
 def test_under_autocast_gradients_are_those_of_autograd():
