@@ -128,12 +128,30 @@ def finished_repeats(results: Path) -> Counter[str]:
 
 
 def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
-    """The status of the run, and why, naming the rank and host that decided."""
+    """The status of the run, and why, naming the rank and host that decided.
+
+    A second rank that failed as badly for another reason is heard too: when one dies, it is the
+    other that knows what it was waiting for.
+    """
     severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
     rank = severities.index(max(severities))
-    status, reason = outcomes[rank].status, outcomes[rank].reason
-    status = "crash" if status == "skipped" else status
-    return status, f"rank {rank} ({hostnames[rank]}): {reason}" if status != "ok" else ""
+    status = outcomes[rank].status
+    if status == "ok":
+        return status, ""
+    first, *rest = _reason(outcomes, hostnames, rank).splitlines()
+    for other, severity in enumerate(severities):
+        if severity == max(severities) and _gist(outcomes[other]) != _gist(outcomes[rank]):
+            first += f"; {_reason(outcomes, hostnames, other).splitlines()[0]}"
+            break
+    return "crash" if status == "skipped" else status, "\n".join([first, *rest])
+
+
+def _reason(outcomes: list[Outcome], hostnames: list[str], rank: int) -> str:
+    return f"rank {rank} ({hostnames[rank]}): {outcomes[rank].reason}"
+
+
+def _gist(outcome: Outcome) -> str:
+    return outcome.reason.partition("\n")[0]
 
 
 class Launcher:
@@ -145,7 +163,7 @@ class Launcher:
         self._argv = argv
         self._world = meeting.world
         self._control = meeting.control
-        self._ranks = self._control.gather("ranks", self._describe_rank(), RankInfo)
+        self.ranks = self._control.gather("ranks", self._describe_rank(), RankInfo)
         self._results = Path(
             self._control.broadcast("results", str(options.results.absolute()), str)
         )
@@ -169,7 +187,7 @@ class Launcher:
 
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Carry out every case in order; returns the headers (complete on rank 0)."""
-        planned = plan_runs(cases, self._ranks)
+        planned = plan_runs(cases, self.ranks)
         done = finished_repeats(self._results) if self._options.resume else Counter[str]()
         skipped = [plan.repeat < done[plan.key] for plan in planned]
         skipped = self._control.broadcast("skipped", skipped, list[bool])
@@ -195,7 +213,7 @@ class Launcher:
             )
             place = f"{number}.{len(headers)}"
             headers += self._carry_out_needs(needed, place)
-            (plan,) = plan_runs([needed], self._ranks)
+            (plan,) = plan_runs([needed], self.ranks)
             what = f"[before {number}] {name} {plan.key}"
             headers.append(self._carry_out_logged(plan, place, what))
         return headers
@@ -205,8 +223,8 @@ class Launcher:
         while needs:
             need = needs.pop(0)
             case = Case(name=need.name, workload=need.workload, config=need.config)
-            (plan,) = plan_runs([case], self._ranks)
-            cluster = describe_cluster(self._ranks[: plan.n_ranks])
+            (plan,) = plan_runs([case], self.ranks)
+            cluster = describe_cluster(self.ranks[: plan.n_ranks])
             if plan.key not in self._tried and not need.is_met(self._results, cluster):
                 self._tried.add(plan.key)
                 return [need.name, config_json(need.config)]
@@ -253,8 +271,8 @@ class Launcher:
             repeat=plan.repeat,
             argv=self._argv,
             config=config_json(plan.case.config),
-            cluster=describe_cluster(self._ranks[: plan.n_ranks]),
-            ranks=self._ranks[: plan.n_ranks],
+            cluster=describe_cluster(self.ranks[: plan.n_ranks]),
+            ranks=self.ranks[: plan.n_ranks],
             versions=self._meeting.facts[0].versions,
             commit=self._commit,
             start_utc=now.isoformat(timespec="milliseconds"),

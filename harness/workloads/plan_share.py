@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import msgspec
+import torch.distributed as dist
 
 from harness import errors
 from harness.errors import HarnessError
 from harness.runtime.agreement import gather_bytes
 from harness.runtime.world import World
+
+_PATIENCE = timedelta(days=1)
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -26,16 +30,27 @@ def _answer(make: Callable[[], bytes]) -> _Answer:
 
 
 def from_first(make: Callable[[], bytes], world: World) -> bytes:
-    """Rank 0's bytes, on every rank; all ranks must call it. Only rank 0 calls `make`.
+    """Rank 0's bytes, on every rank; all ranks must call it. Only rank 0 calls `make`, which may
+    take longer than a collective: the run's own limit ends it.
 
     Raises:
         HarnessError: what rank 0 raised, on every rank, so that none waits for the others.
     """
     encoded = msgspec.msgpack.encode(_answer(make)) if world.is_first else b""
+    _wait_for_all(world)
     answer = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Answer)
     if answer.error:
         raise _error_named(answer.kind)(answer.error)
     return answer.data
+
+
+def _wait_for_all(world: World) -> None:
+    """A barrier without the timeout of collectives; ranks that wait sleep in the kernel."""
+    if world.size == 1:
+        return
+    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    dist.barrier(patient)
+    dist.destroy_process_group(patient)
 
 
 def _error_named(kind: str) -> type[HarnessError]:

@@ -19,7 +19,7 @@ def test_everything_is_measured_before_it_is_planned_and_planned_before_it_is_tr
     assert [name for name, _ in parts] == ["matmul", "links", "profile", "search", "train"]
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 5])
+@pytest.mark.parametrize("n_ranks", [2, 5])
 def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ranks):
     """Configurations are compared as results hold them."""
     parts = dict(comparison(has_gpu=False, n_ranks=n_ranks))
@@ -43,3 +43,8 @@ def test_repeats_are_as_many_as_a_verdict_needs():
     slow = [1.0 + k / 1000 for k in range(7)]
     assert verdict([s / 2 for s in slow], slow).outcome == "faster"
     assert verdict([s / 2 for s in slow[1:]], slow[1:]).outcome == "inconclusive"
+
+
+def test_one_rank_trains_by_one_strategy():
+    parts = dict(comparison(has_gpu=False, n_ranks=1))
+    assert {case.strategy for case in WORKLOADS["train"].cases(parts["train"], 1)} == {"single"}

@@ -1,0 +1,132 @@
+"""A rank's program for the tests: trains a pipeline in which rank 1 fails in the third step.
+
+usage: faulty_training.py RESULTS FAULT      (started by mpirun; FAULT is killed, error or hang)
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import fx, nn
+
+from harness.domain.cluster import Cluster, Link
+from harness.domain.run import RunHeader
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.launch import Case, Launcher, RunOptions, describe_cluster
+from harness.measure.store import write_header
+from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.runtime.isolate import start_fork_server
+from harness.runtime.launcher import read_launch
+from harness.runtime.rendezvous import meet
+from harness.workloads.plan_config import question_of
+from harness.workloads.plan_files import CLUSTER_FILE
+from harness.workloads.plan_inputs import capture_graph
+from harness.workloads.plan_needs import plain
+from harness.workloads.train import TRAIN
+from harness.workloads.train_config import TrainCase
+
+TIMEOUT_S = 8.0
+# Microbatches of 4 of a batch of 8: the fifth call on real values is in the third step.
+_FIFTH = 5
+_calls = []
+
+
+@fx.wrap
+def troubled(x):
+    """Does nothing, until rank 1 has come to it often enough."""
+    if x.device.type == "meta" or os.environ["OMPI_COMM_WORLD_RANK"] != "1":
+        return x * 1.0
+    _calls.append(len(x))
+    if len(_calls) == _FIFTH:
+        fault = os.environ["FAULT"]
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hang":
+            time.sleep(600)
+        raise RuntimeError("rank 1 has a bug")
+    return x * 1.0
+
+
+class Model(nn.Module):
+    def __init__(self, n_features, n_classes):
+        super().__init__()
+        self.flatten, self.first = nn.Flatten(), nn.Linear(n_features, 16)
+        self.second = nn.Linear(16, n_classes)
+
+    def forward(self, x):
+        return self.second(troubled(torch.relu(self.first(self.flatten(x)))))
+
+
+def model(n_classes, n_channels, image_size):
+    return Model(n_channels * image_size**2, n_classes)
+
+
+CASE = TrainCase(
+    model="faulty_training:model", strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json",
+    engine="executor", batch=8, image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=2,
+)  # fmt: skip
+
+
+def header(cluster, workload, config):
+    return RunHeader(
+        run_id=f"1-{workload}-0", workload=workload, key="", repeat=0, argv=[], config=config,
+        cluster=cluster, ranks=[], versions={}, commit="", start_utc="2026", status="ok",
+    )  # fmt: skip
+
+
+def two_stages() -> Strategy:
+    """The operator that fails is the first on rank 1."""
+    stages = {0: ("flatten", "first", "relu"), 1: ("troubled", "second", "loss")}
+    operators = {
+        name: OperatorPlan({}, [stage], stage) for stage, names in stages.items() for name in names
+    }
+    return Strategy(
+        name="two stages", batch=8, operators=operators, n_microbatches=2, schedule="1f1b",
+        stages=[Stage(), Stage()],
+    )  # fmt: skip
+
+
+def prepare(results, cluster: Cluster):
+    """Write what links and profile would have: two ranks of one host."""
+    names = [device.name for device in cluster.devices]
+    links = [
+        Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+        for a in names
+        for b in names
+        if a != b
+    ]
+    write_header(results / "1-links-0", header(cluster, "links", {}))
+    measured = msgspec.structs.replace(cluster, links=links)
+    (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())
+    (results / "plan.json").write_bytes(two_stages().to_json())
+    question = question_of(CASE)
+    rates = {
+        d.kind: DeviceRates(flops_per_s=1e10, memory_bytes_per_s=1e10) for d in cluster.devices
+    }
+    profile = roofline_profile(capture_graph(question), rates, n_parts=[2], n_microbatches=[1, 2])
+    config = question.profile_config(2)
+    config.path(results).write_bytes(profile.to_json())
+    told = {**plain(config), "shards": [1, 2, 3, 4, 8]}
+    write_header(results / "1-profile-0", header(cluster, "profile", told))
+
+
+def main():
+    results = Path(sys.argv[1])
+    start_fork_server(["torch", "harness.run", "harness.workloads"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    options = RunOptions(results=results, run_timeout_s=100.0, collective_timeout_s=TIMEOUT_S)
+    launcher = Launcher(meeting, options, sys.argv)
+    if meeting.world.is_first:
+        prepare(results, describe_cluster(launcher.ranks))
+    headers = launcher.carry_out([Case(name="train", workload=TRAIN, config=CASE)])
+    if meeting.world.is_first:
+        print(" ".join(header.status for header in headers))
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Stages balanced by times: by hand, and against every way to cut."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.errors import StrategyError
+from harness.workloads.plan_stages import Balanced, balance, balance_in_turn
+
+TIMES = st.integers(2, 4).flatmap(
+    lambda n_devices: st.integers(n_devices, 6).flatmap(
+        lambda n_ops: st.lists(
+            st.lists(st.integers(1, 9), min_size=n_ops, max_size=n_ops),
+            min_size=n_devices,
+            max_size=n_devices,
+        )
+    )
+)
+
+
+def cuts(n: int, n_parts: int):
+    """Every way to cut range(n) into consecutive, non-empty parts."""
+    for inner in combinations(range(1, n), n_parts - 1):
+        yield [range(a, b) for a, b in pairwise((0, *inner, n))]
+
+
+def pace(seconds, stages: Balanced) -> float:
+    bounds = pairwise((0, *stages.ends))
+    return max(
+        max(sum(seconds[d][a:b]) for d in group) / len(group)
+        for (a, b), group in zip(bounds, stages.groups, strict=True)
+    )
+
+
+def test_like_devices_get_stages_of_about_equal_time():
+    assert balance([[4, 1, 1, 2, 4]] * 3, 3) == Balanced((1, 4, 5), ((0,), (1,), (2,)))
+
+
+def test_fewer_stages_than_devices_replicate_the_heavy_one():
+    """Three quarters of the time are in the first stage: PipeDream's 3-1."""
+    assert balance([[3, 3, 3, 3]] * 4, 2).groups in (((0, 1, 2), (3,)), ((0,), (1, 2, 3)))
+    assert balance([[9, 3]] * 4, 2) == Balanced((1, 2), ((0, 1, 2), (3,)))
+
+
+def test_a_slow_device_gets_a_short_stage():
+    assert balance([[1, 1, 1, 1], [3, 3, 3, 3]], 2) == Balanced((3, 4), ((0,), (1,)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(TIMES)
+def test_no_other_cut_is_faster(seconds):
+    n_devices, n_ops = len(seconds), len(seconds[0])
+    for n_stages in range(1, n_devices + 1):
+        every = [
+            Balanced(tuple(r.stop for r in ops), tuple(tuple(r) for r in devices))
+            for ops in cuts(n_ops, n_stages)
+            for devices in cuts(n_devices, n_stages)
+        ]
+        found = balance(seconds, n_stages)
+        assert pace(seconds, found) == pytest.approx(min(pace(seconds, one) for one in every))
+
+
+@settings(deadline=None, max_examples=60)
+@given(TIMES)
+def test_no_other_cut_in_turn_is_faster(seconds):
+    n_devices, n_ops = len(seconds), len(seconds[0])
+    n_stages = min(n_ops, 2 * n_devices)
+    groups = tuple((stage % n_devices,) for stage in range(n_stages))
+    every = [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(n_ops, n_stages)]
+    found = balance_in_turn(seconds, n_stages)
+    assert found.groups == groups
+    assert pace(seconds, found) == min(pace(seconds, one) for one in every)
+
+
+@pytest.mark.parametrize(("n_stages", "most"), [(0, 2), (3, 2)])
+def test_impossible_numbers_of_stages_are_refused(n_stages, most):
+    with pytest.raises(StrategyError, match=f"use --stages 1 to {most}"):
+        balance([[1.0, 1.0, 1.0]] * 2, n_stages)
+
+
+def test_more_stages_in_turn_than_operators_are_refused():
+    with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
+        balance_in_turn([[1.0, 1.0, 1.0]] * 2, 4)

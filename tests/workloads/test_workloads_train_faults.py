@@ -1,0 +1,53 @@
+"""A rank that dies or hangs in the middle of a step ends the run, and what was measured stays."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.domain.record import Span
+from harness.measure.store import read_results
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("killed", ["rank 1 (", "killed by SIGKILL"]),
+        ("error", ["rank 1 (", "RuntimeError: rank 1 has a bug"]),
+        ("hang", ["did not answer within 8 s"]),
+    ],
+)
+def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{HERE}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+        "FAULT": fault,
+    }
+    command = [str(MPIRUN), "--oversubscribe", "-np", "2", sys.executable, "-m", "mpi4py"]
+    done = subprocess.run(
+        [*command, str(HERE / "faulty_training.py"), str(tmp_path)],
+        env=environ, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["crash"], done.stderr
+    results = read_results(tmp_path)
+    (run,) = [run for run in results.runs if run.header.workload == "train"]
+    for words in [*told, "rank 0 waited for the gradient of relu (microbatch 0) from rank 1"]:
+        assert words in run.header.reason
+    # Two steps were finished before the third, in which it happened.
+    finished = [r for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
+    assert [span.step for span in finished] == [0, 1]
