@@ -18,10 +18,11 @@ from harness.virtual.system import in_network, run, succeeds
 
 NODE_INTERFACE = "eth0"
 SWITCH = "switch0"
-# Under about 128 KiB tbf cannot send a whole offloaded frame per refill: 16kb lost a quarter of
-# 1 Gbit/s. Above 1 Gbit/s the bucket holds a millisecond's worth, the timer's granularity.
-MIN_BURST_BYTES = 128 * 1024
-BURST_S = 1e-3
+# The bucket holds a millisecond's worth, the timer's granularity: 16 KiB lose a quarter of 1 Gbit/s
+# and nothing of 100 Mbit/s. A larger bucket fills while a rank computes, and each message would
+# arrive early by all of it: 128 KiB are 10 ms of 100 Mbit/s.
+MIN_BURST_BYTES = 16 * 1024
+BURST_S = 1.05e-3
 # How long a frame may wait in the queue before it is dropped, as a switch port's buffer would.
 QUEUE_S = 50e-3
 # Frames that netem holds while they are on their way: 1 s at 100 Mbit/s of full frames.

@@ -22,20 +22,20 @@ def _node(**limits: float) -> NodePlan:
         (
             {"bandwidth_bytes_per_s": 125e6},
             True,
-            ["qdisc add dev eth0 root handle 1: tbf rate 1000000000bit burst 131072 latency 50ms"],
+            ["qdisc add dev eth0 root handle 1: tbf rate 1000000000bit burst 131250 latency 50ms"],
         ),
         (
             {"bandwidth_bytes_per_s": 12.5e6, "latency_s": 500e-6},
             True,
             [
-                "qdisc add dev eth0 root handle 1: tbf rate 100000000bit burst 131072 latency 50ms",
+                "qdisc add dev eth0 root handle 1: tbf rate 100000000bit burst 16384 latency 50ms",
                 "qdisc add dev eth0 parent 1:1 handle 10: netem delay 500us limit 10000",
             ],
         ),
         (
             {"bandwidth_bytes_per_s": 12.5e6, "latency_s": 500e-6},
             False,
-            ["qdisc add dev eth0 root handle 1: tbf rate 100000000bit burst 131072 latency 50ms"],
+            ["qdisc add dev eth0 root handle 1: tbf rate 100000000bit burst 16384 latency 50ms"],
         ),
         (
             {"latency_s": 2e-3},
@@ -49,9 +49,9 @@ def test_shaping_commands(limits, netem, lines):
     assert network.shaping_commands("eth0", _node(**limits), netem=netem) == lines
 
 
-def test_burst_holds_a_millisecond_of_a_fast_link():
-    assert network.burst_bytes(1.25e9) == 1_250_000
-    assert network.burst_bytes(12.5e6) == 128 * 1024
+def test_burst_holds_a_millisecond_of_a_link():
+    assert network.burst_bytes(1.25e9) == 1_312_500
+    assert network.burst_bytes(12.5e6) == 16 * 1024
 
 
 def test_a_node_gets_its_address_and_no_other():
