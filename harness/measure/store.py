@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ResultsError
 
 # What a results directory may hold beside runs.
-_BESIDE_RUNS = ("README.md", "cluster.json")
+_BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
 
 _DECODER = msgspec.json.Decoder(Record)
 
@@ -135,6 +136,10 @@ def read_run(run_dir: Path, results: Results) -> None:
     results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
 
 
+def _is_beside_runs(name: str) -> bool:
+    return name.startswith(".") or any(fnmatch(name, pattern) for pattern in _BESIDE_RUNS)
+
+
 def read_results(root: Path) -> Results:
     """Read every run below `root` (or `root` itself, when it is a run), oldest first.
 
@@ -150,7 +155,7 @@ def read_results(root: Path) -> Results:
     for entry in sorted(root.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             read_run(entry, results)
-        elif entry.name not in _BESIDE_RUNS and not entry.name.startswith("."):
+        elif not _is_beside_runs(entry.name):
             results.skipped.append((entry, "not a run's directory"))
     results.runs.sort(key=lambda run: run.header.start_utc)
     return results

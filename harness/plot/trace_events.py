@@ -100,12 +100,21 @@ def _lanes(spans: Iterable[Span]) -> list[list[tuple[Span, int, int]]]:
     return lanes
 
 
+def _name_of(span: Span) -> str:
+    """What a viewer shows: passes are named alike in both directions, so their kind goes first."""
+    if span.kind == "step":
+        return f"step {span.step}"
+    if span.kind in ("forward", "backward") and span.name:
+        return f"{span.kind} {span.name}"
+    return span.name or span.kind
+
+
 def _complete(item: Slice) -> dict[str, Any]:
     span = item.span
     args = {"step": span.step, "n_bytes": span.n_bytes}
     return {
         "ph": "X",
-        "name": f"step {span.step}" if span.kind == "step" else span.name or span.kind,
+        "name": _name_of(span),
         "cat": span.kind,
         "pid": item.pid,
         "tid": item.tid,

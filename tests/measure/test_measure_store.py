@@ -84,3 +84,10 @@ def test_appending_after_a_crash_keeps_what_was_there(tmp_path):
 def test_a_results_path_that_is_no_directory_is_refused(tmp_path):
     with pytest.raises(ResultsError, match="not a directory"):
         read_results(tmp_path / "missing")
+
+
+def test_what_planning_reads_lies_beside_runs_and_is_not_skipped(tmp_path):
+    for name in ("cluster.json", "profile-vgg16.json", "profile-vgg16.graph.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "notes.txt").write_text("")
+    assert [path.name for path, _ in read_results(tmp_path).skipped] == ["notes.txt"]

@@ -132,7 +132,9 @@ def test_arrows_lead_from_the_senders_pass_into_the_wait(trace: dict[str, Any]) 
     assert ends
     for pair in ends.values():
         source, target = (_holding(slices, pair[ph]) for ph in ("s", "f"))
-        assert source["name"] == "stage1 #0"  # every wait of the fixture names rank 1's first pass
+        assert (
+            source["name"] == "forward stage1 #0"
+        )  # every wait of the fixture names rank 1's first pass
         assert target["name"].startswith("wait ")
         assert source["ts"] < target["ts"] + target["dur"]
 

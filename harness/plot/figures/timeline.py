@@ -28,6 +28,7 @@ COLUMNS = [
     "reason",
     "side",
     "step",
+    "step_s",
     "clock_error_s",
     "rank",
     "kind",
@@ -86,7 +87,8 @@ def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
 
 
 def _side_rows(timeline: Timeline, base: dict[str, Any]) -> list[dict[str, Any]]:
-    base = base | {"step": timeline.step, "clock_error_s": timeline.clock_error_s}
+    base = base | {"step": timeline.step, "step_s": timeline.duration_s}
+    base["clock_error_s"] = timeline.clock_error_s
     return [
         base | {"rank": rank} | row
         for rank, spans in sorted(timeline.spans.items())
@@ -128,7 +130,7 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
     keys = ["label", "status", "reason", "side", "rank"]
     for values, spans in table.groupby(keys, sort=False, dropna=False):
         row: dict[str, Any] = dict(zip(keys, values, strict=True))
-        row["clock_error_s"] = spans["clock_error_s"].iloc[0]
+        row |= {name: spans[name].iloc[0] for name in ("step_s", "clock_error_s")}
         for kind in KINDS:
             row[f"{kind}_s"] = spans.loc[spans["kind"] == kind, "duration_s"].sum()
         row["end_s"] = (spans["start_s"] + spans["duration_s"]).max()
@@ -167,9 +169,8 @@ def _draw_case(part: SubFigure, label: str, rows: pd.DataFrame) -> None:
 
 
 def _side_title(side: str, own: pd.DataFrame, scale: float, unit: str) -> str:
-    end = float((own["start_s"] + own["duration_s"]).max()) * scale
     n_ranks = own["rank"].nunique()
-    words = f"{side}: {end:.4g} {unit}"
+    words = f"{side}: {own['step_s'].iloc[0] * scale:.4g} {unit}"
     if n_ranks > MAX_RANKS:
         words += f", the first {MAX_RANKS} of {n_ranks} ranks"
     if side == "predicted" or n_ranks < 2:
@@ -244,7 +245,8 @@ FIGURE = Figure(
         "rank has a row: computing above, with the number of the microbatch, transfers and waiting "
         "in the narrow strip below. A measured wait lasts until the transfer has arrived, so "
         "it holds waiting for the sender; a predicted transfer is drawn while it is under way. "
-        "Ranks are aligned by offsets of their clocks that were measured when the run began, with "
+        "Ranks begin and end a step at times of their own; its duration is the longest of theirs. "
+        "They are aligned by offsets of their clocks that were measured when the run began, with "
         "the stated error. Of repeats the first is drawn. Zoom into a whole run with: "
         "python -m harness.plot trace results/<run>"
     ),
