@@ -1,0 +1,118 @@
+"""The cells of `searched.py`: a model on a virtual cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MODULE = "benchmarks.searched_models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is trained, as flags of the train and profile workloads.
+
+    Attributes:
+        parameter_bytes: about; DDP's step is estimated from them, to bound how long it is measured.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    parameter_bytes: float
+
+    @property
+    def workload_flags(self) -> tuple[str, ...]:
+        name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
+        return ("--model", name, "--dropout", "0", *self.flags)
+
+
+def _images(side: int, batch: int) -> tuple[str, ...]:
+    return ("--image-size", str(side), "--n-classes", "10", "--batch-size", str(batch))
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model(name="alexnet", flags=_images(64, 32), parameter_bytes=52e6),
+        Model(name="vgg16", flags=_images(32, 32), parameter_bytes=66e6),
+        Model(name="resnet18", flags=_images(64, 16), parameter_bytes=45e6),
+        Model(name="vit", flags=_images(32, 32), parameter_bytes=7e6),
+        Model(
+            name="dlrm",
+            flags=("--batch-size", "512", "--dlrm-table-rows", *["20000"] * 8),
+            parameter_bytes=54e6,
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A virtual cluster; nodes beyond the first have equal links.
+
+    Attributes:
+        cpu: cores' worth of time, one for each node.
+        bandwidth: of each node's link.
+    """
+
+    cpu: tuple[float, ...]
+    bandwidth: str
+
+    @property
+    def name(self) -> str:
+        alike = "" if len(set(self.cpu)) == 1 else "-unlike"
+        return f"{len(self.cpu)}x{self.bandwidth}{alike}"
+
+    @property
+    def bytes_per_s(self) -> float:
+        return {"100mbit": 12.5e6, "1gbit": 125e6}[self.bandwidth]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A model at a place."""
+
+    model: Model
+    place: Place
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}-{self.place.name}"
+
+    @property
+    def must_beat_ddp(self) -> bool:
+        """Slow links and many parameters: there DDP is not what one should use."""
+        return self.place.bandwidth == "100mbit" and self.model.name in ("alexnet", "vgg16", "dlrm")
+
+    def ddp_steps(self, most: int) -> int:
+        """Steps of DDP to measure: as many as take about 30 s by its ring, from 3 up to `most`."""
+        n = len(self.place.cpu)
+        ring_s = 2 * (n - 1) / n * self.model.parameter_bytes / self.place.bytes_per_s
+        return max(3, min(most, round(30 / ring_s)))
+
+
+# 0.3 of a core for each node: five of them leave half a core of two to everything else.
+_SHARE = 0.3
+_UNLIKE = (_SHARE, _SHARE, _SHARE / 2)
+
+
+def _cells(places: list[Place], models: list[str]) -> list[Cell]:
+    return [Cell(model=MODELS[name], place=place) for place in places for name in models]
+
+
+def _alike(n: int, bandwidth: str) -> Place:
+    return Place(cpu=(_SHARE,) * n, bandwidth=bandwidth)
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        *_cells([_alike(3, "100mbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
+        *_cells([_alike(3, "1gbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
+        *_cells([Place(cpu=_UNLIKE, bandwidth="1gbit")], ["alexnet", "vit"]),
+        *_cells([Place(cpu=_UNLIKE, bandwidth="100mbit")], ["alexnet", "dlrm"]),
+        *_cells([_alike(2, "100mbit"), _alike(5, "1gbit")], ["alexnet", "dlrm", "vit"]),
+        *_cells([_alike(2, "1gbit"), _alike(5, "100mbit")], ["vgg16", "resnet18"]),
+        *_cells([_alike(4, "1gbit"), _alike(4, "100mbit")], ["alexnet", "vit"]),
+    )
+}
+QUICK = ("alexnet-3x100mbit", "vit-3x1gbit")
