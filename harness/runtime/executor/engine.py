@@ -24,6 +24,7 @@ from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.deferred import WeightQueue, deferred_parameters
 from harness.runtime.executor.dropout import RandomState
+from harness.runtime.executor.emit import DeviceTasks
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
@@ -116,16 +117,21 @@ class ExecutorEngine:
             world, [w for form in forms.values() for w in form.layout.wants], self.plan.timeout_s
         )
         return {
-            size: (
-                form.layout,
-                Lowering(
-                    self._task, form, meta, world.rank, self.weights, self._reduce_over,
-                    self._random, self._queues,
-                    size if self.plan.is_asynchronous else strategy.batch,
-                ).program(),
-            )
-            for size, form in forms.items()
-        }  # fmt: skip
+            size: (form.layout, self._program(meta, form, size)) for size, form in forms.items()
+        }
+
+    def _program(self, meta: MetaModel, forms: Forms, size: int) -> Program:
+        tasks = DeviceTasks(
+            task=self._task,
+            forms=forms,
+            meta=meta,
+            device=self._world.rank,
+            weights=self.weights,
+            reduce_over=self._reduce_over,
+            random=self._random,
+            mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
+        )
+        return Lowering(tasks, self._queues).program()
 
     def _new_group(self, devices: tuple[int, ...]) -> Any:
         if len(devices) == 1:

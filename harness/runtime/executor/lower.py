@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from harness.domain.partition import Block
-from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
-from harness.runtime.executor.batch_norm import BatchNormShard
-from harness.runtime.executor.deferred import WeightQueue, defer
-from harness.runtime.executor.dropout import RandomState
-from harness.runtime.executor.forms import (
-    Forms,
-    attribute_of,
-    node_sources,
-    norm_devices,
-    norm_of,
-    shard_of,
-    wanted_of,
-)
-from harness.runtime.executor.inplace import out_of_place
-from harness.runtime.executor.layout import Layout, Part, Want
-from harness.runtime.executor.program import (
-    DataKey,
-    InputKey,
-    PartKey,
-    Program,
-    Segment,
-    Send,
-    TargetKey,
-    WantKey,
-)
-from harness.runtime.executor.shards import make_dropout
-from harness.runtime.executor.slices import WeightSlice
-from harness.runtime.executor.values import MetaModel
-from harness.runtime.executor.weights import Weights
-from harness.runtime.models.task import Task
-
-Reduce = Callable[[Tensor], Tensor]
-
-
-class LossPart(nn.Module):
-    """A task of the loss: the sum over its samples by `mean_over`."""
-
-    def __init__(self, task: Task, mean_over: int) -> None:
-        super().__init__()
-        self._sum_loss = task.sum_loss
-        self._weight = 1.0 / mean_over
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._sum_loss(outputs, targets) * self._weight
+from harness.runtime.executor.deferred import WeightQueue
+from harness.runtime.executor.emit import DeviceTasks, SegmentBuilder
+from harness.runtime.executor.layout import Part, Want
+from harness.runtime.executor.program import PartKey, Program, Segment, Send
 
 
 @dataclass
@@ -70,48 +24,30 @@ class Lowering:
     """Makes the program of one device for one size of microbatch.
 
     Args:
-        weights: of this device, shared by its programs.
-        reduce_over: gives the sum over a set of devices, for batch norm over all samples.
-        random: what exact dropout draws from.
         queues: by stage, where the gradients of weights wait; none when nothing is deferred.
-        mean_over: samples that the loss is divided by.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        forms: Forms,
-        meta: MetaModel,
-        device: int,
-        weights: Weights,
-        reduce_over: Callable[[tuple[int, ...]], Reduce],
-        random: RandomState,
-        queues: Mapping[int, WeightQueue],
-        mean_over: int,
-    ) -> None:
-        self.queues, self.mean_over = queues, mean_over
-        self.task, self.forms, self.meta, self.device = task, forms, meta, device
-        self.layout: Layout = forms.layout
-        self.weights, self.reduce_over, self.random = weights, reduce_over, random
-        self.root = self.layout.captured.module
-        self.sends = self._sends()
+    def __init__(self, tasks: DeviceTasks, queues: Mapping[int, WeightQueue]) -> None:
+        self._tasks, self._queues = tasks, queues
+        self._layout, self._device = tasks.layout, tasks.device
+        self._outgoing = self._sends()
 
     def _sends(self) -> dict[tuple[str, int], list[Send]]:
         """What other devices want of each of this device's parts."""
         found: dict[tuple[str, int], list[Send]] = defaultdict(list)
-        for want in self.layout.wants:
-            for piece in want.pieces if want.device != self.device else ():
-                if piece.part.device == self.device:
+        for want in self._layout.wants:
+            for piece in want.pieces if want.device != self._device else ():
+                if piece.part.device == self._device:
                     found[piece.part.operator, piece.part.index].append(Send(want, piece))
         return found
 
     def program(self) -> Program:
         """Lower all stages that this device has."""
-        layout, fetched = self.layout, set[int]()
+        layout, fetched = self._layout, set[int]()
         drafts = {
             stage: self._drafts(stage, fetched)
             for stage in range(len(layout.strategy.stages))
-            if any(True for _ in layout.tasks(self.device, stage))
+            if any(True for _ in layout.tasks(self._device, stage))
         }
         needed = self._needed_outside([d for own in drafts.values() for d in own])
         stages = {
@@ -120,319 +56,66 @@ class Lowering:
         }
         differentiable = layout.differentiable
         blocks = {
-            key: self.block_of(key) for own in stages.values() for s in own for key in s.outputs
+            key: self._tasks.block_of(key)
+            for own in stages.values()
+            for s in own
+            for key in s.outputs
         }
         return Program(stages, differentiable, blocks)
-
-    def block_of(self, key: PartKey) -> Block:
-        """The region that a value of a part covers."""
-        if key.value == "loss":
-            return ()
-        part = self.layout.parts[key.operator][key.part]
-        return self.layout.region(self.layout.node(key.value), part)
-
-    def wants(self, part: Part) -> list[tuple[fx.Node, Want]]:
-        """The wants of a task, argument by argument."""
-        return [
-            (node, self.layout.want_of(part, argument, node))
-            for argument, node in enumerate(self.layout.arguments(part.operator))
-        ]
 
     def _drafts(self, stage: int, fetched: set[int]) -> list[_Draft]:
         drafts: list[_Draft] = []
         draft = _Draft()
-        for part in self.layout.tasks(self.device, stage):
-            wants = [want for _, want in self.wants(part)]
+        for part in self._layout.tasks(self._device, stage):
+            wants = [want for _, want in self._tasks.wants(part)]
             missing = {w.number: w for w in wants if w.remote and w.number not in fetched}
-            is_alone = self.forms.of[part.operator] == "norm"
+            is_alone = self._tasks.forms.of[part.operator] == "norm"
             if draft.parts and (missing or is_alone):
                 drafts.append(draft)
                 draft = _Draft()
             draft.fetches += missing.values()
             fetched |= missing.keys()
             draft.parts.append(part)
-            if is_alone or (part.operator, part.index) in self.sends:
+            if is_alone or (part.operator, part.index) in self._outgoing:
                 drafts.append(draft)
                 draft = _Draft()
         return [*drafts, draft] if draft.parts else drafts
 
     def _needed_outside(self, drafts: list[_Draft]) -> set[PartKey]:
         """Values that leave the segment that computes them."""
-        needed = {send.key for sends in self.sends.values() for send in sends}
+        needed = {send.key for sends in self._outgoing.values() for send in sends}
         for draft in drafts:
             inside = {(part.operator, part.index) for part in draft.parts}
             for part in draft.parts:
-                for _, want in self.wants(part):
+                for _, want in self._tasks.wants(part):
                     needed |= {
                         PartKey(want.value, p.part.operator, p.part.index)
                         for p in want.pieces
-                        if p.part.device == self.device
+                        if p.part.device == self._device
                         and (want.remote or (p.part.operator, p.part.index) not in inside)
                     }
         return needed
 
     def _segment(self, draft: _Draft, needed: set[PartKey]) -> Segment:
-        builder = SegmentBuilder(self, needed)
+        builder = SegmentBuilder(self._tasks, needed)
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [key for key in builder.values if key.value == "loss"]
         sends = [
-            send for part in draft.parts for send in self.sends.get((part.operator, part.index), [])
+            send
+            for part in draft.parts
+            for send in self._outgoing.get((part.operator, part.index), [])
         ]
         return Segment(
-            module=builder.finish(outputs, self.queues.get(draft.parts[0].stage)),
+            module=builder.finish(outputs, self._queues.get(draft.parts[0].stage)),
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
             sends=tuple(sends),
             operators=tuple(dict.fromkeys(part.operator for part in draft.parts)),
             is_differentiable=any(
-                key.value == "loss" or key.value in self.layout.differentiable for key in outputs
+                key.value == "loss" or key.value in self._layout.differentiable for key in outputs
             ),
         )
-
-
-class SegmentBuilder:
-    """Builds the graph of one segment, task by task."""
-
-    def __init__(self, lowering: Lowering, needed: set[PartKey]) -> None:
-        self._lowering, self._needed = lowering, needed
-        self._layout, self._forms = lowering.layout, lowering.forms
-        self._graph = fx.Graph()
-        self._owned: dict[str, Any] = {}
-        self._placeholders: dict[InputKey, fx.Node] = {}
-        self._regions: dict[int, fx.Node] = {}
-        self.values: dict[PartKey, fx.Node] = {}
-
-    @property
-    def inputs(self) -> list[InputKey]:
-        return list(self._placeholders)
-
-    def add(self, part: Part) -> None:
-        """Emit one task."""
-        wants = self._lowering.wants(part)
-        if part.operator not in self._layout.captured.nodes:
-            self._add_loss(part, self._region(wants[0][1]))
-            return
-        form = self._forms.of[part.operator]
-        if form in ("native", "gathered"):
-            untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
-            self._add_native(part, untrimmed, is_gathered=form == "gathered")
-            return
-        arguments = {node: self._region(want) for node, want in wants}
-        shard = self._shard(part, form)
-        if isinstance(shard, BatchNormShard):
-            self._count_once(part, shard)
-        self._lowering.weights.share(shard, shard.sources)
-        in_order = [arguments[node] for node, _ in wants]
-        node = self._layout.captured.nodes[part.operator]
-        emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
-        self.values[self._first_key(part, node)] = emitted
-
-    def _first_key(self, part: Part, node: fx.Node) -> PartKey:
-        """A shard gives one tensor: the node's own, or a tuple's first element."""
-        if node in self._layout.values.tensors:
-            return PartKey(node.name, part.operator, part.index)
-        first = next(user for user in node.users if user.args[1:] == (0,))
-        return PartKey(first.name, part.operator, part.index)
-
-    def _shard(self, part: Part, form: str) -> Any:
-        lowering, layout = self._lowering, self._layout
-        node = layout.captured.nodes[part.operator]
-        if form == "dropout":
-            operator = layout.operators[part.operator]
-            index = layout.position[part.operator]
-            shape = layout.shapes[part.operator]
-            return make_dropout(
-                operator, node, lowering.root, shape, part.block,
-                wanted_of(layout, part), index, lowering.random,
-            )  # fmt: skip
-        if form == "shard":
-            return shard_of(layout, part, node, lowering.root)
-        shard = norm_of(layout, part, node, lowering.root)
-        assert shard is not None, "only batch norms have this form"
-        shard.reduce = lowering.reduce_over(norm_devices(layout, part))
-        return shard
-
-    def _earlier(self, part: Part) -> list[Part]:
-        """Tasks of the same operator that this device runs before."""
-        parts = self._layout.parts[part.operator]
-        return [p for p in parts if p.device == part.device and p.index < part.index]
-
-    def _count_once(self, part: Part, shard: BatchNormShard) -> None:
-        """Tasks that share running statistics, or their counter, are one batch, not several."""
-        earlier = self._earlier(part)
-        at = list(self._layout.shapes[part.operator]).index("feature")
-        shard.is_counting = not earlier
-        shard.track_running_stats = all(p.block[at] != part.block[at] for p in earlier)
-
-    def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
-        path = name.replace(".", "_")
-        while path in self._owned:
-            path += "_"
-        self._owned[path] = module
-        return self._graph.call_module(path, arguments)
-
-    def _add_loss(self, part: Part, outputs: fx.Node) -> None:
-        targets = self._input(TargetKey(self._layout.sample_interval(part)))
-        loss = LossPart(self._lowering.task, self._lowering.mean_over)
-        emitted = self._call(f"loss.{part.index}", loss, (outputs, targets))
-        self.values[PartKey("loss", part.operator, part.index)] = emitted
-
-    def _add_native(
-        self, part: Part, arguments: dict[fx.Node, fx.Node], *, is_gathered: bool
-    ) -> None:
-        node = self._layout.captured.nodes[part.operator]
-        start, stop = self._layout.sample_interval(part)
-        constants = self._lowering.meta.at(stop - start).constants
-        weights = self._lowering.weights
-        root = self._lowering.root
-        sources = node_sources(node, root)
-
-        def mapped(argument: fx.Node) -> Any:
-            if argument in arguments:
-                return arguments[argument]
-            if argument.op == "get_attr":
-                return self._tensor(str(argument.target), sources[str(argument.target)])
-            return constants[argument]
-
-        emitted = self._graph.node_copy(node, mapped)
-        if node.op == "call_module":
-            path = str(node.target)
-            module = root.get_submodule(path)
-            weights.share(module, {
-                name.removeprefix(f"{path}."): piece
-                for name, piece in sources.items() if name.startswith(f"{path}.")
-            })  # fmt: skip
-            if isinstance(module, _BatchNorm) and self._earlier(part):
-                module = copy.copy(module)
-                module.track_running_stats = False
-                emitted.target = path = f"{path}.{part.index}".replace(".", "_")
-            self._owned[path] = module
-        if self._must_copy(part, node, arguments):
-            emitted = out_of_place(self._graph, emitted, self._owned)
-        self._keep(part, node, emitted, is_gathered=is_gathered)
-
-    def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
-        """A parameter or constant of the model itself, as a node."""
-        held = self._lowering.weights.hold(piece, attribute_of(self._lowering.root, name))
-        path = name.replace(".", "_")
-        self._owned[path] = held
-        return self._graph.get_attr(path)
-
-    def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
-        """Whether working in place would change what somebody else still reads.
-
-        A region cut out of a value is a view, and other tasks of the operator may be given others.
-        """
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source not in arguments:
-            return False
-        given = arguments[source]
-        own = [key for key, value in self.values.items() if value is given]
-        is_read = not own or any(key in self._needed for key in own)
-        n_tasks = sum(p.device == part.device for p in self._layout.parts[part.operator])
-        return is_read or len(given.users) > 1 or n_tasks > 1
-
-    def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
-        """Name the values of a task; those of a tuple are the elements that anybody reads."""
-        if node in self._layout.values.tensors:
-            self._name(part, node, emitted, is_gathered=is_gathered)
-            return
-        copies = {node: emitted}
-        for user in self._layout.captured.module.graph.nodes:
-            if user.op == "call_function" and user.args and user.args[0] in copies:
-                if self._layout.owner.get(user) != part.operator or user in copies:
-                    continue
-                copies[user] = self._graph.node_copy(user, lambda a: copies[a])
-                if user in self._layout.values.tensors:
-                    self._name(part, user, copies[user], is_gathered=is_gathered)
-
-    def _name(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
-        if is_gathered:
-            emitted = self._kept(part, node, emitted)
-        self.values[PartKey(node.name, part.operator, part.index)] = emitted
-
-    def _kept(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
-        """The block of a gathered task; of partial sums the first part has all, others nothing."""
-        layout = self._layout
-        computed = Part(part.operator, part.index, part.device, part.stage, layout.computed(part))
-        shape = layout.shapes[part.operator]
-        shown = layout.value_shape(node)
-        is_first = all(
-            start == 0
-            for dim, (start, _) in zip(shape, part.block, strict=True)
-            if dim not in shown
-        )
-        region = layout.region(node, part)
-        kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
-        return self._call(f"{part.operator}.kept", kept, (emitted,))
-
-    def _region(self, want: Want) -> fx.Node:
-        """A want as a node of this graph."""
-        if want.number not in self._regions:
-            self._regions[want.number] = self._make_region(want)
-        return self._regions[want.number]
-
-    def _untrimmed(self, node: fx.Node, want: Want) -> fx.Node:
-        """A want of an operator that runs as the model has it: a value that is here, as it is.
-
-        Its windows may leave last rows out. To cut those off would cost copies, and another layout
-        rounds otherwise.
-        """
-        sizes = list(self._layout.value_shape(node).values())
-        whole = (*want.block[:1], *((0, size) for size in sizes[1:]))
-        if not want.pieces:
-            return self._input(DataKey(want.value, whole))
-        part = want.pieces[0].part
-        key = PartKey(want.value, part.operator, part.index)
-        if len(want.pieces) > 1 or want.remote or self._lowering.block_of(key) != whole:
-            return self._region(want)
-        return self.values.get(key) or self._input(key)
-
-    def _make_region(self, want: Want) -> fx.Node:
-        if want.remote:
-            return self._input(WantKey(want.number))
-        if not want.pieces:
-            return self._input(DataKey(want.value, want.block))
-        places: list[Place] = []
-        nodes: list[fx.Node] = []
-        for piece in want.pieces:
-            key = PartKey(want.value, piece.part.operator, piece.part.index)
-            nodes.append(self.values.get(key) or self._input(key))
-            held = self._lowering.block_of(key)
-            places.append(
-                Place(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
-            )
-        if len(nodes) == 1 and places[0].source.is_all:
-            return nodes[0]
-        module = assembled(places, want.block, is_sum=want.is_sum)
-        return self._call(f"want_{want.number}", module, tuple(nodes))
-
-    def _input(self, key: InputKey) -> fx.Node:
-        if key not in self._placeholders:
-            # Placeholders stand before everything else, in order.
-            last = next(reversed(self._placeholders.values()), None)
-            if last is not None:
-                with self._graph.inserting_after(last):
-                    node = self._graph.placeholder(f"x{len(self._placeholders)}")
-            else:
-                first = next(iter(self._graph.nodes), None)
-                if first is None or first.op == "root":
-                    node = self._graph.placeholder("x0")
-                else:
-                    with self._graph.inserting_before(first):
-                        node = self._graph.placeholder("x0")
-            self._placeholders[key] = node
-        return self._placeholders[key]
-
-    def finish(self, outputs: list[PartKey], queue: WeightQueue | None) -> fx.GraphModule:
-        """Close the graph."""
-        self._graph.output(tuple(self.values[key] for key in outputs))
-        if queue is not None:
-            for path, module in self._owned.items():
-                deferred = defer(module, queue) if isinstance(module, nn.Module) else None
-                self._owned[path] = module if deferred is None else deferred
-        return fx.GraphModule(self._owned, self._graph, class_name="Segment")
