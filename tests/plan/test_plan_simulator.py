@@ -10,6 +10,7 @@ import pytest
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
+from harness.domain.sharding import full_shape
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
 from harness.plan.simulate.options import SimulatorOptions
@@ -383,7 +384,8 @@ def random_case(rng, n_ops=6, n_devices=3):
     for i in range(n_ops):
         before = [o.name for o in operators[-3:]]
         inputs = rng.sample(before, k=rng.randint(1, len(before)))
-        operators.append(op(f"o{i}", inputs, 4, rng.choice([0, 40, 400])))
+        kind = rng.choice(["linear", "linear", "batch_norm"])
+        operators.append(op(f"o{i}", inputs, 4, rng.choice([0, 40, 400]), kind=kind, in_features=4))
     graph = Graph(name="random", batch=8, operators=operators)
     profile = profile_of(
         graph, {o.name: (rng.uniform(0.1, 2), rng.uniform(0.1, 4)) for o in operators[1:]}
@@ -419,39 +421,81 @@ def random_case(rng, n_ops=6, n_devices=3):
     return graph, profile, Cluster(nodes=nodes, links=links)
 
 
-def random_plan(rng, n_devices):
+def random_plan(rng, n_devices, operator=None, samples=8):
     cuts = rng.choice(
         [{}, {"sample": 2}, {"feature": 2}, {"sample": [3, 1]}, {"sample": 2, "feature": 2}]
     )
+    if operator is not None:
+        full = full_shape(operator, batch=samples, graph_batch=8)
+        if "contraction" in full and rng.random() < 0.4:
+            cuts = rng.choice([{"contraction": 3}, {"contraction": 2}, {"feature": 2}])
+            if cuts == {"contraction": 3} and rng.random() < 0.7:
+                return OperatorPlan(cuts, rng.sample(range(n_devices), 3))
     n = 1
     for cut in cuts.values():
         n *= cut if isinstance(cut, int) else len(cut)
     return OperatorPlan(dict(cuts), [rng.randrange(n_devices) for _ in range(n)])
 
 
-def test_delta_simulation_equals_the_full_one_on_thousands_of_moves():
-    rng = random.Random(1)
-    n_moves = 0
-    for case in range(20):
+@pytest.mark.parametrize("seed", range(4))
+def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
+    rng = random.Random(seed)
+    n_moves = n_replayed = n_sums = 0
+    for case in range(10):
         graph, profile, cluster = random_case(rng)
-        names = [o.name for o in graph.operators[1:]]
-        plans = {name: random_plan(rng, cluster.n_devices) for name in names}
-        flow = {"n_microbatches": rng.choice([1, 2]), "stages": [Stage(recompute=case % 3 == 0)]}
-        options = SimulatorOptions(overlap=case % 4 != 0, bucket_bytes=100)
+        operators = graph.operators[1:]
+        plans = {o.name: random_plan(rng, cluster.n_devices, o) for o in operators}
+        n_microbatches = rng.choice([1, 2, 4])
+        flow = {"n_microbatches": n_microbatches, "stages": [Stage(recompute=case % 3 == 0)]}
+        options = SimulatorOptions(
+            overlap=case % 4 != 0,
+            bucket_bytes=100,
+            batch_norm=rng.choice(["local", "global"]),
+            host_s_per_byte=0.01 if case == 9 else 0.0,
+        )
         kept = Simulator(graph, profile, cluster, options=options)
         trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
         for _ in range(100):
-            name = rng.choice(names)
-            plans[name] = random_plan(rng, cluster.n_devices)
-            trial.replace(graph.index()[name], plans[name])
+            for operator in rng.sample(operators, k=rng.choice([1, 1, 1, 2])):
+                plan = random_plan(rng, cluster.n_devices, operator, 8 // n_microbatches)
+                plans[operator.name] = plan
+                trial.replace(graph.index()[operator.name], plan)
             delta = trial.outcome()
             fresh = Simulator(graph, profile, cluster, options=options)
-            full = fresh.simulate(Strategy(name="s", batch=8, operators=plans, **flow)).outcome
+            full = Trial.from_strategy(
+                fresh, Strategy(name="s", batch=8, operators=plans, **flow)
+            ).outcome()
             assert delta.step_s == full.step_s
             assert (delta.memory_bytes == full.memory_bytes).all()
-            np.testing.assert_array_equal(delta.finish, full.finish)
+            for name in ("start", "finish", "cause", "busy", "device_end_s"):
+                np.testing.assert_array_equal(getattr(delta, name), getattr(full, name))
             n_moves += 1
-    assert n_moves == 2000
+            n_replayed += trial.n_replayed
+            n_sums += len(delta.sums)
+    assert n_moves == 1000
+    assert n_replayed > n_moves
+    assert n_sums > 100
+
+
+def test_a_change_at_the_end_repeats_only_the_end():
+    names = [f"o{i}" for i in range(20)]
+    operators = [op("x", [], 4, kind="input")]
+    operators += [op(n, [operators[-1].name] if i == 0 else [names[i - 1]], 4, 40)
+                  for i, n in enumerate(names)]  # fmt: skip
+    graph = Graph(name="long", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys(names, (1.0, 2.0)))
+    simulator = Simulator(graph, profile, cluster_of())
+    plans = {n: OperatorPlan({}, [0]) for n in names}
+    trial = Trial.from_strategy(simulator, Strategy(name="s", batch=8, operators=plans))
+    trial.outcome()
+    assert (trial.n_replayed, trial.n_events) == (0, 40)
+    trial.replace(20, OperatorPlan({}, [1]))
+    trial.outcome()
+    # The last operator moves: the 18 forward passes before its producer's are as they were, and
+    # two transfers come to the 40 tasks.
+    assert (trial.n_replayed, trial.n_events) == (18, 42)
+    trial.outcome()
+    assert trial.n_replayed == trial.n_events == 42
 
 
 def test_no_device_and_no_link_does_two_things_at_once():
@@ -475,3 +519,186 @@ def test_no_device_and_no_link_does_two_things_at_once():
                     )
                     busy = before.n_bytes / link.bandwidth_bytes_per_s
                 assert after.start_s >= before.start_s + busy - 1e-9
+
+
+def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
+    operators += [op("b", ["a"], 1), op("c", ["a"], 1), op("d", ["a"], 1)]
+    graph = Graph(name="once", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 2.0)))
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("b", 1), ("c", 1), ("d", 0))}
+    found = simulate(graph, profile, cluster_of(), plans)
+    # 32 B at 16 B/s go once; c finds them there, and one gradient comes back after b, the last.
+    assert timeline(found) == [
+        ("a", 0, 1),
+        ("d", 1, 2),
+        ("a node0:0 -> node0:1", 1, 3),
+        ("d", 2, 4),
+        ("b", 3, 4),
+        ("c", 4, 5),
+        ("c", 5, 7),
+        ("b", 7, 9),
+        ("gradient of a node0:1 -> node0:0", 9, 11),
+        ("a", 11, 13),
+    ]
+    assert found.memory_bytes["node0:1"] == 8 + 8 + 32
+
+
+def test_different_regions_are_fetched_each():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
+    operators += [op("b", ["a"], 1), op("c", ["a"], 1)]
+    graph = Graph(name="twice", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("abc", (1.0, 2.0)))
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    plans["c"] = OperatorPlan({"sample": 2}, [1, 0])
+    sent = [e for e in timeline(simulate(graph, profile, cluster_of(), plans)) if "a node" in e[0]]
+    # All of it for b, and the first half for c.
+    assert [round((e - s) * 16) for name, s, e in sent if "gradient" not in name] == [32, 16]
+
+
+def two_linears(n_devices, **attrs):
+    """x -> a (4 features) -> b (2 features from those 4), both with weights."""
+    graph = Graph(
+        name="mlp",
+        batch=8,
+        operators=[
+            op("x", [], 4, kind="input"),
+            op("a", ["x"], 4, 80, in_features=4),
+            op("b", ["a"], 4, 40, in_features=4),
+            op("c", ["b"], 4, 0),
+        ],
+    )
+    profile = profile_of(graph, {"a": (4.0, 8.0), "b": (4.0, 8.0), "c": (4.0, 8.0)})
+    devices = list(range(n_devices))
+    plans = {
+        "a": OperatorPlan({"feature": n_devices}, devices),
+        "b": OperatorPlan({"contraction": n_devices}, devices),
+        "c": OperatorPlan({"feature": n_devices}, devices),
+    }
+    return graph, profile, cluster_of(n_devices), plans
+
+
+def test_contraction_reads_what_features_left_and_sums_among_two_pairwise():
+    found = simulate(*two_linears(2))
+    moved = [e for e in timeline(found) if e[1] < 10 and "->" in e[0]]
+    # Nothing between a and b; then both send their 32 B of partial sums to the other.
+    assert moved == [("b node0:0 -> node0:1", 4, 6), ("b node0:1 -> node0:0", 4, 6)]
+    assert [e for e in timeline(found) if "all-reduce" in e[0]] == []
+    assert found.memory_bytes["node0:0"] == 3 * (40 + 20) + 16 + 32 + 16 + 32
+
+
+def test_partial_sums_of_more_than_two_devices_are_all_reduced():
+    found = simulate(*two_linears(4))
+    # A ring of 4: 6 steps of 8 B at 16 B/s; forward before c and backward before b.
+    assert [e for e in timeline(found) if "sum" in e[0]] == [
+        ("sum of b", 2.0, 5.0),
+        ("gradient of sum of b", 8.0, 11.0),
+    ]
+    assert not [e for e in timeline(found) if "->" in e[0]]
+    assert found.step_s == 15.0
+
+
+def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
+    graph, profile, cluster, plans = two_linears(4)
+    for reader in (
+        OperatorPlan({"sample": 4}, [0, 1, 2, 3]),
+        OperatorPlan({}, [0]),
+        OperatorPlan({"feature": 3}, [0, 1, 2]),
+    ):
+        found = simulate(graph, profile, cluster, plans | {"c": reader})
+        names = [e[0] for e in timeline(found)]
+        assert not [name for name in names if "sum" in name]
+        assert [name for name in names if "b node0:1 -> node0:0" in name]
+
+
+def test_groups_of_partial_sums_are_all_reduced_apart():
+    graph, profile, _, plans = two_linears(3)
+    devices = [0, 1, 2, 3, 4, 5]
+    plans["a"] = OperatorPlan({"sample": 2, "feature": 3}, devices)
+    plans["b"] = OperatorPlan({"sample": 2, "contraction": 3}, devices)
+    plans["c"] = OperatorPlan({"sample": 2, "feature": 3}, devices)
+    found = simulate(graph, profile, cluster_of(6), plans)
+    groups = [e.ranks for e in events(found) if e.name == "sum of b"]
+    assert groups == [(0, 1, 2), (3, 4, 5)]
+
+
+def test_global_batch_norm_sums_its_statistics():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 80)]
+    operators += [op("n", ["a"], 4, 0, kind="batch_norm"), op("b", ["n"], 4)]
+    graph = Graph(name="norm", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (2.0, 4.0), "n": (2.0, 4.0), "b": (2.0, 4.0)})
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in "anb"}
+    local = simulate(graph, profile, cluster_of(), plans)
+    options = SimulatorOptions(batch_norm="global")
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    # Forward two all-reduces of 4 features in 4 B, 1 s each; backward one of twice as many in 8 B.
+    assert [e for e in timeline(found) if "statistics" in e[0]] == [
+        ("statistics of n", 2.0, 4.0),
+        ("gradient of statistics of n", 9.0, 13.0),
+    ]
+    assert found.step_s == local.step_s + 2 + 4
+
+
+def test_receives_are_posted_one_action_ahead():
+    graph, profile = chain()
+    profile = profile_of(graph, {"a": (1.0, 0.0), "b": (8.0, 0.0)})
+    found = simulate(
+        graph,
+        profile,
+        cluster_of(),
+        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)},
+        n_microbatches=4,
+        stages=[Stage(), Stage()],
+    )
+    sent = [(s, e) for name, s, e in timeline(found) if name.startswith("a #") and "->" in name]
+    # a ends at 0.25, 0.5, ...; b runs from 0.75 in steps of 2 s. The third transfer waits until b's
+    # first microbatch is done at 2.75, the fourth until its second is.
+    assert sent == [(0.25, 0.75), (0.75, 1.25), (2.75, 3.25), (4.75, 5.25)]
+
+
+def test_transfers_take_computing_time_from_both_ends():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4), op("s", ["x"], 1)]
+    operators += [op("b", ["a"], 1), op("r", ["x"], 1)]
+    graph = Graph(name="host", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("asbr", (4.0, 0.0)))
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1), ("r", 1))}
+    options = SimulatorOptions(host_s_per_byte=(0.5 / 32, 1.0 / 32))
+    found = {
+        e[0]: e[1:]
+        for e in timeline(simulate(graph, profile, cluster_of(), plans, options=options))
+        if e[2] > e[1]
+    }
+    # 32 B begin at 4, when device 0 goes on with s: that takes 0.5 s longer. Device 1 waits for
+    # them, so that its second of work is done when they arrive.
+    assert found == {
+        "a": (0, 4),
+        "s": (4, 8.5),
+        "a node0:0 -> node0:1": (4, 6),
+        "b": (6, 10),
+        "r": (10, 14),
+    }
+
+
+def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_longer():
+    graph, profile, cluster, plans = two_linears(2)
+    free = simulate(graph, profile, cluster, plans)
+    options = SimulatorOptions(host_s_per_byte=0.125)
+    # Two transfers of 32 B occupy each device for 8 s from 4, and only 2 s of it pass idly; twice.
+    assert simulate(graph, profile, cluster, plans, options=options).step_s == free.step_s + 12
+
+
+def test_no_host_cost_in_order_of_time_is_the_same_as_none():
+    rng = random.Random(3)
+    for _ in range(20):
+        graph, profile, cluster = random_case(rng)
+        plans = {o.name: random_plan(rng, cluster.n_devices) for o in graph.operators[1:]}
+        free = simulate(graph, profile, cluster, plans, n_microbatches=2)
+        # A smaller number than any time's last digit puts the loop in order of time.
+        tiny = SimulatorOptions(host_s_per_byte=1e-30)
+        found = simulate(graph, profile, cluster, plans, n_microbatches=2, options=tiny)
+        np.testing.assert_array_equal(found.outcome.finish, free.outcome.finish)
+
+
+def test_host_seconds_must_be_possible():
+    with pytest.raises(PlanError, match="a byte takes -1 s of a device's time"):
+        SimulatorOptions(host_s_per_byte=-1)

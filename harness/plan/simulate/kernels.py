@@ -18,7 +18,7 @@ from numba import njit
 
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
-from harness.plan.simulate.work import count_waits, freed_by_sum, offsets
+from harness.plan.simulate.work import freed_by_sum, offsets
 
 
 @njit(cache=True)
@@ -192,10 +192,11 @@ def _load_hosts(
 
 
 @njit(cache=True)
-def run_events(work: Any, links: Any, prefix: Any) -> Any:
+def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
     """Run all events.
 
     Args:
+        n_waits: by task, how many others it waits for.
         prefix: tasks that are known to come first, in this order (see `restart`).
 
     Returns:
@@ -209,7 +210,7 @@ def run_events(work: Any, links: Any, prefix: Any) -> Any:
     rows, n_edges = len(work.device_of), len(work.edge_bytes)
     start, finish = np.full(total, np.nan), np.full(total, np.nan)
     ready, cause = np.zeros(total), np.full(total, NONE, np.int64)
-    waits = count_waits(work)
+    waits = n_waits.copy()
     free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
     is_timed = work.host_s_per_byte.max() > 0
@@ -267,14 +268,14 @@ def run_events(work: Any, links: Any, prefix: Any) -> Any:
                 break
         n_freed = 0
 
-        if task >= 2 * total:
-            _load_hosts(work, begins, task - 2 * total, now, running, end_of, host_until)
+        if task >= total:
+            _load_hosts(work, begins, task - total, now, running, end_of, host_until)
             continue
-        if task >= total:  # a compute task is about to end
-            task -= total
+        if task < 0:  # a compute task is about to end; below 0, so that it ends before all else
+            task += total
             device = work.device_of[task % rows]
             if end_of[device] > now:
-                push(keys, ids, n_heap, end_of[device], task + total)
+                push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
             running[device] = NONE
@@ -291,7 +292,7 @@ def run_events(work: Any, links: Any, prefix: Any) -> Any:
                 device = work.device_of[row]
                 busy_s = max(0.0, host_until[device] - now)
                 running[device], end_of[device] = task, now + work.seconds[what, row] + busy_s
-                push(keys, ids, n_heap, end_of[device], task + total)
+                push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
             finish[task] = now + work.seconds[what, row]
@@ -320,6 +321,6 @@ def run_events(work: Any, links: Any, prefix: Any) -> Any:
                         freed[n_freed] = after_sum[i]
                         n_freed += 1
         if is_timed:
-            push(keys, ids, n_heap, start[task], task + 2 * total)
+            push(keys, ids, n_heap, start[task], task + total)
             n_heap += 1
     return start, finish, cause, busy, log[:n_log]

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.plan.simulate import order, restart
-from harness.plan.simulate.fans import Floats, Ints, Sum
+from harness.plan.simulate.fans import Floats, Ints
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
-from harness.plan.simulate.work import Links, Work, link
+from harness.plan.simulate.work import Links, Work, count_waits, link
 
 if TYPE_CHECKING:
     from harness.plan.simulate.simulator import Simulator
@@ -23,6 +23,7 @@ class Lowered:
     """What the event loop reads, and what is known before it runs.
 
     Attributes:
+        waits: by task, how many others it waits for.
         rows: (n_rows,) operator * n_devices + device of each row; `row_at` is its inverse.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
@@ -31,6 +32,7 @@ class Lowered:
 
     work: Work
     links: Links
+    waits: Ints
     flow: Flow
     edges: Edges
     buckets: Buckets
@@ -110,6 +112,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     return Lowered(
         work=found,
         links=link(found),
+        waits=count_waits(found),
         flow=flow,
         edges=edges,
         buckets=buckets,
@@ -174,7 +177,14 @@ def untouched(before: Lowered, log: Ints, after: Lowered) -> Ints:
         bucket=_map_buckets(before.buckets, after.buckets),
     )
     found: Ints = restart.untouched_prefix(
-        log, before.work, before.links, after.work, after.links, mapping
+        log,
+        before.work,
+        before.links,
+        before.waits,
+        after.work,
+        after.links,
+        after.waits,
+        mapping,
     )
     return found
 
@@ -191,10 +201,12 @@ def _map_edges(before: Edges, after: Edges) -> Ints:
 
 
 def _map_sums(before: Edges, after: Edges) -> Ints:
-    place: dict[Sum, int] = {}
-    for k, one in enumerate(after.sums):
-        place[one] = k
-    return np.array([place.get(one, order.NONE) for one in before.sums], dtype=np.int64)
+    found: list[int] = []
+    first = 0
+    for own, now in zip(before.fans, after.fans, strict=True):
+        found += [first + k if own is now else order.NONE for k in range(len(own.sums))]
+        first += len(now.sums)
+    return np.array(found, dtype=np.int64)
 
 
 def _map_buckets(before: Buckets, after: Buckets) -> Ints:

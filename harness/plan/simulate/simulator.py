@@ -218,7 +218,9 @@ class Trial:
         tables, simulator = self.tables, self.simulator
         lowered = lowering.lower(simulator, tables, self._current_flow())
         prefix = self._prefix(lowered)
-        start, finish, cause, busy, log = kernels.run_events(lowered.work, lowered.links, prefix)
+        start, finish, cause, busy, log = kernels.run_events(
+            lowered.work, lowered.links, lowered.waits, prefix
+        )
         if self._restarts:
             self._last_run = lowered, log
         self.n_replayed, self.n_events = len(prefix), len(log)
