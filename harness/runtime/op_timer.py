@@ -6,6 +6,9 @@ cache where the whole model would have pushed it out.
 
     [flush] write inputs | forward | [flush] write gradients | backward |
                          ^         ^                         ^          ^   marks
+
+Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
+operator that hits is chance. There the processor's time tells how the sample's time is shared out.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -99,12 +102,23 @@ def as_leaves(value: Any, *, has_gradient: bool) -> Any:
     return fx.node.map_aggregate(value, leaf)
 
 
+class Mark(NamedTuple):
+    """An instant by the clock, and the processor's seconds so far."""
+
+    at: Any
+    processor_s: float
+
+
 @dataclass(frozen=True)
 class _Marks:
     """One iteration; backward is None for an operator without gradients."""
 
-    forward: tuple[Any, Any]
-    backward: tuple[Any, Any] | None
+    forward: tuple[Mark, Mark]
+    backward: tuple[Mark, Mark] | None
+
+    @property
+    def end(self) -> Mark:
+        return self.forward[1] if self.backward is None else self.backward[1]
 
 
 class OpTimer:
@@ -115,6 +129,8 @@ class OpTimer:
             of parameters as long as it lasts.
         flush: empties the cache; None for a model whose whole step fits into it.
         shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
+        processor: reads the seconds that this process has computed, to share a sample's time out
+            by; None where the clock reads the device's own time.
     """
 
     def __init__(
@@ -126,6 +142,7 @@ class OpTimer:
         autocast: Autocast,
         flush: Callable[[], None] | None = None,
         shortest_s: float = 0.0,
+        processor: Callable[[], float] | None = None,
     ) -> None:
         self._clock = clock
         self._budget = budget
@@ -133,6 +150,7 @@ class OpTimer:
         self._autocast = autocast
         self._flush = flush or (lambda: None)
         self._shortest_s = shortest_s
+        self._processor = processor
         self._idle_backward_s: float | None = None
 
     def measure(self, call: OperatorCall, what: str = "operator") -> OperatorSamples:
@@ -195,23 +213,25 @@ class OpTimer:
         found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 
+    def _mark(self) -> Mark:
+        return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
+
     def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
-        clock = self._clock
         self._flush()
         # Operators in place spoil their inputs; and a producer would just have written them.
         args, kwargs = _written((call.args, call.kwargs))
         with self._autocast():
-            start = clock.mark()
+            start = self._mark()
             output = call.function(*args, **kwargs)
-            end = clock.mark()
+            end = self._mark()
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not outputs or not wanted:
             return _Marks((start, end), None)
         self._flush()
         ones = [torch.ones_like(tensor) for tensor in outputs]
-        begin = clock.mark()
+        begin = self._mark()
         torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        return _Marks((start, end), (begin, clock.mark()))
+        return _Marks((start, end), (begin, self._mark()))
 
     def _sample(self, call: OperatorCall, shortest_s: float) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of each sample."""
@@ -241,15 +261,29 @@ class OpTimer:
         return [(self._forward_s(sample), self._backward_s(sample)) for sample in marks]
 
     def _forward_s(self, sample: list[_Marks]) -> float:
-        return statistics.fmean(self._seconds(marks.forward) for marks in sample)
+        pace = self._pace(sample)
+        return statistics.fmean(self._seconds(marks.forward, pace) for marks in sample)
 
     def _backward_s(self, sample: list[_Marks]) -> float:
+        pace = self._pace(sample)
         return statistics.fmean(
-            0.0 if marks.backward is None else self._seconds(marks.backward) for marks in sample
+            0.0 if marks.backward is None else self._seconds(marks.backward, pace)
+            for marks in sample
         )
 
-    def _seconds(self, marks: tuple[Any, Any]) -> float:
-        return self._clock.seconds_at(marks[1]) - self._clock.seconds_at(marks[0])
+    def _pace(self, sample: list[_Marks]) -> float | None:
+        """Seconds that pass for each second that the processor computes; None by the clock."""
+        if self._processor is None:
+            return None
+        first, last = sample[0].forward[0], sample[-1].end
+        computed_s = last.processor_s - first.processor_s
+        passed_s = self._clock.seconds_at(last.at) - self._clock.seconds_at(first.at)
+        return passed_s / computed_s if computed_s > 0 else None
+
+    def _seconds(self, marks: tuple[Mark, Mark], pace: float | None) -> float:
+        if pace is not None:
+            return (marks[1].processor_s - marks[0].processor_s) * pace
+        return self._clock.seconds_at(marks[1].at) - self._clock.seconds_at(marks[0].at)
 
 
 def _batches(n_samples: int, n_each: int) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,6 +87,7 @@ class PointMeasurer:
             autocast=self._precision.autocast,
             flush=flush,
             shortest_s=_shortest_s(context.world.device.type),
+            processor=time.process_time if context.world.device.type == "cpu" else None,
         )
         self._between = between
         self._found = Measured()

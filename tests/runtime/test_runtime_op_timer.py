@@ -56,6 +56,25 @@ def test_forward_and_backward_are_timed_apart():
     assert (found.median_forward_s, found.median_backward_s, found.spread) == (3.0, 5.0, 0.0)
 
 
+def test_pauses_are_shared_out_by_what_the_processor_computed():
+    clock, computed = FakeClock(), FakeClock()
+    # The process computes 3 s forward and 5 s backward; every forward pass is paused for 4 s.
+
+    def run(x):
+        computed.advance(3.0)
+        return Slow.apply(x, clock, iter([3.0 + 4.0]), 5.0)
+
+    def processor():
+        return computed.now_s
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: computed.advance(5.0))
+    found = timer(clock, processor=processor).measure(OperatorCall(run, (x,), {}))
+    # 12 s pass while the processor computes 8.
+    assert found.forward_s == pytest.approx([4.5] * 4)
+    assert found.backward_s == pytest.approx([7.5] * 4)
+
+
 def test_emptying_the_cache_costs_the_operator_nothing():
     clock, flushed = FakeClock(), []
 
