@@ -51,6 +51,7 @@ BANDS = (0.2, 0.1)
 MISS = 0.2
 MAX_NAMED = 8
 MAX_LEGEND = 12
+NAME_PT = 9
 ROOM = 0.3  # of the figure's width, for a name beside its point
 
 
@@ -163,14 +164,13 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
         is_above = row["error"] > 0
         place = (np.log(row["measured_s"] * scale) - low) / (high - low)
         is_inside = place > ROOM if is_above else place < 1 - ROOM
-        # Away from the diagonal; where that leaves the figure, the other way and further off.
+        # Away from the diagonal, beside the interval; the other way where that leaves the figure.
         is_left = is_above == is_inside
-        drop = 0 if is_inside else 11
         axes.annotate(
             f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "
             f"{row['error']:+.0%}",
             (row["measured_s"] * scale, row["predicted_s"] * scale),
-            xytext=(-7 if is_left else 7, drop if is_above else -drop),
+            xytext=(-7 if is_left else 7, NAME_PT if is_above else -NAME_PT),
             textcoords="offset points",
             ha="right" if is_left else "left",
             va="center",
