@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import harness
-from harness.domain.hostfile import load_hostfile
+from harness.domain.hostfile import Host, load_hostfile
 from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
 from harness.nodes.checks import CHECKS, judge_all, select
 from harness.nodes.findings import worst
@@ -26,6 +28,8 @@ from harness.units import parse_duration
 
 _REPO = Path(harness.__file__).resolve().parents[1]
 _INTERRUPTED = 130
+# Of the 104 bytes that the shortest system allows, ssh appends 58.
+_MAX_SOCKET_DIRECTORY = 45
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,6 +110,20 @@ def _look_at_all(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey
             "no ssh client on this machine: sudo apt-get install openssh-client"
         )
     hosts = load_hostfile(arguments.hostfile)
+    with _socket_directory() as shared:
+        return _survey(arguments, checks, hosts, shared)
+
+
+@contextlib.contextmanager
+def _socket_directory() -> Iterator[str]:
+    """A private directory, of a name short enough for sockets in it; empty where there is none."""
+    with tempfile.TemporaryDirectory(prefix="check-") as directory:
+        yield directory if len(directory) <= _MAX_SOCKET_DIRECTORY else ""
+
+
+def _survey(
+    arguments: argparse.Namespace, checks: Sequence[str], hosts: Sequence[Host], shared: str
+) -> Survey:
     order = Order(
         peers=tuple(host.name for host in hosts),
         env_dir=str(arguments.env.absolute()),
@@ -113,6 +131,7 @@ def _look_at_all(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey
         timeout_s=_positive_s(arguments.timeout, "--timeout"),
         deep=arguments.deep,
         hostfile=shlex.quote(str(arguments.hostfile)),
+        shared=shared,
     )
     progress = _ProgressLine()
     try:

@@ -63,7 +63,13 @@ def common_network(facts: Mapping[str, Facts]) -> str | None:
 
 
 def mpi_command(
-    mpirun: str, hosts: Sequence[str], *, python: str, network: str | None, timeout_s: float
+    mpirun: str,
+    hosts: Sequence[str],
+    *,
+    python: str,
+    network: str | None,
+    timeout_s: float,
+    shared: str = "",
 ) -> list[str]:
     """The argument list of a hello over `hosts`, one rank each."""
     limit_s = max(1, round(timeout_s))
@@ -74,7 +80,7 @@ def mpi_command(
         *("--timeout", str(limit_s)),
         *("-np", str(len(hosts))),
         *("--host", ",".join(f"{host}:1" for host in hosts)),
-        *("--mca", "plm_rsh_args", " ".join(ssh.options(timeout_s))),
+        *("--mca", "plm_rsh_args", " ".join(ssh.options(timeout_s, shared=shared))),
         *(interface if network else []),
         *("--wdir", "/"),
         *(python, "-c", remote_text("remote/hello.py"), str(limit_s)),
@@ -82,12 +88,18 @@ def mpi_command(
 
 
 async def run_hello(
-    mpirun: str, facts: Mapping[str, Facts], *, python: str, timeout_s: float
+    mpirun: str, facts: Mapping[str, Facts], *, python: str, timeout_s: float, shared: str = ""
 ) -> Hello:
-    """Start one rank on each host and wait for all; on failure, each host alone."""
+    """Start one rank on each host and wait for all; on failure, each host alone.
+
+    Args:
+        shared: directory of connections that may be used; a host alone is logged into anew.
+    """
     hosts = tuple(facts)
     network = common_network(facts) if len(hosts) > 1 else None
-    command = mpi_command(mpirun, hosts, python=python, network=network, timeout_s=timeout_s)
+    command = mpi_command(
+        mpirun, hosts, python=python, network=network, timeout_s=timeout_s, shared=shared
+    )
     hello = await _run(command, hosts, timeout_s)
     if not hello.error or len(hosts) == 1:
         return hello

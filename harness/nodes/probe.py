@@ -40,6 +40,7 @@ class Order:
         timeout_s: what one host may cost, from the first packet to the last.
         deep: run a kernel on each GPU.
         hostfile: its path, as remedies write it, quoted for a shell.
+        shared: directory for the control sockets of the sessions; empty: none.
     """
 
     peers: tuple[str, ...]
@@ -48,6 +49,7 @@ class Order:
     timeout_s: float
     deep: bool = False
     hostfile: str = "HOSTFILE"
+    shared: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ async def probe(host: Host, order: Order, stack: AsyncExitStack) -> tuple[Probe,
     session = None
     if is_proxied or found.is_port_open:
         session = await stack.enter_async_context(
-            open_session(host.name, connect_timeout_s=order.timeout_s)
+            open_session(host.name, connect_timeout_s=order.timeout_s, shared=order.shared)
         )
         found = await _ask(session, found, order, deadline_s)
     found = replace(found, duration_s=asyncio.get_running_loop().time() - start_s)

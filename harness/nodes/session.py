@@ -55,8 +55,15 @@ class Session:
 
 
 @contextlib.asynccontextmanager
-async def open_session(host: str, *, connect_timeout_s: float) -> AsyncIterator[Session]:
-    """Log in, without waiting for the answer; the connection ends with the context."""
-    command = ssh.command(host, f"echo {READY}; exec sh -s", connect_timeout_s=connect_timeout_s)
+async def open_session(
+    host: str, *, connect_timeout_s: float, shared: str = ""
+) -> AsyncIterator[Session]:
+    """Log in, without waiting for the answer; the connection ends with the context.
+
+    Args:
+        shared: directory in which mpirun's ssh finds the connection; empty: it does not.
+    """
+    remote = f"echo {READY}; exec sh -s"
+    command = ssh.command(host, remote, connect_timeout_s=connect_timeout_s, shared=shared)
     async with processes.start(command) as child:
         yield Session(host, child)

@@ -56,8 +56,14 @@ class Target:
     is_proxied: bool
 
 
-def options(connect_timeout_s: float) -> list[str]:
-    """No question is ever asked, no key taken on trust, no connection of another session reused."""
+def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = False) -> list[str]:
+    """No question is ever asked, no key taken on trust, no connection of others reused.
+
+    Args:
+        shared: directory of the connections that this program itself has open, which spare another
+            exchange of keys; empty: none.
+        is_master: open one, instead of using it.
+    """
     return [
         "-T",
         "-x",
@@ -65,15 +71,20 @@ def options(connect_timeout_s: float) -> list[str]:
         "-oStrictHostKeyChecking=yes",
         f"-oConnectTimeout={max(1, math.ceil(connect_timeout_s))}",
         "-oConnectionAttempts=1",
-        "-oControlMaster=no",
-        "-oControlPath=none",
+        f"-oControlMaster={'yes' if shared and is_master else 'no'}",
+        f"-oControlPath={f'{shared}/%C' if shared else 'none'}",
         "-oLogLevel=ERROR",
     ]
 
 
-def command(host: str, remote: str, *, connect_timeout_s: float) -> list[str]:
-    """The argument list that runs `remote`, read by the login shell, on a host of a hostfile."""
-    return ["ssh", *options(connect_timeout_s), "--", host, remote]
+def command(host: str, remote: str, *, connect_timeout_s: float, shared: str = "") -> list[str]:
+    """The argument list that runs `remote`, read by the login shell, on a host of a hostfile.
+
+    Args:
+        shared: directory in which others find the connection; empty: nobody does.
+    """
+    chosen = options(connect_timeout_s, shared=shared, is_master=True)
+    return ["ssh", *chosen, "--", host, remote]
 
 
 def python_command(program: str, arguments: list[str], *, pythons: list[str], limit_s: int) -> str:

@@ -1,14 +1,13 @@
 """Ask all hosts everything at once, and keep what each said.
 
     every host   name, port, login, clock, probe.sh        at most timeout_s each, all at once
-    then         TCP between all pairs, torch's import     hosts that answered, once no more do
-    then         MPI hello | all-reduce                    side by side, with those that joined
-    then         TCP from and to those that joined
+    then         TCP between all pairs, MPI hello          among those that answer, once no more do
+    then         torch's import, all-reduce                with those that have joined
+    then         TCP and MPI again                         if any has joined
 
-A host that hangs holds nothing up: the second part does not wait for it, the third at most half the
-timeout. Until then a host may join; one that answers later is left out, by name. torch is imported
-after the connections: where hosts share cores, as virtual ones do, that work would starve them.
-Each host is logged into once, for all that happens over ssh; mpirun logs in by itself.
+A host that hangs holds nothing up: those that answered begin without it, and the all-reduce waits
+at most half the timeout. Until then a host may join; one that answers later is left out, by name.
+Each host is logged into once, for all that happens over ssh.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ from harness.nodes.talk import Healthy, Progress, Talk
 
 # A host may hang at any moment: ssh sessions beyond this wait for their turn.
 _N_AT_ONCE = 128
-# Hosts that share cores, as virtual ones do, answer one after another, closer than this.
-_QUIET_S = 0.5
+# Hosts that share cores, as virtual ones do, answer one after another, mostly closer than this.
+_QUIET_S = 1.0
+# Whoever is left out is told so: rather wait.
+_PATIENT_QUIET_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,20 +153,20 @@ class _Inspection:
     async def first(self, patience_s: float) -> list[Healthy]:
         """The healthy ones as soon as there is one and no more follow it closely."""
         end_s = asyncio.get_running_loop().time() + patience_s
-        await self._wait_until_quiet(lambda now_s: bool(self._sessions) or now_s >= end_s)
+        await self._wait_until_quiet(_QUIET_S, lambda now_s: bool(self._sessions) or now_s >= end_s)
         return self._healthy()
 
     async def settle(self, patience_s: float) -> list[Healthy]:
-        """The healthy ones once every host is settled; after `patience_s` none is waited for."""
+        """The healthy ones once all are settled, or after `patience_s` when no more follow."""
         end_s = self._start_s + patience_s
-        await self._wait_until_quiet(lambda now_s: now_s >= end_s)
+        await self._wait_until_quiet(_PATIENT_QUIET_S, lambda now_s: now_s >= end_s)
         return self._healthy()
 
-    async def _wait_until_quiet(self, is_enough: Callable[[float], bool]) -> None:
+    async def _wait_until_quiet(self, quiet_s: float, is_enough: Callable[[float], bool]) -> None:
         loop = asyncio.get_running_loop()
         while waiting := [one for one in self._reports if not one.done()]:
             done, _ = await asyncio.wait(
-                waiting, timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED
+                waiting, timeout=quiet_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not done and is_enough(loop.time()):
                 return

@@ -37,19 +37,21 @@ class Talk:
         self._agents: dict[str, Agent] = {}
 
     async def begin(self, hosts: Sequence[Healthy]) -> None:
-        """Connect these hosts, then let them import torch, without waiting for it."""
+        """Connect these hosts, say hello, then let them import torch, without waiting for it.
+
+        One after the other: where hosts share cores, as virtual ones do, MPI's ranks would spin
+        for those that torch's import keeps waiting, and connections would run out of time.
+        """
         await self._connect(hosts)
+        await self._say_hello(hosts)
         await self._start_ranks(hosts)
 
     async def carry_on(self, hosts: Sequence[Healthy]) -> None:
-        """Start jobs over all these hosts, then connect those that `begin` has not met."""
+        """Reduce over all these hosts, and let those that have joined meet the others."""
         await self._start_ranks(hosts)
-        if self._checks & {MPI, ALLREDUCE}:
-            names = " and ".join(sorted(self._checks - {TCP}))
-            self._progress(f"{names} over {len(hosts)} hosts")
-        facts = {session.host: facts for session, facts in hosts}
-        self.hello, self.reduction = await asyncio.gather(self._hello(facts), self._reduce(facts))
+        await self._reduce(hosts)
         await self._connect(hosts)
+        await self._say_hello(hosts)
 
     async def _connect(self, hosts: Sequence[Healthy]) -> None:
         sessions = [session for session, _ in hosts]
@@ -79,15 +81,25 @@ class Talk:
         )
         self._agents |= {agent.host: agent for agent in agents}
 
-    async def _hello(self, facts: dict[str, Facts]) -> Hello | None:
+    async def _say_hello(self, hosts: Sequence[Healthy]) -> None:
+        """Over all hosts with MPI, unless it was said among the same ones."""
         mpirun = find_mpirun(self._order.env_dir) if MPI in self._checks else None
-        able = {h: f for h, f in facts.items() if f.mpi and f.has_package("mpi4py")}
-        if mpirun is None or not able:
-            return None
-        return await run_hello(mpirun, able, python=self._python, timeout_s=self._launch_timeout_s)
+        able = {s.host: f for s, f in hosts if f.mpi and f.has_package("mpi4py")}
+        is_said = self.hello is not None and set(able) == set(self.hello.hosts)
+        if mpirun is None or not able or is_said:
+            return
+        self._progress(f"MPI hello over {len(able)} hosts")
+        self.hello = await run_hello(
+            mpirun,
+            able,
+            python=self._python,
+            timeout_s=self._launch_timeout_s,
+            shared=self._order.shared,
+        )
 
-    async def _reduce(self, facts: dict[str, Facts]) -> Reduction | None:
+    async def _reduce(self, hosts: Sequence[Healthy]) -> None:
+        facts = {session.host: facts for session, facts in hosts}
         agents = [self._agents[host] for host in facts if host in self._agents]
-        if not agents:
-            return None
-        return await run_allreduce(agents, facts, timeout_s=self._launch_timeout_s)
+        if agents:
+            self._progress(f"all-reduce over {len(agents)} hosts")
+            self.reduction = await run_allreduce(agents, facts, timeout_s=self._launch_timeout_s)

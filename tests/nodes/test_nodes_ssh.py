@@ -67,6 +67,15 @@ def test_no_login_ever_asks_or_trusts() -> None:
     assert command[-3:] == ["--", "n1", "true"]
 
 
+def test_only_connections_of_this_program_are_shared() -> None:
+    alone = ssh.command("n1", "true", connect_timeout_s=2)
+    assert {"-oControlMaster=no", "-oControlPath=none"} <= set(alone)
+    opened = ssh.command("n1", "true", connect_timeout_s=2, shared="/tmp/check-1")
+    assert {"-oControlMaster=yes", "-oControlPath=/tmp/check-1/%C"} <= set(opened)
+    used = ssh.options(2, shared="/tmp/check-1")
+    assert {"-oControlMaster=no", "-oControlPath=/tmp/check-1/%C"} <= set(used)
+
+
 SHELLS = [
     argv
     for argv in (["bash", "-c"], ["dash", "-c"], ["busybox", "sh", "-c"], ["tcsh", "-c"])
