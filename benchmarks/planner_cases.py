@@ -36,6 +36,7 @@ def random_graph(rng: random.Random, n_ops: int) -> Graph:
                 shape={"sample": BATCH, "feature": 4},
                 parameter_bytes=rng.choice([0, 200, 1000, 4000]) if kind == "linear" else 0,
                 activation_bytes=rng.choice([64, 128, 512]),
+                attrs={"in_features": 4} if kind == "linear" else {},
             )
         )
     return Graph(name="random", operators=operators, batch=BATCH)

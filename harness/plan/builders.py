@@ -12,9 +12,16 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, weight_dim
+from harness.domain.sharding import (
+    CONTRACTION,
+    cuttable_dims,
+    full_shape,
+    has_tasks,
+    weight_dim,
+)
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
+from harness.plan.pairs import contracted, linear_pairs
 
 Planner = Callable[[Operator], OperatorPlan]
 
@@ -72,22 +79,28 @@ def ddp(
 
 def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """Every operator with weights cut along them over all devices; the others likewise if they can
-    be, else by samples."""
+    be, else by samples. Of linear operators in a row every second is cut by its contraction."""
     devices = list(range(cluster.n_devices))
+    rows = {graph.operators[k].name for k in contracted(graph)}
 
     def plan(op: Operator) -> OperatorPlan:
-        dim = weight_dim(op) or "feature"
+        dim = CONTRACTION if op.name in rows else weight_dim(op) or "feature"
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
     return _build("tensor parallel", graph, batch, plan)
 
 
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
-    """Convolutions data parallel, fully connected layers cut by feature (Krizhevsky, 2014)."""
+    """Convolutions data parallel, fully connected layers cut by feature (Krizhevsky, 2014), every
+    second one of a row by its contraction, and what lies between by feature too."""
     devices = list(range(cluster.n_devices))
+    rows = contracted(graph)
+    inside = {k for pair in linear_pairs(graph) if pair.second in rows for k in pair.between}
+    dims = {graph.operators[k].name: CONTRACTION for k in rows}
+    dims |= {graph.operators[k].name: "feature" for k in inside}
 
     def plan(op: Operator) -> OperatorPlan:
-        dim = "feature" if op.kind == "linear" else SAMPLE
+        dim = dims.get(op.name, "feature" if op.kind == "linear" else SAMPLE)
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
     return _build("hybrid", graph, batch, plan)

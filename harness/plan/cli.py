@@ -28,6 +28,8 @@ CaptureModel = Callable[[str, int], Graph]
 
 _NO_LIMIT_BYTES = 2**50
 _DEFAULT_KIND = "device"
+_ESTIMATES = ("estimated from FLOPs", "roofline")
+DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
 
 _SEARCH_EXAMPLES = """\
 examples:
@@ -97,6 +99,11 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     model.add_argument("--dlrm-bottom-mlp", default="64-512-512-64", metavar="WIDTHS")
     model.add_argument("--dlrm-top-mlp", default="576-1024-1024-1024-1", metavar="WIDTHS")
+    model.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="which of the profile's times: what training computes in (default: what it has)",
+    )
     model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
     where = search.add_argument_group("cluster")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
@@ -186,6 +193,7 @@ def request_from(
     graph, profile = None, None
     if COSTS[args.cost].needs_model:
         graph, profile = _model(args, cluster, capture_model)
+        profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
     return PlanRequest(
         cluster=cluster,
         graph=graph,
@@ -292,6 +300,22 @@ def _model(
         assert graph is not None
         return graph, _found_profile(args, cluster, graph) or estimate_profile(graph, cluster)
     return _profile(args, cluster, graph)
+
+
+def _of_dtype(profile: Profile, dtype: str) -> Profile:
+    """The measurements of one dtype; estimates stand for any."""
+    if profile.provenance.get("source") in _ESTIMATES:
+        return profile
+    found = [point for point in profile.measurements if point.dtype == DTYPES[dtype]]
+    if not found:
+        known = ", ".join(sorted({point.dtype for point in profile.measurements}))
+        raise ConfigError(
+            f"--dtype {dtype}: the profile of {profile.model!r} has times of {known} only: "
+            f"profile it with --dtype {dtype}"
+        )
+    if len(found) == len(profile.measurements):
+        return profile
+    return msgspec.structs.replace(profile, measurements=found)
 
 
 def _dlrm(args: argparse.Namespace) -> Graph:

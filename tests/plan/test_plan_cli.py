@@ -14,6 +14,7 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
 from harness.plan.pipedream.graph_txt import parse_graph_txt
@@ -464,3 +465,33 @@ def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(capsys):
 def test_sizes_or_rates_that_make_no_sense_are_refused(capsys, flags, message):
     assert main([*DLRM, *HARDWARE, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_dtype_chooses_among_the_profiles_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [
+        Operator(name="x", kind="input", shape={"sample": 4}),
+        Operator(name="a", kind="linear", inputs=["x"], shape={"sample": 4, "feature": 2}),
+    ]
+    graph = Graph(name="tiny", batch=4, operators=operators)
+    points = [
+        Measurement(
+            device_kind="d", operator="a", shape=operators[1].shape, dtype=dtype,
+            forward_s=seconds, backward_s=seconds,
+        )
+        for dtype, seconds in (("float32", 2.0), ("bfloat16", 1.0))
+    ]  # fmt: skip
+    (tmp_path / "g.json").write_bytes(graph.to_json())
+    (tmp_path / "p.json").write_bytes(Profile(model="tiny", measurements=points).to_json())
+    flags = search(
+        "--graph", tmp_path / "g.json", "--profile", tmp_path / "p.json", "--topology", "1x1",
+        "--bandwidth", "1e9", "--memory", "1GB", "--device-kind", "d", "--json",
+    )  # fmt: skip
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        assert main([*flags, "--dtype", dtype]) == 0
+        found[dtype] = json.loads(capsys.readouterr().out)["predicted_step_s"]
+    assert found == {"fp32": 4.0, "bf16": 2.0}
+    assert main([*flags, "--dtype", "tf32"]) == 2
+    assert "has times of bfloat16, float32 only" in capsys.readouterr().err

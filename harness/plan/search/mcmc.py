@@ -7,6 +7,8 @@ out of its surroundings and only add transfers, so here half of them move severa
     copy       one operator takes the plan of a neighbour along an edge
     segment    a run of consecutive operators takes one plan
     kind       all operators of one kind take one plan
+    pair       two linear operators in a row take a cut by feature and one by contraction, and what
+               lies between them the first's
 
 A worse proposal is accepted with probability exp(-(s' - s) / (temperature * best)). The temperature
 falls over the chain, from one of HOTTEST (chains take turns) to COLDEST: a cool one improves its
@@ -23,7 +25,9 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 
 from harness.domain.partition import SAMPLE
+from harness.domain.sharding import CONTRACTION
 from harness.domain.strategy import OperatorPlan
+from harness.plan.pairs import linear_pairs
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import Space
 from harness.plan.simulate.simulator import Trial
@@ -59,6 +63,11 @@ class Chain:
         for op in self._ops:
             kinds.setdefault(graph.operators[op].kind, []).append(op)
         self._kinds = list(kinds.values())
+        self._pairs = [
+            pair
+            for pair in linear_pairs(graph)
+            if allowed.issuperset((pair.first, *pair.between, pair.second))
+        ]
 
     def run(self, start: Mapping[int, OperatorPlan]) -> Move:
         """Walk from a start until the objective's budget is used up; the best plans seen."""
@@ -101,6 +110,8 @@ class Chain:
             move = {op: self._random.choice(self.space.menus[op])}
         elif draw < 0.65:
             move = self._copy(plans)
+        elif draw < 0.72 and self._pairs:
+            move = self._pair()
         elif draw < 0.9:
             a = self._random.randrange(len(self._ops))
             length = 1 + int(self._random.expovariate(4 / len(self._ops)))
@@ -115,6 +126,18 @@ class Chain:
             return {}
         source = plans[self._random.choice(self._neighbours[op])]
         return {op: closest(self.space.menus[op], source)}
+
+    def _pair(self) -> Move:
+        """Features of the first, contraction of the second, over the same devices."""
+        pair = self._random.choice(self._pairs)
+        rows = [p for p in self.space.menus[pair.second] if CONTRACTION in p.partition]
+        if not rows:
+            return {}
+        row = self._random.choice(rows)
+        cuts = {"feature" if d == CONTRACTION else d: cut for d, cut in row.partition.items()}
+        column = OperatorPlan(cuts, row.devices)
+        move = {op: closest(self.space.menus[op], column) for op in (pair.first, *pair.between)}
+        return {**move, pair.second: row}
 
     def _spread(self, ops: Sequence[int]) -> Move:
         """One operator's draw for all."""

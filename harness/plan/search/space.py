@@ -12,7 +12,7 @@ from itertools import combinations
 
 from harness.domain.cluster import Cluster
 from harness.domain.partition import SAMPLE, Cut
-from harness.domain.sharding import cuttable_dims
+from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims
 from harness.domain.strategy import OperatorPlan
 from harness.plan.simulate.costs import Costs
 
@@ -96,7 +96,7 @@ class Space:
         shares = self._shares(op, devices)
         if shares is not None and SAMPLE in dims:
             yield {SAMPLE: shares}
-        second = [dim for dim in ("feature", "heads") if dim in dims]
+        second = [dim for dim in ("feature", HEADS, CONTRACTION) if dim in dims]
         for dim in second:
             for a in range(2, n // 2 + 1):
                 if n % a == 0 and shape[SAMPLE] >= a and shape[dim] >= n // a:

@@ -1,0 +1,58 @@
+"""Linear operators that follow one another, so that they can be cut in pairs.
+
+The first is cut by its output features, the second by its contraction over the same devices: each
+device has just the features that its part of the second reads, so nothing travels between them and
+only the second's partial sums are added up (Shoeybi et al., "Megatron-LM", 2019).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.sharding import CONTRACTION, full_shape
+
+
+class Pair(NamedTuple):
+    """Positions of two linear operators and of the elementwise ones between them, in order."""
+
+    first: int
+    between: tuple[int, ...]
+    second: int
+
+
+def linear_pairs(graph: Graph) -> list[Pair]:
+    """All pairs; an operator may be the second of one and the first of another."""
+    index = graph.index()
+    found = []
+    for second, operator in enumerate(graph.operators):
+        if not can_contract(operator):
+            continue
+        between: list[int] = []
+        at = index[operator.inputs[0]]
+        while _is_between(graph.operators[at]):
+            between.insert(0, at)
+            at = index[graph.operators[at].inputs[0]]
+        if graph.operators[at].kind == "linear":
+            found.append(Pair(at, tuple(between), second))
+    return found
+
+
+def contracted(graph: Graph) -> set[int]:
+    """Linear operators to cut by contraction: every second one of a row, from its second on."""
+    second: set[int] = set()
+    for pair in linear_pairs(graph):
+        if pair.first not in second:
+            second.add(pair.second)
+    return second
+
+
+def can_contract(operator: Operator) -> bool:
+    """Whether it may be cut along its contraction."""
+    return operator.kind == "linear" and CONTRACTION in full_shape(
+        operator, batch=1, graph_batch=None
+    )
+
+
+def _is_between(operator: Operator) -> bool:
+    return operator.kind == "elementwise" and len(operator.inputs) == 1
