@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.domain.prediction import Prediction
+from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.store import Run, read_header
 from harness.plan.portfolio import plan_with_simulator
@@ -30,7 +30,7 @@ from harness.workloads.plan_inputs import Inputs, read_inputs
 from harness.workloads.plan_needs import links_need, plain, profile_need
 from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_sizes
 from harness.workloads.plan_predict import predict
-from harness.workloads.plan_share import from_first
+from harness.workloads.plan_share import from_first, wait_for_all
 
 
 class _Sizes(msgspec.Struct, frozen=True):
@@ -54,6 +54,7 @@ def measure_optimizer(
 
     told = msgspec.msgpack.decode(from_first(sizes, context.world), type=_Sizes)
     mine = optimizer_s_per_byte(told.sizes, question.optimizer_options(), context.world.device)
+    wait_for_all(context.world)
     return tuple(gather_numbers(mine, context.world))
 
 
@@ -140,7 +141,7 @@ def _run_text(run: Run) -> str:
     if header.status != "ok":
         return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
     lines = [str(line) for line in header.summary.get("text", [])]
-    return "\n".join([*lines, f"train it with: train --strategy {run.path / 'strategy.json'}"])
+    return "\n".join([*lines, f"train it with: train --strategy {run.path / STRATEGY_FILE}"])
 
 
 def _n_ranks(config: SearchConfig, n_started: int) -> int:

@@ -37,15 +37,16 @@ def from_first(make: Callable[[], bytes], world: World) -> bytes:
         HarnessError: what rank 0 raised, on every rank, so that none waits for the others.
     """
     encoded = msgspec.msgpack.encode(_answer(make)) if world.is_first else b""
-    _wait_for_all(world)
+    wait_for_all(world)
     answer = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Answer)
     if answer.error:
         raise _error_named(answer.kind)(answer.error)
     return answer.data
 
 
-def _wait_for_all(world: World) -> None:
-    """A barrier without the timeout of collectives; ranks that wait sleep in the kernel."""
+def wait_for_all(world: World) -> None:
+    """A barrier without the timeout of collectives, after work of very unlike length; all ranks
+    must call it, and sleep in the kernel."""
     if world.size == 1:
         return
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)

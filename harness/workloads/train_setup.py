@@ -31,6 +31,7 @@ from harness.runtime.flops import step_flops
 from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.precision import set_tensor_cores
 from harness.runtime.world import World
+from harness.workloads.plan_share import wait_for_all
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_engines import ENGINES, Trainer
 from harness.workloads.train_plan import Planned
@@ -133,6 +134,7 @@ def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | 
     """What every rank is fed, by rank."""
     if trainer.samples is None:
         return None
+    wait_for_all(world)  # ranks take unlike time to build their parts
     parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
     return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
 

@@ -29,7 +29,8 @@ from harness.workloads.plan_needs import plain
 from harness.workloads.train import TRAIN
 from harness.workloads.train_config import TrainCase
 
-TIMEOUT_S = 8.0
+# Long enough for ranks that share a busy machine to start.
+TIMEOUT_S = 20.0
 # Microbatches of 4 of a batch of 8: the fifth call on real values is in the third step.
 _FIFTH = 5
 _calls = []

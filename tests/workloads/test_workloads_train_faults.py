@@ -25,7 +25,7 @@ pytestmark = [
     [
         ("killed", ["rank 1 (", "killed by SIGKILL"]),
         ("error", ["rank 1 (", "RuntimeError: rank 1 has a bug"]),
-        ("hang", ["did not answer within 8 s"]),
+        ("hang", ["did not answer within 20 s"]),
     ],
 )
 def test_the_reason_names_rank_and_operator(tmp_path, fault, told):

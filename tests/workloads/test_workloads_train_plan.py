@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
+from harness.measure.store import Run
 from harness.workloads.plan_config import question_of
+from harness.workloads.plan_search import run_search, search_text
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_plan import train_needs
@@ -185,3 +188,25 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
     assert profile.is_met(tmp_path, here)
     other = train_needs(replace(CASES["tensor"], batch=24))[1]
     assert not other.is_met(tmp_path, here)
+
+
+def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
+    _, results = ranks
+    question = replace(question_of(CASE), search_budget=40)
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question, 2)
+
+    found, run = run_on_ranks(run_search, question, 2, beside)
+    assert found[1] == {}
+    summary = found[0]
+    assert summary["predicted_step_s"] > 0
+    assert summary["speedup_over_single"] >= 1
+    header = msgspec.structs.replace(run.header, summary=summary)
+    text = search_text([Run(path=run.path, header=header, ranks=run.ranks)])
+    assert "best plan by simulator" in text
+    assert text.endswith(f"train it with: train --strategy {run.path / STRATEGY_FILE}")
+    rates = [r.value for r in run.ranks[0] if r.metric == "optimizer_s_per_byte"]
+    assert len(rates) == 2
+    assert all(rate > 0 for rate in rates)
