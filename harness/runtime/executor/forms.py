@@ -10,6 +10,7 @@ gathered  all of the operator for the task's samples, of which the block is kept
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +21,12 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
 from harness.runtime.capture import Captured
 from harness.runtime.executor.batch_norm import GlobalBatchNorm
-from harness.runtime.executor.layout import Layout, Part, check_samples_lead
+from harness.runtime.executor.layout import Layout, Part, check_samples
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.shards import Shard, Wanted, make_batch_norm, make_shard
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
-from harness.runtime.executor.weights import Holders
+from harness.runtime.executor.weights import Holders, canonical_names
 
 _log = logging.getLogger(__name__)
 
@@ -58,19 +59,37 @@ def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
     return tuple(sorted(p.device for p in same))
 
 
-def choose_forms(captured: Captured, meta: MetaModel, plan: ExecutorPlan, samples: int) -> Forms:
-    """Choose for microbatches of `samples`; warns once for each operator that must be gathered.
+def choose_forms(
+    captured: Captured, meta: MetaModel, plan: ExecutorPlan, sizes: Sequence[int]
+) -> dict[int, Forms]:
+    """Choose by size of microbatch; warns once for each operator that must be gathered.
+
+    What must be gathered at one size is gathered at all, so that weights are cut alike.
 
     Raises:
         ModelError, StrategyError: a cut that cannot be carried out at all.
     """
-    return _Chooser(captured, meta, plan, samples).choose()
+    gathered: set[str] = set()
+    while True:
+        choosers = [_Chooser(captured, meta, plan, size, gathered) for size in sizes]
+        found = {size: chooser.choose() for size, chooser in zip(sizes, choosers, strict=True)}
+        now = {n for forms in found.values() for n, form in forms.of.items() if form == "gathered"}
+        if now == gathered or len(found) == 1:
+            _warn(found[sizes[0]])
+            return found
+        gathered = now
 
 
 class _Chooser:
     def __init__(
-        self, captured: Captured, meta: MetaModel, plan: ExecutorPlan, samples: int
+        self,
+        captured: Captured,
+        meta: MetaModel,
+        plan: ExecutorPlan,
+        samples: int,
+        gathered: Collection[str],
     ) -> None:
+        self._gathered = gathered
         self._captured, self._meta, self._plan, self._samples = captured, meta, plan, samples
         nodes = captured.module.graph.nodes
         self._twin = dict(zip(nodes, meta.module.graph.nodes, strict=True))
@@ -80,8 +99,8 @@ class _Chooser:
         return self._plan.strategy
 
     def choose(self) -> Forms:
-        forms = {
-            op.name: self._first_choice(op.name)
+        forms: dict[str, Form] = {
+            op.name: "gathered" if op.name in self._gathered else self._first_choice(op.name)
             for op in self._captured.graph.operators
             if has_tasks(op)
         }
@@ -95,10 +114,9 @@ class _Chooser:
             holders = self._holders(layout, forms, unable)
             for name in holders.conflicts():
                 unable |= self._users(name, forms)
-            unable = {name for name in unable if forms[name] != "gathered"}
+            unable = {name for name in unable if forms[name] not in ("gathered", "native")}
             if not unable:
-                check_samples_lead(layout, self._meta)
-                self._warn(layout, forms)
+                check_samples(layout, self._meta)
                 return Forms(layout, forms, holders)
             forms |= dict.fromkeys(unable, "gathered")
 
@@ -139,7 +157,7 @@ class _Chooser:
         return [shard_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
 
     def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
-        holders = Holders(self._meta.module)
+        holders = Holders(self._captured.module)  # which knows tied weights
         for name, form in forms.items():
             if name not in self._captured.nodes:
                 continue
@@ -158,28 +176,30 @@ class _Chooser:
         return holders
 
     def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:
-        found = set()
-        for operator in self._captured.graph.operators:
-            module = str(operator.attrs.get("module", ""))
-            names = operator.attrs.get("parameters", [])
-            uses = isinstance(names, list) and tensor in names
-            if operator.name in forms and (uses or (module and tensor.startswith(f"{module}."))):
-                found.add(operator.name)
-        return found
+        """Operators that use a tensor, under any of its names."""
+        names = canonical_names(self._captured.module)
+        return {
+            name
+            for name, node in self._captured.nodes.items()
+            if name in forms
+            and any(names.get(own) == tensor for own in node_sources(node, self._meta.module))
+        }
 
-    def _warn(self, layout: Layout, forms: dict[str, Form]) -> None:
-        for name, form in forms.items():
-            if form != "gathered":
-                continue
-            operator, plan = layout.operators[name], layout.plan(name)
-            n = count_parts(plan.partition)
-            _log.warning(
-                "operator %s (%s) cannot be cut as %s: each of its %d tasks computes all of it for "
-                "its samples and keeps its block, %.3g FLOPs instead of %.3g",
-                name, operator.kind, plan.partition, n,
-                n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops,
-                operator.forward_flops,
-            )  # fmt: skip
+
+def _warn(chosen: Forms) -> None:
+    layout = chosen.layout
+    for name, form in chosen.of.items():
+        if form != "gathered":
+            continue
+        operator, plan = layout.operators[name], layout.plan(name)
+        n = count_parts(plan.partition)
+        _log.warning(
+            "operator %s (%s) cannot be cut as %s: each of its %d tasks computes all of it for "
+            "its samples and keeps its block, %.3g FLOPs instead of %.3g",
+            name, operator.kind, plan.partition, n,
+            n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops,
+            operator.forward_flops,
+        )  # fmt: skip
 
 
 def is_dropout(node: fx.Node, root: nn.Module) -> bool:

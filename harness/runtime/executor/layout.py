@@ -26,7 +26,6 @@ from harness.runtime.executor.values import MetaModel, TensorMeta, Values
 
 # The name under which the loss asks for its targets, which no node computes.
 TARGETS = "targets"
-_DIM_NAMES = ("sample", "feature", "height", "width")
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ class Layout:
     ) -> None:
         self.captured, self.strategy, self.samples = captured, strategy, samples
         self.values: Values = meta.at(samples)
+        self._at_twice: Values = meta.at(2 * samples)
         self.gathered, self.whole = gathered, whole
         self.graph: Graph = captured.graph
         self.position = self.graph.index()
@@ -153,13 +153,22 @@ class Layout:
         return found
 
     def value_shape(self, node: fx.Node) -> dict[str, int]:
-        """Named sizes of a value, without partial dims."""
+        """Named sizes of a value, without partial dims.
+
+        Of a tuple's elements, those like the first have its names, others only one for samples.
+        """
         operator = self.operators[self.owner[node]]
+        shape = self.shapes[operator.name]
+        shown = {d: n for d, n in shape.items() if not is_partial(operator, d)}
         if self.captured.nodes.get(operator.name) in (node, None):
-            shape = self.shapes[operator.name]
-            return {d: n for d, n in shape.items() if not is_partial(operator, d)}
+            return shown
         sizes = self.values.tensors[node].shape
-        return dict(zip(_DIM_NAMES, sizes, strict=False))
+        if sizes == tuple(shown.values()):
+            return shown
+        growing = zip(sizes, self._at_twice.tensors[node].shape, strict=True)
+        return {
+            SAMPLE if then == 2 * now else f"dim{k}": now for k, (now, then) in enumerate(growing)
+        }
 
     def region(self, node: fx.Node, part: Part) -> Block:
         """What of a value a part holds: a tuple's elements are cut where its first one is."""
@@ -265,8 +274,8 @@ def owners(captured: Captured) -> dict[fx.Node, str]:
     return found
 
 
-def check_samples_lead(layout: Layout, meta: MetaModel) -> None:
-    """Refuse to cut an operator by samples whose values do not begin with them.
+def check_samples(layout: Layout, meta: MetaModel) -> None:
+    """Refuse to cut an operator by samples whose values do not grow with them.
 
     Raises:
         ModelError: names the operator.
@@ -277,9 +286,11 @@ def check_samples_lead(layout: Layout, meta: MetaModel) -> None:
             continue
         is_cut = SAMPLE in layout.plan(name).partition and len(layout.parts[name]) > 1
         now, then = layout.values.tensors[node].shape, more.tensors[node].shape
-        if is_cut and (not now or then[0] != 2 * now[0]):
+        names = list(layout.value_shape(node))
+        at = names.index(SAMPLE) if SAMPLE in names else None
+        if is_cut and (at is None or then[at] != 2 * now[at]):
             raise ModelError(
-                f"operator {name!r} is cut by samples, but its output {now} does not begin with "
+                f"operator {name!r} is cut by samples, but its output {now} does not grow with "
                 f"them (twice as many give {then}): leave it whole, on one device"
             )
 
