@@ -104,10 +104,8 @@ class ExecutorEngine:
 
     def _lower(self, meta: MetaModel) -> dict[int, tuple[Layout, Program]]:
         strategy, world = self.plan.strategy, self._world
-        forms: dict[int, Forms] = {
-            size: choose_forms(self._captured, meta, self.plan, size)
-            for size in sorted(set(strategy.microbatch_sizes()))
-        }
+        sizes = sorted(set(strategy.microbatch_sizes()))
+        forms = choose_forms(self._captured, meta, self.plan, sizes)
         for form in forms.values():
             self.holders.merge(form.holders)
         statistics = {s for form in forms.values() for s in form.norm_groups()}
@@ -240,10 +238,10 @@ class ExecutorEngine:
         self._phases.end()
         if self._stash is None:
             self._sync.finish()
+            self._update()
+        # What is still on its way are activations and their gradients, which no update changes.
         self._phases.begin("communication", "sends")
         self._channels.finish_sends()
-        if self._stash is None:
-            self._update()
         self._phases.end()
         self._random.step += 1
         return self._loss()
