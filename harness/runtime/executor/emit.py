@@ -125,12 +125,12 @@ class SegmentBuilder:
             untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
             self._add_native(part, untrimmed, is_gathered=form == "gathered")
             return
-        arguments = {node: self._region(want) for node, want in wants}
+        # One value may be wanted twice in different regions: an attention's queries and keys.
+        in_order = [self._region(want) for _, want in wants]
         shard = self._shard(part, form)
         if isinstance(shard, BatchNormShard):
             self._count_once(part, shard)
         self._device.weights.share(shard, shard.sources)
-        in_order = [arguments[node] for node, _ in wants]
         node = self._layout.captured.nodes[part.operator]
         emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
         self.values[self._first_key(part, node)] = emitted
