@@ -66,6 +66,7 @@ class Channels:
         self.buffers = Buffers(world.device)
         self._sending: list[tuple[Any, Tensor, int, str]] = []
         self._groups: dict[tuple[int, int, int, int, bool], Any] = {}
+        self._sum_groups: dict[tuple[int, ...], Any] = {}
         routes = list(wants)
         self._n_parts = 1 + max((p.part.index for w in routes for p in w.pieces), default=0)
         self._n_wants = 1 + max((w.number for w in routes), default=0)
@@ -81,6 +82,35 @@ class Channels:
         }
         for key in sorted(keys):
             self._groups[key] = dist.new_group([key[0], key[1]])
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Let these sets of devices add up; all ranks must call it with the same sets."""
+        for devices in sorted(set(sets)):
+            self._sum_groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
+
+    def add_up(self, tensor: Tensor, devices: tuple[int, ...]) -> Any:
+        """Start a sum over devices, in place; each of them calls it."""
+        return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
+
+    def wait_for_sum(self, work: Any, what: str, devices: tuple[int, ...]) -> None:
+        """Wait until a sum is there.
+
+        Raises:
+            PeerError: another rank died or took longer than the timeout.
+        """
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._world.rank} waited for the sum of {what} over ranks "
+                f"{list(devices)}, one of which died or did not answer within "
+                f"{self._timeout_s:g} s ({_first_line(error)}): look at their logs, or raise the "
+                "timeout"
+            ) from error
 
     def _group_key(
         self, want: Want, piece: Piece, is_backward: bool

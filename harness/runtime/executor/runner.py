@@ -18,9 +18,10 @@ from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.layout import Layout, Piece, Want
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import PartKey, Program, Segment, WantKey
+from harness.runtime.executor.program import PartKey, Program, Segment, Send, WantKey
 from harness.runtime.executor.randomness import random_state, repeated
 from harness.runtime.executor.stash import Stash, call_with
+from harness.runtime.executor.sums import Sums
 from harness.runtime.precision import Precision
 
 # How many actions ahead receives are posted: gloo starts to transfer when both ends are there.
@@ -62,6 +63,8 @@ class Runner:
         self._recompute, self._queues, self._reached = recompute, queues, reached
         self._random = random
         self._device = channels.buffers.device
+        layouts = {size: layout for size, (layout, _) in programs.items()}
+        self._sums = Sums(layouts, channels, phases)
         self._transfers: dict[Slot, Transfer] = {}
         self._flights: list[Flight] = []
         self._receives = [list(self._demands(action)) for action in self._actions]
@@ -121,16 +124,24 @@ class Runner:
         for segment in segments:
             if action.kind == "forward":
                 for want in segment.fetches:
-                    for piece in want.remote:
+                    for piece in self._pieces(layout, want):
                         found.append((_order(layout, want, piece), want, piece))
             else:
-                for send in segment.sends:
+                for send in self._sends(layout, segment):
                     if send.want.value in program.differentiable:
                         order = _order(layout, send.want, send.piece)
                         found.append(((-send.want.first_consumer, *order), send.want, send.piece))
         is_backward = action.kind == "backward"
         for _, want, piece in sorted(found, key=lambda entry: entry[0]):
             yield want, piece, _sizes_of(piece.region, layout, want), is_backward
+
+    def _pieces(self, layout: Layout, want: Want) -> list[Piece]:
+        """What is received for a want piece by piece."""
+        return [] if self._sums.serve(layout.samples, want) else want.remote
+
+    def _sends(self, layout: Layout, segment: Segment) -> list[Send]:
+        """What is sent piece by piece."""
+        return [s for s in segment.sends if not self._sums.serve(layout.samples, s.want)]
 
     def _post(self, index: int) -> None:
         action = self._actions[index]
@@ -169,7 +180,8 @@ class Runner:
             flight.outputs[stage, position] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
                 self._cut_off(flight, program, key, output)
-            for send in segment.sends:
+            self._start_sums(flight, layout, segment, microbatch)
+            for send in self._sends(layout, segment):
                 held = flight.leaves[send.key].detach()
                 region = Relative.of(send.piece.region, program.blocks[send.key])
                 piece = region.of_tensor(held).to(self._dtype(layout, send.want))
@@ -196,13 +208,25 @@ class Runner:
             leaf.requires_grad_()
         flight.leaves[key] = leaf
 
+    def _start_sums(
+        self, flight: Flight, layout: Layout, segment: Segment, microbatch: int
+    ) -> None:
+        for key in segment.outputs:
+            want = self._sums.of(layout.samples, key)
+            if want is not None:
+                shape, dtype = _sizes_of(want.block, layout, want), self._dtype(layout, want)
+                whole = self._channels.buffers.take(shape, dtype).copy_(flight.leaves[key].detach())
+                self._sums.start(whole, layout.samples, want, microbatch, is_backward=False)
+
     def _assemble(
         self, flight: Flight, layout: Layout, program: Program, want: Want, microbatch: int
     ) -> None:
         """Make a want of what other devices sent and what is here."""
         shape, dtype = _sizes_of(want.block, layout, want), self._dtype(layout, want)
         first = want.pieces[0]
-        if len(want.pieces) == 1 and first.region == want.block:
+        if self._sums.serve(layout.samples, want):
+            whole = self._sums.take(want, microbatch, is_backward=False)
+        elif len(want.pieces) == 1 and first.region == want.block:
             whole = self._take(microbatch, want, first, is_backward=False)
         else:
             whole = self._channels.buffers.take(shape, dtype)
@@ -263,7 +287,8 @@ class Runner:
         self, flight: Flight, layout: Layout, program: Program, segment: Segment, microbatch: int
     ) -> None:
         """Add the gradients that other devices send to those of the outputs."""
-        sends = [s for s in segment.sends if s.want.value in program.differentiable]
+        self._collect_sums(flight, layout, program, segment, microbatch)
+        sends = [s for s in self._sends(layout, segment) if s.want.value in program.differentiable]
         order = {id(s): (-s.want.first_consumer, *_order(layout, s.want, s.piece)) for s in sends}
         for send in sorted(sends, key=lambda s: order[id(s)]):
             gradient = self._take(microbatch, send.want, send.piece, is_backward=True)
@@ -275,6 +300,16 @@ class Runner:
             else:
                 flight.add_gradient(send.key, region, gradient)
                 self._channels.buffers.give_back(gradient)
+
+    def _collect_sums(
+        self, flight: Flight, layout: Layout, program: Program, segment: Segment, microbatch: int
+    ) -> None:
+        """A part of a sum has the gradient of all who read the sum."""
+        for key in segment.outputs:
+            want = self._sums.of(layout.samples, key)
+            if want is not None and want.value in program.differentiable:
+                gradient = self._sums.take(want, microbatch, is_backward=True)
+                flight.add_gradient(key, Relative.of(want.block, want.block), gradient)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
         """Run a segment's forward again, this time for its gradients."""
@@ -310,7 +345,11 @@ class Runner:
         leaf = flight.leaves.pop(WantKey(want.number))
         if want.value in program.differentiable:
             gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            for piece in sorted(want.pieces, key=lambda p: _order(layout, want, p)):
+            pieces = want.pieces
+            if self._sums.serve(layout.samples, want):
+                gradient, pieces = gradient.contiguous(), ()
+                self._sums.start(gradient, layout.samples, want, microbatch, is_backward=True)
+            for piece in sorted(pieces, key=lambda p: _order(layout, want, p)):
                 region = Relative.of(piece.region, want.block)
                 share = region.of_tensor(gradient)
                 if piece.part.device != want.device:
