@@ -67,7 +67,7 @@ def chain(name: str) -> Task:
     return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES)
 
 
-def tensor_mlp(n_blocks: int, width: int = 512) -> Task:
+def tensor_mlp(n_blocks: int, width: int = 480) -> Task:
     """Pairs of layers that widen and narrow again, as in a transformer."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
