@@ -23,7 +23,7 @@ from pathlib import Path
 
 from planner_graphs import GRAPHS
 
-from harness.plan.text import table
+from harness.measure.text import table
 
 PROFILES = Path(__file__).parents[2] / "shared/data/pipedream_profiles"
 GIB = 2**30

@@ -51,7 +51,7 @@ from harness.plan.scaling import (
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Simulator, Trial
-from harness.plan.text import table
+from harness.measure.text import table
 from harness.units import format_bandwidth, format_duration
 
 LOGS = Path(__file__).parents[2] / "shared" / "data" / "tesla_logs"

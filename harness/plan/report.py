@@ -8,8 +8,8 @@ from typing import TextIO
 
 import msgspec
 
+from harness.measure.text import table
 from harness.plan.request import PlanResult, Progress
-from harness.plan.text import table
 from harness.units import format_bytes, format_duration
 
 _MOST_DEVICES = 16

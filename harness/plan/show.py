@@ -17,9 +17,9 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
+from harness.measure.text import format_shape, table
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
-from harness.plan.text import format_shape, table
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 
 _MOST_LINKS = 20

@@ -13,8 +13,8 @@ from harness.measure.derive import (
     nic_limit_bytes_per_s,
 )
 from harness.measure.store import Run
+from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration
-from harness.workloads.text import columns
 
 
 def links_text(runs: list[Run]) -> str:

@@ -8,8 +8,8 @@ from harness.domain.record import Sample
 from harness.measure.derive import MatmulRow, SummaRow, matmul_table, summa_table
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
+from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
-from harness.workloads.text import columns
 
 
 def matmul_text(runs: list[Run]) -> str:

@@ -9,10 +9,10 @@ from harness.domain.profile import Profile
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.measure.store import Run
+from harness.measure.text import columns
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.units import format_bytes, format_duration
 from harness.workloads.profile_store import fit_errors
-from harness.workloads.text import columns
 
 _N_HEAVIEST = 12
 # Beyond these the operators, run alone, do not explain the step: docs/profile.md says what may.

@@ -14,8 +14,8 @@ from harness.measure.derive import (
 )
 from harness.measure.statistics import summarize
 from harness.measure.store import Run
+from harness.measure.text import columns
 from harness.units import format_bytes, format_duration
-from harness.workloads.text import columns
 
 _HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
           "bubble", "memory", "predicted", "error", "speed-up"]  # fmt: skip

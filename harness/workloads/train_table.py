@@ -13,8 +13,8 @@ from harness.measure.derive import (
 )
 from harness.measure.derive_devices import PeakKey
 from harness.measure.store import Results, Run, read_run
+from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
-from harness.workloads.text import columns
 from harness.workloads.train_compared import compared_text
 
 _PHASES = {

@@ -1,0 +1,40 @@
+"""Tables and shapes as plain text, for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align rows under their heads, all to the left; empty when there are no rows."""
+    if not rows:
+        return ""
+    return "\n".join(_align([heads, *rows], [False] * len(heads)))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of an aligned table under a rule: numbers right, words left."""
+    is_number = [all(_starts_a_number(row[i]) for row in rows) for i in range(len(header))]
+    lines = _align([header, *rows], is_number)
+    lines.insert(1, "-" * max(len(line) for line in lines))
+    return lines
+
+
+def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(is_right))]
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _starts_a_number(cell: str) -> bool:
+    return cell[:1].isdigit() or cell == "-"
+
+
+def format_shape(shape: Mapping[str, int]) -> str:
+    """A shape in one word: `sample 64 x feature 256`; `-` when unknown."""
+    return " x ".join(f"{dim} {size}" for dim, size in shape.items()) or "-"
