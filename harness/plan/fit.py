@@ -1,18 +1,26 @@
 """Operator times between measured shapes: exact where measured, else fitted, with the error kept.
 
-For one operator on one kind of device, seconds = fixed + slope x elements of the shard's output,
-both >= 0, least squares of relative errors. One measurement alone is scaled in proportion.
+A cut of the weights saves other work than a cut of the batch (each device writes the gradients of
+all weights that it holds, however few its samples), so for one operator on one kind of device
+
+    seconds(shape) = seconds(elements, whole weights) x product over cut dims of the weights of
+                     seconds(part of the dim, all elements) / seconds(whole)
+
+where each factor goes straight from one measurement to the next, and beyond the last as a line does
+that is fitted to all of them: fixed + slope x size, both >= 0, least squares of relative errors.
+One measurement alone is scaled in proportion.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from harness.domain.graph import Operator
 from harness.domain.profile import Measurement, Profile
-from harness.domain.sharding import PARTIAL_DIMS
+from harness.domain.sharding import full_shape, weight_dims
 from harness.errors import PlanError
 
 _LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing without bound
@@ -72,26 +80,100 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
     return Line(fixed_s, slope_s, error)
 
 
+class _Axis:
+    """Seconds along one size, all else whole."""
+
+    def __init__(self, points: dict[float, float]) -> None:
+        self._sizes = sorted(points)
+        self._seconds = [points[size] for size in self._sizes]
+        self._line = fit_line(self._sizes, self._seconds)
+
+    def at(self, size: float) -> float:
+        """Seconds, exact at a measured size."""
+        sizes, seconds = self._sizes, self._seconds
+        right = bisect_left(sizes, size)
+        if 0 < right < len(sizes):
+            share = (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+            return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+        end = 0 if right == 0 else -1
+        fitted = self._line.at(sizes[end])
+        return seconds[end] * self._line.at(size) / fitted if fitted > 0 else seconds[end]
+
+    @property
+    def error(self) -> float | None:
+        """Largest relative error at a measured size between others, by those alone; None from one
+        point."""
+        if len(self._sizes) < 2:
+            return None
+        found = [0.0]
+        for k in range(1, len(self._sizes) - 1):
+            others = dict(zip(self._sizes, self._seconds, strict=True))
+            left_out = others.pop(self._sizes[k])
+            found.append(abs(_Axis(others).at(self._sizes[k]) - left_out) / max(left_out, _LEAST_S))
+        return max(found)
+
+
+class _Pass:
+    """One pass (forward or backward) of one operator: its axes."""
+
+    def __init__(
+        self, points: list[Measurement], wholes: dict[str, int], field: Callable[..., float]
+    ) -> None:
+        self._wholes = wholes
+        self._cuts: dict[str, _Axis] = {}
+        by_volume = {self.volume(p.shape): field(p) for p in points if not self._cut_dims(p.shape)}
+        if not by_volume:  # only parts were measured: elements are all there is to go by
+            self._wholes = {}
+            by_volume = {self.volume(p.shape): field(p) for p in points}
+        self._volume = _Axis(by_volume)
+        most = max(by_volume)
+        for dim, whole in self._wholes.items():
+            parts = {
+                float(p.shape[dim]): field(p)
+                for p in points
+                if self._cut_dims(p.shape) == [dim] and self.volume(p.shape) == most
+            }
+            self._cuts[dim] = _Axis({**parts, float(whole): by_volume[most]})
+
+    def volume(self, shape: dict[str, int]) -> float:
+        """Elements, as if the weights were whole."""
+        return float(math.prod(n for dim, n in shape.items() if dim not in self._wholes))
+
+    def _cut_dims(self, shape: dict[str, int]) -> list[str]:
+        return [dim for dim, n in self._wholes.items() if shape.get(dim, n) < n]
+
+    def at(self, shape: dict[str, int]) -> float:
+        seconds = self._volume.at(self.volume(shape))
+        for dim in self._cut_dims(shape):
+            axis = self._cuts[dim]
+            whole_s = axis.at(self._wholes[dim])
+            seconds *= axis.at(shape[dim]) / whole_s if whole_s > 0 else 1.0
+        return seconds
+
+    @property
+    def error(self) -> float | None:
+        found = [axis.error for axis in (self._volume, *self._cuts.values())]
+        return max((error for error in found if error is not None), default=None)
+
+
 class _Curve:
     """All that is known of one operator on one device kind and dtype; fitted when first needed."""
 
     def __init__(self, points: list[Measurement]) -> None:
-        # Parts that hold a partial sum of the whole output lie on another line.
-        shown = [point for point in points if not set(PARTIAL_DIMS) & set(point.shape)]
-        self._points = shown or points
+        self._points = points
+        self._passes: tuple[_Pass, _Pass] | None = None
         self.exact = {tuple(point.shape.items()): point for point in points}
 
-    @cached_property
-    def _n_elements(self) -> list[float]:
-        return [float(math.prod(point.shape.values())) for point in self._points]
-
-    @cached_property
-    def forward(self) -> Line:
-        return fit_line(self._n_elements, [point.forward_s for point in self._points])
-
-    @cached_property
-    def backward(self) -> Line:
-        return fit_line(self._n_elements, [point.backward_s for point in self._points])
+    def passes(self, operator: Operator) -> tuple[_Pass, _Pass]:
+        """Forward and backward; operators of equal profile key have equal weights."""
+        if self._passes is None:
+            full = full_shape(operator, batch=1, graph_batch=None)
+            wholes = {dim: full[dim] for dim in weight_dims(operator) if dim in full}
+            self._passes = (
+                _Pass(self._points, wholes, lambda point: point.forward_s),
+                _Pass(self._points, wholes, lambda point: point.backward_s),
+            )
+        return self._passes
 
 
 class OperatorTimes:
@@ -131,11 +213,12 @@ class OperatorTimes:
         point = curve.exact.get(tuple(shape.items()))
         if point is not None:
             return OperatorTime(point.forward_s, point.backward_s, fitted=False)
-        n = float(math.prod(shape.values()))
         whole = curve.exact.get(())
         if whole is not None:  # measured for the whole minibatch, of unknown shape
-            n /= operator.n_elements
-        return OperatorTime(curve.forward.at(n), curve.backward.at(n), fitted=True)
+            share = math.prod(shape.values()) / operator.n_elements
+            return OperatorTime(whole.forward_s * share, whole.backward_s * share, fitted=True)
+        forward, backward = curve.passes(operator)
+        return OperatorTime(forward.at(shape), backward.at(shape), fitted=True)
 
     def is_measured(
         self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None
@@ -148,9 +231,10 @@ class OperatorTimes:
     def relative_error(self, operator: Operator, device_kind: str, dtype: str) -> float | None:
         """Largest relative error of the operator's fits; None when there is nothing to compare."""
         curve = self._curves.get((device_kind, operator.profile_key, dtype))
-        if curve is None or curve.forward.relative_error is None:
+        if curve is None or () in curve.exact:
             return None
-        return max(curve.forward.relative_error, curve.backward.relative_error or 0.0)
+        errors = [one.error for one in curve.passes(operator)]
+        return max((error for error in errors if error is not None), default=None)
 
     def _unknown(self, operator: Operator, device_kind: str, dtype: str) -> str:
         kinds = self._profile.device_kinds

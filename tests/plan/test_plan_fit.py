@@ -41,6 +41,39 @@ def test_between_shapes_a_line_is_fitted() -> None:
     assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.0, abs=1e-9)
 
 
+LINEAR = Operator(
+    name="fc",
+    kind="linear",
+    shape={"sample": 8, "feature": 4},
+    parameter_bytes=4 * 4 * 6,
+    signature="conv",
+    attrs={"in_features": 6, "out_features": 4},
+)
+
+
+def test_a_cut_of_the_batch_tells_nothing_of_a_cut_of_the_weights() -> None:
+    # Half of the samples take 0.9 of the time, half of the weights take half of it.
+    times = OperatorTimes(
+        profile(
+            ({"sample": 8, "feature": 4}, 10.0, 20.0),
+            ({"sample": 4, "feature": 4}, 9.0, 18.0),
+            ({"sample": 8, "feature": 2}, 5.0, 10.0),
+        )
+    )
+    few = times.lookup(LINEAR, "gpu", shape={"sample": 6, "feature": 4})
+    assert (few.forward_s, few.backward_s) == pytest.approx((9.5, 19.0))
+    both = times.lookup(LINEAR, "gpu", shape={"sample": 4, "feature": 2})
+    assert (both.forward_s, both.backward_s) == pytest.approx((4.5, 9.0))
+
+
+def test_between_measurements_the_nearest_two_decide() -> None:
+    points = [({"sample": n, "feature": 4}, s, s) for n, s in ((1, 1.0), (2, 8.0), (8, 8.0))]
+    times = OperatorTimes(profile(*points))
+    assert times.lookup(CONV, "gpu", shape={"sample": 5, "feature": 4}).forward_s == 8.0
+    # Without the point at 2, the line from 1 to 8 would be at 2.
+    assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.75)
+
+
 def test_error_of_the_fit_is_kept() -> None:
     # Least relative squares of one slope through (1, 1) and (2, 4): the line cannot hold both.
     line = fit_line([1.0, 2.0], [1.0, 4.0])

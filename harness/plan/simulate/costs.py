@@ -115,14 +115,12 @@ class Costs:
             kind, speed = self._devices[device].kind, self._devices[device].speed
             shown = {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
             is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
-            if operator.shape and is_whole:
-                time = self._times.lookup(operator, kind, shape=shown, dtype=self._only_dtype)
-                share = 1.0
-            elif self._times.is_measured(operator, kind, sizes, self._only_dtype):
-                time = self._times.lookup(operator, kind, shape=sizes, dtype=self._only_dtype)
+            if operator.shape:
+                shape = shown if is_whole else sizes
+                time = self._times.lookup(operator, kind, shape=shape, dtype=self._only_dtype)
                 share = 1.0
             else:
-                # An unknown shape, or parts that its output does not show: in proportion.
+                # An unknown shape: in proportion.
                 time = self._times.lookup(operator, kind, dtype=self._only_dtype)
                 share = volume(block) / self._full_volume(op)
             self._seconds[key] = (time.forward_s * share / speed, time.backward_s * share / speed)
