@@ -119,7 +119,7 @@ def main():
     results = Path(sys.argv[1])
     start_fork_server(["torch", "harness.run", "harness.workloads"])
     meeting = meet(read_launch(os.environ), os.environ)
-    options = RunOptions(results=results, run_timeout_s=100.0, collective_timeout_s=TIMEOUT_S)
+    options = RunOptions(results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S)
     launcher = Launcher(meeting, options, sys.argv)
     if meeting.world.is_first:
         prepare(results, describe_cluster(launcher.ranks))

@@ -40,7 +40,7 @@ def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
     command = [str(MPIRUN), "--oversubscribe", "-np", "2", sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
         [*command, str(HERE / "faulty_training.py"), str(tmp_path)],
-        env=environ, capture_output=True, text=True, timeout=200, check=False,
+        env=environ, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["crash"], done.stderr
