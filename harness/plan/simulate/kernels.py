@@ -33,7 +33,7 @@ def _arrive(waits: Any, ready: Any, cause: Any, after: int, end: float, by: int)
     return bool(waits[after] == 0)
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _release(
     work: Any, links: Any, begins: Any, task: int, end: float, waits: Any, ready: Any, cause: Any,
     freed: Any,
@@ -104,7 +104,7 @@ def _occupy(
     busy[resource] += seconds
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _serve_move(
     work: Any, task: int, e: int, is_back: bool, begin: float, free: Any, busy: Any, holder: Any,
     cause: Any,
@@ -137,7 +137,7 @@ def _serve_move(
     return begin, begin + work.latency[a, b] + n_bytes / rate
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _serve_reduce(
     work: Any, task: int, price: int, begin: float, free: Any, busy: Any, holder: Any, cause: Any
 ) -> Any:
@@ -155,7 +155,7 @@ def _serve_reduce(
     return begin, begin + work.reduce_seconds[price]
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _reduce_of(work: Any, begins: Any, task: int) -> Any:
     """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
     _, _, sums, sums_back, buckets, _ = begins

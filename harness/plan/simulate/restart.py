@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
+from harness.plan.simulate.order import BACKWARD, FORWARD, N_PASSES, NONE
 from harness.plan.simulate.work import freed_by_sum, offsets
 
 
@@ -26,30 +26,29 @@ class Mapping(NamedTuple):
 
 
 @njit(cache=True)
-def _move_task(task: int, old: Any, new: Any, begins: Any, to: Any, mapping: Any) -> int:
-    """The new number of a task, or NONE."""
-    compute, back, sums, sums_back, buckets, _ = begins
-    if task < compute:
-        rest, row = divmod(task, len(old.device_of))
-        moved = mapping.row[row]
-        return NONE if moved == NONE else rest * len(new.device_of) + moved
-    if task < sums:
-        is_back = task >= back
-        m, e = divmod(task - (back if is_back else compute), len(old.edge_bytes))
-        moved = mapping.edge[e]
-        base = to[1] if is_back else to[0]
-        return NONE if moved == NONE else base + m * len(new.edge_bytes) + moved
-    if task < buckets:
-        is_back = task >= sums_back
-        m, c = divmod(task - (sums_back if is_back else sums), len(old.sum_is_norm))
-        moved = mapping.sum[c]
-        base = to[3] if is_back else to[2]
-        return NONE if moved == NONE else base + m * len(new.sum_is_norm) + moved
-    moved = mapping.bucket[task - buckets]
-    return NONE if moved == NONE else to[4] + moved
+def _map_range(found: Any, begin: int, to: int, moved: Any, n_new: int, n_repeats: int) -> None:
+    """New numbers of `n_repeats` times as many tasks as `moved` has, from `begin` on."""
+    n_old = len(moved)
+    for k in range(n_repeats):
+        for i in range(n_old):
+            if moved[i] != NONE:
+                found[begin + k * n_old + i] = to + k * n_new + moved[i]
 
 
 @njit(cache=True)
+def _map_tasks(old: Any, new: Any, begins: Any, to: Any, mapping: Any) -> Any:
+    """The new number of each task, or NONE."""
+    m = old.n_microbatches
+    found = np.full(begins[5], NONE, np.int64)
+    _map_range(found, 0, 0, mapping.row, len(new.device_of), N_PASSES * m)
+    # Forward and backward of a kind lie one after the other.
+    _map_range(found, begins[0], to[0], mapping.edge, len(new.edge_bytes), 2 * m)
+    _map_range(found, begins[2], to[2], mapping.sum, len(new.sum_is_norm), 2 * m)
+    _map_range(found, begins[4], to[4], mapping.bucket, 0, 1)
+    return found
+
+
+@njit(cache=True, inline="always")
 def _n_targets(work: Any, links: Any, begins: Any, task: int, targets: Any) -> int:
     """Put all that an event tells of its end into `targets`, but for receives that it lets post.
 
@@ -111,37 +110,30 @@ def _n_targets(work: Any, links: Any, begins: Any, task: int, targets: Any) -> i
 
 @njit(cache=True)
 def _is_untouched(
-    old: Any, new: Any, begins: Any, to: Any, mapping: Any, old_waits: Any, new_waits: Any,
-    targets: Any, n_old: int, others: Any, n_new: int,
-) -> bool:  # fmt: skip
+    moved: Any, old_waits: Any, new_waits: Any, targets: Any, n_old: int, others: Any, n_new: int
+) -> bool:
     """Whether an event tells the same tasks as before, and they wait for as many others."""
     if n_old != n_new:
         return False
     for k in range(n_old):
-        moved = _move_task(targets[k], old, new, begins, to, mapping)
-        if moved == NONE or old_waits[targets[k]] != new_waits[moved]:
-            return False
-        # Lists keep their order, but for buckets, whose number alone then tells.
-        is_there = False
-        for i in range(n_new):
-            is_there = is_there or others[i] == moved
-        if not is_there:
+        # What is kept keeps its order too.
+        one = moved[targets[k]]
+        if one == NONE or one != others[k] or old_waits[targets[k]] != new_waits[one]:
             return False
     return True
 
 
 @njit(cache=True)
 def _posts_alike(
-    task: int, old: Any, old_links: Any, new: Any, begins: Any, to: Any, mapping: Any,
-    old_waits: Any, new_waits: Any,
-) -> bool:  # fmt: skip
+    first: int, gate_next: Any, base: int, moved: Any, old_waits: Any, new_waits: Any
+) -> bool:
     """Whether transfers whose receives a task lets post wait for as many things as before."""
-    move = old_links.gate_head[task]
+    move = first
     while move != NONE:
-        moved = _move_task(begins[0] + move, old, new, begins, to, mapping)
-        if moved != NONE and old_waits[begins[0] + move] != new_waits[moved]:
+        one = moved[base + move]
+        if one != NONE and old_waits[base + move] != new_waits[one]:
             return False
-        move = old_links.gate_next[move]
+        move = gate_next[move]
     return True
 
 
@@ -155,36 +147,34 @@ def untouched_prefix(
     Both are of the same flow: stages, schedule and microbatches.
     """
     begins, to = offsets(old), offsets(new)
+    moved = _map_tasks(old, new, begins, to, mapping)
     prefix = np.empty(len(log), np.int64)
-    for device in range(len(new.first)):
+    for device in range(len(old.first)):
         begun, begins_now = old.first[device], new.first[device]
         if begins_now == NONE or new_waits[begins_now] > 0:
             continue
         # It starts at once: so it must have done before.
-        if begun == NONE or old_waits[begun] > 0:
-            return prefix[:0]
-        if _move_task(begun, old, new, begins, to, mapping) != begins_now:
+        if begun == NONE or old_waits[begun] > 0 or moved[begun] != begins_now:
             return prefix[:0]
     targets, others = np.empty(begins[5], np.int64), np.empty(to[5], np.int64)
     rows = len(old.device_of)
     for k in range(len(log)):
         task = log[k]
-        moved = _move_task(task, old, new, begins, to, mapping)
-        if moved == NONE or old_waits[task] != new_waits[moved]:
+        now = moved[task]
+        if now == NONE or old_waits[task] != new_waits[now]:
             return prefix[:k]
         if task < begins[0]:
             what, row = task // (old.n_microbatches * rows), task % rows
             if old.seconds[what, row] != new.seconds[what, mapping.row[row]]:
                 return prefix[:k]
             if not _posts_alike(
-                task, old, old_links, new, begins, to, mapping, old_waits, new_waits
-            ):
+                old_links.gate_head[task], old_links.gate_next, begins[0], moved, old_waits,
+                new_waits,
+            ):  # fmt: skip
                 return prefix[:k]
         n_old = _n_targets(old, old_links, begins, task, targets)
-        n_new = _n_targets(new, new_links, to, moved, others)
-        if not _is_untouched(
-            old, new, begins, to, mapping, old_waits, new_waits, targets, n_old, others, n_new
-        ):
+        n_new = _n_targets(new, new_links, to, now, others)
+        if not _is_untouched(moved, old_waits, new_waits, targets, n_old, others, n_new):
             return prefix[:k]
-        prefix[k] = moved
+        prefix[k] = now
     return prefix
