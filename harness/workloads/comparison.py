@@ -39,7 +39,7 @@ def _training(strategies: tuple[str, ...], *, has_gpu: bool) -> TrainConfig:
         model="dlrm",
         strategy=strategies,
         batch_size=(512,),
-        steps=6,
+        steps=8,
         warm_up=2,
         no_sync_steps=3,
         search_seconds=20.0,

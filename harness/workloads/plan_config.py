@@ -19,6 +19,10 @@ from harness.workloads.train_config import TrainCase
 PlannedDtype = Literal["fp32", "tf32", "bf16"]
 PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
 
+# How often an optimizer's step, one operation after another, reads or writes each byte of the
+# parameters: p += g; m *= a, m += g, p += m; AdamW's decay, two moments, root and quotient.
+_STREAMS = {"sgd": 3, "momentum": 8, "adamw": 20}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
@@ -107,11 +111,13 @@ class SearchConfig:
             optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
         """
         n_states = {"sgd": int(self.momentum > 0), "adamw": 2}
+        n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
         return SimulatorOptions(
             overlap=True,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
             n_optimizer_states=n_states[self.optimizer],
             optimizer_s_per_byte=optimizer_s_per_byte,
+            stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
         )
 
 

@@ -15,6 +15,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.store import Run, read_header
+from harness.plan import builders
 from harness.plan.portfolio import plan_with_simulator
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest, PlanResult
@@ -66,6 +67,9 @@ def search(
     Raises:
         PlanError: nothing fits into memory.
     """
+    # The first simulation on a machine compiles its kernels: that is no time of the search.
+    simulator = inputs.simulator(question, rates)
+    simulator.simulate(builders.single(inputs.graph, question.batch_size))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
 
     def show(progress: PlanProgress) -> None:
@@ -93,9 +97,7 @@ def search(
         peak_rss_bytes=peak_bytes(context.world.device)["rss"],
     )
     strategy: Strategy = result.strategy
-    prediction = predict(
-        inputs.simulator(question, rates), strategy, method=result.method, search_s=search_s
-    )
+    prediction = predict(simulator, strategy, method=result.method, search_s=search_s)
     return strategy, prediction, result
 
 

@@ -130,11 +130,19 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 
 
 def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    lines = []
+    """A line for each failure, and one for each doubt with the runs that it is of."""
+    lines = [
+        f"{name}: {summary.status}: {summary.reason.splitlines()[0]}"
+        for name, summary in rows
+        if summary.reason
+    ]
+    doubts: dict[str, list[str]] = {}
     for name, summary in rows:
-        lines += [f"{name}: {doubt}" for doubt in summary.warnings]
-        if summary.reason:
-            lines.append(f"{name}: {summary.status}: {summary.reason.splitlines()[0]}")
+        for doubt in summary.warnings:
+            doubts.setdefault(doubt, []).append(name)
+    for doubt, names in doubts.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{more}: {doubt}")
     return "\n".join(lines)
 
 
