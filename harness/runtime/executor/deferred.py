@@ -108,7 +108,7 @@ class _Deferred(nn.Module):
             self._queue.put(lambda: _of_linear(saved, gradient, weight, bias))
 
         apply: Callable[..., Tensor] = _Linear.apply
-        return apply(_autocast(x), weight, bias, put)
+        return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
 
     def _conv2d(
         self,
@@ -126,7 +126,20 @@ class _Deferred(nn.Module):
             self._queue.put(lambda: _of_conv2d(saved, gradient, weight, bias, options))
 
         apply: Callable[..., Tensor] = _Conv2d.apply
-        return apply(_autocast(x), weight, bias, options, put)
+        anchor = _anchor(weight, bias)
+        return apply(_autocast(x), _detached(weight), _detached(bias), options, put, anchor)
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    """Autograd calls a parameter's hooks even where a function gives it no gradient."""
+    return None if parameter is None else parameter.detach()
+
+
+def _anchor(*parameters: Tensor | None) -> Tensor:
+    """What makes an output differentiable in place of its parameters."""
+    first = next(p for p in parameters if p is not None)
+    is_trained = any(p is not None and p.requires_grad for p in parameters)
+    return torch.empty(0, device=first.device, requires_grad=is_trained)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -143,7 +156,9 @@ def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: _Put) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: _Put, anchor: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.put = put
         # Autocast would keep casts of weights that carry no gradient, and hand them to others.
@@ -156,12 +171,12 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if any(ctx.needs_input_grad[1:3]):
+        if ctx.needs_input_grad[4]:
             ctx.put(x, gradient)
         if not ctx.needs_input_grad[0]:
-            return (None,) * 4
+            return (None,) * 5
         rows = gradient.reshape(-1, gradient.shape[-1])
-        return rows.mm(weight.to(rows.dtype)).view(x.shape), None, None, None
+        return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
 
 
 def _of_linear(
@@ -182,7 +197,13 @@ _Options = tuple[Pair, Pair, Pair, int]
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: _Options, put: _Put
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: _Options,
+        put: _Put,
+        anchor: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options, ctx.put = options, put
@@ -195,13 +216,13 @@ class _Conv2d(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if any(ctx.needs_input_grad[1:3]):
+        if ctx.needs_input_grad[5]:
             ctx.put(x, gradient)
         if not ctx.needs_input_grad[0]:
-            return (None,) * 5
+            return (None,) * 6
         wanted = [True, False, False]
         of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
-        return of_x, None, None, None, None
+        return of_x, *(None,) * 5
 
 
 def _of_conv2d(
