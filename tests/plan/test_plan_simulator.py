@@ -312,6 +312,26 @@ def test_optimizer_runs_at_the_end_on_what_a_device_owns():
     )
 
 
+def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
+    graph, profile = chain()
+    options = SimulatorOptions(stream_s_per_byte=0.01)
+
+    def added_s(plan, n_microbatches):
+        plans = dict.fromkeys(("a", "b"), plan)
+        found, bare = (
+            simulate(
+                graph, profile, cluster_of(), plans, n_microbatches=n_microbatches, options=given
+            )
+            for given in (options, SimulatorOptions())
+        )
+        return device_seconds(found, 0)["backward"] - device_seconds(bare, 0)["backward"]
+
+    # 120 bytes of weights: the first microbatch's gradient stays, the second's is added to it.
+    assert added_s(OperatorPlan({}, [0]), 1) == 0
+    assert added_s(OperatorPlan({}, [0]), 2) == pytest.approx(3 * 120 * 0.01)
+    assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
+
+
 def test_records_are_those_of_a_measured_run():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}

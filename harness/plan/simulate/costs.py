@@ -47,6 +47,7 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
+        shared_bytes: of the weights, those that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
     """
 
@@ -55,6 +56,7 @@ class OperatorCosts:
     backward_s: Floats
     output_bytes: Floats
     weight_bytes: Floats
+    shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -159,10 +161,12 @@ class Costs:
             output[device] += per_element * volume(tuple(block[k] for k in shown))
             active[device] = True
         slices = self._slices(operator, op, plan)
-        weight = np.zeros(n)
+        weight, shared = np.zeros(n), np.zeros(n)
         for n_bytes, devices in slices:
             weight[list(devices)] += n_bytes
-        return OperatorCosts(active, forward, backward, output, weight, slices)
+            if len(devices) > 1:
+                shared[list(devices)] += n_bytes
+        return OperatorCosts(active, forward, backward, output, weight, shared, slices)
 
     def _shown(self, op: int) -> list[int]:
         """Positions of the dims that the output really has."""

@@ -78,7 +78,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
         device_of=rows % n_devices,
-        seconds=_seconds(tables, flow, rows),
+        seconds=_seconds(simulator, tables, flow, rows),
         following=following,
         first=first,
         gate=gate,
@@ -139,16 +139,28 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     return stages
 
 
-def _seconds(tables: Tables, flow: Flow, rows: Ints) -> Floats:
+# Adding a microbatch's gradient reads two tensors and writes one; a bucket is a copy.
+_ADDS, _COPIES = 3, 2
+
+
+def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Floats:
     """(4, n_rows): forward, backward, weight pass and recomputation.
 
     A zero-bubble schedule gives half of the backward of an operator with weights to the
-    weight pass: gradients of inputs and of weights are products of equal size.
+    weight pass: gradients of inputs and of weights are products of equal size. Adding gradients
+    up, from the second microbatch on, is shared out evenly over all of them.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
-    has_weights = tables.weight_bytes.ravel()[rows] > 0
-    weight = np.where(has_weights, backward / 2, 0.0) if flow.split_weight else 0 * backward
-    return np.stack([forward, backward - weight, weight, forward])
+    weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
+    weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
+    streamed = _ADDS * weight_bytes * (n - 1) / n
+    streamed += _COPIES * tables.shared_bytes.ravel()[rows] / n
+    rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
+    stream_s = streamed * rates[rows % tables.n_devices]
+    if flow.split_weight:
+        weight = weight + stream_s
+        return np.stack([forward, backward + stream_s - weight, weight, forward])
+    return np.stack([forward, backward + stream_s, weight, forward])
 
 
 def _triggers(

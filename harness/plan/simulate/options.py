@@ -22,6 +22,9 @@ class SimulatorOptions:
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
             speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.
+        stream_s_per_byte: seconds that reading or writing a byte of memory takes on a device of
+            speed 1, or of each device: what adding up the gradients of microbatches costs, and
+            copying those that several devices hold into buckets.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             those of the whole microbatch, with two small all-reduces forward and one backward.
         host_s_per_byte: seconds of computation that each byte sent or received takes from a
@@ -32,6 +35,7 @@ class SimulatorOptions:
     bucket_bytes: int = 25 * MIB
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
+    stream_s_per_byte: float | tuple[float, ...] = 0.0
     batch_norm: Literal["local", "global"] = "local"
     host_s_per_byte: float | tuple[float, ...] = 0.0
 
@@ -45,7 +49,6 @@ class SimulatorOptions:
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
             )
-        if not np.all(np.asarray(self.host_s_per_byte) >= 0):
-            raise PlanError(
-                f"a byte takes {self.host_s_per_byte} s of a device's time: it must be >= 0"
-            )
+        for seconds in (self.host_s_per_byte, self.stream_s_per_byte):
+            if not np.all(np.asarray(seconds) >= 0):
+                raise PlanError(f"a byte takes {seconds} s of a device's time: it must be >= 0")
