@@ -36,28 +36,29 @@ class _Bucket:
         first = self.parameters[0]
         n = sum(p.numel() for p in self.parameters)
         self.flat = torch.zeros(n, dtype=first.dtype, device=first.device)
-        self.views: list[Tensor] = []
+        self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
-            self.views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
+            self.views[parameter] = self.flat[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
         self.n_missing = 0
         self.is_started = False
         self.work: Any = None
 
-    def collect(self) -> None:
-        """Copy the gradients into the buffer; those that backward did not reach are zero."""
-        pairs = [(v, p.grad) for v, p in zip(self.views, self.parameters, strict=True)]
-        for view, gradient in pairs:
-            if gradient is None:
-                view.zero_()
-        reached = [(v, g) for v, g in pairs if g is not None]
-        if reached:
-            torch._foreach_copy_([v for v, _ in reached], [g for _, g in reached])
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move one gradient into the buffer, while the cache has it, and free its own memory."""
+        view = self.views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
 
-    def hand_back(self) -> None:
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            parameter.grad = view
+    def collect(self) -> None:
+        """Move what is not in the buffer yet; what backward did not reach is zero."""
+        for parameter in self.parameters:
+            if parameter.grad is not self.views[parameter]:
+                self.take(parameter)
 
 
 class GradientSync:
@@ -116,6 +117,7 @@ class GradientSync:
         self._n_left[parameter] -= 1
         if self._n_left[parameter] == 0:
             devices, bucket = self._bucket_of[parameter]
+            bucket.take(parameter)
             bucket.n_missing -= 1
             if bucket.n_missing == 0:
                 self._start_ready(devices)
@@ -162,7 +164,6 @@ class GradientSync:
                         f"the sum of {bucket.name} over ranks {list(devices)} failed "
                         f"({str(error).splitlines()[0]}): a rank died or hangs"
                     ) from error
-                bucket.hand_back()
 
 
 def _chunks(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
