@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def ranks():
-    """Ranks of every number, each started when first needed; see executor_check.py."""
-    from executor_check import RanksBySize
+    """Ranks of every number, each started when first needed; see equivalence_check.py."""
+    from equivalence_check import RanksBySize
 
     with RanksBySize() as started:
         yield started

@@ -6,9 +6,9 @@ from itertools import product
 from random import Random
 
 import pytest
-from executor_cases import random_case
-from executor_models import SMALL_MODELS, min_microbatch, small_graph
-from executor_strategies import named_strategies, random_strategy, small_cluster
+from equivalence_cases import random_case
+from equivalence_models import SMALL_MODELS, min_microbatch, small_graph
+from equivalence_strategies import named_strategies, random_strategy, small_cluster
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import validate

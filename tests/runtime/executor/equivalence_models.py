@@ -174,7 +174,6 @@ def _vit() -> nn.Module:
         hidden_dim=16,
         mlp_dim=24,
         dropout=0.1,
-        attention_dropout=0.1,
         num_classes=N_CLASSES,
     )
     return model

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import torch
-from executor_reference import Trace
+from equivalence_reference import Trace
 from torch import Tensor
 
 # Differences are relative to the largest element of their tensor. Where that is tiny against the

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 import torch
-from executor_models import SMALL_MODELS, min_microbatch, small_graph, small_task
-from executor_strategies import random_strategy
+from equivalence_models import SMALL_MODELS, min_microbatch, small_graph, small_task
+from equivalence_strategies import random_strategy
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy

@@ -1,0 +1,172 @@
+"""Does the executor train what one device trains? Random valid strategies over all models.
+
+    python benchmarks/executor_equivalence.py --cases 300 --seed 0 --output results.json
+
+Each case draws a model (narrow, the real topology), a strategy (any cuts, any devices, any stages
+and schedule) and how it is trained, on 1 to 5 ranks over gloo, and compares three steps with plain
+PyTorch on one device: the loss of each step, every gradient, and the parameters and buffers at the
+end. Replicas must be bit-equal. Prints the worst difference by model, schedule and number of ranks,
+and writes every case; one that is not equal is printed so that it can be run again:
+
+    python benchmarks/executor_equivalence.py --case-file case.json --shrink
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import tyro
+from comparison import machine
+
+from harness.runtime.host import code_commit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
+from equivalence_cases import Case, random_case
+from equivalence_check import Finding, RanksBySize, check
+from equivalence_shrink import shrink
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    cases: int = 300
+    """How many random cases."""
+    seed: int = 0
+    """What they are drawn from."""
+    only: tuple[int, ...] = ()
+    """Run these cases of the series alone."""
+    models: tuple[str, ...] = ()
+    """Run the cases of these models alone."""
+    ranks: tuple[int, ...] = ()
+    """Run the cases on these numbers of ranks alone."""
+    case_file: Path | None = None
+    """Run this case (as printed for one that is not equal) instead of a series."""
+    shrink: bool = False
+    """Make each case that is not equal as small as it can be."""
+    output: Path | None = None
+    """Write all findings here, as JSON."""
+
+
+def wanted_cases(options: Options) -> list[Case]:
+    """The cases to run, those on equally many ranks together."""
+    if options.case_file is not None:
+        return [msgspec.json.decode(options.case_file.read_bytes(), type=Case)]
+    indices = options.only or range(options.cases)
+    cases = [random_case(options.seed, index) for index in indices]
+    return [
+        case
+        for case in sorted(cases, key=lambda case: case.n_ranks)
+        if (not options.models or case.model in options.models)
+        and (not options.ranks or case.n_ranks in options.ranks)
+    ]
+
+
+def _cell(findings: list[Finding]) -> str:
+    """The worst difference of some cases over float64, and how many of them are equal."""
+    if not findings:
+        return ""
+    n_equal = sum(finding.is_equal for finding in findings)
+    exact = [f.worst.difference for f in findings if f.worst and f.case.dtype == "float64"]
+    shown = f"{max(exact):.0e}" if exact else "-"
+    return f"{shown} ({n_equal}/{len(findings)})"
+
+
+def table(findings: list[Finding]) -> str:
+    """Worst relative difference and equal cases, by model and schedule, and number of ranks."""
+    sizes = sorted({finding.case.n_ranks for finding in findings})
+    rows: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        rows.setdefault((finding.case.model, finding.case.strategy.schedule), []).append(finding)
+        rows.setdefault((finding.case.model, "all"), []).append(finding)
+        rows.setdefault(("all", finding.case.strategy.schedule), []).append(finding)
+    rows["all", "all"] = findings
+    lines = [f"{'model':16} {'schedule':12}" + "".join(f"{f'{n} ranks':>16}" for n in sizes)]
+    for (model, schedule), found in sorted(rows.items()):
+        cells = (_cell([f for f in found if f.case.n_ranks == n]) for n in sizes)
+        lines.append(f"{model:16} {schedule:12}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+def summary(findings: list[Finding], duration_s: float) -> dict[str, object]:
+    """What is written beside the cases."""
+    exact = [f for f in findings if f.worst is not None and f.case.dtype == "float64"]
+    return {
+        "n_cases": len(findings),
+        "n_equal": sum(finding.is_equal for finding in findings),
+        "worst_float64_sgd": max(
+            (f.worst.difference for f in exact if f.worst and f.case.optimizer == "sgd"), default=0
+        ),
+        "worst_float64_adamw": max(
+            (f.worst.difference for f in exact if f.worst and f.case.optimizer == "adamw"),
+            default=0,
+        ),
+        "duration_s": duration_s,
+        "command": " ".join(sys.argv),
+        "machine": machine(),
+        "commit": code_commit(),
+    }
+
+
+def _row(finding: Finding) -> dict[str, object]:
+    case = finding.case
+    return {
+        "name": case.name,
+        "model": case.model,
+        "n_ranks": case.n_ranks,
+        "schedule": case.strategy.schedule,
+        "n_stages": len(case.strategy.stages),
+        "n_microbatches": case.strategy.n_microbatches,
+        "batch": case.strategy.batch,
+        "optimizer": case.optimizer,
+        "dropout": case.dropout,
+        "dtype": case.dtype,
+        "tolerance": finding.tolerance,
+        "worst": finding.worst,
+        "is_equal": finding.is_equal,
+        "error": finding.error,
+        "duration_s": round(finding.duration_s, 3),
+    }
+
+
+def _report(finding: Finding, options: Options, ranks: RanksBySize) -> None:
+    print(finding.text(), flush=True)
+    if options.shrink:
+        smallest = shrink(finding.case, lambda case: not check(case, ranks).is_equal)
+        print("smallest:", check(smallest, ranks).text(), flush=True)
+
+
+def run(options: Options) -> list[Finding]:
+    """Carry out all cases, printing those that are not equal as they come."""
+    findings = []
+    cases = wanted_cases(options)
+    with RanksBySize() as ranks:
+        for index, case in enumerate(cases):
+            finding = check(case, ranks)
+            findings.append(finding)
+            if not finding.is_equal:
+                _report(finding, options, ranks)
+            elif sys.stderr.isatty():
+                print(f"\r{index + 1}/{len(cases)}", end="", file=sys.stderr, flush=True)
+    return findings
+
+
+def main(options: Options) -> int:
+    """Run, print the table, write; 1 when any case is not equal."""
+    logging.getLogger("harness").setLevel(logging.ERROR)  # operators that are gathered, by name
+    start = time.perf_counter()
+    findings = run(options)
+    facts = summary(findings, time.perf_counter() - start)
+    print(table(findings))
+    print(f"{facts['n_equal']} of {facts['n_cases']} cases equal, {facts['duration_s']:.0f} s")
+    if options.output is not None:
+        written = {**facts, "cases": [_row(finding) for finding in findings]}
+        options.output.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=1))
+    return int(facts["n_equal"] != facts["n_cases"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

@@ -1,0 +1,120 @@
+"""Runs cases on ranks and compares each with training on one device."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import msgspec
+from equivalence_cases import Case
+from equivalence_compare import (
+    FLOAT64_TOLERANCES,
+    Worst,
+    first_beyond,
+    float32_tolerance,
+    worst,
+)
+from equivalence_ranks import JOB_TIMEOUT_S, Job, Ranks, RanksFailedError
+from equivalence_reference import Trace, train_alone
+from equivalence_training import merged, train_by_strategy
+
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What comparing one case found.
+
+    Attributes:
+        worst: the tensor that is farthest.
+        first: the first tensor, in the order of training, beyond the tolerance.
+        error: why the case could not be carried out; empty if it was.
+    """
+
+    case: Case
+    tolerance: float = 0.0
+    worst: Worst | None = None
+    first: Worst | None = None
+    error: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.error and self.first is None
+
+    def text(self) -> str:
+        """The case, what is wrong with it, and its strategy, to run it again."""
+        case = self.case
+        which = f"{case.name}: {case.model} on {case.n_ranks} ranks, {case.strategy.schedule}"
+        if self.is_equal:
+            return f"{which}: equal"
+        wrong = self.error
+        if self.first is not None and self.worst is not None:
+            wrong = (
+                f"{self.first.of} differs by {self.first.difference:.3g} (tolerance "
+                f"{self.tolerance:.1g}); worst: {self.worst.of} by {self.worst.difference:.3g}"
+            )
+        return f"{which}: {wrong}\n{msgspec.json.encode(case).decode()}"
+
+
+class RanksBySize:
+    """Ranks of every number, each started when first needed."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._ranks: dict[int, Ranks] = {}
+
+    def __enter__(self) -> RanksBySize:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def run(
+        self, size: int, function: Job, argument: object, *, timeout_s: float = JOB_TIMEOUT_S
+    ) -> list[object]:
+        """As `Ranks.run`, on `size` ranks."""
+        if size not in self._ranks:
+            self._ranks[size] = self._stack.enter_context(Ranks(size))
+        return self._ranks[size].run(function, argument, timeout_s=timeout_s)
+
+    def train(self, case: Case) -> Trace:
+        """Train a case by its strategy."""
+        traces = self.run(case.n_ranks, train_by_strategy, case)
+        return merged(traces)  # type: ignore[arg-type]
+
+
+def on_one_device(strategy: Strategy) -> Strategy:
+    """The same microbatches, with every operator whole on device 0."""
+    plans = {name: OperatorPlan({}, [0]) for name in strategy.operators}
+    return msgspec.structs.replace(
+        strategy, name="single", operators=plans, stages=[Stage()], schedule="gpipe"
+    )
+
+
+def reference(case: Case, ranks: RanksBySize) -> Trace:
+    """What the case must equal: plain PyTorch, or, to draw the same dropout masks, the executor on
+    one device, which without dropout is compared with plain PyTorch as every strategy is."""
+    if case.dropout == "off":
+        return train_alone(case)
+    alone = msgspec.structs.replace(case, n_ranks=1, strategy=on_one_device(case.strategy))
+    return ranks.train(alone)
+
+
+def check(case: Case, ranks: RanksBySize) -> Finding:
+    """Carry out a case and compare it; never raises for what the executor does wrong."""
+    start = time.perf_counter()
+    try:
+        found = ranks.train(case)
+        wanted = reference(msgspec.structs.replace(case, dtype="float64"), ranks)
+        tolerance = FLOAT64_TOLERANCES[case.optimizer]
+        if case.dtype == "float32":
+            tolerance = float32_tolerance(reference(case, ranks), wanted)
+    except RanksFailedError as error:
+        return Finding(case=case, error=str(error), duration_s=time.perf_counter() - start)
+    return Finding(
+        case=case,
+        tolerance=tolerance,
+        worst=worst(found, wanted),
+        first=first_beyond(found, wanted, tolerance),
+        duration_s=time.perf_counter() - start,
+    )

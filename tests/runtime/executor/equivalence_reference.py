@@ -1,0 +1,116 @@
+"""Training on one device in plain PyTorch, microbatch by microbatch: what strategies must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from equivalence_cases import Case
+from equivalence_models import small_graph
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from harness.runtime.data.batch import Batch
+from harness.runtime.models.task import Task
+from harness.runtime.optimizers import make_optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What a training showed.
+
+    Attributes:
+        losses: mean over the global batch, of each step.
+        gradients: of each step, whole, by parameter.
+        state: parameters and buffers after the last step.
+    """
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    state: dict[str, Tensor]
+
+
+def slices(sizes: list[int]) -> list[slice]:
+    """Consecutive slices of the given sizes."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def accumulate(task: Task, batch: Batch, sizes: list[int]) -> float:
+    """Add the gradients of a global batch, one microbatch at a time; its mean loss."""
+    mean = 0.0
+    for part in slices(sizes):
+        outputs = task.model(*(x[part] for x in batch.inputs))
+        loss = task.sum_loss(outputs, batch.targets[part]) / sum(sizes)
+        loss.backward()
+        mean += float(loss.detach())
+    return mean
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def train_alone(case: Case) -> Trace:
+    """Train a case on one device."""
+    task = case.make_task()
+    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    losses, gradients = [], []
+    for step in range(case.n_steps):
+        optimizer.zero_grad()
+        losses.append(accumulate(task, case.batch(task, step), case.strategy.microbatch_sizes()))
+        gradients.append(gradients_of(task.model))
+        optimizer.step()
+    state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    return Trace(losses=losses, gradients=gradients, state=state)
+
+
+def stage_of_parameters(case: Case) -> dict[str, int]:
+    """The pipeline stage that updates each parameter."""
+    return {
+        name: case.strategy.operators[op.name].stage
+        for op in small_graph(case.model).operators
+        for name in op.attrs.get("parameters", [])  # type: ignore[union-attr]
+    }
+
+
+def train_alone_asynchronously(case: Case) -> Trace:
+    """What 1F1B without a flush trains, on one device: every microbatch is a minibatch of its own,
+    and stage s of S computes with weights that lack the last S - 1 - s updates of its step.
+
+    The gradients are those of each step's last microbatch.
+    """
+    task = case.make_task()
+    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    stage_of, n_stages = stage_of_parameters(case), len(case.strategy.stages)
+    sizes = case.strategy.microbatch_sizes()
+    losses, gradients = [], []
+    for step in range(case.n_steps):
+        batch, mean = case.batch(task, step), 0.0
+        versions = [_copies(task.model)]
+        for microbatch, part in enumerate(slices(sizes)):
+            used = {
+                name: versions[max(0, microbatch - (n_stages - 1 - stage))][name]
+                for name, stage in stage_of.items()
+            }
+            outputs = functional_call(task.model, used, tuple(x[part] for x in batch.inputs))
+            loss = task.sum_loss(outputs, batch.targets[part]) / sizes[microbatch]
+            found = torch.autograd.grad(loss, list(used.values()))
+            mean += float(loss.detach()) / len(sizes)
+            for name, gradient in zip(used, found, strict=True):
+                task.model.get_parameter(name).grad = gradient
+            gradients_now = gradients_of(task.model)
+            optimizer.step()
+            versions.append(_copies(task.model))
+        losses.append(mean)
+        gradients.append(gradients_now)
+    state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    return Trace(losses=losses, gradients=gradients, state=state)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}

@@ -1,0 +1,163 @@
+"""What each rank of the executor's tests runs; importable by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.distributed as dist
+from equivalence_cases import Case
+from equivalence_reference import Trace, gradients_of
+from torch import Tensor
+
+from harness.domain.partition import cut_dim
+from harness.domain.strategy import Strategy
+from harness.errors import VerificationError
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.engine_torch import TorchEngine
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models.task import Task
+from harness.runtime.optimizers import make_optimizer
+from harness.runtime.replicas import verify_replicas
+from harness.runtime.world import World
+
+_TIMEOUT_S = 200.0
+
+
+def make_engine(case: Case, task: Task, world: World) -> ExecutorEngine:
+    plan = ExecutorPlan(
+        strategy=case.strategy,
+        batch_norm=case.batch_norm,
+        dropout="exact" if case.dropout == "exact" else "local",
+        is_asynchronous=case.is_asynchronous,
+        seed=case.seed,
+        timeout_s=_TIMEOUT_S,
+    )
+    options = EngineOptions(
+        dtype="fp32", optimizer=case.optimizer_options(), batch=case.strategy.batch
+    )
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    engine.keep_gradients = True
+    return engine
+
+
+def own_part(whole: Batch, positions: list[int]) -> Batch:
+    """The samples of a global batch that a rank is fed."""
+    chosen = torch.tensor(positions, dtype=torch.int64)
+    return Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
+
+
+def train_step(engine: ExecutorEngine, case: Case, task: Task, step: int) -> float:
+    """Carry out one step; this rank's part of its mean loss."""
+    part = own_part(case.batch(task, step), engine.samples)
+    share = Share(n_local=len(engine.samples), n_global=case.strategy.batch)
+    return float(engine.step(lambda: part, share))
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def train_by_strategy(case: Case, world: World) -> Trace:
+    """Train a case; gradients and state are the whole ones, on rank 0 alone."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    losses: list[float] = []
+    gradients: list[dict[str, Tensor]] = []
+    for step in range(case.n_steps):
+        losses.append(train_step(engine, case, task, step))
+        gradients.append(_copied(engine.full_gradients()))
+    engine.verify_replicas()
+    state = _copied(engine.full_state()["model"])
+    if world.rank:
+        return Trace(losses=losses, gradients=[], state={})
+    return Trace(losses=losses, gradients=gradients, state=state)
+
+
+def merged(traces: list[Trace]) -> Trace:
+    """The ranks' traces as one: losses are sums over ranks."""
+    losses = [sum(parts) for parts in zip(*(trace.losses for trace in traces), strict=True)]
+    return Trace(losses=losses, gradients=traces[0].gradients, state=traces[0].state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A training that goes on under another strategy after `n_before` steps."""
+
+    case: Case
+    after: Strategy
+    n_before: int
+
+
+def train_and_move(move: Move, world: World) -> Trace:
+    """Train under one strategy, rebuild from the state under another, and train on."""
+    case = move.case
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    losses = [train_step(engine, case, task, step) for step in range(move.n_before)]
+    state = engine.full_state()
+    # Other weights, so that nothing but the state can carry them over.
+    fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
+    moved = make_engine(msgspec.structs.replace(case, strategy=move.after), fresh, world)
+    moved.load_full_state(state)
+    losses += [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
+    gradients = _copied(moved.full_gradients())
+    moved.verify_replicas()
+    return Trace(losses=losses, gradients=[gradients], state=_copied(moved.full_state()["model"]))
+
+
+def train_by_ddp(case: Case, world: World) -> Trace:
+    """Train by torch's DistributedDataParallel on the samples that the strategy gives each rank."""
+    samples = make_engine(case, case.make_task(), world).samples
+    task = case.make_task()
+    options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
+    engine = TorchEngine(task, world, Recorder(HostClock()), options)
+    share = Share(n_local=len(samples), n_global=case.strategy.batch)
+    losses = [
+        float(engine.step(lambda s=step: own_part(case.batch(task, s), samples), share))  # type: ignore[misc]
+        for step in range(case.n_steps)
+    ]
+    return Trace(losses=losses, gradients=[], state=_copied(engine.full_state()["model"]))
+
+
+def train_with_two_classifiers(case: Case, world: World) -> tuple[Trace, str]:
+    """The published hand-made split, which is wrong: every rank trains a classifier of its own on
+    its own rows, and only the gradients of the convolutions are summed.
+
+    Returns:
+        Its trace, with each rank's own state, and what checking the replicas said.
+    """
+    task = case.make_task()
+    optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
+    n = case.strategy.batch
+    bounds = cut_dim(n, world.size)[world.rank]
+    losses, gradients = [], []
+    for step in range(case.n_steps):
+        part = own_part(case.batch(task, step), list(range(*bounds)))
+        optimizer.zero_grad()
+        loss = task.sum_loss(task.model(*part.inputs), part.targets) / n
+        loss.backward()
+        for name, parameter in task.model.named_parameters():
+            if not name.startswith("classifier"):
+                dist.all_reduce(parameter.grad)
+        losses.append(float(loss.detach()))
+        gradients.append(gradients_of(task.model))
+        optimizer.step()
+    try:
+        verify_replicas(task.model, world)
+        said = ""
+    except VerificationError as error:
+        said = str(error)
+    return Trace(losses=losses, gradients=gradients, state=_copied(task.model.state_dict())), said
+
+
+def fail_on_rank_1(reason: str, world: World) -> None:
+    """Raise on one rank, for which the others wait."""
+    if world.rank == 1:
+        raise ValueError(reason)
+    dist.barrier()

@@ -1,0 +1,177 @@
+"""Whatever the strategy, training is that of one device: on ranks over gloo, in float64."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from equivalence_cases import Case, random_case
+from equivalence_check import check, reference
+from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
+from equivalence_models import small_graph
+from equivalence_ranks import RanksFailedError
+from equivalence_reference import Trace, train_alone, train_alone_asynchronously
+from equivalence_strategies import (
+    hand_split_alexnet,
+    named_strategies,
+    replicated_pipeline,
+)
+from equivalence_training import (
+    Move,
+    fail_on_rank_1,
+    merged,
+    train_and_move,
+    train_by_ddp,
+    train_by_strategy,
+    train_with_two_classifiers,
+)
+
+from harness.domain.schedule import SCHEDULE_NAMES
+
+TOLERANCE = FLOAT64_TOLERANCES["sgd"]
+
+
+def make_case(model, strategy, n_ranks, **changes):
+    return Case(name=strategy.name, model=model, n_ranks=n_ranks, strategy=strategy, **changes)
+
+
+def named(model, n_ranks, batch, name):
+    return named_strategies(small_graph(model), n_ranks, batch)[name]
+
+
+def assert_equal(case, ranks):
+    finding = check(case, ranks)
+    assert finding.is_equal, finding.text()
+
+
+# One of each model, on 2 and 3 ranks, then all schedules; the rest is in the slow set.
+@pytest.mark.parametrize("index", [0, 1, 7, 14, 16, 21, 22, 24, 26, 27])
+def test_random_strategies_train_what_one_device_trains(index, ranks):
+    case = random_case(1, index)
+    assert_equal(msgspec.structs.replace(case, n_ranks=max(case.n_ranks, 2)), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_more_random_strategies_train_what_one_device_trains(ranks):
+    findings = [check(random_case(0, index), ranks) for index in range(70)]
+    unequal = [finding.text() for finding in findings if not finding.is_equal]
+    assert not unequal, "\n".join(unequal)
+
+
+@pytest.mark.parametrize("name", sorted(named_strategies(small_graph("mlp"), 3, 12)))
+def test_named_strategies_train_what_one_device_trains(name, ranks):
+    assert_equal(make_case("mlp", named("mlp", 3, 12, name), 3), ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("dlrm_cat", "tables on devices"),
+        ("dlrm_dot", "tables on devices"),
+        ("vit", "tensor parallel"),
+        ("alexnet", "hybrid"),
+        ("branchy", "ddp by speed"),
+        ("lstm", "2-1 1f1b"),
+    ],
+)
+def test_strategies_that_suit_a_model(model, name, ranks):
+    assert_equal(make_case(model, named(model, 3, 12, name), 3), ranks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_three_replicas_feed_one_under_every_schedule(schedule, recompute, ranks):
+    devices = [[0, 1, 2], [3]]
+    strategy = replicated_pipeline(
+        small_graph("lenet"), 14, devices, n_microbatches=4, schedule=schedule, recompute=recompute
+    )
+    assert [len(own) for own in strategy.stage_devices()] == [3, 1]
+    assert_equal(make_case("lenet", strategy, 4), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["resnet50_deep", "resnet152_deep"])
+@pytest.mark.parametrize("name", ["ddp", "1f1b", "tensor parallel"])
+def test_real_depths(model, name, ranks):
+    strategy = named(model, 2, 8, name)
+    assert_equal(make_case(model, strategy, 2, optimizer="slow sgd", n_steps=2), ranks)
+
+
+@pytest.mark.parametrize("dim", ["feature", "sample", "height"])
+def test_a_hand_split_alexnet_trains_its_one_classifier_on_all_rows(dim, ranks):
+    strategy = hand_split_alexnet(small_graph("alexnet"), 6, dim=dim)
+    case = make_case("alexnet", strategy, 2, n_steps=5)
+    assert_equal(case, ranks)
+
+
+def test_a_classifier_on_each_rank_would_be_caught(ranks):
+    strategy = hand_split_alexnet(small_graph("alexnet"), 6, dim="sample")
+    case = make_case("alexnet", strategy, 2)
+    (first, said), (second, _) = ranks.run(2, train_with_two_classifiers, case)
+    wanted = train_alone(case)
+    assert "classifier.1.weight" in said
+    # Its losses begin right, so they alone would not tell; its first gradients are wrong.
+    assert first.losses[0] + second.losses[0] == pytest.approx(wanted.losses[0], rel=1e-12)
+    wrong = first_beyond(merged([first, second]), wanted, 1e-3)
+    assert wrong is not None
+    assert wrong.of.startswith("gradient of step 0 classifier")
+
+
+def test_local_batch_norm_is_that_of_ddp(ranks):
+    strategy = named("resnet18", 2, 8, "ddp")
+    case = make_case("resnet18", strategy, 2, batch_norm="local")
+    ours = merged(ranks.run(2, train_by_strategy, case))
+    theirs = merged(ranks.run(2, train_by_ddp, case))
+    # DDP adds the same two gradients, so it rounds alike up to the order within a rank.
+    ours = Trace(losses=ours.losses, gradients=[], state=ours.state)
+    assert worst(ours, theirs).difference < TOLERANCE
+    alone = train_alone(case)
+    assert abs(ours.losses[0] - alone.losses[0]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "devices"), [(3, [[0], [1], [2]]), (3, [[0, 1], [2]]), (4, [[1], [0, 2], [3]])]
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_asynchronous_1f1b_trains_with_weights_as_stale_as_stated(
+    n_ranks, devices, optimizer, ranks
+):
+    strategy = replicated_pipeline(small_graph("lenet"), 12, devices, n_microbatches=5)
+    case = make_case("lenet", strategy, n_ranks, is_asynchronous=True, optimizer=optimizer)
+    found, wanted = ranks.train(case), train_alone_asynchronously(case)
+    assert first_beyond(found, wanted, FLOAT64_TOLERANCES[optimizer]) is None
+    synchronous = msgspec.structs.replace(case, is_asynchronous=False)
+    assert worst(found, train_alone(synchronous)).difference > 1e-2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("tensor parallel", "1f1b"), ("2-1 gpipe", "ddp"), ("ddp", "single")]
+)
+def test_training_goes_on_under_another_strategy(before, after, optimizer, ranks):
+    case = make_case("lenet", named("lenet", 3, 6, before), 3, optimizer=optimizer, n_steps=4)
+    move = Move(case=case, after=named("lenet", 3, 6, after), n_before=2)
+    found = merged(ranks.run(3, train_and_move, move))
+    wanted = reference(case, ranks)
+    wanted = Trace(losses=wanted.losses, gradients=wanted.gradients[-1:], state=wanted.state)
+    assert first_beyond(found, wanted, FLOAT64_TOLERANCES[optimizer]) is None
+
+
+def test_masks_differ_between_steps_microbatches_and_layers(ranks):
+    strategy = named("mlp", 2, 8, "ddp")
+    case = make_case("mlp", strategy, 2, dropout="exact")
+    off = make_case("mlp", strategy, 2)
+    other = msgspec.structs.replace(case, strategy=named("mlp", 2, 8, "gpipe"))
+    with_masks = ranks.train(case)
+    assert worst(with_masks, ranks.train(off)).difference > 1e-2
+    # Four microbatches draw other masks than one.
+    assert worst(with_masks, ranks.train(other)).difference > 1e-2
+    dropped = with_masks.gradients[0]["layers.0.weight"], with_masks.gradients[1]["layers.0.weight"]
+    assert not torch.equal(*dropped)
+
+
+def test_a_failing_job_says_which_rank_and_the_next_one_runs(ranks):
+    with pytest.raises(RanksFailedError, match=r"rank 1: [\s\S]*a reason[\s\S]*rank 0: no answer"):
+        ranks.run(2, fail_on_rank_1, "a reason")
+    assert ranks.run(2, train_by_strategy, make_case("mlp", named("mlp", 2, 4, "ddp"), 2))
