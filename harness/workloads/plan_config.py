@@ -49,6 +49,9 @@ class SearchConfig:
     """Momentum of sgd."""
     bucket_mib: float = 25.0
     """MiB of gradients that are reduced together."""
+    batch_norm: Literal["local", "global"] = "local"
+    """local: each rank normalises by its own samples; global: over all samples of a microbatch,
+    which takes small all-reduces."""
     search_seconds: float = 120.0
     """End the search after this long, with the best plan found."""
     search_budget: int = 0
@@ -114,6 +117,7 @@ class SearchConfig:
         n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
         return SimulatorOptions(
             overlap=True,
+            batch_norm=self.batch_norm,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
             n_optimizer_states=n_states[self.optimizer],
             optimizer_s_per_byte=optimizer_s_per_byte,
@@ -144,6 +148,7 @@ def question_of(case: TrainCase) -> SearchConfig:
         optimizer=case.optimizer,
         momentum=case.momentum,
         bucket_mib=case.bucket_mib,
+        batch_norm="global" if case.batch_norm == "global" else "local",
         search_seconds=case.search_seconds,
         search_budget=case.search_budget,
         memory=case.memory,
