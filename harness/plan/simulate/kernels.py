@@ -119,22 +119,20 @@ def _serve_move(
     source, target = work.node_of[a], work.node_of[b]
     out = n_devices * n_devices + source
     into = n_devices * n_devices + len(work.nic) + target
-    rate = work.bandwidth[a, b]
+    ready, slowest = begin, work.bandwidth[a, b]
     if free[link] > begin:
         begin, cause[task] = free[link], holder[link]
     if source != target:
-        if free[out] > begin:
-            begin, cause[task] = free[out], holder[out]
-        if free[into] > begin:
-            begin, cause[task] = free[into], holder[into]
-        rate = min(rate, min(work.nic[source], work.nic[target]))
-        seconds = n_bytes / work.nic[source]
-        _occupy(out, begin + seconds, task, free, busy, holder, seconds)
-        seconds = n_bytes / work.nic[target]
-        _occupy(into, begin + seconds, task, free, busy, holder, seconds)
+        for resource, rate in ((out, work.nic[source]), (into, work.nic[target])):
+            slowest = min(slowest, rate)
+            if free[resource] > begin:
+                begin, cause[task] = free[resource], holder[resource]
+            # Flows share an interface: it serves its queue without waiting for their other ends.
+            until = max(ready, free[resource]) + n_bytes / rate
+            _occupy(resource, until, task, free, busy, holder, n_bytes / rate)
     seconds = n_bytes / work.bandwidth[a, b]
     _occupy(link, begin + seconds, task, free, busy, holder, seconds)
-    return begin, begin + work.latency[a, b] + n_bytes / rate
+    return begin, begin + work.latency[a, b] + n_bytes / slowest
 
 
 @njit(cache=True, inline="always")
