@@ -30,8 +30,8 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True):
 def _named(trace: Trace) -> Iterator[tuple[str, dict[str, Tensor]]]:
     for step, loss in enumerate(trace.losses):
         yield f"loss of step {step}", {"": torch.tensor(loss, dtype=torch.float64)}
-    for step, gradients in enumerate(trace.gradients):
-        yield f"gradient of step {step}", gradients
+        if step < len(trace.gradients):
+            yield f"gradient of step {step}", trace.gradients[step]
     yield "state at the end", trace.state
 
 

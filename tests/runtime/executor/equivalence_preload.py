@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import equivalence_training as equivalence_training
 import torch
-from equivalence_models import SMALL_MODELS, small_graph
+from equivalence_models import small_graph
 
 torch.set_num_threads(1)
-for _name in SMALL_MODELS:
-    small_graph(_name)  # torch imports much of itself, and sympy, only when it traces
+small_graph("vit")  # torch imports much of itself, and sympy, only when it traces

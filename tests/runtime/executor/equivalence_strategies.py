@@ -318,8 +318,9 @@ def hand_split_alexnet(graph: Graph, batch: int, *, dim: str = "feature") -> Str
     def plan(op: Operator) -> OperatorPlan:
         if op.name.startswith("classifier") or op.kind in ("flatten", "loss"):
             return OperatorPlan({}, [1])
-        dims = cuttable_dims(op, full_shape(op, batch=batch, graph_batch=graph.batch))
-        return OperatorPlan({dim if dim in dims else SAMPLE: 2}, [0, 1])
+        shape = full_shape(op, batch=batch, graph_batch=graph.batch)
+        is_cut = dim in cuttable_dims(op, shape) and shape[dim] > 1
+        return OperatorPlan({dim if is_cut else SAMPLE: 2}, [0, 1])
 
     plans = {op.name: plan(op) for op in graph.operators if has_tasks(op)}
     return Strategy(name="hand-split", batch=batch, operators=plans)

@@ -11,7 +11,7 @@ from equivalence_strategies import named_strategies, random_strategy
 from harness.domain.schedule import SCHEDULE_NAMES
 
 N_RANKS = 3
-QUICK = ("ddp", "tensor parallel", "2-1 1f1b")
+QUICK = ("tensor parallel", "2-1 1f1b")
 
 
 @pytest.fixture(scope="module")

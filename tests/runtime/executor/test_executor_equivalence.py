@@ -111,7 +111,7 @@ def test_a_classifier_on_each_rank_would_be_caught(ranks):
     (first, said), (second, _) = ranks.run(2, train_with_two_classifiers, case)
     wanted = train_alone(case)
     assert "classifier.1.weight" in said
-    # Its losses begin right, so they alone would not tell; its first gradients are wrong.
+    # Its first loss is right and would not tell; its first gradients are those of half the rows.
     assert first.losses[0] + second.losses[0] == pytest.approx(wanted.losses[0], rel=1e-12)
     wrong = first_beyond(merged([first, second]), wanted, 1e-3)
     assert wrong is not None
