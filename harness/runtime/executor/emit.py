@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from harness.domain.partition import Block
+from harness.domain.partition import SAMPLE, Block
 from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
 from harness.runtime.executor.batch_norm import BatchNormShard
 from harness.runtime.executor.deferred import WeightQueue, defer
@@ -286,8 +286,11 @@ class SegmentBuilder:
         Its windows may leave last rows out. To cut those off would cost copies, and another layout
         rounds otherwise.
         """
-        sizes = list(self._layout.value_shape(node).values())
-        whole = (*want.block[:1], *((0, size) for size in sizes[1:]))
+        shape = self._layout.value_shape(node).items()
+        whole = tuple(
+            interval if dim == SAMPLE else (0, size)
+            for (dim, size), interval in zip(shape, want.block, strict=True)
+        )
         if not want.pieces:
             return self._input(DataKey(want.value, whole))
         part = want.pieces[0].part
