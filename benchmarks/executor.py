@@ -3,7 +3,7 @@
     mpirun -np 2 python benchmarks/executor.py --json      ddp, pipelines, tensor parallel
     python benchmarks/executor.py --json                   one device
     bash setup/virtual_cluster.sh run -- mpirun -np 5 --hostfile hosts/virtual.txt \\
-        python benchmarks/executor.py --json               five nodes
+        .venv/bin/python benchmarks/executor.py --json     five nodes
 
 | group | against | bar |
 |---|---|---|
@@ -150,7 +150,14 @@ def is_wanted(case: Case, options: Options) -> bool:
     return options.only in case.name and (not options.quick or case.name in quick)
 
 
+def find_mpi() -> None:
+    """A relocatable Open MPI tells its prefix to the ranks beside mpirun only; see entry.sh."""
+    if "PMIX_INSTALL_PREFIX" in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+
+
 def main(options: Options) -> None:
+    find_mpi()
     meeting = meet(read_launch(os.environ), os.environ)
     world = meeting.world
     torch.set_num_threads(1)
