@@ -146,3 +146,14 @@ def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, inpu
     assert queue.flush() == [shared, shard.bias]
     expected = torch.autograd.grad(shard(x).sum(), [shared])[0]
     assert torch.equal(shared.grad, expected)
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_backward_calls_no_hook_of_a_deferred_parameter(module, shape):
+    module, called = copy.deepcopy(module), []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    queue = WeightQueue()
+    trained(defer(module, queue), [torch.randn(shape)], queue.flush)
+    assert not called
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -19,6 +19,7 @@ from torch import fx, nn
 from harness.domain.partition import SAMPLE, count_parts, n_parts
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
+from harness.errors import ModelError
 from harness.runtime.capture import Captured
 from harness.runtime.executor.batch_norm import GlobalBatchNorm
 from harness.runtime.executor.layout import Layout, Part, check_samples
@@ -131,8 +132,10 @@ class _Chooser:
         node = self._captured.nodes.get(name)
         if node is None:
             return "native"
-        if self._plan.dropout == "exact" and is_dropout(node, self._captured.module):
-            return "dropout"
+        if self._plan.dropout == "exact":
+            if is_dropout(node, self._captured.module):
+                return "dropout"
+            _check_drops_nothing_within(name, node, self._captured.module)
         partition = self._strategy.operators[name].partition
         if self._needs_global_statistics(name):
             # Two tasks on one device would wait for each other in the same reduction.
@@ -212,6 +215,19 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
 
 def _is_dropping(module: nn.Dropout | nn.Dropout2d) -> bool:
     return bool(module.training and module.p > 0)
+
+
+def _check_drops_nothing_within(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse attention and recurrence that drop: their masks depend on who draws them."""
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    probability = node.kwargs.get("dropout_p", 0.0)
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.training:
+        probability = module.dropout
+    if probability:
+        raise ModelError(
+            f"operator {name!r} drops within itself (probability {probability}), which exact "
+            "dropout cannot draw block by block: set that probability to 0, or use local dropout"
+        )
 
 
 def _drops(node: fx.Node) -> bool:

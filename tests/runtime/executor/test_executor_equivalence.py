@@ -9,7 +9,7 @@ from equivalence_cases import Case, random_case
 from equivalence_check import check, reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
 from equivalence_models import small_graph
-from equivalence_ranks import RanksFailedError
+from equivalence_ranks import RanksFailedError, local_world
 from equivalence_reference import Trace, train_alone, train_alone_asynchronously
 from equivalence_strategies import (
     hand_split_alexnet,
@@ -19,6 +19,7 @@ from equivalence_strategies import (
 from equivalence_training import (
     Move,
     fail_on_rank_1,
+    make_engine,
     merged,
     train_and_move,
     train_by_ddp,
@@ -27,6 +28,7 @@ from equivalence_training import (
 )
 
 from harness.domain.schedule import SCHEDULE_NAMES
+from harness.errors import ModelError
 
 TOLERANCE = FLOAT64_TOLERANCES["sgd"]
 
@@ -169,6 +171,15 @@ def test_masks_differ_between_steps_microbatches_and_layers(ranks):
     assert worst(with_masks, ranks.train(other)).difference > 1e-2
     dropped = with_masks.gradients[0]["layers.0.weight"], with_masks.gradients[1]["layers.0.weight"]
     assert not torch.equal(*dropped)
+
+
+def test_exact_dropout_refuses_an_attention_that_drops_within_itself():
+    case = make_case("vit", named("vit", 1, 4, "single"), 1, dropout="exact")
+    task = case.make_task()
+    attention = next(m for m in task.model.modules() if isinstance(m, torch.nn.MultiheadAttention))
+    attention.dropout = 0.1
+    with pytest.raises(ModelError, match=r"self_attention' drops within itself \(probability 0.1"):
+        make_engine(case, task, local_world(0, 1))
 
 
 def test_a_failing_job_says_which_rank_and_the_next_one_runs(ranks):
