@@ -128,7 +128,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Path:
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
     _profile(cell, cluster, results, options.work)
     shared = ("train", *cell.model.workload_flags, "--predict", "--batch-norm", "frozen",
-              "--warm-up", "2", "--no-sync-steps", "0", "--search-seconds", "30",
+              "--warm-up", "2", "--no-sync-steps", "0",
               "--repeats", str(options.repeats))  # fmt: skip
     steps = cell.ddp_steps(options.steps)
     launches = [
