@@ -74,7 +74,7 @@ class Lowering:
                 drafts.append(draft)
                 draft = _Draft()
             draft.fetches += missing.values()
-            fetched |= missing.keys()
+            fetched.update(missing)  # in place, for the stages that follow
             draft.parts.append(part)
             if is_alone or (part.operator, part.index) in self._outgoing:
                 drafts.append(draft)
