@@ -53,6 +53,24 @@ def test_random_strategies_train_what_one_device_trains(index, ranks):
     assert_equal(msgspec.structs.replace(case, n_ranks=max(case.n_ranks, 2)), ranks)
 
 
+@pytest.mark.parametrize(
+    ("index", "model"),
+    [
+        (10, "lstm"),  # a tuple among a tuple's elements
+        (35, "vit"),  # an attention cut by sequence, the first of a tuple
+        (41, "tokens"),  # deferred gradients of weights that several devices hold
+        (207, "lstm_time_first"),  # samples behind another dim
+        (237, "tokens"),  # tied weights, one of them cut
+        (292, "branchy"),  # a value that several stages of a device fetch
+        (18, "resnet18"),  # running statistics of tasks that share them
+    ],
+)
+def test_strategies_that_once_trained_another_model(index, model, ranks):
+    case = random_case(0, index)
+    assert case.model == model
+    assert_equal(case, ranks)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_more_random_strategies_train_what_one_device_trains(ranks):
