@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Pass the tests: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all that this machine can: ranks by mpirun everywhere, virtual clusters
-# as root, a GPU's tests where there is one; says what is left out and why. Ends with pytest's summary.
+# as root, a GPU's tests where there is one; says what is left out and why (slow ones: -m slow). Ends
+# with pytest's summary.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,10 +12,9 @@ say() { echo "test: $*"; }
 
 bash setup/install.sh
 
-markers='not gpu'
-if [[ -e /dev/nvidiactl ]] && nvidia-smi -L >/dev/null 2>&1; then
-    markers=''
-else
+markers='not slow'
+if [[ ! -e /dev/nvidiactl ]] || ! nvidia-smi -L >/dev/null 2>&1; then
+    markers+=' and not gpu'
     say "left out: tests marked gpu, this machine has no CUDA device"
 fi
 # Building the smallest cluster is the question itself: rights, tools and kernel are all in it.
@@ -22,7 +22,7 @@ if reason=$(bash setup/virtual_cluster.sh up --name testable --replace --nodes 1
     bash setup/virtual_cluster.sh down --name testable >/dev/null
 else
     say "left out: tests marked cluster, ${reason#error: }"
-    markers="${markers:+$markers and }not cluster"
+    markers+=' and not cluster'
 fi
 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

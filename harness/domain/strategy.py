@@ -133,11 +133,12 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
     """
     _check_numbers(strategy)
     _check_names(strategy, graph)
-    smallest = min(strategy.microbatch_sizes())
+    sizes = sorted(set(strategy.microbatch_sizes()))
     for operator in graph.operators:
         if has_tasks(operator):
             plan = strategy.operators[operator.name]
-            _check_plan(operator, plan, smallest, graph.batch, cluster.n_devices)
+            for size in sizes:
+                _check_plan(operator, plan, size, graph.batch, cluster.n_devices)
             if not 0 <= plan.stage < len(strategy.stages):
                 raise StrategyError(
                     f"operator {operator.name!r} is in stage {plan.stage}, the strategy has stages "

@@ -56,6 +56,15 @@ def with_plan(name, plan):
     return make_strategy(operators={**make_strategy().operators, name: plan})
 
 
+def test_every_size_of_microbatch_must_be_cut_into_parts_with_samples():
+    # 9 samples in 2 microbatches: shares 9 : 2 : 9 cut 4 into 1, 1, 2 but 5 into 2, 0, 3.
+    plan = OperatorPlan({"sample": [9, 2, 9]}, [0, 1, 0])
+    operators = {**make_strategy().operators, "fc1": plan}
+    strategy = make_strategy(batch=9, operators=operators)
+    with pytest.raises(StrategyError, match=r"microbatch 5.*leaves an empty part"):
+        validate(strategy, make_graph(), make_cluster())
+
+
 def test_json_round_trip_keeps_everything():
     strategy = make_strategy(made_for=fingerprint(make_graph(), make_cluster()))
     assert Strategy.from_json(strategy.to_json()) == strategy

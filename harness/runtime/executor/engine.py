@@ -28,6 +28,7 @@ from harness.runtime.executor.emit import DeviceTasks
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
+from harness.runtime.executor.inplace import check_in_place
 from harness.runtime.executor.layout import Layout, sample_intervals
 from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.options import ExecutorPlan
@@ -87,6 +88,7 @@ class ExecutorEngine:
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
         meta = MetaModel(captured, task.inputs, world.device)
+        check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
         self._programs = self._lower(meta)
         self._gatherer = StateGatherer(meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None

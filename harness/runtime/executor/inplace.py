@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
+from harness.errors import ModelError
+
+_CALLS = ("call_module", "call_method", "call_function")
 _FUNCTIONS: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -28,6 +32,33 @@ def works_in_place(node: fx.Node, owned: dict[str, Any]) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     return bool(node.kwargs.get("inplace")) or node.target in _FUNCTIONS
+
+
+def check_in_place(module: fx.GraphModule, values: Collection[fx.Node]) -> None:
+    """Refuse a model that reads a value again after changing it in place.
+
+    Whether such a reader sees the change would depend on which device it runs on.
+
+    Args:
+        values: nodes that give tensors; others, such as sizes, may be read at any time.
+
+    Raises:
+        ModelError: names the operator and its reader.
+    """
+    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    modules = dict(module.named_modules())
+    for node in module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.op not in _CALLS:
+            continue
+        if not works_in_place(node, modules):
+            continue
+        late = [user for user in source.users if place[user] > place[node] and user in values]
+        if late:
+            raise ModelError(
+                f"operator {node.name} changes {source.name} in place, and {late[0].name} reads "
+                f"that afterwards: let it read {node.name}, or do not work in place"
+            )
 
 
 def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.Node:
