@@ -20,6 +20,7 @@ from harness.plan.portfolio import plan_with_simulator
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest, PlanResult
 from harness.plan.request import Progress as PlanProgress
+from harness.plan.simulate.simulator import compile_events
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.memory import peak_bytes
@@ -67,9 +68,8 @@ def search(
     Raises:
         PlanError: nothing fits into memory.
     """
-    # The first simulation on a machine compiles its kernels: that is no time of the search.
     simulator = inputs.simulator(question, rates)
-    simulator.simulate(builders.single(inputs.graph, question.batch_size))
+    compile_events(simulator, builders.single(inputs.graph, question.batch_size))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
 
     def show(progress: PlanProgress) -> None:

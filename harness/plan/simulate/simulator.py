@@ -278,6 +278,16 @@ def _needs_gradient(graph: Graph) -> npt.NDArray[np.bool_]:
     return needs
 
 
+def compile_events(simulator: Simulator, strategy: Strategy) -> None:
+    """Have the event loops ready, the one that restarts too: compiling them takes seconds of
+    processor time once on a machine, which is no time of a search."""
+    trial = Trial.from_strategy(simulator, strategy)
+    trial.outcome()
+    op, plan = next(iter(trial.tables.plans.items()))
+    trial.replace(op, OperatorPlan(dict(plan.partition), list(plan.devices), plan.stage))
+    trial.outcome()
+
+
 @dataclass(frozen=True)
 class Simulation:
     """One strategy's outcome; `harness.plan.simulate.report` turns it into records and words."""
