@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from harness.domain.graph import Graph
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.store import write_atomically
-from harness.plan import cli
+from harness.plan import cli, flags
 from harness.plan.costs import run
 from harness.plan.report import ProgressLine, json_line, result_lines
 from harness.plan.show import show_file
@@ -48,7 +48,7 @@ def _search(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
-    args = cli.parse(argv)
+    args = flags.parse(argv)
     try:
         if args.command == "search":
             _search(args)

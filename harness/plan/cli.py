@@ -1,10 +1,9 @@
-"""The command line of `python -m harness.plan`: flags, and the request that they make."""
+"""What the flags of `python -m harness.plan` ask for: a request, a converted file."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import msgspec
 
@@ -12,11 +11,12 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.errors import ConfigError, GraphError
-from harness.plan.convert import FORMATS, convert
+from harness.plan.convert import convert
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
 from harness.plan.estimate import estimate_profile
 from harness.plan.find import default_profile, graph_beside, knows
+from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
@@ -29,138 +29,6 @@ CaptureModel = Callable[[str, int], Graph]
 _NO_LIMIT_BYTES = 2**50
 _DEFAULT_KIND = "device"
 _ESTIMATES = ("estimated from FLOPs", "roofline")
-DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
-
-_SEARCH_EXAMPLES = """\
-examples:
-  python -m harness.plan search --profile vgg16.txt --topology 4x4 --bandwidth 1e10,1.25e9 \\
-      --cost pipedream --json
-  python -m harness.plan search --profile vgg16.json --graph vgg16.graph.json \\
-      --cluster cluster.json --batch 256 --seconds 30 --output plan.json
-  python -m harness.plan search --cost flexflow2018 --topology 2x4 --budget 250000 --seed 1
-  python -m harness.plan search --dlrm-tables 8x1000000x64 --batch 1024 --topology 1x4 \\
-      --bandwidth 12e9 --memory 12GB --rates 9.3e12,549e9
-
-costs:
-{costs}
-
-A cluster file is written by `./entry.sh links`, or by hand. Interrupt (Ctrl-C) a search to take
-the best plan found so far.
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of both commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.plan",
-        description="Find how to spread a model over a cluster, and what it will cost.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show,convert}")
-    _add_search(commands)
-    _add_show(commands)
-    _add_convert(commands)
-    return parser
-
-
-def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    costs = "\n".join(f"  {name:<14}{cost.summary}" for name, cost in COSTS.items())
-    search = commands.add_parser(
-        "search",
-        help="search for the fastest strategy",
-        description="Search for the fastest strategy, and say why it was chosen.",
-        epilog=_SEARCH_EXAMPLES.format(costs=costs),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    model = search.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        help="capture this model, or package.module:factory; times come from --profile, else from "
-        "results/profile-MODEL.json, else are estimated",
-    )
-    model.add_argument(
-        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
-    )
-    model.add_argument(
-        "--graph",
-        type=Path,
-        metavar="FILE",
-        help="graph of a harness profile (default: the .graph.json beside it)",
-    )
-    model.add_argument(
-        "--rates",
-        metavar="FLOPS,BYTES",
-        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
-        "9.3e12,549e9 (a roofline instead of --profile)",
-    )
-    model.add_argument(
-        "--dlrm-tables",
-        metavar="NxROWSxCOLUMNS",
-        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
-    )
-    model.add_argument("--dlrm-bottom-mlp", default="64-512-512-64", metavar="WIDTHS")
-    model.add_argument("--dlrm-top-mlp", default="576-1024-1024-1024-1", metavar="WIDTHS")
-    model.add_argument(
-        "--dtype",
-        choices=list(DTYPES),
-        help="which of the profile's times: what training computes in (default: what it has)",
-    )
-    model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
-    where = search.add_argument_group("cluster")
-    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
-    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
-    where.add_argument(
-        "--bandwidth",
-        metavar="INSIDE[,BETWEEN]",
-        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
-    )
-    where.add_argument(
-        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
-    )
-    where.add_argument(
-        "--device-kind",
-        metavar="KIND",
-        help="what a graph.txt was profiled on (default: the cluster's first kind)",
-    )
-    how = search.add_argument_group("search")
-    how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
-    how.add_argument("--budget", type=int, metavar="N", help="most proposals")
-    how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
-    how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
-    out = search.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print one JSON object")
-    out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
-
-
-def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    show = commands.add_parser(
-        "show",
-        help="print a graph, profile, cluster or strategy",
-        description="Print a graph, profile, cluster or strategy, of our formats or PipeDream's or "
-        "FlexFlow's; the kind is told by the content.",
-    )
-    show.add_argument("file", type=Path)
-    show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
-    show.add_argument("--graph", type=Path, metavar="FILE", help="draw a strategy over this graph")
-
-
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert",
-        help="write a strategy in another format",
-        description="Write a strategy in another format; that of the file is told by its content.",
-    )
-    convert.add_argument("file", type=Path)
-    convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
-    convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
-    convert.add_argument("--batch", type=int, metavar="B", help="default: the graph's")
-    convert.add_argument(
-        "--dims",
-        choices=["innermost_first", "samples_first"],
-        default="innermost_first",
-        help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
-        "prints samples first)",
-    )
-    convert.add_argument("--output", type=Path, required=True, metavar="FILE")
 
 
 def converted(args: argparse.Namespace) -> tuple[bytes, str]:
@@ -401,8 +269,3 @@ def _profile(
 def strategy_bytes(strategy: object) -> bytes:
     """A strategy of any cost as an indented JSON file."""
     return msgspec.json.format(msgspec.json.encode(strategy), indent=1) + b"\n"
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; exits with 2 and a usage line when it is wrong."""
-    return build_parser().parse_args(argv)

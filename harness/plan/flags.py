@@ -1,0 +1,148 @@
+"""The flags of `python -m harness.plan`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.plan.convert import FORMATS
+from harness.plan.costs import COSTS
+
+DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
+
+_SEARCH_EXAMPLES = """\
+examples:
+  python -m harness.plan search --profile vgg16.txt --topology 4x4 --bandwidth 1e10,1.25e9 \\
+      --cost pipedream --json
+  python -m harness.plan search --profile vgg16.json --graph vgg16.graph.json \\
+      --cluster cluster.json --batch 256 --seconds 30 --output plan.json
+  python -m harness.plan search --cost flexflow2018 --topology 2x4 --budget 250000 --seed 1
+  python -m harness.plan search --dlrm-tables 8x1000000x64 --batch 1024 --topology 1x4 \\
+      --bandwidth 12e9 --memory 12GB --rates 9.3e12,549e9
+
+costs:
+{costs}
+
+A cluster file is written by `./entry.sh links`, or by hand. Interrupt (Ctrl-C) a search to take
+the best plan found so far.
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of both commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.plan",
+        description="Find how to spread a model over a cluster, and what it will cost.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show,convert}")
+    _add_search(commands)
+    _add_show(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    costs = "\n".join(f"  {name:<14}{cost.summary}" for name, cost in COSTS.items())
+    search = commands.add_parser(
+        "search",
+        help="search for the fastest strategy",
+        description="Search for the fastest strategy, and say why it was chosen.",
+        epilog=_SEARCH_EXAMPLES.format(costs=costs),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = search.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        help="capture this model, or package.module:factory; times come from --profile, else from "
+        "results/profile-MODEL.json, else are estimated",
+    )
+    model.add_argument(
+        "--profile", type=Path, metavar="FILE", help="times: harness JSON or PipeDream graph.txt"
+    )
+    model.add_argument(
+        "--graph",
+        type=Path,
+        metavar="FILE",
+        help="graph of a harness profile (default: the .graph.json beside it)",
+    )
+    model.add_argument(
+        "--rates",
+        metavar="FLOPS,BYTES",
+        help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
+        "9.3e12,549e9 (a roofline instead of --profile)",
+    )
+    model.add_argument(
+        "--dlrm-tables",
+        metavar="NxROWSxCOLUMNS",
+        help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
+    )
+    model.add_argument("--dlrm-bottom-mlp", default="64-512-512-64", metavar="WIDTHS")
+    model.add_argument("--dlrm-top-mlp", default="576-1024-1024-1024-1", metavar="WIDTHS")
+    model.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="which of the profile's times: what training computes in (default: what it has)",
+    )
+    model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
+    where = search.add_argument_group("cluster")
+    where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
+    where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
+    where.add_argument(
+        "--bandwidth",
+        metavar="INSIDE[,BETWEEN]",
+        help="of --topology, inside and between nodes: bytes/s (1e10,1.25e9) or bits (10gbit)",
+    )
+    where.add_argument(
+        "--memory", metavar="BYTES", help="limit per device, such as 12GB (default: the cluster's)"
+    )
+    where.add_argument(
+        "--device-kind",
+        metavar="KIND",
+        help="what a graph.txt was profiled on (default: the cluster's first kind)",
+    )
+    how = search.add_argument_group("search")
+    how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
+    how.add_argument("--budget", type=int, metavar="N", help="most proposals")
+    how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
+    how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
+    out = search.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+
+
+def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    show = commands.add_parser(
+        "show",
+        help="print a graph, profile, cluster or strategy",
+        description="Print a graph, profile, cluster or strategy, of our formats or PipeDream's or "
+        "FlexFlow's; the kind is told by the content.",
+    )
+    show.add_argument("file", type=Path)
+    show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
+    show.add_argument("--graph", type=Path, metavar="FILE", help="draw a strategy over this graph")
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a strategy in another format",
+        description="Write a strategy in another format; that of the file is told by its content.",
+    )
+    convert.add_argument("file", type=Path)
+    convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
+    convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
+    convert.add_argument("--batch", type=int, metavar="B", help="default: the graph's")
+    convert.add_argument(
+        "--dims",
+        choices=["innermost_first", "samples_first"],
+        default="innermost_first",
+        help="order of a FlexFlow file's dims (default: innermost_first; the simulator of 2018 "
+        "prints samples first)",
+    )
+    convert.add_argument("--output", type=Path, required=True, metavar="FILE")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; exits with 2 and a usage line when it is wrong."""
+    return build_parser().parse_args(argv)
