@@ -295,21 +295,12 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
             )
 
 
-def data_samples(graph: Graph, strategy: Strategy, device: int) -> list[int]:
-    """Positions within the global batch that a device must be fed, microbatch by microbatch.
-
-    For each microbatch these are consecutive: from the first to the last that any of its tasks
-    reads of the inputs or the targets.
-    """
-    return [
-        position
-        for start, stop in sample_intervals(graph, strategy, device)
-        for position in range(start, stop)
-    ]
-
-
 def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
-    """The same as one interval for each microbatch; empty where nothing is read."""
+    """Which of the global batch a device must be fed, one interval for each microbatch.
+
+    From the first to the last sample that any of its tasks reads of the inputs or the targets;
+    empty where nothing is read.
+    """
     index = graph.index()
     readers = [
         op
