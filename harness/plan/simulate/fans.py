@@ -134,7 +134,8 @@ def partial_sums(
     """All-reduces of an output of partial sums, if that is how the executor adds them up.
 
     It does where more than two devices hold the parts of a region, and just these devices want
-    it, all of it. Else every part travels to whoever wants it, and is added there.
+    it, all of it, for the same operator first. Else every part travels to whoever wants it, and is
+    added there.
 
     Args:
         holders: by region of the output, devices that hold partial sums of it, and its bytes.
@@ -150,6 +151,8 @@ def partial_sums(
             found[region].setdefault(device, reader.operator * n_devices + device)
     if any(set(found[region]) != devices for region, (devices, _) in holders.items()):
         return ()
+    if any(len({row // n_devices for row in rows.values()}) > 1 for rows in found.values()):
+        return ()  # devices that read it first in other operators would start sums in another order
     return tuple(
         Sum(
             operator=producer,
