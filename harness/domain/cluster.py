@@ -26,6 +26,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         memory_bytes: what a training run may use.
         speed: relative to the profile of its kind: 0.5 takes twice as long (scaled hardware).
         flops_per_s: measured matmul rate by dtype; empty when not measured.
+        host_s_per_byte: seconds of computation that each byte sent or received takes from it,
+            where what computes also moves the bytes (gloo's copies and TCP on the same cores,
+            NCCL's kernels on the same GPU); 0 when not measured.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     speed: float = 1.0
     flops_per_s: dict[str, float] = {}
+    host_s_per_byte: float = 0.0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +106,11 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                 raise ClusterError(
                     f"device {device.name} has memory {device.memory_bytes} B and speed "
                     f"{device.speed}: both must be above 0"
+                )
+            if not 0 <= device.host_s_per_byte < math.inf:
+                raise ClusterError(
+                    f"device {device.name} computes {device.host_s_per_byte} s less for each byte "
+                    "that it sends or receives: host_s_per_byte must be >= 0"
                 )
         for link in self.links:
             if link.source not in known or link.target not in known:

@@ -35,7 +35,10 @@ def _short_hash(*values: object) -> str:
 
 
 def _describe(device: Device) -> str:
-    return f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
+    words = f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
+    if device.host_s_per_byte:
+        words += f", {device.host_s_per_byte:g} s of computation a byte"
+    return words
 
 
 def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:

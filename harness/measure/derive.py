@@ -18,10 +18,12 @@ from harness.measure.derive_devices import (
 )
 from harness.measure.derive_links import (
     CollectiveRow,
+    InterferenceRow,
     LinkMatrix,
     best_link_bytes_per_s,
     bus_factor,
     collective_table,
+    interference_table,
     link_matrices,
     link_matrix,
     nic_limit_bytes_per_s,
@@ -62,6 +64,7 @@ __all__ = [
     "ClockOffset",
     "CollectiveRow",
     "EfficiencyRow",
+    "InterferenceRow",
     "Judged",
     "LinkMatrix",
     "MatmulRow",
@@ -84,6 +87,7 @@ __all__ = [
     "collective_table",
     "covered_s",
     "epoch_times",
+    "interference_table",
     "link_matrices",
     "link_matrix",
     "matmul_peaks",

@@ -52,6 +52,20 @@ class LinkMatrix:
     n_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class InterferenceRow:
+    """What moving bytes takes from a rank's computing; medians.
+
+    Attributes:
+        pace: of products beside an all-reduce, relative to their pace alone.
+        host_s_per_byte: seconds of computation for each byte sent or received.
+    """
+
+    name: str
+    pace: float
+    host_s_per_byte: float
+
+
 def bus_factor(operation: str, n_ranks: int) -> float:
     """k of busbw = algbw x k; 1 for operations whose every byte crosses one link."""
     if operation == "all_reduce":
@@ -154,6 +168,20 @@ def _link_matrix(
         bandwidth_bytes_per_s=bandwidth,
         n_bytes=n_bytes,
     )
+
+
+def interference_table(run: Run) -> list[InterferenceRow]:
+    """One row a rank; empty where it was not measured."""
+    found: list[InterferenceRow] = []
+    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
+        paces, costs = (
+            [sample.value for sample in samples_of(run.ranks.get(rank, []), metric)]
+            for metric in ("pace_beside_all_reduce", "host_s_per_byte")
+        )
+        if paces and costs:
+            pace, cost = float(np.median(paces)), float(np.median(costs))
+            found.append(InterferenceRow(name=name, pace=pace, host_s_per_byte=cost))
+    return found
 
 
 def link_matrix(run: Run, transport: str | None = None) -> LinkMatrix | None:

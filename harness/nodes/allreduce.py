@@ -1,18 +1,23 @@
 """A torch.distributed all-reduce over the hosts, started over ssh without any MPI.
 
 The ranks' programs start as soon as a host has answered, so that importing torch overlaps with
-waiting for slower hosts; they learn their ranks when it is known who takes part.
+waiting for slower hosts; they learn their ranks when it is known who takes part. Hosts that share
+a machine import in turns, as many at once as it has cores: all at once would starve whatever else
+is checked, and take longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.nodes.agent import Agent, AgentError
 from harness.nodes.facts import Facts
+from harness.nodes.session import Session
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +39,37 @@ class Reduction:
     duration_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A rank's program that has imported torch."""
+
+    agent: Agent
+    has_gpu: bool
+
+
+async def get_ready(
+    session: Session, turn: asyncio.Semaphore, *, python: str, limit_s: int
+) -> Ready:
+    """Start a rank's program when it is its turn, and wait until it has imported torch.
+
+    Raises:
+        AgentError: it has not.
+    """
+    async with turn:
+        agent = await session.start("allreduce.py", pythons=[python], limit_s=limit_s)
+        message = await agent.receive()
+    return Ready(agent, bool(message.get("has_gpu")))
+
+
 async def run_allreduce(
-    agents: Sequence[Agent], facts: Mapping[str, Facts], *, timeout_s: float
+    starting: Mapping[str, Awaitable[Ready]], facts: Mapping[str, Facts], *, timeout_s: float
 ) -> Reduction:
-    """Reduce over all agents that get ready within the time; then as long again at most."""
-    ready, left_out = await _receive_all(agents, timeout_s)
-    ranks = [agent for agent in agents if agent.host in ready]
+    """Reduce over all hosts that get ready within the time; then as long again at most."""
+    ready, left_out = await _gather(starting, timeout_s)
+    ranks = [ready[host].agent for host in starting if host in ready]
     if not ranks:
         return Reduction(hosts=(), backend="", errors={}, left_out=left_out)
-    has_gpus = all(message.get("has_gpu") for message in ready.values())
+    has_gpus = all(one.has_gpu for one in ready.values())
     backend = "nccl" if has_gpus else "gloo"
     orders = rank_orders([agent.host for agent in ranks], facts, backend, timeout_s / 2)
     results, errors = await _reduce(ranks, orders, timeout_s)
@@ -88,32 +115,35 @@ async def _reduce(
     ranks: Sequence[Agent], orders: Sequence[dict[str, object]], timeout_s: float
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     await ranks[0].send(orders[0])
-    ports, errors = await _receive_all(ranks[:1], timeout_s)
+    ports, errors = await _gather(_messages(ranks[:1]), timeout_s)
     port = ports.get(ranks[0].host, {}).get("port")
     if port is None:
         message = ports.get(ranks[0].host, {}).get("error", "")
         return {}, errors or {ranks[0].host: str(message)}
     for agent, order in zip(ranks[1:], orders[1:], strict=True):
         await agent.send({**order, "port": port})
-    return await _receive_all(ranks, timeout_s)
+    return await _gather(_messages(ranks), timeout_s)
 
 
-async def _receive_all(
-    agents: Sequence[Agent], timeout_s: float
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """One message of each, and why there is none, both by host."""
+def _messages(agents: Sequence[Agent]) -> dict[str, Awaitable[dict[str, Any]]]:
+    return {agent.host: agent.receive() for agent in agents}
+
+
+async def _gather(
+    waiting: Mapping[str, Awaitable[T]], timeout_s: float
+) -> tuple[dict[str, T], dict[str, str]]:
+    """What each host answers in time, and why there is nothing, both by host."""
+    found: dict[str, T] = {}
     errors: dict[str, str] = {}
 
-    async def receive(agent: Agent) -> dict[str, Any] | None:
+    async def wait(host: str, answer: Awaitable[T]) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                return await agent.receive()
+                found[host] = await answer
         except TimeoutError:
-            errors[agent.host] = f"no answer in {timeout_s:g} s"
+            errors[host] = f"no answer in {timeout_s:g} s"
         except AgentError as error:
-            errors[agent.host] = str(error)
-        return None
+            errors[host] = str(error)
 
-    messages = await asyncio.gather(*(receive(agent) for agent in agents))
-    found = {a.host: m for a, m in zip(agents, messages, strict=True) if m is not None}
+    await asyncio.gather(*(wait(host, answer) for host, answer in waiting.items()))
     return found, errors

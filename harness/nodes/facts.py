@@ -126,6 +126,7 @@ class Facts:
     """All that a host said about itself.
 
     Attributes:
+        boot_id: the running kernel's; hosts that share one (containers, virtual nodes) share cores.
         quota_cores: the tightest cgroup CPU limit.
         memory_limit_bytes: the tightest cgroup memory limit.
         own_addresses: what its own name resolves to there.
@@ -138,6 +139,7 @@ class Facts:
     shell: str = ""
     os_name: str = ""
     kernel: str = ""
+    boot_id: str = ""
     cpu_model: str = ""
     n_cores: int | None = None
     quota_cores: float | None = None

@@ -69,6 +69,7 @@ def parse_facts(text: str) -> Facts:
         shell=shell,
         os_name=_os_name(sections["os"].lines),
         kernel=sections["kernel"].first,
+        boot_id=sections["boot_id"].first,
         cpu_model=sections["cpu_model"].first.partition(":")[2].strip(),
         n_cores=parse_cpu_list(sections["cpus_allowed"].first.partition(":")[2].strip()),
         quota_cores=quota_cores,

@@ -66,6 +66,8 @@ probe_system() {
     user=$(id -un)
     entry=$(bounded getent passwd "$user" 2>/dev/null || grep "^$user:" /etc/passwd)
     printf '%s\n%s\n' "$user" "${entry##*:}"
+    section boot_id
+    cat /proc/sys/kernel/random/boot_id 2>/dev/null
     section cpus_allowed
     grep '^Cpus_allowed_list' /proc/self/status
     section cpu_model

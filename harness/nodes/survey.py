@@ -1,8 +1,9 @@
 """Ask all hosts everything at once, and keep what each said.
 
     every host   name, port, login, clock, probe.sh        at most timeout_s each, all at once
-    then         TCP between all pairs, MPI hello          among those that answer, once no more do
-    then         torch's import, all-reduce                with those that have joined
+    then         TCP between all pairs                     among those that answer, once no more do
+    then         MPI hello, torch's import meanwhile       among the same
+    then         all-reduce                                with those that have joined
     then         TCP and MPI again                         if any has joined
 
 A host that hangs holds nothing up: those that answered begin without it, and the all-reduce waits

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from harness.nodes.agent import Agent
-from harness.nodes.allreduce import Reduction, run_allreduce
+from harness.nodes.allreduce import Ready, Reduction, get_ready, run_allreduce
 from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun, run_hello
 from harness.nodes.pairs import Pairs, connect_pairs
@@ -34,21 +33,22 @@ class Talk:
         self._progress = progress
         self._python = f"{order.env_dir}/bin/python"
         self._met: set[str] = set()
-        self._agents: dict[str, Agent] = {}
+        self._starting: dict[str, asyncio.Task[Ready]] = {}
+        self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def begin(self, hosts: Sequence[Healthy]) -> None:
-        """Connect these hosts, say hello, then let them import torch, without waiting for it.
+        """Connect these hosts, then say hello while they import torch, which is not waited for.
 
-        One after the other: where hosts share cores, as virtual ones do, MPI's ranks would spin
+        Hosts that share cores, as virtual ones do, import in turns: else MPI's ranks would spin
         for those that torch's import keeps waiting, and connections would run out of time.
         """
         await self._connect(hosts)
+        self._start_ranks(hosts)
         await self._say_hello(hosts)
-        await self._start_ranks(hosts)
 
     async def carry_on(self, hosts: Sequence[Healthy]) -> None:
         """Reduce over all these hosts, and let those that have joined meet the others."""
-        await self._start_ranks(hosts)
+        self._start_ranks(hosts)
         await self._reduce(hosts)
         await self._connect(hosts)
         await self._say_hello(hosts)
@@ -68,18 +68,21 @@ class Talk:
         self.pairs = found if self.pairs is None else self.pairs | found
         self._met |= new
 
-    async def _start_ranks(self, hosts: Sequence[Healthy]) -> None:
+    def _start_ranks(self, hosts: Sequence[Healthy]) -> None:
         if ALLREDUCE not in self._checks:
             return
         limit_s = round(self._order.timeout_s + 3 * self._launch_timeout_s)
-        agents = await asyncio.gather(
-            *(
-                session.start("allreduce.py", pythons=[self._python], limit_s=limit_s)
-                for session, facts in hosts
-                if session.host not in self._agents and facts.has_package("torch")
-            )
-        )
-        self._agents |= {agent.host: agent for agent in agents}
+        for session, facts in hosts:
+            if session.host not in self._starting and facts.has_package("torch"):
+                turn = self._turn_of(session.host, facts)
+                self._starting[session.host] = asyncio.create_task(
+                    get_ready(session, turn, python=self._python, limit_s=limit_s)
+                )
+
+    def _turn_of(self, host: str, facts: Facts) -> asyncio.Semaphore:
+        """Lets as many hosts of a machine start at once as it has cores."""
+        machine = facts.boot_id or host
+        return self._turns.setdefault(machine, asyncio.Semaphore(facts.n_cores or 1))
 
     async def _say_hello(self, hosts: Sequence[Healthy]) -> None:
         """Over all hosts with MPI, unless it was said among the same ones."""
@@ -99,7 +102,7 @@ class Talk:
 
     async def _reduce(self, hosts: Sequence[Healthy]) -> None:
         facts = {session.host: facts for session, facts in hosts}
-        agents = [self._agents[host] for host in facts if host in self._agents]
-        if agents:
-            self._progress(f"all-reduce over {len(agents)} hosts")
-            self.reduction = await run_allreduce(agents, facts, timeout_s=self._launch_timeout_s)
+        starting = {host: self._starting[host] for host in facts if host in self._starting}
+        if starting:
+            self._progress(f"all-reduce over {len(starting)} hosts")
+            self.reduction = await run_allreduce(starting, facts, timeout_s=self._launch_timeout_s)

@@ -23,6 +23,13 @@ if [ -d "$home/.ssh" ]; then
     mount -n --bind "$dir/dot_ssh" "$home/.ssh"
 fi
 
+# So do the files that the user's shell reads first: a node is as quick to log into as a new host.
+for file in .bashrc .bash_profile .bash_login .profile .zshenv .zshrc .zprofile .zlogin; do
+    if [ -f "$home/$file" ]; then
+        mount -n --bind /dev/null "$home/$file"
+    fi
+done
+
 # /sys shows the network interfaces of the namespace it was mounted in; keep its cgroups.
 if [ -d /sys/fs/cgroup ]; then
     mount -n --rbind /sys/fs/cgroup "$dir/cgroup"

@@ -18,6 +18,7 @@ from harness.units import parse_bytes
 from harness.workloads.contract import Workload
 from harness.workloads.links_cluster import build_cluster, measured_flops, write_cluster
 from harness.workloads.links_collectives import Limits, measure_collectives
+from harness.workloads.links_interference import measure_interference
 from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
 
@@ -125,7 +126,9 @@ def _pair_sizes(config: LinksConfig, world: World) -> list[int]:
 
 
 def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
-    """Measure pairs, then collectives, over each transport; rank 0 writes the cluster file.
+    """Measure pairs, then collectives, over each transport, then what they take from computing.
+
+    Rank 0 writes the cluster file.
 
     Raises:
         VerificationError: data arrived wrong.
@@ -144,8 +147,9 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
             found = measure_collectives(list(config.operations), sizes, transport, context, limits)
             points += found[0]
             left_out += found[1]
+    costs = measure_interference(context)
     if world.is_first:
-        _write_cluster(config, context, pairs.get(transports[0].name, {}), points)
+        _write_cluster(config, context, pairs.get(transports[0].name, {}), points, costs)
     return {"left_out": left_out, "schedule": "ordered pairs one at a time, then collectives"}
 
 
@@ -154,11 +158,12 @@ def _write_cluster(
     context: Context,
     pairs: dict[Pair, PairTimes],
     points: list[CollectivePoint],
+    costs: list[float],
 ) -> None:
     """Links by the first transport, which is what training uses; collectives by all."""
     results = context.run_dir.parent
     header = read_header(context.run_dir)
-    cluster = build_cluster(header, pairs, points, measured_flops(results, header))
+    cluster = build_cluster(header, pairs, points, measured_flops(results, header), costs)
     beside = Path(config.cluster_file) if config.cluster_file else results / "cluster.json"
     write_cluster(cluster, [context.run_dir / "cluster.json", beside])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
+from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
 from harness.domain.run import RankInfo, RunHeader
 from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
@@ -114,24 +114,27 @@ def build_cluster(
     pairs: dict[Pair, PairTimes],
     collectives: list[CollectivePoint],
     flops: list[dict[str, float]],
+    host_s_per_byte: list[float],
 ) -> Cluster:
-    """The launch's nodes and devices with what was measured about them."""
+    """The launch's nodes and devices with what was measured about them, by rank."""
     names = device_names(header.ranks)
-    rates = dict(zip(names, flops, strict=True))
+    measured = {
+        name: {"flops_per_s": rates, "host_s_per_byte": cost}
+        for name, rates, cost in zip(names, flops, host_s_per_byte, strict=True)
+    }
     links = _links(pairs, names)
     nodes = [
         msgspec.structs.replace(
             node,
-            devices=[_with_rates(device, rates) for device in node.devices],
+            devices=[
+                msgspec.structs.replace(device, **measured.get(device.name, {}))
+                for device in node.devices
+            ],
             nic_bytes_per_s=_nic_bytes_per_s(node, links),
         )
         for node in header.cluster.nodes
     ]
     return Cluster(nodes=nodes, links=links, collectives=collectives)
-
-
-def _with_rates(device: Device, rates: dict[str, dict[str, float]]) -> Device:
-    return msgspec.structs.replace(device, flops_per_s=rates.get(device.name, {}))
 
 
 def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:

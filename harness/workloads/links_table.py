@@ -9,6 +9,7 @@ from harness.measure.derive import (
     LinkMatrix,
     best_link_bytes_per_s,
     collective_table,
+    interference_table,
     link_matrices,
     nic_limit_bytes_per_s,
 )
@@ -29,6 +30,7 @@ def _parts(run: Run) -> list[str]:
     return [
         *(_matrix(matrix) for matrix in link_matrices(run)),
         _collectives(run),
+        _interference(run),
         "\n".join(f"left out: {text}" for text in left_out),
     ]
 
@@ -58,6 +60,17 @@ def _collectives(run: Run) -> str:
         limit, name = best_link_bytes_per_s(run), "of best link"
     heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", name]
     return columns(heads, [_cells(row, limit) for row in collective_table(run)])
+
+
+def _interference(run: Run) -> str:
+    rows = interference_table(run)
+    if not rows:
+        return ""
+    heads = ["computing beside an all-reduce", "pace", "taken by a byte"]
+    return columns(
+        heads,
+        [[row.name, f"{row.pace:.0%}", f"{row.host_s_per_byte * 1e9:.2f} ns"] for row in rows],
+    )
 
 
 def _cells(row: CollectiveRow, limit: float | None) -> list[str]:

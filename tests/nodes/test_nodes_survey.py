@@ -23,7 +23,7 @@ import pytest
 
 from harness.nodes.__main__ import main
 from harness.nodes.agent import AgentError
-from harness.nodes.allreduce import Reduction, run_allreduce
+from harness.nodes.allreduce import Reduction, get_ready, run_allreduce
 from harness.nodes.facts import Facts, Interface, Route
 from harness.nodes.pairs import Pairs, connect_pairs
 from harness.nodes.session import Session, open_session
@@ -196,11 +196,12 @@ def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 
     async def reduce(sessions: list[Session]) -> Reduction:
-        agents = [
-            await session.start("allreduce.py", pythons=[python], limit_s=120)
+        turn = asyncio.Semaphore(1)  # three hosts of one machine
+        starting = {
+            session.host: get_ready(session, turn, python=python, limit_s=120)
             for session in sessions
-        ]
-        return await run_allreduce(agents, facts, timeout_s=timeout_s)
+        }
+        return await run_allreduce(starting, facts, timeout_s=timeout_s)
 
     return in_sessions(names, reduce)
 

@@ -6,6 +6,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph, Operator
@@ -68,6 +69,16 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
     return Cluster.uniform(
         1, n, inside_bytes_per_s=bandwidth, memory_bytes=memory, latency_s=latency, **changes
     )
+
+
+def talking(cluster, *host_s_per_byte):
+    """The cluster, where each byte takes this much computation from each device."""
+    costs = iter(host_s_per_byte)
+    nodes = [
+        replace(node, devices=[replace(d, host_s_per_byte=next(costs)) for d in node.devices])
+        for node in cluster.nodes
+    ]
+    return replace(cluster, nodes=nodes)
 
 
 def simulate(graph, profile, cluster, plans, *, options=None, **flow):
@@ -471,8 +482,9 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
             overlap=case % 4 != 0,
             bucket_bytes=100,
             batch_norm=rng.choice(["local", "global"]),
-            host_s_per_byte=0.01 if case == 9 else 0.0,
         )
+        if case == 9:
+            cluster = talking(cluster, *[0.01] * cluster.n_devices)
         kept = Simulator(graph, profile, cluster, options=options)
         trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
         for _ in range(100):
@@ -682,12 +694,8 @@ def test_transfers_take_computing_time_from_both_ends():
     graph = Graph(name="host", batch=8, operators=operators)
     profile = profile_of(graph, dict.fromkeys("asbr", (4.0, 0.0)))
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1), ("r", 1))}
-    options = SimulatorOptions(host_s_per_byte=(0.5 / 32, 1.0 / 32))
-    found = {
-        e[0]: e[1:]
-        for e in timeline(simulate(graph, profile, cluster_of(), plans, options=options))
-        if e[2] > e[1]
-    }
+    cluster = talking(cluster_of(), 0.5 / 32, 1.0 / 32)
+    found = {e[0]: e[1:] for e in timeline(simulate(graph, profile, cluster, plans)) if e[2] > e[1]}
     # 32 B begin at 4, when device 0 goes on with s: that takes 0.5 s longer. Device 1 waits for
     # them, so that its second of work is done when they arrive.
     assert found == {
@@ -702,9 +710,9 @@ def test_transfers_take_computing_time_from_both_ends():
 def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_longer():
     graph, profile, cluster, plans = two_linears(2)
     free = simulate(graph, profile, cluster, plans)
-    options = SimulatorOptions(host_s_per_byte=0.125)
     # Two transfers of 32 B occupy each device for 8 s from 4, and only 2 s of it pass idly; twice.
-    assert simulate(graph, profile, cluster, plans, options=options).step_s == free.step_s + 12
+    found = simulate(graph, profile, talking(cluster, 0.125, 0.125), plans)
+    assert found.step_s == free.step_s + 12
 
 
 def test_no_host_cost_in_order_of_time_is_the_same_as_none():
@@ -714,11 +722,11 @@ def test_no_host_cost_in_order_of_time_is_the_same_as_none():
         plans = {o.name: random_plan(rng, cluster.n_devices) for o in graph.operators[1:]}
         free = simulate(graph, profile, cluster, plans, n_microbatches=2)
         # A smaller number than any time's last digit puts the loop in order of time.
-        tiny = SimulatorOptions(host_s_per_byte=1e-30)
-        found = simulate(graph, profile, cluster, plans, n_microbatches=2, options=tiny)
+        tiny = talking(cluster, *[1e-30] * cluster.n_devices)
+        found = simulate(graph, profile, tiny, plans, n_microbatches=2)
         np.testing.assert_array_equal(found.outcome.finish, free.outcome.finish)
 
 
-def test_host_seconds_must_be_possible():
-    with pytest.raises(PlanError, match="a byte takes -1 s of a device's time"):
-        SimulatorOptions(host_s_per_byte=-1)
+def test_seconds_of_a_byte_of_memory_must_be_possible():
+    with pytest.raises(PlanError, match="a byte of memory takes -1 s"):
+        SimulatorOptions(stream_s_per_byte=-1)

@@ -8,7 +8,7 @@ import pytest
 
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError
-from harness.measure.derive import collective_table, link_matrices
+from harness.measure.derive import collective_table, interference_table, link_matrices
 from harness.measure.store import write_header
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
@@ -85,7 +85,8 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
     point = CollectivePoint(
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
-    cluster = build_cluster(header, pairs, [point], [{"fp32": 1e12}, {}, {"fp32": 2e12}])
+    rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
+    cluster = build_cluster(header, pairs, [point], rates, [1e-9, 0.0, 3e-9])
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
     assert rates == {
@@ -101,6 +102,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         {"fp32": 2e12},
         {},
     ]
+    assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
     assert cluster.collectives == [point]
 
 
@@ -155,6 +157,11 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert len(cluster.links) == 6
     assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
     assert "half round trip" in links_text([run])
+    # Local ranks copy and add up on the cores that compute.
+    rows = interference_table(run)
+    assert [row.host_s_per_byte for row in rows] == [d.host_s_per_byte for d in cluster.devices]
+    assert all(0 < row.pace < 1 for row in rows) or any(row.host_s_per_byte > 0 for row in rows)
+    assert "computing beside an all-reduce" in links_text([run])
 
 
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):
@@ -163,7 +170,9 @@ def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):
     results, run = run_on_ranks(local_ranks.links_with_cluster, SMALL, 1)
     assert link_matrices(run) == []
     assert {row.operation for row in collective_table(run)} == {*SMALL.operations} - {"send_recv"}
-    assert Cluster.from_json(results[0].encode()).links == []
+    cluster = Cluster.from_json(results[0].encode())
+    assert cluster.links == []
+    assert [device.host_s_per_byte for device in cluster.devices] == [0.0]
 
 
 def test_mpi_without_mpirun_is_refused(run_on_ranks):

@@ -73,7 +73,6 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     )
     source_ptr, sources = _lists([one.sources for one in sums], row_at)
     target_ptr, targets = _lists([one.targets for one in sums], row_at)
-    host = np.broadcast_to(np.asarray(simulator.options.host_s_per_byte, dtype=float), n_devices)
     found = Work(
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
@@ -90,7 +89,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
-        host_s_per_byte=np.ascontiguousarray(host),
+        host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
         sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
         sum_returns=np.array(
             [bool(one.is_norm or simulator.returns[one.operator]) for one in sums], dtype=np.bool_

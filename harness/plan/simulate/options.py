@@ -27,8 +27,6 @@ class SimulatorOptions:
             copying those that several devices hold into buckets.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             those of the whole microbatch, with two small all-reduces forward and one backward.
-        host_s_per_byte: seconds of computation that each byte sent or received takes from a
-            device, where its processor copies and talks TCP itself (gloo); or of each device.
     """
 
     overlap: bool = True
@@ -37,7 +35,6 @@ class SimulatorOptions:
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     batch_norm: Literal["local", "global"] = "local"
-    host_s_per_byte: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
         if (
@@ -49,6 +46,5 @@ class SimulatorOptions:
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
             )
-        for seconds in (self.host_s_per_byte, self.stream_s_per_byte):
-            if not np.all(np.asarray(seconds) >= 0):
-                raise PlanError(f"a byte takes {seconds} s of a device's time: it must be >= 0")
+        if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
+            raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")
