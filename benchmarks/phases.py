@@ -7,7 +7,8 @@
 Reads the train runs of a results directory; each comparison pairs readings of one run:
 the sum of a step's phases over its wall time (a pair a step), and exposed communication by the
 union of spans over the median step less the median step without synchronisation (a pair a repeat).
-The second differs by nature: communication also slows the compute beside it.
+The second differs by nature where communication slows the compute beside it: so that is added in
+a third comparison, from the compute of the steps with and without synchronisation.
 """
 
 from __future__ import annotations
@@ -47,15 +48,20 @@ def phase_sums(runs: list[Run]) -> tuple[list[float], list[float]]:
     return named, [step.step_s for step in steps]
 
 
-def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float]]:
-    """Both readings of exposed communication, a pair a run."""
+def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float], list[float]]:
+    """Exposed communication by spans, by difference, and slowed compute, all by run."""
     summaries = [training_summary(run) for run in runs]
-    both = [
-        (s.exposed_communication_s, s.no_sync_exposed_s)
+    found = [
+        (s.exposed_communication_s, s.no_sync_exposed_s, s.slowed_compute_s)
         for s in summaries
-        if s.exposed_communication_s is not None and s.no_sync_exposed_s is not None
+        if s.exposed_communication_s is not None
+        and s.no_sync_exposed_s is not None
+        and s.slowed_compute_s is not None
     ]
-    return [by_spans for by_spans, _ in both], [by_difference for _, by_difference in both]
+    if not found:
+        raise ResultsError("no run has steps without synchronisation: run with --no-sync-steps 30")
+    by_spans, by_difference, slowed = zip(*found, strict=True)
+    return list(by_spans), list(by_difference), list(slowed)
 
 
 def main(options: Options) -> None:
@@ -69,9 +75,12 @@ def main(options: Options) -> None:
     if not runs:
         raise ResultsError(f"{options.results} holds no ok train run on several ranks: run one")
     where = place(runs[0])
+    by_spans, by_difference, slowed = exposed_readings(runs)
+    both = [a + b for a, b in zip(by_spans, slowed, strict=True)]
     comparisons = [
         compare("sum of phases / step", *phase_sums(runs), place=where),
-        compare("exposed by spans / by no_sync", *exposed_readings(runs), place=where),
+        compare("exposed by spans / by no_sync", by_spans, by_difference, place=where),
+        compare("exposed and slowed compute / by no_sync", both, by_difference, place=where),
     ]
     show(comparisons, as_json=options.as_json)
 

@@ -67,6 +67,11 @@ class StepPhases:
         return max(0.0, self.communication_s - self.phases["exposed_communication"])
 
     @property
+    def compute_s(self) -> float:
+        """Forward, backward and optimizer."""
+        return sum(self.phases[kind] for kind in COMPUTE_KINDS)
+
+    @property
     def busy_s(self) -> float:
         """The rank's own work: what does not wait for other ranks."""
         waits = ("exposed_communication", "other")

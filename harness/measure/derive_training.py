@@ -60,6 +60,8 @@ class TrainingSummary:
         overlap: communication covered by compute / communication, 0 to 1.
         exposed_communication_s: mean over steps and ranks, from spans.
         no_sync_exposed_s: second reading: median step minus median `no_sync_step_s`.
+        slowed_compute_s: what communication adds to compute: its median in a step minus that in
+            steps without synchronisation. The second reading has it, the first has not.
         ring_bytes: what a ring all-reduce of the gradients must send, per rank and step.
         outlier_steps: steps far above the others.
     """
@@ -82,6 +84,7 @@ class TrainingSummary:
     communication_s: float | None = None
     exposed_communication_s: float | None = None
     no_sync_exposed_s: float | None = None
+    slowed_compute_s: float | None = None
     overlap: float | None = None
     synchronisations_per_s: float | None = None
     flops_per_s: float | None = None
@@ -338,6 +341,11 @@ def _communication(run: Run, duration: Summary, steps: Sequence[StepPhases]) -> 
     if without:
         slowest = [max(by_rank.values()) for by_rank in without.values()]
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
+    alone = [s for of_ranks in _values_by_step(run, "no_sync_compute_s").values()
+             for s in of_ranks.values()]  # fmt: skip
+    if alone and steps:
+        beside = [step.compute_s for step in steps]
+        numbers["slowed_compute_s"] = float(np.median(beside) - np.median(alone))
     started = _values_by_step(run, "n_synchronisations")
     if started:
         per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import VerificationError
+from harness.measure.derive_spans import rank_phases
 from harness.run import measure_steps
 from harness.runtime.context import Context
 from harness.runtime.data import Batch
@@ -104,16 +105,15 @@ class TrainLoop:
         plan = self._training.plan
         n_fed = plan.n_fed(self._context.world.rank)
         share = Share(n_local=n_fed, n_global=plan.global_batch)
-        marks = []
         dist.barrier()
-        for _ in range(n_steps + 1):
-            start = recorder.clock.mark()
-            engine.step(self._full_batch, share, is_synchronised=False)
-            marks.append((start, recorder.clock.mark()))
-        recorder.discard()
-        for step, (start, end) in enumerate(marks[1:]):
-            seconds = recorder.clock.seconds_at(end) - recorder.clock.seconds_at(start)
-            recorder.sample("no_sync_step_s", seconds, step=step)
+        for recorder.step in range(-1, n_steps):
+            with recorder.span("step"):
+                engine.step(self._full_batch, share, is_synchronised=False)
+        recorder.step = None
+        for step in rank_phases(recorder.collect()):
+            if step.step >= 0:  # the first one warms up
+                recorder.sample("no_sync_step_s", step.step_s, step=step.step)
+                recorder.sample("no_sync_compute_s", step.compute_s, step=step.step)
 
     def _full_batch(self) -> Batch:
         n_local = self._training.plan.n_fed(self._context.world.rank)

@@ -95,8 +95,8 @@ def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 
 
 def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    heads = ["run", "communication", "overlapped", "exposed", "step - no_sync", "sync/s",
-             "sent", "received", "ring needs"]  # fmt: skip
+    heads = ["run", "communication", "overlapped", "exposed", "step - no_sync",
+             "compute slowed", "sync/s", "sent", "received", "ring needs"]  # fmt: skip
     cells = [
         [
             name,
@@ -104,6 +104,7 @@ def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
             _percent(summary.overlap),
             _duration(summary.exposed_communication_s),
             _duration(summary.no_sync_exposed_s),
+            _duration(summary.slowed_compute_s),
             _number(summary.synchronisations_per_s),
             _bandwidth(summary.sent_bytes_per_s),
             _bandwidth(summary.received_bytes_per_s),

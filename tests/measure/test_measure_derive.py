@@ -135,6 +135,7 @@ def full_run() -> Run:
             *(Sample(metric="model_flops", value=1e12, step=s) for s in range(2)),
             *(Sample(metric="n_synchronisations", value=3, step=s) for s in range(2)),
             *(Sample(metric="no_sync_step_s", value=8.0 + rank, step=s) for s in range(2)),
+            *(Sample(metric="no_sync_compute_s", value=5.0 + rank, step=s) for s in range(2)),
             *(
                 Sample(metric="nic_sent_bytes", value=v, step=s, labels={"interface": i})
                 for s in range(2)
@@ -160,6 +161,7 @@ def test_training_summary_of_a_hand_sized_run() -> None:
     assert summary.exposed_communication_s == 2.0
     assert summary.overlap == pytest.approx(0.6)
     assert summary.no_sync_exposed_s == 1.5
+    assert summary.slowed_compute_s == 1.5  # 7 - 5.5
     assert summary.synchronisations_per_s == 3 / 10.5
     assert summary.flops_per_s == 2e12 / 10.5
     assert summary.mfu == pytest.approx(1 / 10.5)

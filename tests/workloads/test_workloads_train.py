@@ -153,6 +153,7 @@ def test_the_summary_has_every_number(two_ranks):
     assert summary.flops_per_s > 0
     assert summary.exposed_communication_s is not None
     assert summary.no_sync_exposed_s is not None
+    assert summary.slowed_compute_s is not None
     assert summary.ring_bytes == 4 * 61706
     assert summary.memory_bytes["rss"] > 50e6
     assert results[0]["n_parameters"] == 61706

@@ -33,6 +33,7 @@ COLUMNS = [
     *PHASE_COLUMNS,
     "communication_s",
     "no_sync_exposed_s",
+    "slowed_compute_s",
     "overlap",
     "synchronisations_per_s",
 ]
@@ -62,7 +63,7 @@ def _row(case: TrainingCase) -> dict[str, Any]:
         return row
     means = {f"{p}_s": _mean([summary.phases[p] for summary in known]) for p in PHASES}
     row |= means | {"step_s": sum(value or 0.0 for value in means.values())}
-    for name in ("communication_s", "no_sync_exposed_s", "overlap", "synchronisations_per_s"):
+    for name in COLUMNS[COLUMNS.index("communication_s") :]:
         row[name] = _mean([getattr(summary, name) for summary in known])
     return row
 
@@ -127,7 +128,7 @@ FIGURE = Figure(
         "communication is the part of the transfers that no computation hides: it is what a "
         "better link or a better strategy can win. The rest is time that no span explains. "
         "no_sync_exposed_s is a second reading of it: the step minus the same step without "
-        "synchronisation."
+        "synchronisation; it holds slowed_compute_s too, what communication takes from computing."
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",
