@@ -53,11 +53,11 @@ class Options:
     """Samples of each rank in a step."""
     dtype: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
-    pairs: int = 100
+    pairs: int = 400
     """Blocks of each kind. Many short ones bound the ratio closer than few long ones: what disturbs
     a machine for a while falls on both blocks of a pair."""
-    block_s: float = 1.2
-    """About how long a block takes; device readings come once a second."""
+    block_s: float = 0.3
+    """About how long a block takes, at least a step; each has a device reading of its own."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object."""
 
@@ -136,7 +136,7 @@ def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, C
             loop.measure(n_steps)
 
     step_s = max(cost_of(run, 5, world).wall_s for run in (instrumented, bare.run))
-    n_steps = max(3, round(options.block_s / step_s))
+    n_steps = max(1, round(options.block_s / step_s))
     pairs = []
     for pair in range(options.pairs + 1):
         if pair % 2:
