@@ -29,6 +29,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         host_s_per_byte: seconds of computation that each byte sent or received takes from it,
             where what computes also moves the bytes (gloo's copies and TCP on the same cores,
             NCCL's kernels on the same GPU); 0 when not measured.
+        reduce_s_per_byte: the same in all-reduces, which add up what they receive.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     flops_per_s: dict[str, float] = {}
     host_s_per_byte: float = 0.0
+    reduce_s_per_byte: float = 0.0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,10 +109,12 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                     f"device {device.name} has memory {device.memory_bytes} B and speed "
                     f"{device.speed}: both must be above 0"
                 )
-            if not 0 <= device.host_s_per_byte < math.inf:
+            costs = device.host_s_per_byte, device.reduce_s_per_byte
+            if not all(0 <= cost < math.inf for cost in costs):
                 raise ClusterError(
-                    f"device {device.name} computes {device.host_s_per_byte} s less for each byte "
-                    "that it sends or receives: host_s_per_byte must be >= 0"
+                    f"device {device.name} computes {costs[0]} s less for each byte that it sends "
+                    f"or receives, {costs[1]} s in an all-reduce: host_s_per_byte and "
+                    "reduce_s_per_byte must be >= 0"
                 )
         for link in self.links:
             if link.source not in known or link.target not in known:

@@ -36,8 +36,8 @@ def _short_hash(*values: object) -> str:
 
 def _describe(device: Device) -> str:
     words = f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
-    if device.host_s_per_byte:
-        words += f", {device.host_s_per_byte:g} s of computation a byte"
+    if device.host_s_per_byte or device.reduce_s_per_byte:
+        words += f", a byte takes {device.host_s_per_byte:g} s, {device.reduce_s_per_byte:g} s"
     return words
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.domain.record import Record
 from harness.measure.derive_devices import info_of
 from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import Summary, summarize
@@ -57,11 +58,13 @@ class InterferenceRow:
     """What moving bytes takes from a rank's computing; medians.
 
     Attributes:
-        pace: of products beside an all-reduce, relative to their pace alone.
+        operation: send_recv or all_reduce.
+        pace: of products beside it, relative to their pace alone.
         host_s_per_byte: seconds of computation for each byte sent or received.
     """
 
     name: str
+    operation: str
     pace: float
     host_s_per_byte: float
 
@@ -171,17 +174,26 @@ def _link_matrix(
 
 
 def interference_table(run: Run) -> list[InterferenceRow]:
-    """One row a rank; empty where it was not measured."""
+    """By operation and rank; empty where it was not measured."""
+    names = _rank_names(run, len(run.header.ranks))
     found: list[InterferenceRow] = []
-    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
-        paces, costs = (
-            [sample.value for sample in samples_of(run.ranks.get(rank, []), metric)]
-            for metric in ("pace_beside_all_reduce", "host_s_per_byte")
-        )
-        if paces and costs:
-            pace, cost = float(np.median(paces)), float(np.median(costs))
-            found.append(InterferenceRow(name=name, pace=pace, host_s_per_byte=cost))
+    for operation in ("send_recv", "all_reduce"):
+        for rank, name in enumerate(names):
+            pace, cost = (
+                _median_beside(run.ranks.get(rank, []), metric, operation)
+                for metric in ("pace_beside", "host_s_per_byte")
+            )
+            if pace is not None and cost is not None:
+                row = InterferenceRow(
+                    name=name, operation=operation, pace=pace, host_s_per_byte=cost
+                )
+                found.append(row)
     return found
+
+
+def _median_beside(records: list[Record], metric: str, operation: str) -> float | None:
+    values = [s.value for s in samples_of(records, metric) if s.labels["operation"] == operation]
+    return float(np.median(values)) if values else None
 
 
 def link_matrix(run: Run, transport: str | None = None) -> LinkMatrix | None:

@@ -18,7 +18,7 @@ from harness.units import parse_bytes
 from harness.workloads.contract import Workload
 from harness.workloads.links_cluster import build_cluster, measured_flops, write_cluster
 from harness.workloads.links_collectives import Limits, measure_collectives
-from harness.workloads.links_interference import measure_interference
+from harness.workloads.links_interference import Interference, measure_interference
 from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
 
@@ -158,7 +158,7 @@ def _write_cluster(
     context: Context,
     pairs: dict[Pair, PairTimes],
     points: list[CollectivePoint],
-    costs: list[float],
+    costs: list[Interference],
 ) -> None:
     """Links by the first transport, which is what training uses; collectives by all."""
     results = context.run_dir.parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from harness.domain.run import RankInfo, RunHeader
 from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
 from harness.measure.store import Results, read_header, read_run, write_atomically
+from harness.workloads.links_interference import Interference
 from harness.workloads.links_pairs import Pair, PairTimes
 
 _log = logging.getLogger(__name__)
@@ -114,13 +116,13 @@ def build_cluster(
     pairs: dict[Pair, PairTimes],
     collectives: list[CollectivePoint],
     flops: list[dict[str, float]],
-    host_s_per_byte: list[float],
+    interference: list[Interference],
 ) -> Cluster:
     """The launch's nodes and devices with what was measured about them, by rank."""
     names = device_names(header.ranks)
     measured = {
-        name: {"flops_per_s": rates, "host_s_per_byte": cost}
-        for name, rates, cost in zip(names, flops, host_s_per_byte, strict=True)
+        name: {"flops_per_s": rates, **asdict(costs)}
+        for name, rates, costs in zip(names, flops, interference, strict=True)
     }
     links = _links(pairs, names)
     nodes = [

@@ -1,17 +1,22 @@
-"""What moving bytes takes from computing: products beside an all-reduce, against products alone.
+"""What moving bytes takes from computing: products beside communication, against products alone.
 
-    alone     |#|#|#|#|#|#|                   one chunk of products after another
-    beside    |# |# | # |#  |  all-reduce     fewer in the same time
+    alone     |#|#|#|#|#|#|                     one chunk of products after another
+    beside    |# |# | # |#  |  communication    fewer in the same time
 
 What is missing, in seconds of the chunks' own pace, over the bytes that the rank sent and received
 meanwhile is what a byte costs its device. It is 0 where other cores, or a NIC, move the bytes.
+Communication is send_recv, every rank to the next and from the one before, and all_reduce, which
+adds up besides.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +29,7 @@ from harness.runtime.world import World
 _N_SAMPLES = 5
 _SAMPLE_S = 0.3
 _LONGEST_S = 2.0
-# A chunk ends soon after the all-reduce does, and takes far longer than asking whether it has.
+# A chunk ends soon after communication does, and takes far longer than asking whether it has.
 _CHUNK_S = 2e-3
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
@@ -63,34 +68,93 @@ class _Chunks:
         return n, time.perf_counter() - start_s
 
 
-def measure_interference(context: Context) -> list[float]:
-    """Compute alone and beside an all-reduce, in turn; all ranks must call it.
+@dataclass(frozen=True)
+class Interference:
+    """Seconds of a device's computing that each byte takes which it sends or receives."""
+
+    host_s_per_byte: float = 0.0
+    reduce_s_per_byte: float = 0.0
+
+
+def measure_interference(context: Context) -> list[Interference]:
+    """Compute alone and beside communication, in turn; all ranks must call it.
 
     Returns:
-        Every rank's seconds of computation for each byte sent or received; 0 for a rank alone.
+        By rank; zeros for a rank alone.
     """
     world = context.world
     if world.size == 1:
-        return [0.0]
+        return [Interference()]
     chunks = _Chunks(world)
+    measured = [_measure(kind(world), chunks, context) for kind in (_SendRecv, _AllReduce)]
+    by_rank = [gather_numbers(cost, world) for cost in measured]
+    return [Interference(*costs) for costs in zip(*by_rank, strict=True)]
+
+
+class _SendRecv:
+    """Every rank sends to the next and receives from the one before."""
+
+    name = "send_recv"
+
+    def __init__(self, world: World) -> None:
+        self._next, self._previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+    def start(self, message: torch.Tensor) -> list[Any]:
+        out = torch.empty_like(message)
+        moves = [
+            dist.P2POp(dist.isend, message, self._next),
+            dist.P2POp(dist.irecv, out, self._previous),
+        ]
+        return list(dist.batch_isend_irecv(moves))
+
+    def moved(self, n_bytes: int) -> float:
+        return 2.0 * n_bytes
+
+
+class _AllReduce:
+    """A ring sends 2 (n - 1) / n of the message and receives as much."""
+
+    name = "all_reduce"
+
+    def __init__(self, world: World) -> None:
+        self._factor = 4 * (world.size - 1) / world.size
+
+    def start(self, message: torch.Tensor) -> list[Any]:
+        return [dist.all_reduce(message, async_op=True)]
+
+    def moved(self, n_bytes: int) -> float:
+        return self._factor * n_bytes
+
+
+def _measure(kind: _SendRecv | _AllReduce, chunks: _Chunks, context: Context) -> float:
+    """Median over samples of this rank's seconds for each byte; recorded with the pace."""
+    world, record = context.world, context.recorder.sample
     sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
-    message = _message_of(sample_s, world)
-    moved = 4 * (world.size - 1) / world.size * message.nbytes  # a ring: sent and received
+    message = _message_of(kind, sample_s, world)
+    what = f"computing beside {kind.name}"
     costs: list[float] = []
     for step in range(_N_SAMPLES):
-        context.progress.update("computing beside an all-reduce", step, _N_SAMPLES)
+        context.progress.update(what, step, _N_SAMPLES)
         alone_s = _alone(chunks, sample_s)
         dist.barrier()
-        work = dist.all_reduce(message, async_op=True)
-        n_chunks, beside_s = chunks.until(work.is_completed)
-        work.wait()
-        costs.append(max(0.0, beside_s - n_chunks * alone_s) / moved)
-        record = context.recorder.sample
-        record("host_s_per_byte", costs[-1], step=step, n_bytes=message.nbytes)
-        record("pace_beside_all_reduce", n_chunks * alone_s / beside_s, step=step)
+        n_chunks, beside_s = _beside(chunks, kind.start(message), world.backend)
+        costs.append(max(0.0, beside_s - n_chunks * alone_s) / kind.moved(message.nbytes))
+        found = {"host_s_per_byte": costs[-1], "pace_beside": n_chunks * alone_s / beside_s}
+        for metric, value in found.items():
+            record(metric, value, step=step, operation=kind.name, n_bytes=message.nbytes)
         context.flush()
-    context.progress.update("computing beside an all-reduce", _N_SAMPLES, _N_SAMPLES)
-    return gather_numbers(median(costs), world)
+    context.progress.update(what, _N_SAMPLES, _N_SAMPLES)
+    return median(costs)
+
+
+def _beside(chunks: _Chunks, work: list[Any], backend: str) -> tuple[int, float]:
+    """Chunks computed, and the seconds, until all work is done."""
+    if backend == "nccl":
+        return chunks.until(lambda: all(one.is_completed() for one in work))
+    # gloo's transfers between two ranks do not say that they are done, unless waited for.
+    waiting = threading.Thread(target=lambda: [one.wait() for one in work])
+    waiting.start()
+    return chunks.until(lambda: not waiting.is_alive())
 
 
 def _alone(chunks: _Chunks, sample_s: float) -> float:
@@ -102,15 +166,16 @@ def _alone(chunks: _Chunks, sample_s: float) -> float:
     return alone_s / n_chunks
 
 
-def _message_of(sample_s: float, world: World) -> torch.Tensor:
-    """A message whose all-reduce takes at least a sample's time, the same on every rank."""
+def _message_of(kind: _SendRecv | _AllReduce, sample_s: float, world: World) -> torch.Tensor:
+    """A message that takes at least a sample's time, of the same size on every rank."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     n_bytes = _START_BYTES
     while True:
         message = torch.zeros(n_bytes // 4, device=device)
         dist.barrier()
         start_s = time.perf_counter()
-        dist.all_reduce(message)
+        for work in kind.start(message):
+            work.wait()
         if world.backend == "nccl":
             torch.cuda.synchronize()
         took_s = agree_on_maximum([time.perf_counter() - start_s], world)[0]

@@ -66,11 +66,11 @@ def _interference(run: Run) -> str:
     rows = interference_table(run)
     if not rows:
         return ""
-    heads = ["computing beside an all-reduce", "pace", "taken by a byte"]
-    return columns(
-        heads,
-        [[row.name, f"{row.pace:.0%}", f"{row.host_s_per_byte * 1e9:.2f} ns"] for row in rows],
-    )
+    cells = [
+        [row.name, row.operation, f"{row.pace:.0%}", f"{row.host_s_per_byte * 1e9:.2f} ns"]
+        for row in rows
+    ]
+    return columns(["computing on", "beside", "at its pace", "a byte takes"], cells)
 
 
 def _cells(row: CollectiveRow, limit: float | None) -> list[str]:

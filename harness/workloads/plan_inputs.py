@@ -35,13 +35,17 @@ class Inputs:
         return fingerprint(self.graph, self.cluster, self.profile)
 
     def simulator(
-        self, question: SearchConfig, optimizer_s_per_byte: tuple[float, ...]
+        self,
+        question: SearchConfig,
+        optimizer_s_per_byte: tuple[float, ...],
+        in_place_bytes: float,
     ) -> Simulator:
+        """Prices strategies for this question; arguments as for `simulator_options`."""
         return Simulator(
             self.graph,
             self.profile,
             self.cluster,
-            options=question.simulator_options(optimizer_s_per_byte),
+            options=question.simulator_options(optimizer_s_per_byte, in_place_bytes),
             memory_bytes=parse_bytes(question.memory) if question.memory else None,
         )
 

@@ -23,6 +23,7 @@ from harness.plan.request import Progress as PlanProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
+from harness.runtime.executor.deferred import in_place_bytes
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload
@@ -68,7 +69,7 @@ def search(
     Raises:
         PlanError: nothing fits into memory.
     """
-    simulator = inputs.simulator(question, rates)
+    simulator = inputs.simulator(question, rates, in_place_bytes(context.world.device))
     compile_events(simulator, builders.single(inputs.graph, question.batch_size))
     start_s, cpu_start_s = time.perf_counter(), time.process_time()
 
@@ -89,7 +90,7 @@ def search(
         seed=question.seed,
         progress=show,
     )
-    result = plan_with_simulator(request, options=question.simulator_options(rates))
+    result = plan_with_simulator(request, options=simulator.options)
     search_s = time.perf_counter() - start_s
     result = msgspec.structs.replace(
         result,

@@ -22,6 +22,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import read_header
 from harness.runtime.context import Context
+from harness.runtime.executor.deferred import in_place_bytes
 from harness.workloads.contract import Need
 from harness.workloads.plan_build import build_strategy, load_strategy
 from harness.workloads.plan_config import PLANNED_DTYPES, SearchConfig, question_of
@@ -164,7 +165,9 @@ class _Planner:
         if case.strategy == "searched":
             strategy, prediction, _ = search(question, self.inputs, rates, self._context)
             return self._tell(strategy, prediction)
-        simulator = self.inputs.simulator(question, rates)
+        is_ours = case.engine == "executor"
+        limit = in_place_bytes(self._context.world.device) if is_ours else math.inf
+        simulator = self.inputs.simulator(question, rates, limit)
         if is_file(case.strategy):
             strategy, method = self._load(), "file"
         else:

@@ -74,8 +74,13 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
 def talking(cluster, *host_s_per_byte):
     """The cluster, where each byte takes this much computation from each device."""
     costs = iter(host_s_per_byte)
+
+    def changed(device):
+        cost = next(costs)
+        return replace(device, host_s_per_byte=cost, reduce_s_per_byte=cost)
+
     nodes = [
-        replace(node, devices=[replace(d, host_s_per_byte=next(costs)) for d in node.devices])
+        replace(node, devices=[changed(device) for device in node.devices])
         for node in cluster.nodes
     ]
     return replace(cluster, nodes=nodes)

@@ -5,7 +5,13 @@ import torch
 from torch import fx, nn
 
 from harness.domain.graph import Operator
-from harness.runtime.executor.deferred import WeightQueue, defer, deferred_parameters
+from harness.runtime.executor.deferred import (
+    AtOnce,
+    GradientHomes,
+    WeightQueue,
+    backward_calls,
+    defer,
+)
 from harness.runtime.executor.shards import Wanted, make_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,7 +45,7 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
     gradients = [p.grad for p in module.parameters()]
     module.zero_grad()
     queue = WeightQueue()
-    found = trained(defer(module, queue), inputs)
+    found = trained(defer(module, queue, GradientHomes()), inputs)
     assert all(p.grad is None for p in module.parameters())
     assert queue.flush() == list(module.parameters())
     assert queue.flush() == []
@@ -52,7 +58,7 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
 
 def test_flushing_a_microbatch_leaves_the_others():
     module, queue = nn.Linear(3, 2), WeightQueue()
-    deferred = defer(module, queue)
+    deferred = defer(module, queue, GradientHomes())
     first, second = torch.randn(4, 3), torch.randn(4, 3)
     for microbatch, x in ((5, first), (6, second)):
         with queue.filling(microbatch):
@@ -67,7 +73,7 @@ def test_flushing_a_microbatch_leaves_the_others():
 def test_an_input_without_gradient_gets_none_and_the_weights_theirs():
     module, queue = nn.Conv2d(1, 2, 3), WeightQueue()
     x = torch.randn(1, 1, 5, 5)
-    defer(module, queue)(x).sum().backward()
+    defer(module, queue, GradientHomes())(x).sum().backward()
     assert x.grad is None
     assert queue.flush() == [module.weight, module.bias]
 
@@ -76,7 +82,7 @@ def test_frozen_weights_are_not_touched():
     module, queue = nn.Linear(3, 2), WeightQueue()
     module.weight.requires_grad_(False)
     x = torch.randn(1, 3, requires_grad=True)
-    defer(module, queue)(x).sum().backward()
+    defer(module, queue, GradientHomes())(x).sum().backward()
     assert queue.flush() == [module.bias]
     assert module.weight.grad is None
     assert x.grad is not None
@@ -84,15 +90,48 @@ def test_frozen_weights_are_not_touched():
 
 def test_what_has_no_product_is_not_deferred():
     queue = WeightQueue()
-    assert defer(nn.ReLU(), queue) is None
-    assert defer(nn.BatchNorm2d(3), queue) is None
-    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue) is None
+    assert defer(nn.ReLU(), queue, GradientHomes()) is None
+    assert defer(nn.BatchNorm2d(3), queue, GradientHomes()) is None
+    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientHomes()) is None
 
 
-def test_what_is_deferred_can_be_told_within_a_model():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    model = nn.Sequential(first, defer(second, WeightQueue()))
-    assert deferred_parameters(model) == set(second.parameters())
+def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
+    plain, waiting, called = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    homes = GradientHomes()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for name in ("plain", "waiting", "called", "plain", "called"):
+        x = graph.call_module(name, (x,))
+    graph.output(x)
+    owned = {
+        "plain": plain,
+        "waiting": defer(waiting, WeightQueue(), homes),
+        "called": defer(called, AtOnce(lambda parameter: None), homes),
+    }
+    found, of_queue = backward_calls(fx.GraphModule(owned, graph))
+    assert of_queue == set(waiting.parameters())
+    assert found == {plain.weight: 1, plain.bias: 1, called.weight: 2, called.bias: 2}
+
+
+def test_at_once_a_large_gradient_is_written_where_it_stays():
+    module, homes, reached = nn.Linear(512, 512), GradientHomes(), []
+    home = torch.zeros(2, 512, 512)[1]
+    homes.settle(module.weight, home)
+    own = defer(module, AtOnce(reached.append), homes)
+    inputs = [torch.randn(3, 512) for _ in range(2)]
+    trained(module, inputs)
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    trained(own, inputs)
+    assert reached == 2 * [module.weight, module.bias]
+    assert module.weight.grad is home
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    module.zero_grad()
+    trained(own, inputs[:1])
+    assert module.weight.grad is home  # what the step before left there is gone
+    trained(module.requires_grad_(), inputs[1:])
+    torch.testing.assert_close(module.weight.grad, expected[0])
 
 
 def test_under_autocast_gradients_are_those_of_autograd():
@@ -109,7 +148,7 @@ def test_under_autocast_gradients_are_those_of_autograd():
     expected = run(module)
     gradients = [p.grad for p in module.parameters()]
     module.zero_grad()
-    found = run(defer(module, queue))
+    found = run(defer(module, queue, GradientHomes()))
     queue.flush()
     assert found[0].dtype == torch.bfloat16
     assert torch.equal(found[0], expected[0])
@@ -138,7 +177,7 @@ def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, inpu
     wanted = Wanted(input_shape, tuple((0, n) for n in input_shape.values()))
     shard = make_shard(op, node, root, shape, block, [wanted])
     queue = WeightQueue()
-    deferred = defer(shard, queue)
+    deferred = defer(shard, queue, GradientHomes())
     shared = nn.Parameter(torch.randn_like(shard.weight))
     shard.weight = shared
     x = torch.randn(*input_shape.values())
@@ -154,6 +193,6 @@ def test_backward_calls_no_hook_of_a_deferred_parameter(module, shape):
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(called.append)
     queue = WeightQueue()
-    trained(defer(module, queue), [torch.randn(shape)], queue.flush)
+    trained(defer(module, queue, GradientHomes()), [torch.randn(shape)], queue.flush)
     assert not called
     assert all(parameter.grad is not None for parameter in module.parameters())

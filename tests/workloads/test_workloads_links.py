@@ -12,6 +12,7 @@ from harness.measure.derive import collective_table, interference_table, link_ma
 from harness.measure.store import write_header
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
+from harness.workloads.links_interference import Interference
 from harness.workloads.links_pairs import PairTimes
 
 MB = 1e6
@@ -86,7 +87,8 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
     rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
-    cluster = build_cluster(header, pairs, [point], rates, [1e-9, 0.0, 3e-9])
+    costs = [Interference(1e-9, 2e-9), Interference(), Interference(3e-9)]
+    cluster = build_cluster(header, pairs, [point], rates, costs)
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
     assert rates == {
@@ -103,6 +105,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         {},
     ]
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
+    assert [device.reduce_s_per_byte for device in cluster.devices] == [2e-9, 0.0, 0.0]
     assert cluster.collectives == [point]
 
 
@@ -159,9 +162,14 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert "half round trip" in links_text([run])
     # Local ranks copy and add up on the cores that compute.
     rows = interference_table(run)
-    assert [row.host_s_per_byte for row in rows] == [d.host_s_per_byte for d in cluster.devices]
-    assert all(0 < row.pace < 1 for row in rows) or any(row.host_s_per_byte > 0 for row in rows)
-    assert "computing beside an all-reduce" in links_text([run])
+    taken = [
+        *(device.host_s_per_byte for device in cluster.devices),
+        *(device.reduce_s_per_byte for device in cluster.devices),
+    ]
+    assert [row.host_s_per_byte for row in rows] == taken
+    assert max(taken) > 0
+    assert all(row.pace > 0 for row in rows)
+    assert "a byte takes" in links_text([run])
 
 
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):

@@ -5,8 +5,9 @@ elsewhere waits for transfers and all-reduces alone, so those and the order are 
 dependencies there are. Transfers and all-reduces are served in the order in which they become
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
-Where transfers take computing time away (`host_s_per_byte`), events run in order of time: when a
-transfer begins it puts work on both of its ends, which delays what a device computes then, or next.
+Where communication takes computing time away (`host_s_per_byte`, `reduce_s_per_byte`), events run
+in order of time: when a transfer begins it puts work on both of its ends, which delays what a
+device computes then, or next.
 """
 
 from __future__ import annotations
@@ -176,17 +177,23 @@ def _load_hosts(
         devices = np.array(
             [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
         )
-        n_bytes = work.edge_bytes[e]
+        n_bytes, rates = work.edge_bytes[e], work.host_s_per_byte
     else:
         price = _reduce_of(work, begins, task)[0]
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
-        n_bytes = work.reduce_host_bytes[price]
+        n_bytes, rates = work.reduce_host_bytes[price], work.reduce_s_per_byte
     for device in devices:
-        seconds = n_bytes * work.host_s_per_byte[device]
+        seconds = n_bytes * rates[device]
         if running[device] != NONE:
             end_of[device] += seconds
         else:
             host_until[device] = max(host_until[device], now) + seconds
+
+
+@njit(cache=True)
+def takes_computing(work: Any) -> bool:
+    """Whether communication takes computing time from any device."""
+    return bool(work.host_s_per_byte.max() > 0 or work.reduce_s_per_byte.max() > 0)
 
 
 @njit(cache=True)
@@ -211,7 +218,7 @@ def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
     waits = n_waits.copy()
     free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
-    is_timed = work.host_s_per_byte.max() > 0
+    is_timed = takes_computing(work)
     n_devices = len(work.node_of)
     running = np.full(n_devices, NONE, np.int64)
     end_of, host_until = np.zeros(n_devices), np.zeros(n_devices)

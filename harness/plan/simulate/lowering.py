@@ -73,6 +73,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     )
     source_ptr, sources = _lists([one.sources for one in sums], row_at)
     target_ptr, targets = _lists([one.targets for one in sums], row_at)
+    devices = simulator.cluster.devices
     found = Work(
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
@@ -89,7 +90,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
-        host_s_per_byte=np.array([one.host_s_per_byte for one in simulator.cluster.devices]),
+        host_s_per_byte=np.array([one.host_s_per_byte for one in devices]),
+        reduce_s_per_byte=np.array([one.reduce_s_per_byte for one in devices]),
         sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
         sum_returns=np.array(
             [bool(one.is_norm or simulator.returns[one.operator]) for one in sums], dtype=np.bool_
@@ -138,8 +140,9 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     return stages
 
 
-# Adding a microbatch's gradient reads two tensors and writes one; a bucket is a copy.
-_ADDS, _COPIES = 3, 2
+# Adding a microbatch's gradient reads two tensors and writes one; a bucket is a copy. A product
+# that adds to what is there reads that, beyond what it writes anyway.
+_ADDS, _COPIES, _ADDS_IN_PLACE = 3, 2, 1
 
 
 def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Floats:
@@ -152,8 +155,10 @@ def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Fl
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
-    streamed = _ADDS * weight_bytes * (n - 1) / n
-    streamed += _COPIES * tables.shared_bytes.ravel()[rows] / n
+    is_large = weight_bytes >= simulator.options.in_place_bytes
+    in_place = is_large & simulator.is_linear[rows // tables.n_devices]
+    streamed = np.where(in_place, _ADDS_IN_PLACE, _ADDS) * weight_bytes * (n - 1) / n
+    streamed += np.where(in_place, 0, _COPIES) * tables.shared_bytes.ravel()[rows] / n
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     stream_s = streamed * rates[rows % tables.n_devices]
     if flow.split_weight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,9 @@ class SimulatorOptions:
         stream_s_per_byte: seconds that reading or writing a byte of memory takes on a device of
             speed 1, or of each device: what adding up the gradients of microbatches costs, and
             copying those that several devices hold into buckets.
+        in_place_bytes: gradients of a linear layer's weights of at least this size on a device are
+            written where they stay: the product adds to them, and no bucket copies them, as by the
+            executor on CPUs. By default none are.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             those of the whole microbatch, with two small all-reduces forward and one backward.
     """
@@ -34,6 +38,7 @@ class SimulatorOptions:
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
+    in_place_bytes: float = math.inf
     batch_norm: Literal["local", "global"] = "local"
 
     def __post_init__(self) -> None:

@@ -97,6 +97,7 @@ class Simulator:
         self.speeds: Floats = np.array([device.speed for device in cluster.devices])
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
         self.returns = _needs_gradient(graph)
+        self.is_linear = np.array([op.kind == "linear" for op in graph.operators])
         self._costs: dict[int, Costs] = {}
 
     def costs(self, samples: int) -> Costs:
@@ -252,9 +253,9 @@ class Trial:
 
     def _prefix(self, lowered: Lowered) -> Ints:
         """Events to replay. Where transfers slow computation down, the order is not known."""
-        from harness.plan.simulate import lowering
+        from harness.plan.simulate import kernels, lowering
 
-        if self._last_run is None or lowered.work.host_s_per_byte.max() > 0:
+        if self._last_run is None or kernels.takes_computing(lowered.work):
             return np.zeros(0, dtype=np.int64)
         before, log = self._last_run
         if before.flow is not lowered.flow:

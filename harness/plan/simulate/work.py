@@ -34,6 +34,7 @@ class Work(NamedTuple):
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
     host_s_per_byte: Any  # (D,) of computation that a byte sent or received takes away
+    reduce_s_per_byte: Any  # (D,) the same in an all-reduce
     sum_is_norm: Any  # (C,)
     sum_returns: Any  # (C,)
     sum_source_ptr: Any  # (C + 1,) into sum_source

@@ -1,29 +1,76 @@
-"""Backward passes in two halves: inputs' gradients at once, weights' gradients when there is time.
+"""Gradients of weights that we compute ourselves, apart from those of inputs.
 
-Zero-bubble schedules fill the pipeline's bubbles with the second half (Qi et al., Zero Bubble
-Pipeline Parallelism, 2023):
+Zero-bubble schedules fill the pipeline's bubbles with them (Qi et al., Zero Bubble Pipeline
+Parallelism, 2023):
 
     forward | backward of inputs ... waits on a WeightQueue ... | flush: gradients of weights
+
+Those of large linear layers are computed at once, but straight where they are needed: in the bucket
+that is summed over devices, or added by the product itself to what earlier microbatches left.
+Autograd would write them to fresh memory first, which on a CPU takes as long as the product does
+for small batches.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from harness.runtime.executor.shards_conv import ConvShard, Pair
 from harness.runtime.executor.shards_dense import LinearShard
 
-# Computes gradients of parameters, and keeps alive what it computes them from.
-Pending = Callable[[], list[tuple[nn.Parameter, Tensor]]]
+# Computes gradients of parameters and adds them to `.grad`; keeps alive what it computes them from.
+Pending = Callable[[], list[nn.Parameter]]
 # Takes (input, gradient of the output) of one call in backward.
 _Put = Callable[[Tensor, Tensor], None]
+
+# Elements from which on a weight's gradient is worth an autograd function of ours: one MiB of fp32.
+LARGE_ELEMENTS = 1 << 18
+
+
+class GradientHomes:
+    """Where the gradients of large weights stay, step after step, instead of in fresh memory."""
+
+    def __init__(self) -> None:
+        self._homes: dict[nn.Parameter, Tensor] = {}
+
+    def settle(self, parameter: nn.Parameter, home: Tensor) -> None:
+        """Let a gradient be written there, such as into its bucket."""
+        self._homes[parameter] = home
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._homes:
+            self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._homes[parameter]
+
+
+class Sink(Protocol):
+    """What becomes of gradients that wait to be computed."""
+
+    def put(self, pending: Pending) -> None: ...
+
+
+class AtOnce:
+    """Computes them in backward.
+
+    Args:
+        reached: called with each parameter whose gradient a call has been added to.
+    """
+
+    def __init__(self, reached: Callable[[nn.Parameter], None]) -> None:
+        self._reached = reached
+
+    def put(self, pending: Pending) -> None:
+        for parameter in pending():
+            self._reached(parameter)
 
 
 class WeightQueue:
@@ -45,14 +92,14 @@ class WeightQueue:
     def put(self, pending: Pending) -> None:
         self._pending.setdefault(self._microbatch, []).append(pending)
 
+    @torch.no_grad()
     def flush(self, microbatch: int | None = None) -> list[nn.Parameter]:
         """Add the gradients of one microbatch, or of all, to `.grad`; the parameters, each once."""
         wanted = list(self._pending) if microbatch is None else [microbatch]
         touched: dict[int, nn.Parameter] = {}
         for key in wanted:
             for pending in self._pending.pop(key, []):
-                for parameter, gradient in pending():
-                    _accumulate(parameter, gradient)
+                for parameter in pending():
                     touched[id(parameter)] = parameter
         return list(touched.values())
 
@@ -65,32 +112,78 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def defer(module: nn.Module, queue: WeightQueue) -> nn.Module | None:
-    """The module with its weights' gradients put on `queue`; None if it is of another kind.
+def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHomes | None) -> None:
+    """Add the product of two matrices to a gradient, without a copy of it where it has a home."""
+    if homes is None or a.dtype != weight.dtype:
+        _accumulate(weight, a.mm(b))
+    elif weight.grad is None:
+        weight.grad = torch.mm(a, b, out=homes.of(weight))
+    else:
+        weight.grad.addmm_(a, b)
+
+
+def defer(module: nn.Module, sink: Sink, homes: GradientHomes) -> nn.Module | None:
+    """The module with its weights' gradients given to `sink`; None if it is of another kind.
 
     It reads the parameters of `module` whenever it is called. Its backward pass leaves their
     `.grad` alone and calls no hook of theirs.
     """
     if isinstance(module, nn.Linear | LinearShard):
-        return _Deferred(module, queue)
+        return _Deferred(module, sink, homes)
     if isinstance(module, ConvShard) and module.is_single:
-        return _Deferred(module, queue)
+        return _Deferred(module, sink, homes)
     if isinstance(module, nn.Conv2d):
         is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        return _Deferred(module, queue) if is_plain else None
+        return _Deferred(module, sink, homes) if is_plain else None
     return None
 
 
-def deferred_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """The parameters within a module whose gradients go to a queue."""
-    return {p for m in module.modules() if isinstance(m, _Deferred) for p in m.parameters()}
+def in_place_bytes(device: torch.device) -> float:
+    """Bytes of a linear layer's weights from which on their gradients are written in place.
+
+    On a GPU memory is fast, and the time of an autograd function in Python would show.
+    """
+    return 4 * LARGE_ELEMENTS if device.type == "cpu" else math.inf
+
+
+def is_large_linear(module: nn.Module) -> bool:
+    """Whether its weight's gradient is worth writing where it stays."""
+    return isinstance(module, nn.Linear | LinearShard) and module.weight.numel() >= LARGE_ELEMENTS
+
+
+def backward_calls(module: fx.GraphModule) -> tuple[Counter[nn.Parameter], set[nn.Parameter]]:
+    """How often backward reaches each parameter of a segment, and those that wait on a queue.
+
+    Autograd adds all uses of a parameter up and reaches it once; what is computed at once is
+    reached by each call.
+    """
+    found: Counter[nn.Parameter] = Counter(set(_outside(module)))
+    waiting: set[nn.Parameter] = set()
+    for node in module.graph.nodes:
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(called, _Deferred):
+            (found if called.is_at_once else waiting).update(called.parameters())
+    return found, waiting
+
+
+def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that autograd itself finds gradients for."""
+    if not isinstance(module, _Deferred):
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _outside(child)
 
 
 class _Deferred(nn.Module):
-    def __init__(self, inner: nn.Module, queue: WeightQueue) -> None:
+    def __init__(self, inner: nn.Module, sink: Sink, homes: GradientHomes) -> None:
         super().__init__()
         self.inner = inner
-        self._queue = queue
+        self._sink = sink
+        self._homes = homes if is_large_linear(inner) else None
+
+    @property
+    def is_at_once(self) -> bool:
+        return isinstance(self._sink, AtOnce)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         inner: Any = self.inner
@@ -105,7 +198,7 @@ class _Deferred(nn.Module):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         def put(saved: Tensor, gradient: Tensor) -> None:
-            self._queue.put(lambda: _of_linear(saved, gradient, weight, bias))
+            self._sink.put(lambda: _add_linear(saved, gradient, weight, bias, self._homes))
 
         apply: Callable[..., Tensor] = _Linear.apply
         return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
@@ -123,7 +216,7 @@ class _Deferred(nn.Module):
         options = stride, padding, dilation, groups
 
         def put(saved: Tensor, gradient: Tensor) -> None:
-            self._queue.put(lambda: _of_conv2d(saved, gradient, weight, bias, options))
+            self._sink.put(lambda: _add_conv2d(saved, gradient, weight, bias, options))
 
         apply: Callable[..., Tensor] = _Conv2d.apply
         anchor = _anchor(weight, bias)
@@ -179,15 +272,17 @@ class _Linear(torch.autograd.Function):
         return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
 
 
-def _of_linear(
-    x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None
-) -> list[tuple[nn.Parameter, Tensor]]:
+def _add_linear(
+    x: Tensor, gradient: Tensor, weight: Any, bias: Any, homes: GradientHomes | None
+) -> list[nn.Parameter]:
     rows = gradient.reshape(-1, gradient.shape[-1])
-    found: list[tuple[Any, Tensor]] = []
+    found = []
     if weight.requires_grad:
-        found.append((weight, rows.t().mm(x.reshape(-1, x.shape[-1]))))
+        _add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]), homes)
+        found.append(weight)
     if bias is not None and bias.requires_grad:
-        found.append((bias, rows.sum(0)))
+        _accumulate(bias, rows.sum(0))
+        found.append(bias)
     return found
 
 
@@ -225,14 +320,17 @@ class _Conv2d(torch.autograd.Function):
         return of_x, *(None,) * 5
 
 
-def _of_conv2d(
-    x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: _Options
-) -> list[tuple[nn.Parameter, Tensor]]:
+def _add_conv2d(
+    x: Tensor, gradient: Tensor, weight: Any, bias: Any, options: _Options
+) -> list[nn.Parameter]:
     wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
     found = _convolution_backward(x, gradient, weight, bias, options, wanted)
-    parameters: list[Any] = [None, weight, bias]
-    pairs = zip(parameters, found, wanted, strict=True)
-    return [(parameter, of_it) for parameter, of_it, is_wanted in pairs if is_wanted]
+    added = []
+    for parameter, of_it, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
+        if is_wanted:
+            _accumulate(parameter, of_it)
+            added.append(parameter)
+    return added
 
 
 def _convolution_backward(

@@ -13,7 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.domain.partition import SAMPLE, Block
 from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
 from harness.runtime.executor.batch_norm import BatchNormShard
-from harness.runtime.executor.deferred import WeightQueue, defer
+from harness.runtime.executor.deferred import (
+    AtOnce,
+    GradientHomes,
+    WeightQueue,
+    defer,
+    is_large_linear,
+)
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.forms import (
     Forms,
@@ -63,6 +69,8 @@ class DeviceTasks:
         reduce_over: gives the sum over a set of devices, for batch norm over all samples.
         random: what exact dropout draws from.
         mean_over: samples that the loss is divided by.
+        homes: where gradients of large weights stay.
+        at_once: computes those of large linear layers; None where autograd does.
     """
 
     task: Task
@@ -73,6 +81,8 @@ class DeviceTasks:
     reduce_over: Callable[[tuple[int, ...]], Reduce]
     random: RandomState
     mean_over: int
+    homes: GradientHomes
+    at_once: AtOnce | None
 
     @property
     def layout(self) -> Layout:
@@ -338,8 +348,16 @@ class SegmentBuilder:
     def finish(self, outputs: list[PartKey], queue: WeightQueue | None) -> fx.GraphModule:
         """Close the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
-        if queue is not None:
-            for path, module in self._owned.items():
-                deferred = defer(module, queue) if isinstance(module, nn.Module) else None
-                self._owned[path] = module if deferred is None else deferred
+        for path, module in self._owned.items():
+            if isinstance(module, nn.Module):
+                self._owned[path] = self._with_own_backward(module, queue)
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")
+
+    def _with_own_backward(self, module: nn.Module, queue: WeightQueue | None) -> nn.Module:
+        """The module with its weights' gradients computed by us, where there is a reason."""
+        device = self._device
+        if queue is not None:
+            return defer(module, queue, device.homes) or module
+        if device.at_once is not None and is_large_linear(module):
+            return defer(module, device.at_once, device.homes) or module
+        return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,7 +23,13 @@ from harness.runtime.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.channels import Channels
-from harness.runtime.executor.deferred import WeightQueue, deferred_parameters
+from harness.runtime.executor.deferred import (
+    AtOnce,
+    GradientHomes,
+    WeightQueue,
+    backward_calls,
+    in_place_bytes,
+)
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.emit import DeviceTasks
 from harness.runtime.executor.flight import Flight
@@ -87,6 +94,7 @@ class ExecutorEngine:
         stages = range(len(plan.strategy.stages))
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
+        self._homes = GradientHomes()
         meta = MetaModel(captured, task.inputs, world.device)
         check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
         self._programs = self._lower(meta)
@@ -130,8 +138,21 @@ class ExecutorEngine:
             reduce_over=self._reduce_over,
             random=self._random,
             mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
+            homes=self._homes,
+            at_once=self._at_once(),
         )
         return Lowering(tasks, self._queues).program()
+
+    def _at_once(self) -> AtOnce | None:
+        """Writes gradients of large weights where they stay; None where that saves no copies.
+
+        Stashed versions of weights have no gradients of their own.
+        """
+        has_copies = self._world.size > 1 or self.plan.strategy.n_microbatches > 1
+        is_worth_it = in_place_bytes(self._world.device) < math.inf
+        if not has_copies or not is_worth_it or self.plan.is_asynchronous:
+            return None
+        return AtOnce(lambda parameter: self._sync.reached(parameter))
 
     def _new_group(self, devices: tuple[int, ...]) -> Any:
         if len(devices) == 1:
@@ -197,6 +218,7 @@ class ExecutorEngine:
             uses,
             self._recorder,
             bucket_bytes,
+            self._homes,
         )
 
     # Training
@@ -334,13 +356,13 @@ class ExecutorEngine:
 def _backward_uses(segments: Sequence[Segment]) -> Counter[nn.Parameter]:
     """How often one microbatch's backward reaches each parameter of a stage."""
     uses: Counter[nn.Parameter] = Counter()
-    apart: set[nn.Parameter] = set()
+    waiting: set[nn.Parameter] = set()
     for segment in segments:
         if segment.is_differentiable:
-            deferred = deferred_parameters(segment.module)
-            apart |= deferred
-            uses.update(p for p in segment.module.parameters() if p not in deferred)
-    uses.update(apart)
+            found, of_queue = backward_calls(segment.module)
+            uses.update(found)
+            waiting |= of_queue
+    uses.update(waiting)
     return uses
 
 

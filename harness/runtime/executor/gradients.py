@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
+from harness.runtime.executor.deferred import GradientHomes
 
 # As DDP's: the first bucket is small, so that communication starts early.
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -68,6 +69,7 @@ class GradientSync:
         parameters: this device's, each with the devices that hold it, in the order of the model.
         groups: process groups by their devices.
         n_uses: how often backward reaches each parameter in a step, over all microbatches.
+        homes: told where in the buckets gradients may be written straight away.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GradientSync:
         n_uses: Mapping[nn.Parameter, int],
         recorder: Recorder,
         bucket_bytes: int,
+        homes: GradientHomes,
     ) -> None:
         self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
         self._queues: dict[Group, list[_Bucket]] = {}
@@ -93,6 +96,7 @@ class GradientSync:
                 self._queues.setdefault(devices, []).append(bucket)
                 for parameter in chunk:
                     self._bucket_of[parameter] = devices, bucket
+                    homes.settle(parameter, bucket.views[parameter])
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.engine_torch import TorchEngine
+from harness.runtime.executor import deferred
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import Task
@@ -41,7 +43,10 @@ def make_engine(case: Case, task: Task, world: World) -> ExecutorEngine:
     options = EngineOptions(
         dtype="fp32", optimizer=case.optimizer_options(), batch=case.strategy.batch
     )
-    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    # By every second batch size all linear layers write their gradients where they stay.
+    least = deferred.LARGE_ELEMENTS if case.strategy.batch % 2 else 1
+    with mock.patch.object(deferred, "LARGE_ELEMENTS", least):
+        engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
     engine.keep_gradients = True
     return engine
 
