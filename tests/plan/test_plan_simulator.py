@@ -712,6 +712,19 @@ def test_transfers_take_computing_time_from_both_ends():
     }
 
 
+def test_a_short_computation_pays_for_its_part_of_a_transfer():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4), op("s", ["x"], 1)]
+    operators += [op("b", ["a"], 1)]
+    graph = Graph(name="host", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (4.0, 0.0), "s": (0.75, 0.0), "b": (4.0, 0.0)})
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1))}
+    cluster = talking(cluster_of(), 0.5 / 32, 0.5 / 32)
+    found = {e[0]: e[1:] for e in timeline(simulate(graph, profile, cluster, plans)) if e[2] > e[1]}
+    # The transfer takes 2 s and a quarter of the processor all the while.
+    assert found["a node0:0 -> node0:1"] == (4, 6)
+    assert found["s"] == (4, 5)
+
+
 def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_longer():
     graph, profile, cluster, plans = two_linears(2)
     free = simulate(graph, profile, cluster, plans)

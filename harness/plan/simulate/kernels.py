@@ -6,8 +6,8 @@ dependencies there are. Transfers and all-reduces are served in the order in whi
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
 Where communication takes computing time away (`host_s_per_byte`, `reduce_s_per_byte`), events run
-in order of time: when a transfer begins it puts work on both of its ends, which delays what a
-device computes then, or next.
+in order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
+a device computes meanwhile gets what is left of its processor.
 """
 
 from __future__ import annotations
@@ -166,11 +166,34 @@ def _reduce_of(work: Any, begins: Any, task: int) -> Any:
     return c + (n_sums if is_back else 0), c, m, is_back
 
 
+@njit(cache=True, inline="always")
+def _stretched(seconds: float, now: float, load: float, until: float) -> Any:
+    """End of a computation beside communication, and what is left of that then.
+
+    Communication takes `load` seconds of the processor, evenly until it ends. What computes beside
+    it gets the rest of the time; where that is nothing, it waits until all of it is worked off.
+    """
+    window = until - now
+    if load < window and seconds <= window - load:
+        end = now + seconds / (1.0 - load / window)
+        return end, max(0.0, load - load / window * (end - now))
+    return now + seconds + load, 0.0
+
+
+@njit(cache=True, inline="always")
+def _worked_off(load: float, since: float, until: float, now: float) -> float:
+    """What is left of communication's work on a processor that has not computed since."""
+    window, passed = until - since, now - since
+    rate = min(1.0, load / window) if window > 0 else 1.0
+    return max(0.0, load - rate * passed)
+
+
 @njit(cache=True)
 def _load_hosts(
-    work: Any, begins: Any, task: int, now: float, running: Any, end_of: Any, host_until: Any
-) -> None:
-    """Put a transfer's work on the processors of its ends."""
+    work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
+    load_since: Any, load_until: Any,
+) -> None:  # fmt: skip
+    """Put a transfer's work on the processors of its ends, spread over the time it takes."""
     compute, back, sums = begins[0], begins[1], begins[2]
     if task < sums:
         e = (task - (back if task >= back else compute)) % len(work.edge_bytes)
@@ -183,11 +206,16 @@ def _load_hosts(
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
         n_bytes, rates = work.reduce_host_bytes[price], work.reduce_s_per_byte
     for device in devices:
-        seconds = n_bytes * rates[device]
+        added = n_bytes * rates[device]
         if running[device] != NONE:
-            end_of[device] += seconds
+            rest = end_of[device] - now
+            end_of[device], added = _stretched(rest, now, added, end)
+            load_since[device] = end_of[device]
         else:
-            host_until[device] = max(host_until[device], now) + seconds
+            load[device] = _worked_off(load[device], load_since[device], load_until[device], now)
+            load_since[device] = now
+        load[device] += added
+        load_until[device] = max(load_until[device], end)
 
 
 @njit(cache=True)
@@ -221,7 +249,8 @@ def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
     is_timed = takes_computing(work)
     n_devices = len(work.node_of)
     running = np.full(n_devices, NONE, np.int64)
-    end_of, host_until = np.zeros(n_devices), np.zeros(n_devices)
+    end_of, load = np.zeros(n_devices), np.zeros(n_devices)
+    load_since, load_until = np.zeros(n_devices), np.zeros(n_devices)
 
     log, n_log = np.empty(total, np.int64), 0
     freed = np.empty(total + n_devices, np.int64)
@@ -274,7 +303,11 @@ def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
         n_freed = 0
 
         if task >= total:
-            _load_hosts(work, begins, task - total, now, running, end_of, host_until)
+            moved = task - total
+            _load_hosts(
+                work, begins, moved, now, finish[moved], running, end_of, load, load_since,
+                load_until,
+            )  # fmt: skip
             continue
         if task < 0:  # a compute task is about to end; below 0, so that it ends before all else
             task += total
@@ -295,8 +328,12 @@ def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
             start[task] = now
             if is_timed:
                 device = work.device_of[row]
-                busy_s = max(0.0, host_until[device] - now)
-                running[device], end_of[device] = task, now + work.seconds[what, row] + busy_s
+                running[device] = task
+                left = _worked_off(load[device], load_since[device], load_until[device], now)
+                end_of[device], load[device] = _stretched(
+                    work.seconds[what, row], now, left, load_until[device]
+                )
+                load_since[device] = end_of[device]
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
