@@ -114,11 +114,11 @@ def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once(
 
 
 def test_at_once_a_large_gradient_is_written_where_it_stays():
-    module, homes, reached = nn.Linear(512, 512), GradientHomes(), []
-    home = torch.zeros(2, 512, 512)[1]
+    module, homes, reached = nn.Linear(1024, 1024), GradientHomes(), []
+    home = torch.zeros(2, 1024, 1024)[1]
     homes.settle(module.weight, home)
     own = defer(module, AtOnce(reached.append), homes)
-    inputs = [torch.randn(3, 512) for _ in range(2)]
+    inputs = [torch.randn(3, 1024) for _ in range(2)]
     trained(module, inputs)
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()

@@ -32,8 +32,9 @@ Pending = Callable[[], list[nn.Parameter]]
 # Takes (input, gradient of the output) of one call in backward.
 _Put = Callable[[Tensor, Tensor], None]
 
-# Elements from which on a weight's gradient is worth an autograd function of ours: one MiB of fp32.
-LARGE_ELEMENTS = 1 << 18
+# Elements from which on a weight's gradient is worth an autograd function of ours: four MiB of fp32,
+# more than a core's cache. At one MiB the function's own time outweighs the copies that it saves.
+LARGE_ELEMENTS = 1 << 20
 
 
 class GradientHomes:
