@@ -32,8 +32,8 @@ Pending = Callable[[], list[nn.Parameter]]
 # Takes (input, gradient of the output) of one call in backward.
 _Put = Callable[[Tensor, Tensor], None]
 
-# Elements from which on a weight's gradient is worth an autograd function of ours: four MiB of fp32,
-# more than a core's cache. At one MiB the function's own time outweighs the copies that it saves.
+# Elements from which on a weight's gradient is worth an autograd function of ours: 4 MiB of fp32,
+# more than the cache of a core. At 1 MiB that function takes longer than the copies that it saves.
 LARGE_ELEMENTS = 1 << 20
 
 
