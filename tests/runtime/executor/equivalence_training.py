@@ -64,6 +64,12 @@ def train_step(engine: ExecutorEngine, case: Case, task: Task, step: int) -> flo
     return float(engine.step(lambda: part, share))
 
 
+def can_skip_synchronisation(case: Case, world: World) -> tuple[bool, int]:
+    """What the engine says, and how many sums this rank takes part in."""
+    engine = make_engine(case, case.make_task(), world)
+    return engine.can_skip_synchronisation, engine.n_synchronisations
+
+
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

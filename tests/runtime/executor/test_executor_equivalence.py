@@ -18,6 +18,7 @@ from equivalence_strategies import (
 )
 from equivalence_training import (
     Move,
+    can_skip_synchronisation,
     fail_on_rank_1,
     make_engine,
     merged,
@@ -116,6 +117,13 @@ def test_three_replicas_feed_one_under_every_schedule(schedule, recompute, ranks
 def test_real_depths(model, name, ranks):
     strategy = named(model, 2, 8, name)
     assert_equal(make_case(model, strategy, 2, optimizer="slow sgd", n_steps=2), ranks)
+
+
+def test_all_ranks_know_that_some_sum_gradients(ranks):
+    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=2)
+    found = ranks.run(3, can_skip_synchronisation, make_case("lenet", strategy, 3))
+    assert [is_possible for is_possible, _ in found] == [True] * 3
+    assert [n_sums > 0 for _, n_sums in found] == [True, True, False]
 
 
 @pytest.mark.parametrize("dim", ["feature", "sample", "height"])
