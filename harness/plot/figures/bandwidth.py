@@ -151,7 +151,7 @@ def _draw_panel(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("message size")
     axes.set_ylabel("bus bandwidth (GB/s)")
-    axes.set_title(wrap_label(label, 50), fontsize=9)
+    axes.set_title(wrap_label(label, 42), fontsize=9)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
 
 

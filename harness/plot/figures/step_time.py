@@ -119,7 +119,7 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     words = f"median {median:.4g} {unit}"
     words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
     axes.annotate(words, (0.98, 0.06), xycoords="axes fraction", ha="right", fontsize=8)
-    axes.set_title(wrap_label(label, 52), fontsize=8.5)
+    axes.set_title(wrap_label(label, 45), fontsize=8.5)
     axes.set_ylabel(f"{steps['unit'].iloc[0]} time ({unit})")
     axes.set_xlabel(str(steps["unit"].iloc[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
