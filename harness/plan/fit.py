@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from harness.domain.graph import Operator
 from harness.domain.profile import Measurement, Profile
@@ -26,8 +27,7 @@ from harness.errors import PlanError
 _LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing without bound
 
 
-@dataclass(frozen=True)
-class OperatorTime:
+class OperatorTime(NamedTuple):
     """Seconds of one operator at one shape; `fitted` says that it was not measured there."""
 
     forward_s: float
@@ -215,6 +215,8 @@ class OperatorTimes:
             return OperatorTime(point.forward_s, point.backward_s, fitted=False)
         whole = curve.exact.get(())
         if whole is not None:  # measured for the whole minibatch, of unknown shape
+            if shape is operator.shape:
+                return OperatorTime(whole.forward_s, whole.backward_s, fitted=True)
             share = math.prod(shape.values()) / operator.n_elements
             return OperatorTime(whole.forward_s * share, whole.backward_s * share, fitted=True)
         forward, backward = curve.passes(operator)

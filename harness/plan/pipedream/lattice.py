@@ -81,9 +81,13 @@ class Lattice:
                 under |= below[producer]
                 forks |= sent[producer]
             inside = under | 1 << i
-            open_forks = [p for p in bits(forks) if self._consumer_bits[p] & ~inside]
+            # Above one producer, what it leaves open stays so, but for itself.
+            closing = forks if len(producers) > 1 else _union(producers)
+            for p in bits(closing):
+                if not self._consumer_bits[p] & ~inside:
+                    forks &= ~(1 << p)
             below.append(inside)
-            sent.append(_union(open_forks) | 1 << i)
+            sent.append(forks | 1 << i)
         self.below = below
         return sent
 

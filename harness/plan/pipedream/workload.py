@@ -80,7 +80,7 @@ def _planned(graph: Graph) -> list[Operator]:
     return [
         operator
         for operator in graph.operators
-        if operator.kind != "input" and not (_is_getitem(operator) and operator.name not in read)
+        if operator.kind != "input" and not (operator.name not in read and _is_getitem(operator))
     ]
 
 
