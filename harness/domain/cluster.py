@@ -30,6 +30,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             where what computes also moves the bytes (gloo's copies and TCP on the same cores,
             NCCL's kernels on the same GPU); 0 when not measured.
         reduce_s_per_byte: the same in all-reduces, which add up what they receive.
+        host_s_per_message: the same for each message sent or received, whatever its size.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_s: dict[str, float] = {}
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
+    host_s_per_message: float = 0.0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,13 +111,10 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                     f"device {device.name} has memory {device.memory_bytes} B and speed "
                     f"{device.speed}: both must be above 0"
                 )
-            costs = device.host_s_per_byte, device.reduce_s_per_byte
-            if not all(0 <= cost < math.inf for cost in costs):
-                raise ClusterError(
-                    f"device {device.name} computes {costs[0]} s less for each byte that it sends "
-                    f"or receives, {costs[1]} s in an all-reduce: host_s_per_byte and "
-                    "reduce_s_per_byte must be >= 0"
-                )
+            for name in ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message"):
+                cost: float = getattr(device, name)
+                if not 0 <= cost < math.inf:
+                    raise ClusterError(f"device {device.name} has {name} {cost}: it must be >= 0")
         for link in self.links:
             if link.source not in known or link.target not in known:
                 raise ClusterError(

@@ -38,6 +38,8 @@ def _describe(device: Device) -> str:
     words = f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
     if device.host_s_per_byte or device.reduce_s_per_byte:
         words += f", a byte takes {device.host_s_per_byte:g} s, {device.reduce_s_per_byte:g} s"
+    if device.host_s_per_message:
+        words += f", a message takes {device.host_s_per_message:g} s"
     return words
 
 

@@ -55,18 +55,20 @@ class LinkMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class InterferenceRow:
-    """What moving bytes takes from a rank's computing; medians.
+    """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv or all_reduce.
+        operation: send_recv, all_reduce, or small send_recv, which is many small messages.
         pace: of products beside it, relative to their pace alone.
-        host_s_per_byte: seconds of computation for each byte sent or received.
+        unit: byte or message.
+        taken_s: seconds of computation for each unit sent or received.
     """
 
     name: str
     operation: str
     pace: float
-    host_s_per_byte: float
+    unit: str
+    taken_s: float
 
 
 def bus_factor(operation: str, n_ranks: int) -> float:
@@ -173,19 +175,23 @@ def _link_matrix(
     )
 
 
+# What is counted of each kind of communication beside which products are computed.
+_BESIDE = {"send_recv": "byte", "all_reduce": "byte", "small send_recv": "message"}
+
+
 def interference_table(run: Run) -> list[InterferenceRow]:
     """By operation and rank; empty where it was not measured."""
     names = _rank_names(run, len(run.header.ranks))
     found: list[InterferenceRow] = []
-    for operation in ("send_recv", "all_reduce"):
+    for operation, unit in _BESIDE.items():
         for rank, name in enumerate(names):
-            pace, cost = (
+            pace, taken_s = (
                 _median_beside(run.ranks.get(rank, []), metric, operation)
-                for metric in ("pace_beside", "host_s_per_byte")
+                for metric in ("pace_beside", f"host_s_per_{unit}")
             )
-            if pace is not None and cost is not None:
+            if pace is not None and taken_s is not None:
                 row = InterferenceRow(
-                    name=name, operation=operation, pace=pace, host_s_per_byte=cost
+                    name=name, operation=operation, pace=pace, unit=unit, taken_s=taken_s
                 )
                 found.append(row)
     return found

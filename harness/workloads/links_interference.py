@@ -1,4 +1,4 @@
-"""What moving bytes takes from computing: products beside communication, against products alone.
+"""What communication takes from computing: products beside it, against products alone.
 
     alone     |#|#|#|#|#|#|                     one chunk of products after another
     beside    |# |# | # |#  |  communication    fewer in the same time
@@ -6,17 +6,18 @@
 What is missing, in seconds of the chunks' own pace, over the bytes that the rank sent and received
 meanwhile is what a byte costs its device. It is 0 where other cores, or a NIC, move the bytes.
 Communication is send_recv, every rank to the next and from the one before, and all_reduce, which
-adds up besides.
+adds up besides. Many small messages instead of a large one tell what a message costs beside its
+bytes: posting it, waking up for it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ _CHUNK_S = 2e-3
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
 _MOST_BYTES = 1 << 28
+_SMALL_BYTES = 256
 
 
 class _Chunks:
@@ -70,10 +72,11 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class Interference:
-    """Seconds of a device's computing that each byte takes which it sends or receives."""
+    """Seconds of a device's computing that each byte or message takes, sent or received."""
 
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
+    host_s_per_message: float = 0.0
 
 
 def measure_interference(context: Context) -> list[Interference]:
@@ -86,24 +89,51 @@ def measure_interference(context: Context) -> list[Interference]:
     if world.size == 1:
         return [Interference()]
     chunks = _Chunks(world)
-    measured = [_measure(kind(world), chunks, context) for kind in (_SendRecv, _AllReduce)]
+    kinds = (_SendRecv(world), _AllReduce(world), _Messages(world))
+    measured = [_measure(kind, chunks, context) for kind in kinds]
     by_rank = [gather_numbers(cost, world) for cost in measured]
     return [Interference(*costs) for costs in zip(*by_rank, strict=True)]
+
+
+class _Kind(Protocol):
+    """One kind of communication, and what its cost is counted for.
+
+    Attributes:
+        name: of the operation in records and tables.
+        metric: of the cost.
+        start_bytes: to try first.
+    """
+
+    name: str
+    metric: str
+    start_bytes: int
+
+    def start(self, message: torch.Tensor) -> list[Any]:
+        """Post it; returns what can be waited for."""
+
+    def moved(self, n_bytes: int) -> float:
+        """Bytes, or messages, that the rank sends and receives for a buffer of n_bytes."""
 
 
 class _SendRecv:
     """Every rank sends to the next and receives from the one before."""
 
-    name = "send_recv"
+    name, metric, start_bytes = "send_recv", "host_s_per_byte", _START_BYTES
 
     def __init__(self, world: World) -> None:
         self._next, self._previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
     def start(self, message: torch.Tensor) -> list[Any]:
-        out = torch.empty_like(message)
+        return self._exchange([message])
+
+    def _exchange(self, pieces: Sequence[torch.Tensor]) -> list[Any]:
         moves = [
-            dist.P2POp(dist.isend, message, self._next),
-            dist.P2POp(dist.irecv, out, self._previous),
+            dist.P2POp(call, tensor, peer)
+            for piece in pieces
+            for call, tensor, peer in (
+                (dist.isend, piece, self._next),
+                (dist.irecv, torch.empty_like(piece), self._previous),
+            )
         ]
         return list(dist.batch_isend_irecv(moves))
 
@@ -111,10 +141,23 @@ class _SendRecv:
         return 2.0 * n_bytes
 
 
+class _Messages(_SendRecv):
+    """The same in many small messages."""
+
+    name, metric = "small send_recv", "host_s_per_message"
+    start_bytes = 16 * _SMALL_BYTES
+
+    def start(self, message: torch.Tensor) -> list[Any]:
+        return self._exchange(message.split(_SMALL_BYTES // message.element_size()))
+
+    def moved(self, n_bytes: int) -> float:
+        return super().moved(n_bytes) / _SMALL_BYTES
+
+
 class _AllReduce:
     """A ring sends 2 (n - 1) / n of the message and receives as much."""
 
-    name = "all_reduce"
+    name, metric, start_bytes = "all_reduce", "host_s_per_byte", _START_BYTES
 
     def __init__(self, world: World) -> None:
         self._factor = 4 * (world.size - 1) / world.size
@@ -126,8 +169,8 @@ class _AllReduce:
         return self._factor * n_bytes
 
 
-def _measure(kind: _SendRecv | _AllReduce, chunks: _Chunks, context: Context) -> float:
-    """Median over samples of this rank's seconds for each byte; recorded with the pace."""
+def _measure(kind: _Kind, chunks: _Chunks, context: Context) -> float:
+    """Median over samples of this rank's cost; recorded with the pace."""
     world, record = context.world, context.recorder.sample
     sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
     message = _message_of(kind, sample_s, world)
@@ -137,9 +180,9 @@ def _measure(kind: _SendRecv | _AllReduce, chunks: _Chunks, context: Context) ->
         context.progress.update(what, step, _N_SAMPLES)
         alone_s = _alone(chunks, sample_s)
         dist.barrier()
-        n_chunks, beside_s = _beside(chunks, kind.start(message), world.backend)
+        n_chunks, beside_s = _beside(chunks, kind, message, world)
         costs.append(max(0.0, beside_s - n_chunks * alone_s) / kind.moved(message.nbytes))
-        found = {"host_s_per_byte": costs[-1], "pace_beside": n_chunks * alone_s / beside_s}
+        found = {kind.metric: costs[-1], "pace_beside": n_chunks * alone_s / beside_s}
         for metric, value in found.items():
             record(metric, value, step=step, operation=kind.name, n_bytes=message.nbytes)
         context.flush()
@@ -147,14 +190,20 @@ def _measure(kind: _SendRecv | _AllReduce, chunks: _Chunks, context: Context) ->
     return median(costs)
 
 
-def _beside(chunks: _Chunks, work: list[Any], backend: str) -> tuple[int, float]:
-    """Chunks computed, and the seconds, until all work is done."""
-    if backend == "nccl":
+def _beside(
+    chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World
+) -> tuple[int, float]:
+    """Chunks computed, and the seconds, until all work is done; posting takes a GPU no time."""
+    start_s = time.perf_counter()
+    work = kind.start(message)
+    if world.backend == "nccl":
         return chunks.until(lambda: all(one.is_completed() for one in work))
+    posting_s = time.perf_counter() - start_s if world.device.type == "cpu" else 0.0
     # gloo's transfers between two ranks do not say that they are done, unless waited for.
     waiting = threading.Thread(target=lambda: [one.wait() for one in work])
     waiting.start()
-    return chunks.until(lambda: not waiting.is_alive())
+    n_chunks, chunks_s = chunks.until(lambda: not waiting.is_alive())
+    return n_chunks, posting_s + chunks_s
 
 
 def _alone(chunks: _Chunks, sample_s: float) -> float:
@@ -166,10 +215,10 @@ def _alone(chunks: _Chunks, sample_s: float) -> float:
     return alone_s / n_chunks
 
 
-def _message_of(kind: _SendRecv | _AllReduce, sample_s: float, world: World) -> torch.Tensor:
+def _message_of(kind: _Kind, sample_s: float, world: World) -> torch.Tensor:
     """A message that takes at least a sample's time, of the same size on every rank."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
-    n_bytes = _START_BYTES
+    n_bytes = kind.start_bytes
     while True:
         message = torch.zeros(n_bytes // 4, device=device)
         dist.barrier()

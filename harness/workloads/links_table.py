@@ -67,10 +67,14 @@ def _interference(run: Run) -> str:
     if not rows:
         return ""
     cells = [
-        [row.name, row.operation, f"{row.pace:.0%}", f"{row.host_s_per_byte * 1e9:.2f} ns"]
+        [row.name, row.operation, f"{row.pace:.0%}", f"a {row.unit}", _taken(row.taken_s)]
         for row in rows
     ]
-    return columns(["computing on", "beside", "at its pace", "a byte takes"], cells)
+    return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
+
+
+def _taken(seconds: float) -> str:
+    return f"{seconds * 1e9:.2f} ns" if seconds < 1e-6 else format_duration(seconds)
 
 
 def _cells(row: CollectiveRow, limit: float | None) -> list[str]:

@@ -71,13 +71,12 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
     )
 
 
-def talking(cluster, *host_s_per_byte):
-    """The cluster, where each byte takes this much computation from each device."""
-    costs = iter(host_s_per_byte)
+def talking(cluster, *costs_s, of=("host_s_per_byte", "reduce_s_per_byte")):
+    """The cluster, where each byte (or message) takes this much computation from each device."""
+    costs = iter(costs_s)
 
     def changed(device):
-        cost = next(costs)
-        return replace(device, host_s_per_byte=cost, reduce_s_per_byte=cost)
+        return replace(device, **dict.fromkeys(of, next(costs)))
 
     nodes = [
         replace(node, devices=[changed(device) for device in node.devices])
@@ -712,13 +711,16 @@ def test_transfers_take_computing_time_from_both_ends():
     }
 
 
-def test_a_short_computation_pays_for_its_part_of_a_transfer():
+@pytest.mark.parametrize(
+    ("cost_s", "of"), [(0.5 / 32, ["host_s_per_byte"]), (0.5, ["host_s_per_message"])]
+)
+def test_a_short_computation_pays_for_its_part_of_a_transfer(cost_s, of):
     operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4), op("s", ["x"], 1)]
     operators += [op("b", ["a"], 1)]
     graph = Graph(name="host", batch=8, operators=operators)
     profile = profile_of(graph, {"a": (4.0, 0.0), "s": (0.75, 0.0), "b": (4.0, 0.0)})
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1))}
-    cluster = talking(cluster_of(), 0.5 / 32, 0.5 / 32)
+    cluster = talking(cluster_of(), cost_s, cost_s, of=of)
     found = {e[0]: e[1:] for e in timeline(simulate(graph, profile, cluster, plans)) if e[2] > e[1]}
     # The transfer takes 2 s and a quarter of the processor all the while.
     assert found["a node0:0 -> node0:1"] == (4, 6)

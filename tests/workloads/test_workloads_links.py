@@ -87,7 +87,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
     rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
-    costs = [Interference(1e-9, 2e-9), Interference(), Interference(3e-9)]
+    costs = [Interference(1e-9, 2e-9, 3e-6), Interference(), Interference(3e-9)]
     cluster = build_cluster(header, pairs, [point], rates, costs)
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
@@ -106,6 +106,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
     ]
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
     assert [device.reduce_s_per_byte for device in cluster.devices] == [2e-9, 0.0, 0.0]
+    assert [device.host_s_per_message for device in cluster.devices] == [3e-6, 0.0, 0.0]
     assert cluster.collectives == [point]
 
 
@@ -165,11 +166,13 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     taken = [
         *(device.host_s_per_byte for device in cluster.devices),
         *(device.reduce_s_per_byte for device in cluster.devices),
+        *(device.host_s_per_message for device in cluster.devices),
     ]
-    assert [row.host_s_per_byte for row in rows] == taken
+    assert [row.taken_s for row in rows] == taken
     assert max(taken) > 0
     assert all(row.pace > 0 for row in rows)
-    assert "a byte takes" in links_text([run])
+    assert taken[-1] > max(taken[:3])
+    assert "a message" in links_text([run])
 
 
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):

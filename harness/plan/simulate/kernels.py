@@ -5,8 +5,8 @@ elsewhere waits for transfers and all-reduces alone, so those and the order are 
 dependencies there are. Transfers and all-reduces are served in the order in which they become
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
-Where communication takes computing time away (`host_s_per_byte`, `reduce_s_per_byte`), events run
-in order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
+Where communication takes computing time away (`host_s_per_byte` and its like), events run in
+order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
 a device computes meanwhile gets what is left of its processor.
 """
 
@@ -200,13 +200,13 @@ def _load_hosts(
         devices = np.array(
             [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
         )
-        n_bytes, rates = work.edge_bytes[e], work.host_s_per_byte
+        costs = work.edge_bytes[e] * work.host_s_per_byte + work.host_s_per_message
     else:
         price = _reduce_of(work, begins, task)[0]
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
-        n_bytes, rates = work.reduce_host_bytes[price], work.reduce_s_per_byte
+        costs = work.reduce_host_bytes[price] * work.reduce_s_per_byte
     for device in devices:
-        added = n_bytes * rates[device]
+        added = costs[device]
         if running[device] != NONE:
             rest = end_of[device] - now
             end_of[device], added = _stretched(rest, now, added, end)
@@ -221,7 +221,8 @@ def _load_hosts(
 @njit(cache=True)
 def takes_computing(work: Any) -> bool:
     """Whether communication takes computing time from any device."""
-    return bool(work.host_s_per_byte.max() > 0 or work.reduce_s_per_byte.max() > 0)
+    takes = work.host_s_per_byte.max() > 0 or work.host_s_per_message.max() > 0
+    return bool(takes or work.reduce_s_per_byte.max() > 0)
 
 
 @njit(cache=True)

@@ -92,6 +92,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         node_of=network.node_of,
         host_s_per_byte=np.array([one.host_s_per_byte for one in devices]),
         reduce_s_per_byte=np.array([one.reduce_s_per_byte for one in devices]),
+        host_s_per_message=np.array([one.host_s_per_message for one in devices]),
         sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
         sum_returns=np.array(
             [bool(one.is_norm or simulator.returns[one.operator]) for one in sums], dtype=np.bool_

@@ -35,6 +35,7 @@ class Work(NamedTuple):
     node_of: Any  # (D,)
     host_s_per_byte: Any  # (D,) of computation that a byte sent or received takes away
     reduce_s_per_byte: Any  # (D,) the same in an all-reduce
+    host_s_per_message: Any  # (D,) the same for each message, whatever its size
     sum_is_norm: Any  # (C,)
     sum_returns: Any  # (C,)
     sum_source_ptr: Any  # (C + 1,) into sum_source
