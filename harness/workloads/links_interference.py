@@ -190,9 +190,7 @@ def _measure(kind: _Kind, chunks: _Chunks, context: Context) -> float:
     return median(costs)
 
 
-def _beside(
-    chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World
-) -> tuple[int, float]:
+def _beside(chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World) -> tuple[int, float]:
     """Chunks computed, and the seconds, until all work is done; posting takes a GPU no time."""
     start_s = time.perf_counter()
     work = kind.start(message)

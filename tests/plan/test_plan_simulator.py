@@ -735,6 +735,22 @@ def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_l
     assert found.step_s == free.step_s + 12
 
 
+def test_what_arrives_in_parts_is_put_together():
+    graph, profile = chain()
+    options = SimulatorOptions(stream_s_per_byte=1 / 32)
+    gathered = {"a": OperatorPlan({"sample": 2}, [0, 1]), "b": OperatorPlan({}, [0])}
+    free = simulate(graph, profile, cluster_of(), gathered)
+    found = simulate(graph, profile, cluster_of(), gathered, options=options)
+    # b reads and writes the 32 B of a, and device 1 gets all of its part's gradient; 80 B of
+    # gradients of a, on both, are copied into a bucket.
+    assert found.step_s - free.step_s == 2 * 32 / 32 + 2 * 80 / 32
+    # Device 1 uses its half as it arrives; its gradient is added to the other half's on device 0.
+    spread = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({"sample": 2}, [0, 1])}
+    found = simulate(graph, profile, cluster_of(), spread, options=options)
+    seconds = [end - start for name, start, end in timeline(found) if name == "a"]
+    assert seconds == [1, 2 + 3 * 16 / 32]
+
+
 def test_no_host_cost_in_order_of_time_is_the_same_as_none():
     rng = random.Random(3)
     for _ in range(20):

@@ -28,6 +28,8 @@ from harness.domain.strategy import OperatorPlan
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.fans import (
+    ADDS,
+    COPIES,
     Fan,
     Floats,
     Reader,
@@ -215,8 +217,9 @@ class Costs:
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
         per_element = self.bytes_per_element(producer)
+        is_summed = any(is_partial(self.graph.operators[producer], dim) for dim in a.partition)
         found: dict[tuple[int, int], int] = {}
-        pieces: list[tuple[int, int, float]] = []
+        pieces: list[tuple[int, int, float, float]] = []
         for argument, source in enumerate(operator.inputs):
             if source != name:
                 continue
@@ -232,18 +235,24 @@ class Costs:
                 low = np.maximum(held[:, :, 0], bounds[:, 0])
                 high = np.minimum(held[:, :, 1], bounds[:, 1])
                 elements = np.maximum(high - low, 0).prod(axis=1)
+                n_pieces, whole = np.count_nonzero(elements), elements.sum()
                 elements[holders == device] = 0
+                if n_pieces > 1:  # pieces that are here are put into their places too
+                    each = (ADDS if is_summed else COPIES) * whole / max(elements.sum(), 1)
+                else:
+                    each = 0.0
                 for part in np.flatnonzero(elements).tolist():
                     n_bytes = float(elements[part]) * per_element
-                    pieces.append((number, a.devices[part], n_bytes))
+                    pieces.append((number, a.devices[part], n_bytes, n_bytes * each))
         wants = np.array(list(found), dtype=np.int64).reshape(-1, 2)
         return Wants(
             n_devices=self.n_devices,
             region=np.ascontiguousarray(wants[:, 0]),
             device=np.ascontiguousarray(wants[:, 1]),
-            want=np.array([number for number, _, _ in pieces], dtype=np.int64),
-            source=np.array([device for _, device, _ in pieces], dtype=np.int64),
-            n_bytes=np.array([n_bytes for _, _, n_bytes in pieces], dtype=np.float64),
+            want=np.array([number for number, *_ in pieces], dtype=np.int64),
+            source=np.array([device for _, device, *_ in pieces], dtype=np.int64),
+            n_bytes=np.array([n_bytes for _, _, n_bytes, _ in pieces], dtype=np.float64),
+            n_streamed=np.array([streamed for *_, streamed in pieces], dtype=np.float64),
         )
 
     def fan(

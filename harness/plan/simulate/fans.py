@@ -19,6 +19,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
+# Bytes read and written for each byte that is copied, and for each that is added to another.
+COPIES, ADDS = 2, 3
+
+
 @dataclass(frozen=True)
 class Wants:
     """What one consumer's blocks read of one producer: each region once for each device.
@@ -26,6 +30,8 @@ class Wants:
     Attributes:
         device, region: (n,) who wants which region, by a number that is equal for equal regions.
         want, source, n_bytes: (m,) the pieces that other devices hold, by position of the want.
+        n_streamed: (m,) bytes of memory read and written to put the want together, of which the
+            piece is a part; 0 where it is the whole want, which is used as it arrives.
     """
 
     n_devices: int
@@ -34,22 +40,35 @@ class Wants:
     want: Ints
     source: Ints
     n_bytes: Floats
+    n_streamed: Floats
 
     @cached_property
     def keys(self) -> Ints:
         """(n,) region and device as one number."""
         return self.region * self.n_devices + self.device
 
-    def moved(self, kept: npt.NDArray[np.bool_] | None = None) -> tuple[Ints, Ints, Floats]:
-        """(source, target, bytes) of each pair of devices; of some of the wants, or of all."""
-        source, want, n_bytes = self.source, self.want, self.n_bytes
+    def moved(self, kept: npt.NDArray[np.bool_] | None = None) -> Moved:
+        """What goes from device to device; for some of the wants, or for all."""
+        source, want, n_bytes, streamed = self.source, self.want, self.n_bytes, self.n_streamed
         if kept is not None:
             chosen = kept[want]
             source, want, n_bytes = source[chosen], want[chosen], n_bytes[chosen]
-        pair = source * self.n_devices + self.device[want]
-        amounts = np.bincount(pair, weights=n_bytes, minlength=self.n_devices**2).astype(float)
+            streamed = streamed[chosen]
+        n = self.n_devices
+        pair = source * n + self.device[want]
+        amounts = np.bincount(pair, weights=n_bytes, minlength=n * n).astype(float)
         pairs: Ints = np.flatnonzero(amounts)
-        return pairs // self.n_devices, pairs % self.n_devices, amounts[pairs]
+        copies = np.bincount(pair, weights=streamed, minlength=n * n).astype(float)
+        return Moved(pairs // n, pairs % n, amounts[pairs], copies[pairs])
+
+
+class Moved(NamedTuple):
+    """By pair of devices: bytes that travel, and bytes streamed where they arrive."""
+
+    source: Ints
+    target: Ints
+    n_bytes: Floats
+    n_streamed: Floats
 
 
 class Reader(NamedTuple):
@@ -88,12 +107,14 @@ class Fan:
 
     Attributes:
         source, target: (m,) rows of each transfer, as operator * n_devices + device.
+        n_streamed: (m,) bytes of memory read and written to put together what arrives.
         edge: (m,) number of the edge of the graph that it belongs to.
     """
 
     source: Ints
     target: Ints
     n_bytes: Floats
+    n_streamed: Floats
     edge: Ints
     sums: tuple[Sum, ...]
 
@@ -108,19 +129,22 @@ def make_fan(
     """
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
-        return Fan(nothing, nothing, np.zeros(0), nothing, sums)
+        return Fan(nothing, nothing, np.zeros(0), np.zeros(0), nothing, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
         kept = ~np.isin(reader.wants.keys, seen) if k else None
-        parts.append((reader, *reader.wants.moved(kept)))
+        parts.append((reader, reader.wants.moved(kept)))
         if k + 1 < len(readers):
             seen = np.concatenate([seen, reader.wants.keys])
     return Fan(
-        source=np.concatenate([source for _, source, _, _ in parts]) + producer * n_devices,
-        target=np.concatenate([to + r.operator * n_devices for r, _, to, _ in parts]),
-        n_bytes=np.concatenate([n_bytes for _, _, _, n_bytes in parts]),
-        edge=np.concatenate([np.full(len(to), r.edge, dtype=np.int64) for r, _, to, _ in parts]),
+        source=np.concatenate([moved.source for _, moved in parts]) + producer * n_devices,
+        target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
+        n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),
+        n_streamed=np.concatenate([moved.n_streamed for _, moved in parts]),
+        edge=np.concatenate(
+            [np.full(len(moved.source), r.edge, dtype=np.int64) for r, moved in parts]
+        ),
         sums=sums,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.plan.simulate import order, restart
-from harness.plan.simulate.fans import Floats, Ints
+from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -78,7 +78,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
         device_of=rows % n_devices,
-        seconds=_seconds(simulator, tables, flow, rows),
+        seconds=_seconds(simulator, tables, flow, rows) + _streams(simulator, tables, rows, row_at),
         following=following,
         first=first,
         gate=gate,
@@ -141,9 +141,25 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     return stages
 
 
-# Adding a microbatch's gradient reads two tensors and writes one; a bucket is a copy. A product
-# that adds to what is there reads that, beyond what it writes anyway.
-_ADDS, _COPIES, _ADDS_IN_PLACE = 3, 2, 1
+def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> Floats:
+    """(4, n_rows): putting together what arrives; forward outputs, backward gradients.
+
+    A gradient that is all of what an operator's part gets is used as it arrives.
+    """
+    edges, n_devices, n_rows = tables.edge_rows(), tables.n_devices, len(rows)
+    from_row, to_row = row_at[edges.source], row_at[edges.target]
+    arriving = np.bincount(to_row, weights=edges.n_streamed, minlength=n_rows)
+    is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source]
+    is_part |= np.bincount(from_row, minlength=n_rows)[from_row] > 1
+    is_added = is_part & simulator.returns[edges.source // n_devices]
+    added = ADDS * np.bincount(from_row, weights=edges.n_bytes * is_added, minlength=n_rows)
+    rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
+    none = np.zeros(n_rows)
+    return np.stack([arriving, added, none, none]) * rates[rows % n_devices]
+
+
+# A product that adds to what is there reads that, beyond what it writes anyway.
+_ADDS_IN_PLACE = 1
 
 
 def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Floats:
@@ -158,8 +174,8 @@ def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Fl
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
     is_large = weight_bytes >= simulator.options.in_place_bytes
     in_place = is_large & simulator.is_linear[rows // tables.n_devices]
-    streamed = np.where(in_place, _ADDS_IN_PLACE, _ADDS) * weight_bytes * (n - 1) / n
-    streamed += np.where(in_place, 0, _COPIES) * tables.shared_bytes.ravel()[rows] / n
+    streamed = np.where(in_place, _ADDS_IN_PLACE, ADDS) * weight_bytes * (n - 1) / n
+    streamed += np.where(in_place, 0, COPIES) * tables.shared_bytes.ravel()[rows] / n
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     stream_s = streamed * rates[rows % tables.n_devices]
     if flow.split_weight:

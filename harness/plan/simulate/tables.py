@@ -74,6 +74,7 @@ class Edges:
 
     Attributes:
         source, target: places (operator * n_devices + device).
+        n_streamed: bytes of memory read and written where it arrives (see `Fan`).
         index: number of the graph's edge.
         first: (n_fans + 1,) where each fan's begin.
     """
@@ -82,6 +83,7 @@ class Edges:
     source: Ints
     target: Ints
     n_bytes: Floats
+    n_streamed: Floats
     index: Ints
     first: Ints
     sums: tuple[Sum, ...]
@@ -215,6 +217,7 @@ class Tables:
                 source=np.concatenate([fan.source for fan in fans]),
                 target=np.concatenate([fan.target for fan in fans]),
                 n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
+                n_streamed=np.concatenate([fan.n_streamed for fan in fans]),
                 index=np.concatenate([fan.edge for fan in fans]),
                 first=_pointers([fan.source for fan in fans]),
                 sums=tuple(one for fan in fans for one in fan.sums),
