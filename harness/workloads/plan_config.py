@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from harness.errors import ConfigError
 from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.data import entry_for
+from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
 from harness.units import parse_bytes
@@ -126,6 +127,7 @@ class SearchConfig:
             optimizer_s_per_byte=optimizer_s_per_byte,
             stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
             in_place_bytes=in_place_bytes,
+            joined_bytes=LARGEST_JOINED_BYTES,
         )
 
 

@@ -727,6 +727,20 @@ def test_a_short_computation_pays_for_its_part_of_a_transfer(cost_s, of):
     assert found["s"] == (4, 5)
 
 
+def test_small_pieces_for_one_operator_share_the_cost_of_a_message():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4), op("s", ["x"], 4)]
+    operators += [op("b", ["a", "s"], 1)]
+    graph = Graph(name="join", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (4.0, 0.0), "s": (1.0, 0.0), "b": (4.0, 0.0)})
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1))}
+    cluster = talking(cluster_of(bandwidth=64), 0.25, 0.25, of=["host_s_per_message"])
+    for joined_bytes, seconds in ((16, 1.25), (32, 1.125)):
+        options = SimulatorOptions(joined_bytes=joined_bytes)
+        found = timeline(simulate(graph, profile, cluster, plans, options=options))
+        # The output of a is on its way for the first half of s.
+        assert ("s", 4, 4 + seconds) in found
+
+
 def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_longer():
     graph, profile, cluster, plans = two_linears(2)
     free = simulate(graph, profile, cluster, plans)

@@ -200,7 +200,8 @@ def _load_hosts(
         devices = np.array(
             [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
         )
-        costs = work.edge_bytes[e] * work.host_s_per_byte + work.host_s_per_message
+        costs = work.edge_bytes[e] * work.host_s_per_byte
+        costs = costs + work.edge_messages[e] * work.host_s_per_message
     else:
         price = _reduce_of(work, begins, task)[0]
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]

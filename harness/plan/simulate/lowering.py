@@ -85,6 +85,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_source=from_row,
         edge_target=to_row,
         edge_bytes=edges.n_bytes,
+        edge_messages=_messages(simulator, edges, n_devices),
         edge_returns=simulator.returns[edges.source // n_devices],
         latency=network.latency_s,
         bandwidth=network.bandwidth,
@@ -139,6 +140,16 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     counts = np.diff(flow.stage_ptr)
     stages[flow.stage_ops] = np.repeat(np.arange(len(counts)), counts)
     return stages
+
+
+def _messages(simulator: Simulator, edges: Edges, n_devices: int) -> Floats:
+    """(n_edges,) of the messages that small pieces share."""
+    shares = np.ones(len(edges.source))
+    is_small = edges.n_bytes <= simulator.options.joined_bytes
+    wanted = edges.target[is_small] * n_devices + edges.source[is_small] % n_devices
+    _, which, counts = np.unique(wanted, return_inverse=True, return_counts=True)
+    shares[is_small] = 1 / counts[which]
+    return shares
 
 
 def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> Floats:

@@ -1,4 +1,4 @@
-"""Move pieces between devices: sends that never block, receives posted ahead into reused buffers.
+"""Move messages between devices: sends that never block, receives posted ahead, reused buffers.
 
 On gloo every transfer has a tag of its own, so the order of posting is free. NCCL knows no tags:
 there each pair of stages on a pair of devices has a process group for each direction, and both
@@ -8,34 +8,39 @@ sides post in the same order, which the program's order guarantees.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import PeerError
-from harness.runtime.executor.layout import Piece, Want
+from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.world import World
 
+_WAYS = (False, True)  # forward, backward
 
-class Route(NamedTuple):
-    """One piece of one want, forward or (its gradient) backward."""
-
-    want: int
-    part: int
-    is_backward: bool
+_Pair = tuple[int, int, int, int, bool]
 
 
-class Transfer(NamedTuple):
-    """A receive that is under way."""
+class Transfer:
+    """A receive that is under way, then what it brought."""
 
-    work: Any
-    buffer: Tensor
-    source: int
-    what: str
+    def __init__(self, work: Any, buffer: Tensor, source: int, what: str, entries: Sequence[Entry]):
+        self.work, self.buffer, self.source, self.what = work, buffer, source, what
+        self._entries = entries
+        self.is_here = False
+        self.n_left = len(entries)
+
+    def take(self, entry: Entry) -> Tensor:
+        """One piece; each may be taken once."""
+        self.n_left -= 1
+        if len(self._entries) == 1:
+            return self.buffer
+        flat = self.buffer.narrow(0, entry.offset, entry.n_elements)
+        return flat.view(entry.shape)
 
 
 class Buffers:
@@ -50,38 +55,30 @@ class Buffers:
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=self.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
+        """Let a whole buffer be used again; a piece of one is let go."""
+        if buffer.untyped_storage().nbytes() == buffer.nbytes:
+            self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
 
 
 class Channels:
     """This rank's transfers with all others; all ranks must make it, since NCCL makes groups.
 
     Args:
-        wants: of all layouts, equal on every rank.
+        messages: of all layouts, equal on every rank.
     """
 
-    def __init__(self, world: World, wants: Iterable[Want], timeout_s: float) -> None:
+    def __init__(self, world: World, messages: Iterable[Message], timeout_s: float) -> None:
         self._world, self._timeout = world, timedelta(seconds=timeout_s)
         self._timeout_s = timeout_s
         self.buffers = Buffers(world.device)
         self._sending: list[tuple[Any, Tensor, int, str]] = []
-        self._groups: dict[tuple[int, int, int, int, bool], Any] = {}
+        self._groups: dict[_Pair, Any] = {}
         self._sum_groups: dict[tuple[int, ...], Any] = {}
-        routes = list(wants)
-        self._n_parts = 1 + max((p.part.index for w in routes for p in w.pieces), default=0)
-        self._n_wants = 1 + max((w.number for w in routes), default=0)
+        routes = list(messages)
+        self._n_messages = 1 + max((message.number for message in routes), default=0)
         if world.backend == "nccl":
-            self._make_groups(routes)
-
-    def _make_groups(self, wants: list[Want]) -> None:
-        keys = {
-            self._group_key(want, piece, is_backward)
-            for want in wants
-            for piece in want.remote
-            for is_backward in (False, True)
-        }
-        for key in sorted(keys):
-            self._groups[key] = dist.new_group([key[0], key[1]])
+            for key in sorted({_pair(m, is_backward) for m in routes for is_backward in _WAYS}):
+                self._groups[key] = dist.new_group([key[0], key[1]])
 
     @property
     def rank(self) -> int:
@@ -112,52 +109,42 @@ class Channels:
                 "timeout"
             ) from error
 
-    def _group_key(
-        self, want: Want, piece: Piece, is_backward: bool
-    ) -> tuple[int, int, int, int, bool]:
-        return piece.part.device, want.device, piece.part.stage, want.stage, is_backward
+    def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
+        if self._groups:
+            return {"group": self._groups[_pair(message, is_backward)]}
+        tag = (microbatch * self._n_messages + message.number) * 2 + is_backward
+        return {"tag": tag % (2**31 - 1)}
 
-    def _tag(self, want: Want, piece: Piece, microbatch: int, is_backward: bool) -> int:
-        route = (want.number * self._n_parts + piece.part.index) * 2 + is_backward
-        return (microbatch * self._n_wants * self._n_parts * 2 + route) % (2**31 - 1)
-
-    def send(
-        self, tensor: Tensor, want: Want, piece: Piece, microbatch: int, *, is_backward: bool
-    ) -> None:
+    def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
         """Start sending; the tensor must not change until `finish_sends`."""
-        target = piece.part.device if is_backward else want.device
-        group = self._groups.get(self._group_key(want, piece, is_backward))
-        tag = 0 if group is not None else self._tag(want, piece, microbatch, is_backward)
+        target = message.source if is_backward else message.target
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, target, group=group, tag=tag)
-        self._sending.append((work, tensor, target, _words(want, piece, microbatch, is_backward)))
+        route = self._route(message, microbatch, is_backward=is_backward)
+        work = dist.isend(tensor, target, **route)
+        self._sending.append((work, tensor, target, _words(message, microbatch, is_backward)))
 
     def receive(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        want: Want,
-        piece: Piece,
-        microbatch: int,
-        *,
-        is_backward: bool,
+        self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
         """Post a receive."""
-        source = want.device if is_backward else piece.part.device
-        group = self._groups.get(self._group_key(want, piece, is_backward))
-        tag = 0 if group is not None else self._tag(want, piece, microbatch, is_backward)
+        source = message.target if is_backward else message.source
+        entries = message.carried(is_backward=is_backward)
+        n_elements = sum(entry.n_elements for entry in entries)
+        shape = entries[0].shape if len(entries) == 1 else (n_elements,)
         buffer = self.buffers.take(shape, dtype)
-        work = dist.irecv(buffer, source, group=group, tag=tag)
-        return Transfer(work, buffer, source, _words(want, piece, microbatch, is_backward))
+        route = self._route(message, microbatch, is_backward=is_backward)
+        work = dist.irecv(buffer, source, **route)
+        what = _words(message, microbatch, is_backward)
+        return Transfer(work, buffer, source, what, entries)
 
-    def wait(self, transfer: Transfer) -> Tensor:
-        """The received tensor; give it back to `buffers` when it is done with.
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until what was sent is here; give pieces back to `buffers` when done with them.
 
         Raises:
             PeerError: the other rank died or took longer than the timeout.
         """
         self._wait(transfer.work, transfer.what, transfer.source, "from")
-        return transfer.buffer
+        transfer.is_here = True
 
     def finish_sends(self) -> None:
         """Wait until all that was sent has left.
@@ -184,9 +171,14 @@ class Channels:
             ) from error
 
 
-def _words(want: Want, piece: Piece, microbatch: int, is_backward: bool) -> str:
+def _pair(message: Message, is_backward: bool) -> _Pair:
+    stages = message.source_stage, message.target_stage
+    return message.source, message.target, *stages, is_backward
+
+
+def _words(message: Message, microbatch: int, is_backward: bool) -> str:
     kind = "the gradient of" if is_backward else "the output of"
-    return f"{kind} {piece.part.operator} (microbatch {microbatch})"
+    return f"{kind} {message.words} (microbatch {microbatch})"
 
 
 def _first_line(error: Exception) -> str:

@@ -93,13 +93,6 @@ class DeviceTasks:
         """The captured model."""
         return self.layout.captured.module
 
-    def wants(self, part: Part) -> list[tuple[fx.Node, Want]]:
-        """The wants of a task, argument by argument."""
-        return [
-            (node, self.layout.want_of(part, argument, node))
-            for argument, node in enumerate(self.layout.arguments(part.operator))
-        ]
-
     def block_of(self, key: PartKey) -> Block:
         """The region that a value of a part covers."""
         if key.value == "loss":
@@ -126,7 +119,7 @@ class SegmentBuilder:
 
     def add(self, part: Part) -> None:
         """Emit one task."""
-        wants = self._device.wants(part)
+        wants = self._layout.reads(part)
         if part.operator not in self._layout.captured.nodes:
             self._add_loss(part, self._region(wants[0][1]))
             return

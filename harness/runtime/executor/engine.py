@@ -36,8 +36,10 @@ from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
 from harness.runtime.executor.inplace import check_in_place
-from harness.runtime.executor.layout import Layout, sample_intervals
+from harness.runtime.executor.layout import sample_intervals
 from harness.runtime.executor.lower import Lowering
+from harness.runtime.executor.messages import find_messages, shared_sums
+from harness.runtime.executor.moves import Moves
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import Program, Segment
@@ -112,7 +114,7 @@ class ExecutorEngine:
 
     # Building
 
-    def _lower(self, meta: MetaModel) -> dict[int, tuple[Layout, Program]]:
+    def _lower(self, meta: MetaModel) -> dict[int, tuple[Program, Moves]]:
         strategy, world = self.plan.strategy, self._world
         sizes = sorted(set(strategy.microbatch_sizes()))
         forms = choose_forms(self._captured, meta, self.plan, sizes)
@@ -121,12 +123,19 @@ class ExecutorEngine:
         statistics = {s for form in forms.values() for s in form.norm_groups()}
         for devices in sorted(set(self.holders.groups()) | statistics):
             self._groups[devices] = self._new_group(devices)
+        messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
-            world, [w for form in forms.values() for w in form.layout.wants], self.plan.timeout_s
+            world, [m for found in messages.values() for m in found], self.plan.timeout_s
         )
-        return {
-            size: (form.layout, self._program(meta, form, size)) for size, form in forms.items()
-        }
+        self._channels.make_groups_of_sums(
+            {devices for form in forms.values() for devices in shared_sums(form.layout).values()}
+        )
+        found: dict[int, tuple[Program, Moves]] = {}
+        for size, form in forms.items():
+            program = self._program(meta, form, size)
+            moves = Moves(form.layout, program, messages[size], world.rank)
+            found[size] = program, moves
+        return found
 
     def _program(self, meta: MetaModel, forms: Forms, size: int) -> Program:
         tasks = DeviceTasks(
@@ -209,7 +218,7 @@ class ExecutorEngine:
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         uses: Counter[nn.Parameter] = Counter()
         for size in self.plan.strategy.microbatch_sizes():
-            for segments in self._programs[size][1].stages.values():
+            for segments in self._programs[size][0].stages.values():
                 uses.update(_backward_uses(segments))
         trained = self.weights.trainable()
         return GradientSync(

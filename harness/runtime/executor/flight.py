@@ -56,6 +56,13 @@ class Flight:
                 cut = cut.narrow(dim, low, high - low)
         return cut
 
+    def gradient(self, key: InputKey) -> Tensor:
+        """The gradient of a leaf; zeros where nothing has reached it."""
+        leaf = self.leaves[key]
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(leaf)
+        return leaf.grad
+
     def add_gradient(self, key: InputKey, region: Relative, gradient: Tensor) -> None:
         """Add to the gradient of a region of a leaf."""
         leaf = self.leaves[key]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
@@ -73,7 +74,7 @@ class Want:
     first_consumer: int = field(compare=False)
     stage: int = field(compare=False)
 
-    @property
+    @cached_property
     def remote(self) -> list[Piece]:
         return [piece for piece in self.pieces if piece.part.device != self.device]
 
@@ -121,6 +122,11 @@ class Layout:
 
     def plan(self, operator: str) -> OperatorPlan:
         return self.strategy.operators[operator]
+
+    def sizes_of(self, value: str, region: Block) -> tuple[int, ...]:
+        """The shape of a region of a value; dims that it does not name are whole."""
+        sizes = tuple(stop - start for start, stop in region)
+        return (*sizes, *self.tensor(value).shape[len(sizes) :])
 
     def node(self, value: str) -> fx.Node:
         """The node of a value."""
@@ -235,6 +241,13 @@ class Layout:
         """The want that serves one argument of a task."""
         block = self.wanted(part, argument, node)
         return self.wants[self._numbers[node.name, part.device, block]]
+
+    def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
+        """What a task reads, argument by argument, and the wants that serve it."""
+        return [
+            (node, self.want_of(part, argument, node))
+            for argument, node in enumerate(self.arguments(part.operator))
+        ]
 
     def sample_interval(self, part: Part) -> Interval:
         """Which samples of the microbatch a task computes."""

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.partition import Block
 from harness.domain.schedule import Action
 from harness.runtime.executor.assemble import Relative
 from harness.runtime.executor.channels import Channels, Transfer
 from harness.runtime.executor.deferred import WeightQueue
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
-from harness.runtime.executor.layout import Layout, Piece, Want
+from harness.runtime.executor.messages import Message, Place
+from harness.runtime.executor.moves import Carried, Departure, Fetch, Moves, Placement
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import PartKey, Program, Segment, Send, WantKey
+from harness.runtime.executor.program import PartKey, Program, Segment
 from harness.runtime.executor.randomness import random_state, repeated
 from harness.runtime.executor.stash import Stash, call_with
 from harness.runtime.executor.sums import Sums
@@ -27,14 +27,14 @@ from harness.runtime.precision import Precision
 # How many actions ahead receives are posted: gloo starts to transfer when both ends are there.
 _N_AHEAD = 2
 
-Slot = tuple[int, int, int, bool]  # microbatch, want, part, is_backward
+Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
 
 class Runner:
     """Runs programs on one device.
 
     Args:
-        programs: by size of microbatch, each with its layout.
+        programs: by size of microbatch, each with its moves.
         sizes: samples of each microbatch.
         recompute: by stage, whether its forward is run again before its backward.
         reached: called with parameters whose weight gradients were computed apart.
@@ -44,7 +44,7 @@ class Runner:
 
     def __init__(
         self,
-        programs: dict[int, tuple[Layout, Program]],
+        programs: dict[int, tuple[Program, Moves]],
         sizes: Sequence[int],
         actions: Sequence[Action],
         channels: Channels,
@@ -63,11 +63,10 @@ class Runner:
         self._recompute, self._queues, self._reached = recompute, queues, reached
         self._random = random
         self._device = channels.buffers.device
-        layouts = {size: layout for size, (layout, _) in programs.items()}
-        self._sums = Sums(layouts, channels, phases)
+        self._sums = Sums(channels, phases)
         self._transfers: dict[Slot, Transfer] = {}
         self._flights: list[Flight] = []
-        self._receives = [list(self._demands(action)) for action in self._actions]
+        self._receives = [self._demands(action) for action in self._actions]
         self.loss: Tensor | None = None
 
     def run(self, flights: list[Flight]) -> None:
@@ -111,83 +110,76 @@ class Runner:
 
     # Receives
 
-    def _layout(self, microbatch: int) -> tuple[Layout, Program]:
+    def _at(self, microbatch: int) -> tuple[Program, Moves]:
         return self._programs[self._sizes[microbatch]]
 
-    def _demands(self, action: Action) -> Any:
+    def _demands(self, action: Action) -> list[tuple[Message, bool]]:
         """What an action waits for, in the order in which the others send it."""
         if action.kind == "weight":
-            return
-        layout, program = self._layout(action.microbatch)
-        segments = program.stages.get(action.stage, ())
-        found: list[tuple[tuple[int, ...], Want, Piece]] = []
-        for segment in segments:
-            if action.kind == "forward":
-                for want in segment.fetches:
-                    for piece in self._pieces(layout, want):
-                        found.append((_order(layout, want, piece), want, piece))
-            else:
-                for send in self._sends(layout, segment):
-                    if send.want.value in program.differentiable:
-                        order = _order(layout, send.want, send.piece)
-                        found.append(((-send.want.first_consumer, *order), send.want, send.piece))
+            return []
         is_backward = action.kind == "backward"
-        for _, want, piece in sorted(found, key=lambda entry: entry[0]):
-            yield want, piece, _sizes_of(piece.region, layout, want), is_backward
-
-    def _pieces(self, layout: Layout, want: Want) -> list[Piece]:
-        """What is received for a want piece by piece."""
-        return [] if self._sums.serve(layout.samples, want) else want.remote
-
-    def _sends(self, layout: Layout, segment: Segment) -> list[Send]:
-        """What is sent piece by piece."""
-        return [s for s in segment.sends if not self._sums.serve(layout.samples, s.want)]
+        _, moves = self._at(action.microbatch)
+        received = moves.received(action.stage, is_backward=is_backward)
+        return [(message, is_backward) for message in received]
 
     def _post(self, index: int) -> None:
-        action = self._actions[index]
-        layout, _ = self._layout(action.microbatch)
-        for want, piece, shape, is_backward in self._receives[index]:
-            slot = (action.microbatch, want.number, piece.part.index, is_backward)
-            self._transfers[slot] = self._channels.receive(
-                shape, self._dtype(layout, want), want, piece, action.microbatch,
-                is_backward=is_backward,
-            )  # fmt: skip
+        microbatch = self._actions[index].microbatch
+        for message, is_backward in self._receives[index]:
+            self._transfers[microbatch, message.number, is_backward] = self._channels.receive(
+                message, self._dtype(message.dtype), microbatch, is_backward=is_backward
+            )
 
-    def _dtype(self, layout: Layout, want: Want) -> torch.dtype:
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What a value travels as: under autocast in autocast's dtype."""
-        dtype = layout.tensor(want.value).dtype
         return self._precision.transfer_dtype(dtype)
 
-    def _take(self, microbatch: int, want: Want, piece: Piece, *, is_backward: bool) -> Tensor:
-        slot = (microbatch, want.number, piece.part.index, is_backward)
-        transfer = self._transfers.pop(slot)
-        kind = "gradient of " if is_backward else ""
-        name = f"wait {kind}{piece.part.operator} #{microbatch} from rank {transfer.source}"
-        n_bytes = transfer.buffer.numel() * transfer.buffer.element_size()
-        found: Tensor = self._phases.wait(name, lambda: self._channels.wait(transfer), n_bytes)
+    def _take(self, microbatch: int, carried: Carried, *, is_backward: bool) -> Tensor:
+        slot = (microbatch, carried.message.number, is_backward)
+        transfer = self._transfers[slot]
+        if not transfer.is_here:
+            kind = "gradient of " if is_backward else ""
+            words = carried.message.words
+            self._phases.wait(
+                f"wait {kind}{words} #{microbatch} from rank {transfer.source}",
+                lambda: self._channels.wait(transfer),
+                transfer.buffer.nbytes,
+            )
+        found = transfer.take(carried.entry)
+        if not transfer.n_left:
+            del self._transfers[slot]
         return found
+
+    def _send(
+        self, flight: Flight, departure: Departure, microbatch: int, *, is_backward: bool
+    ) -> None:
+        """Send pieces of outputs, or of gradients of what was fetched."""
+        dtype = self._dtype(departure.message.dtype)
+        pieces: list[Tensor] = []
+        for key, region in departure.cuts:
+            held = flight.gradient(key) if is_backward else flight.leaves[key].detach()
+            pieces.append(region.of_tensor(held).to(dtype))
+        joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
+        self._channels.send(joined, departure.message, microbatch, is_backward=is_backward)
 
     # Forward
 
     def _forward(self, action: Action) -> None:
         microbatch, stage = action.microbatch, action.stage
-        layout, program = self._layout(microbatch)
+        program, moves = self._at(microbatch)
         flight = self._flights[microbatch]
         for position, segment in enumerate(program.stages[stage]):
-            for want in segment.fetches:
-                self._assemble(flight, layout, program, want, microbatch)
-            outputs = self._compute(flight, segment, (stage, position))
-            flight.outputs[stage, position] = outputs
+            place = stage, position
+            for fetch in moves.fetches[place]:
+                self._assemble(flight, fetch, microbatch)
+            outputs = self._compute(flight, segment, place)
+            flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
                 self._cut_off(flight, program, key, output)
-            self._start_sums(flight, layout, segment, microbatch)
-            for send in self._sends(layout, segment):
-                held = flight.leaves[send.key].detach()
-                region = Relative.of(send.piece.region, program.blocks[send.key])
-                piece = region.of_tensor(held).to(self._dtype(layout, send.want))
-                self._channels.send(piece, send.want, send.piece, microbatch, is_backward=False)
+            self._start_sums(flight, moves, segment, microbatch)
+            for departure in moves.leaving.get(place, ()):
+                self._send(flight, departure, microbatch, is_backward=False)
             if self._recompute[stage] and segment.is_differentiable:
-                flight.outputs[stage, position] = ()
+                flight.outputs[place] = ()
 
     def _compute(
         self, flight: Flight, segment: Segment, place: tuple[int, int]
@@ -208,108 +200,94 @@ class Runner:
             leaf.requires_grad_()
         flight.leaves[key] = leaf
 
-    def _start_sums(
-        self, flight: Flight, layout: Layout, segment: Segment, microbatch: int
-    ) -> None:
+    def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:
-            want = self._sums.of(layout.samples, key)
-            if want is not None:
-                shape, dtype = _sizes_of(want.block, layout, want), self._dtype(layout, want)
-                whole = self._channels.buffers.take(shape, dtype).copy_(flight.leaves[key].detach())
-                self._sums.start(whole, layout.samples, want, microbatch, is_backward=False)
+            fetch = moves.sums.get(key)
+            if fetch is not None:
+                whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+                whole.copy_(flight.leaves[key].detach())
+                self._sums.start(whole, fetch, microbatch, is_backward=False)
 
-    def _assemble(
-        self, flight: Flight, layout: Layout, program: Program, want: Want, microbatch: int
-    ) -> None:
+    def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Make a want of what other devices sent and what is here."""
-        shape, dtype = _sizes_of(want.block, layout, want), self._dtype(layout, want)
-        first = want.pieces[0]
-        if self._sums.serve(layout.samples, want):
-            whole = self._sums.take(want, microbatch, is_backward=False)
-        elif len(want.pieces) == 1 and first.region == want.block:
-            whole = self._take(microbatch, want, first, is_backward=False)
+        if fetch.summed_over:
+            whole = self._sums.take(fetch, microbatch, is_backward=False)
+        elif fetch.is_whole and isinstance(fetch.placements[0].source, Carried):
+            whole = self._take(microbatch, fetch.placements[0].source, is_backward=False)
         else:
-            whole = self._channels.buffers.take(shape, dtype)
-            if want.is_sum:
+            whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+            is_added = fetch.want.is_sum and not fetch.placements[0].in_want.is_all
+            if is_added:
                 whole.zero_()
-            for piece in want.pieces:
-                self._place(flight, program, want, piece, whole, microbatch)
+            for placement in fetch.placements:
+                self._place(flight, placement, whole, microbatch, is_added=is_added)
+                is_added = fetch.want.is_sum
         leaf = whole.detach()
-        if want.value in program.differentiable:
+        if fetch.is_differentiable:
             leaf.requires_grad_()
-        flight.leaves[WantKey(want.number)] = leaf
+        flight.leaves[fetch.key] = leaf
 
     def _place(
         self,
         flight: Flight,
-        program: Program,
-        want: Want,
-        piece: Piece,
+        placement: Placement,
         whole: Tensor,
         microbatch: int,
+        *,
+        is_added: bool,
     ) -> None:
-        target = Relative.of(piece.region, want.block).of_tensor(whole)
-        if piece.part.device != want.device:
-            source = self._take(microbatch, want, piece, is_backward=False)
+        target = placement.in_want.of_tensor(whole)
+        if isinstance(placement.source, Carried):
+            piece = self._take(microbatch, placement.source, is_backward=False)
         else:
-            key = _key(want, piece)
-            held = flight.leaves[key].detach()
-            source = Relative.of(piece.region, program.blocks[key]).of_tensor(held)
-        if want.is_sum:
-            target.add_(source)
+            key, region = placement.source
+            piece = region.of_tensor(flight.leaves[key].detach())
+        if is_added:
+            target.add_(piece)
         else:
-            target.copy_(source)
-        if piece.part.device != want.device:
-            self._channels.buffers.give_back(source)
+            target.copy_(piece)
+        if isinstance(placement.source, Carried):
+            self._channels.buffers.give_back(piece)
 
     # Backward
 
     def _backward(self, action: Action, name: str) -> None:
         microbatch, stage = action.microbatch, action.stage
-        layout, program = self._layout(microbatch)
+        program, moves = self._at(microbatch)
         flight = self._flights[microbatch]
         for position in reversed(range(len(program.stages[stage]))):
+            place = stage, position
             segment = program.stages[stage][position]
-            self._collect(flight, layout, program, segment, microbatch)
+            self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
                 if self._recompute[stage]:
                     self._phases.begin("forward", f"{name} recompute")
-                    self._repeat(flight, segment, (stage, position))
+                    self._repeat(flight, segment, place)
                     self._phases.begin("backward", name)
-                self._differentiate(flight, segment, (stage, position), action)
-            flight.outputs.pop((stage, position), None)
-            for want in sorted(segment.fetches, key=lambda w: -w.first_consumer):
-                self._return(flight, layout, program, want, microbatch)
+                self._differentiate(flight, segment, place, action)
+            flight.outputs.pop(place, None)
+            self._return(flight, moves, place, microbatch)
             for key in segment.outputs:
                 flight.leaves.pop(key, None)
 
     def _collect(
-        self, flight: Flight, layout: Layout, program: Program, segment: Segment, microbatch: int
+        self, flight: Flight, moves: Moves, place: Place, segment: Segment, microbatch: int
     ) -> None:
         """Add the gradients that other devices send to those of the outputs."""
-        self._collect_sums(flight, layout, program, segment, microbatch)
-        sends = [s for s in self._sends(layout, segment) if s.want.value in program.differentiable]
-        order = {id(s): (-s.want.first_consumer, *_order(layout, s.want, s.piece)) for s in sends}
-        for send in sorted(sends, key=lambda s: order[id(s)]):
-            gradient = self._take(microbatch, send.want, send.piece, is_backward=True)
-            leaf = flight.leaves[send.key]
-            region = Relative.of(send.piece.region, program.blocks[send.key])
+        for key in segment.outputs:  # a part of a sum has the gradient of all who read the sum
+            fetch = moves.sums.get(key)
+            if fetch is not None and fetch.is_differentiable:
+                gradient = self._sums.take(fetch, microbatch, is_backward=True)
+                flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
+        for key, region, carried in moves.collected[place]:
+            gradient = self._take(microbatch, carried, is_backward=True)
+            leaf = flight.leaves[key]
             if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
                 # Not given back: gradients further back may be views of it, and on their way.
                 leaf.grad = gradient
             else:
-                flight.add_gradient(send.key, region, gradient)
+                flight.add_gradient(key, region, gradient)
                 self._channels.buffers.give_back(gradient)
-
-    def _collect_sums(
-        self, flight: Flight, layout: Layout, program: Program, segment: Segment, microbatch: int
-    ) -> None:
-        """A part of a sum has the gradient of all who read the sum."""
-        for key in segment.outputs:
-            want = self._sums.of(layout.samples, key)
-            if want is not None and want.value in program.differentiable:
-                gradient = self._sums.take(want, microbatch, is_backward=True)
-                flight.add_gradient(key, Relative.of(want.block, want.block), gradient)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
         """Run a segment's forward again, this time for its gradients."""
@@ -338,28 +316,27 @@ class Runner:
         with contextlib.nullcontext() if queue is None else queue.filling(action.microbatch):
             torch.autograd.backward(outputs, gradients)
 
-    def _return(
-        self, flight: Flight, layout: Layout, program: Program, want: Want, microbatch: int
-    ) -> None:
-        """Send the gradient of a want back to those who contributed to it."""
-        leaf = flight.leaves.pop(WantKey(want.number))
-        if want.value in program.differentiable:
-            gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            pieces = want.pieces
-            if self._sums.serve(layout.samples, want):
-                gradient, pieces = gradient.contiguous(), ()
-                self._sums.start(gradient, layout.samples, want, microbatch, is_backward=True)
-            for piece in sorted(pieces, key=lambda p: _order(layout, want, p)):
-                region = Relative.of(piece.region, want.block)
-                share = region.of_tensor(gradient)
-                if piece.part.device != want.device:
-                    self._channels.send(share, want, piece, microbatch, is_backward=True)
-                else:
-                    key = _key(want, piece)
-                    held = Relative.of(piece.region, program.blocks[key])
-                    flight.add_gradient(key, held, share)
-        if want.stage not in self._queues:  # else gradients of weights still need it
-            self._channels.buffers.give_back(leaf.detach())
+    def _return(self, flight: Flight, moves: Moves, place: Place, microbatch: int) -> None:
+        """Send the gradients of what a segment fetched back to those who contributed to it."""
+        for fetch in moves.fetches[place]:
+            if fetch.is_differentiable:
+                self._give_local(flight, fetch, microbatch)
+        for departure in moves.returning.get(place, ()):
+            self._send(flight, departure, microbatch, is_backward=True)
+        for fetch in moves.fetches[place]:
+            leaf = flight.leaves.pop(fetch.key)
+            if fetch.want.stage not in self._queues:  # else gradients of weights still need it
+                self._channels.buffers.give_back(leaf.detach())
+
+    def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
+        """Pass a gradient on to a sum, or to the parts of this device."""
+        gradient = flight.gradient(fetch.key)
+        if fetch.summed_over:
+            self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
+        for placement in fetch.placements:
+            if not isinstance(placement.source, Carried):
+                share = placement.in_want.of_tensor(gradient)
+                flight.add_gradient(*placement.source, share)
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -367,21 +344,6 @@ def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tenso
         return call_with(segment.module, flight.version, inputs)
     found: tuple[Tensor, ...] = segment.module(*inputs)
     return found
-
-
-def _order(layout: Layout, want: Want, piece: Piece) -> tuple[int, ...]:
-    """The order in which a device sends: as it computes."""
-    return layout.position[piece.part.operator], piece.part.index, want.number
-
-
-def _key(want: Want, piece: Piece) -> PartKey:
-    return PartKey(want.value, piece.part.operator, piece.part.index)
-
-
-def _sizes_of(block: Block, layout: Layout, want: Want) -> tuple[int, ...]:
-    """The shape of a region; dims that a block does not name are whole."""
-    sizes = tuple(stop - start for start, stop in block)
-    return (*sizes, *layout.tensor(want.value).shape[len(sizes) :])
 
 
 @contextlib.contextmanager

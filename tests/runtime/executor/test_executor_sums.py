@@ -9,7 +9,7 @@ from equivalence_sums import SumsCase, by_sums, towers
 
 from harness.runtime.capture import capture
 from harness.runtime.executor.layout import Layout
-from harness.runtime.executor.sums import shared_sums
+from harness.runtime.executor.messages import shared_sums
 from harness.runtime.executor.values import MetaModel
 
 BATCH = 6

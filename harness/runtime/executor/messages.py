@@ -1,0 +1,184 @@
+"""How pieces travel: in which messages, and when; or added up by one all_reduce.
+
+    device 0  | table 0 | table 1 | table 2 |--- one message --->  device 1, before the interaction
+
+A message costs its ends some time beside its bytes. Small pieces that one segment of the receiver
+waits for leave together, once the last of them is there, if the sender waits for nobody from the
+first to the last (else two devices could wait for each other). Their gradients, of which the
+receiver's segment gives all at once, come back the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from harness.domain.partition import Block
+from harness.runtime.executor.drafts import Draft, draft_segments
+from harness.runtime.executor.forms import Forms
+from harness.runtime.executor.layout import Layout, Piece, Want
+from harness.runtime.executor.options import LARGEST_JOINED_BYTES
+
+# Between two devices an exchange moves as many bytes as a sum and has half the latency.
+_FEWEST_DEVICES = 3
+
+Devices = tuple[int, ...]
+
+
+class Entry(NamedTuple):
+    """A piece in a message, and the elements before it."""
+
+    want: Want
+    piece: Piece
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What goes from one device to another at once; backward, its gradients the other way.
+
+    Attributes:
+        number: unique over all devices of a layout; equal on every rank.
+        after: position of the segment of the sender's stage after which it leaves.
+        before: position of the segment of the receiver's stage that waits for it.
+        entries: in the order in which they are computed.
+        returning: those of which gradients come back, with their places in that message.
+    """
+
+    number: int
+    source: int
+    target: int
+    source_stage: int
+    target_stage: int
+    after: int
+    before: int
+    dtype: torch.dtype
+    entries: tuple[Entry, ...]
+    returning: tuple[Entry, ...]
+
+    def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
+        return self.returning if is_backward else self.entries
+
+    @cached_property
+    def words(self) -> str:
+        """Whose outputs it carries."""
+        first, *rest = [entry.piece.part.operator for entry in self.entries]
+        return f"{first} and {len(rest)} more" if rest else first
+
+
+Place = tuple[int, int]  # stage, position of a segment
+
+
+def find_messages(forms: Forms, n_devices: int) -> list[Message]:
+    """The messages of a layout; equal on every rank."""
+    drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
+    before = {
+        want.number: (stage, position)
+        for own in drafts.values()
+        for stage, segments in own.items()
+        for position, draft in enumerate(segments)
+        for want in draft.fetches
+    }
+    groups: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
+    for own in drafts.values():
+        for segments in own.values():
+            for leaving in _leaving(forms.layout, segments):
+                groups[(*leaving.key, *before[leaving.want.number])].append(leaving)
+    return [
+        _message(forms.layout, number, pieces, before)
+        for number, pieces in enumerate(groups.values())
+    ]
+
+
+class _Piece(NamedTuple):
+    """A piece to be sent; those with equal keys leave together if one segment waits for them."""
+
+    want: Want
+    piece: Piece
+    after: int
+    key: tuple[object, ...]
+
+
+def _leaving(layout: Layout, segments: list[Draft]) -> Iterator[_Piece]:
+    """What is sent by one stage of one device, but for what an all_reduce adds up."""
+    summed = shared_sums(layout)
+    n_waits = 0
+    for position, draft in enumerate(segments):
+        n_waits += draft.waits
+        for want, piece in ((send.want, send.piece) for send in draft.sends):
+            if want.number in summed:
+                continue
+            dtype = layout.tensor(want.value).dtype
+            n_bytes = math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
+            alone = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
+            key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, alone
+            yield _Piece(want, piece, position, key)
+
+
+def _message(
+    layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, Place]
+) -> Message:
+    first = pieces[0]
+    stage, position = before[first.want.number]
+    return Message(
+        number=number,
+        source=first.piece.part.device,
+        target=first.want.device,
+        source_stage=first.piece.part.stage,
+        target_stage=stage,
+        after=max(piece.after for piece in pieces),
+        before=position,
+        dtype=layout.tensor(first.want.value).dtype,
+        entries=_entries(layout, pieces),
+        returning=_entries(
+            layout, [one for one in pieces if one.want.value in layout.differentiable]
+        ),
+    )
+
+
+def _entries(layout: Layout, pieces: list[_Piece]) -> tuple[Entry, ...]:
+    found: list[Entry] = []
+    offset = 0
+    for want, piece, *_ in pieces:
+        found.append(Entry(want, piece, layout.sizes_of(want.value, piece.region), offset))
+        offset += found[-1].n_elements
+    return tuple(found)
+
+
+def shared_sums(layout: Layout) -> dict[int, Devices]:
+    """The wants that one all_reduce serves, by number, with the devices that take part."""
+    alike: dict[tuple[str, Block], list[Want]] = defaultdict(list)
+    for want in layout.wants:
+        if want.is_sum:
+            alike[want.value, want.block].append(want)
+    return {
+        want.number: tuple(sorted(w.device for w in wants))
+        for wants in alike.values()
+        if _is_shared(wants)
+        for want in wants
+    }
+
+
+def _is_shared(wants: list[Want]) -> bool:
+    """Whether exactly the devices that hold a part each want all of it at the same place."""
+    pieces = wants[0].pieces
+    holders = sorted(piece.part.device for piece in pieces)
+    stages = {want.stage for want in wants} | {piece.part.stage for piece in pieces}
+    return (
+        len(holders) >= _FEWEST_DEVICES
+        and len(set(holders)) == len(holders)
+        and sorted(want.device for want in wants) == holders
+        and all(piece.region == wants[0].block for piece in pieces)
+        and len({want.first_consumer for want in wants}) == len(stages) == 1
+    )
