@@ -153,20 +153,25 @@ class OpTimer:
         self._processor = processor
         self._idle_backward_s: float | None = None
 
-    def measure(self, call: OperatorCall, what: str = "operator") -> OperatorSamples:
+    def measure(
+        self, call: OperatorCall, what: str = "operator", before: OperatorSamples | None = None
+    ) -> OperatorSamples:
         """Forward and backward seconds, less what starting autograd costs by itself.
+
+        Args:
+            before: samples of the same call that were taken before; new ones are added.
 
         Raises:
             VerificationError: an output or a gradient is not finite.
         """
-        saved_bytes = self._verify(call, what)
+        saved_bytes = self._verify(call, what) if before is None else before.saved_bytes
         forward_s, backward_s = self._sample(call, self._shortest_s)
         idle_s = self._idle_s()
-        return OperatorSamples(
-            forward_s=forward_s,
-            backward_s=[max(0.0, value - idle_s) for value in backward_s],
-            saved_bytes=saved_bytes,
-        )
+        backward_s = [max(0.0, value - idle_s) for value in backward_s]
+        if before is not None:
+            forward_s = before.forward_s + forward_s
+            backward_s = before.backward_s + backward_s
+        return OperatorSamples(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved_bytes)
 
     def _idle_s(self) -> float:
         """What `torch.autograd.grad` takes on nothing: a whole step pays that only once."""
@@ -236,7 +241,7 @@ class OpTimer:
     def _sample(self, call: OperatorCall, shortest_s: float) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of each sample."""
         wanted = _wanted(call)
-        for _ in range(max(1, self._budget.n_warm_up)):
+        for _ in range(self._budget.n_warm_up - 1):
             self._iterate(call, wanted)
         self._clock.settle()
         before = self._clock.mark()

@@ -16,7 +16,7 @@ from harness.workloads.plan_files import find_cluster, has_profiled
 from harness.workloads.profile import PROFILE
 
 # How long to measure, and in how many parts, does not change what a profile is of.
-_HOW = ("shards", "time_budget_s", "min_samples", "warm_up")
+_HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
 
 
 def plain(config: Any) -> dict[str, Any]:

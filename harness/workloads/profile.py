@@ -85,7 +85,7 @@ class _Profiling:
         return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
 
     def run(self) -> dict[str, Any]:
-        """Measure what the file lacks, and write it after each size of batch."""
+        """Measure what the file lacks, and write it after each size of batch in each round."""
         known = known_steps(self.profile, self.graph, self._dtype)
         steps = None if self._kind in known else self._step_sampler()
         measurer = PointMeasurer(
@@ -97,9 +97,11 @@ class _Profiling:
             flush=_flush_for(self.graph, self._context),
             between=steps.take_when_due if steps is not None else lambda: None,
         )
-        for samples in dict.fromkeys(point.samples for point in self._points):
-            batch = [point for point in self._points if point.samples == samples]
-            self._take_in(measurer.measure(self._mine(batch)))
+        sizes = dict.fromkeys(point.samples for point in self._points)
+        batches = [self._mine([p for p in self._points if p.samples == size]) for size in sizes]
+        for _ in range(self._config.rounds):
+            for batch in batches:
+                self._take_in(measurer.measure(batch))
         while steps is not None and len(steps.seconds) < _N_STEPS:
             steps.take()
         self._compare([] if steps is None else steps.seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,10 +42,13 @@ class ProfileConfig:
     goes beside it as .graph.json."""
     time_budget_s: float = 0.2
     """Sample each operator for about this long, but --min-samples at least."""
-    min_samples: int = 5
+    min_samples: int = 6
     """Fewest samples of each operator."""
+    rounds: int = 3
+    """Go over all operators this often, and take a part of the samples of each every time: what
+    slows the machine for a while slows no operator alone."""
     warm_up: int = 2
-    """Runs of each operator that are thrown away before."""
+    """Runs of each operator that are thrown away before, in each round."""
     dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
     """dlrm: widths from the dense features to the width of the embeddings."""
     dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
@@ -79,8 +83,12 @@ class ProfileConfig:
         return fit_options(self.model, asked)
 
     def budget(self) -> Budget:
+        """Of one operator in one round."""
         return Budget(
-            time_s=self.time_budget_s, n_min=self.min_samples, n_max=100, n_warm_up=self.warm_up
+            time_s=self.time_budget_s / self.rounds,
+            n_min=math.ceil(self.min_samples / self.rounds),
+            n_max=100,
+            n_warm_up=self.warm_up,
         )
 
     def counts(self, n_ranks: int) -> list[int]:
@@ -108,6 +116,7 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
         "n_classes": 0,
         "n_channels": 0,
         "min_samples": 1,
+        "rounds": 1,
         "warm_up": 1,
     }
     for name, bound in least.items():

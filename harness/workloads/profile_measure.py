@@ -20,7 +20,7 @@ from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.node_walk import NodeWalk, Visit
 from harness.runtime.op_shards import shard_call
-from harness.runtime.op_timer import OperatorCall, OpTimer, as_leaves
+from harness.runtime.op_timer import OperatorCall, OperatorSamples, OpTimer, as_leaves
 from harness.runtime.precision import Precision
 from harness.runtime.sampling import Budget, shortest_sample_s
 from harness.workloads.profile_points import Point
@@ -39,6 +39,9 @@ _SLICES_S = 0.02
 def shape_text(shape: dict[str, int]) -> str:
     """A shape in one word, such as sample64xfeature256."""
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
+
+
+_Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
 
 
 @dataclass
@@ -90,16 +93,21 @@ class PointMeasurer:
             processor=time.process_time if context.world.device.type == "cpu" else None,
         )
         self._between = between
+        self._samples: dict[_Name, OperatorSamples] = {}
+        self._cannot: set[_Name] = set()
         self._found = Measured()
         self._n_points = 0
 
     def measure(self, points: Sequence[Point]) -> Measured:
-        """Measure all; a point whose operator runs out of memory is skipped with its reason.
+        """Measure all, in addition to what was measured of them before.
+
+        A point whose operator runs out of memory is skipped with its reason, and not tried again.
 
         Raises:
             VerificationError: an operator's result is not finite.
             ModelError: an operator cannot run by itself.
         """
+        points = [point for point in points if _name(point) not in self._cannot]
         self._found, self._n_points = Measured(), len(points)
         for samples in dict.fromkeys(point.samples for point in points):
             wanted: dict[str, list[Point]] = {}
@@ -151,7 +159,10 @@ class PointMeasurer:
 
     def _record(self, point: Point, call: OperatorCall) -> None:
         world = self._context.world
-        found = self._timer.measure(call, f"operator {point.operator!r}")
+        before = self._samples.get(_name(point))
+        found = self._timer.measure(call, f"operator {point.operator!r}", before)
+        self._samples[_name(point)] = found
+        n_before = 0 if before is None else len(before.forward_s)
         measurement = Measurement(
             device_kind=world.device_kind,
             operator=point.key,
@@ -162,11 +173,12 @@ class PointMeasurer:
             saved_bytes=found.saved_bytes,
             spread=round(found.spread, 4),
         )
-        for step, value in enumerate(found.forward_s):
+        for step, value in list(enumerate(found.forward_s))[n_before:]:
             self._sample("operator_forward_s", value, point, step=step)
-        for step, value in enumerate(found.backward_s):
+        for step, value in list(enumerate(found.backward_s))[n_before:]:
             self._sample("operator_backward_s", value, point, step=step)
-        self._sample("operator_saved_bytes", found.saved_bytes, point)
+        if before is None:
+            self._sample("operator_saved_bytes", found.saved_bytes, point)
         self._found.measurements.append(measurement)
 
     def _sample(
@@ -203,7 +215,12 @@ class PointMeasurer:
         for point in points:
             _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
             self._sample("operator_skipped", 1, point, reason=reason)
+            self._cannot.add(_name(point))
             self._found.skipped.append((point, reason))
+
+
+def _name(point: Point) -> _Name:
+    return point.key, tuple(point.shape.items())
 
 
 def _shard_call(point: Point, call: OperatorCall, captured: Captured) -> OperatorCall | None:

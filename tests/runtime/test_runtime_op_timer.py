@@ -56,6 +56,16 @@ def test_forward_and_backward_are_timed_apart():
     assert (found.median_forward_s, found.median_backward_s, found.spread) == (3.0, 5.0, 0.0)
 
 
+def test_more_samples_of_a_call_are_added():
+    clock = FakeClock()
+    operators = timer(clock)
+    first = operators.measure(slow_call(clock, always(3.0)))
+    found = operators.measure(slow_call(clock, always(1.0), 2.0), before=first)
+    assert found.forward_s == [3.0] * 4 + [1.0] * 4
+    assert found.backward_s == [5.0] * 4 + [2.0] * 4
+    assert found.saved_bytes == first.saved_bytes
+
+
 def test_pauses_are_shared_out_by_what_the_processor_computed():
     clock, computed = FakeClock(), FakeClock()
     # The process computes 3 s forward and 5 s backward; every forward pass is paused for 4 s.

@@ -30,10 +30,10 @@ def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:
     config, name = argument
     measure = OpTimer.measure
 
-    def fail(self: OpTimer, call: OperatorCall, what: str = "operator") -> Any:
+    def fail(self: OpTimer, call: OperatorCall, what: str = "operator", before: Any = None) -> Any:
         if repr(name) in what:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return measure(self, call, what)
+        return measure(self, call, what, before)
 
     OpTimer.measure = fail  # type: ignore[method-assign]
     try:

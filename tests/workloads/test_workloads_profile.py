@@ -194,6 +194,22 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     assert (third["n_known"], third["n_measured"]) == (n[1], 0)
 
 
+def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1, 2), rounds=2, min_samples=2
+    )
+    _, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, ["cpu"]), 1)
+    samples = values(run, "operator_forward_s")
+    points = [(sample.labels["operator"], sample.labels["shape"]) for sample in samples]
+    n = len(points) // 2
+    assert points[:n] == points[n:]  # everything once, then everything again
+    assert [sample.step for sample in samples] == [0] * n + [1] * n
+    measured = Profile.from_json((tmp_path / "lenet.json").read_bytes()).measurements
+    assert len(measured) == n
+
+
 def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
     import profile_on_ranks
 
