@@ -1,6 +1,6 @@
 """All that the planner must show, section by section.
 
-    python benchmarks/planner.py [--quick] [--json] [SECTION ...]
+    python benchmarks/planner.py [--quick] [--json] [--pipedream CLONE] [SECTION ...]
 
 A section is a program planner_<section>.py beside this one, and can be run alone; each runs in a
 process of its own, so that neither compiled code nor peak memory carries over.
@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("section", nargs="*", help=f"default: all of {', '.join(found)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and seeds")
     parser.add_argument("--json", action="store_true", help="one object per comparison")
+    parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time beside ours")
     args = parser.parse_args()
     unknown = [name for name in args.section if name not in found]
     if unknown:
@@ -44,7 +45,10 @@ def main() -> int:
     failed = []
     for name in args.section or found:
         print(f"\n=== {name}: {found[name].name} ===", file=sys.stderr, flush=True)
-        done = subprocess.run([sys.executable, str(found[name]), *flags], env=env, check=False)
+        own = list(flags)
+        if name == "pipedream" and args.pipedream is not None:
+            own += ["--pipedream", str(args.pipedream)]
+        done = subprocess.run([sys.executable, str(found[name]), *own], env=env, check=False)
         if done.returncode != 0:
             failed.append(name)
     if failed:

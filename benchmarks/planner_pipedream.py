@@ -90,7 +90,7 @@ def theirs(checkout: Path, profile: Path, setting: Setting) -> float:
     flags += setting.bandwidth.split(",")
     if profile.stem == "inception_v3":  # it does not end without
         flags.append("--compress")
-    script = Path(__file__).with_name("planner_pipedream_theirs.py")
+    script = Path(__file__).with_name("pipedream_theirs.py")
     command = [sys.executable, str(script), str(checkout), str(profile), *flags]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

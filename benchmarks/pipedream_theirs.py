@@ -1,6 +1,6 @@
 """Run PipeDream's own optimizer on a profile and print the CPU seconds that it takes.
 
-    python benchmarks/planner_pipedream_theirs.py CHECKOUT PROFILE --machines 4 --bandwidth 1e9
+    python benchmarks/pipedream_theirs.py CHECKOUT PROFILE --machines 4 --bandwidth 1e9
 
 CHECKOUT is a clone of https://github.com/msr-fiddle/pipedream. What is timed begins when its
 optimizer has read the profile, as for ours. `--compress` merges parallel branches first, by
