@@ -17,6 +17,9 @@ SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 1
 
 
+_COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message", "exchange_s")
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, or the CPU share of one rank.
 
@@ -31,6 +34,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             NCCL's kernels on the same GPU); 0 when not measured.
         reduce_s_per_byte: the same in all-reduces, which add up what they receive.
         host_s_per_message: the same for each message sent or received, whatever its size.
+        exchange_s: seconds until a small message is here from a neighbour that has computed as
+            long; a latency that also has the jitter of both, where that is the longer.
     """
 
     name: str
@@ -41,6 +46,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
+    exchange_s: float = 0.0
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +117,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                     f"device {device.name} has memory {device.memory_bytes} B and speed "
                     f"{device.speed}: both must be above 0"
                 )
-            for name in ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message"):
+            for name in _COSTS:
                 cost: float = getattr(device, name)
                 if not 0 <= cost < math.inf:
                     raise ClusterError(f"device {device.name} has {name} {cost}: it must be >= 0")

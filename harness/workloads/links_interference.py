@@ -8,6 +8,11 @@ meanwhile is what a byte costs its device. It is 0 where other cores, or a NIC, 
 Communication is send_recv, every rank to the next and from the one before, and all_reduce, which
 adds up besides. Many small messages instead of a large one tell what a message costs beside its
 bytes: posting it, waking up for it.
+
+    lockstep  |####|x|####|  x|####| x|       compute, exchange a small message, and again
+
+What a round takes beyond its chunks is how long an exchange takes between ranks that compute alike:
+the link's latency, and their jitter, since each round waits for the slower one.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ _SAMPLE_S = 0.3
 _LONGEST_S = 2.0
 # A chunk ends soon after communication does, and takes far longer than asking whether it has.
 _CHUNK_S = 2e-3
+# Between two exchanges: some periods of a quota, and short, so that a change of pace weighs little.
+_ROUND_S = 8e-3
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
 _MOST_BYTES = 1 << 28
@@ -61,6 +68,16 @@ class _Chunks:
         self._run()
         return time.perf_counter() - start_s
 
+    def run(self, n_chunks: int) -> None:
+        """Compute some chunks."""
+        for _ in range(n_chunks):
+            self._run()
+
+    def settle(self) -> None:
+        """Wait for what is queued."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
     def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Chunks computed before `is_over`, at least one, and the seconds they took."""
         n, start_s = 0, time.perf_counter()
@@ -72,11 +89,12 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class Interference:
-    """Seconds of a device's computing that each byte or message takes, sent or received."""
+    """What communication takes from a device; fields as those of `Device`."""
 
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
+    exchange_s: float = 0.0
 
 
 def measure_interference(context: Context) -> list[Interference]:
@@ -91,6 +109,7 @@ def measure_interference(context: Context) -> list[Interference]:
     chunks = _Chunks(world)
     kinds = (_SendRecv(world), _AllReduce(world), _Messages(world))
     measured = [_measure(kind, chunks, context) for kind in kinds]
+    measured.append(_measure_exchange(kinds[0], chunks, context))
     by_rank = [gather_numbers(cost, world) for cost in measured]
     return [Interference(*costs) for costs in zip(*by_rank, strict=True)]
 
@@ -188,6 +207,33 @@ def _measure(kind: _Kind, chunks: _Chunks, context: Context) -> float:
         context.flush()
     context.progress.update(what, _N_SAMPLES, _N_SAMPLES)
     return median(costs)
+
+
+def _measure_exchange(kind: _SendRecv, chunks: _Chunks, context: Context) -> float:
+    """Median over samples of what a round of computing and exchanging takes beyond computing."""
+    world = context.world
+    device = world.device if world.backend == "nccl" else torch.device("cpu")
+    message = torch.zeros(_SMALL_BYTES // 4, device=device)
+    sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
+    found: list[float] = []
+    for step in range(_N_SAMPLES):
+        context.progress.update("computing in lockstep", step, _N_SAMPLES)
+        alone_s = _alone(chunks, sample_s)
+        n_chunks = max(1, round(_ROUND_S / agree_on_maximum([alone_s], world)[0]))
+        n_rounds = max(1, round(sample_s / _ROUND_S))
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(n_rounds):
+            chunks.run(n_chunks)
+            for work in kind.start(message):
+                work.wait()
+            chunks.settle()
+        round_s = (time.perf_counter() - start_s) / n_rounds
+        found.append(max(0.0, round_s - n_chunks * alone_s))
+        context.recorder.sample("exchange_s", found[-1], step=step, n_bytes=message.nbytes)
+        context.flush()
+    context.progress.update("computing in lockstep", _N_SAMPLES, _N_SAMPLES)
+    return median(found)
 
 
 def _beside(chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World) -> tuple[int, float]:

@@ -107,6 +107,15 @@ def test_one_device_runs_forward_and_backward_in_order():
     assert found.memory_bytes == {"node0:0": 3 * 120 + 32 + 16, "node0:1": 0}
 
 
+@pytest.mark.parametrize(("latency_s", "exchange_s"), [(0.5, 0.25), (0.25, 0.5)])
+def test_a_message_takes_the_links_latency_or_the_receivers_exchange(latency_s, exchange_s):
+    graph, profile = chain()
+    cluster = talking(cluster_of(latency=latency_s), exchange_s, exchange_s, of=["exchange_s"])
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    found = timeline(simulate(graph, profile, cluster, plans))
+    assert found[1] == ("a node0:0 -> node0:1", 1, 3.5)
+
+
 def test_a_producer_elsewhere_sends_and_gets_gradients_back():
     graph, profile = chain()
     found = simulate(

@@ -87,7 +87,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
     rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
-    costs = [Interference(1e-9, 2e-9, 3e-6), Interference(), Interference(3e-9)]
+    costs = [Interference(1e-9, 2e-9, 3e-6, 4e-3), Interference(), Interference(3e-9)]
     cluster = build_cluster(header, pairs, [point], rates, costs)
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
@@ -107,6 +107,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
     assert [device.reduce_s_per_byte for device in cluster.devices] == [2e-9, 0.0, 0.0]
     assert [device.host_s_per_message for device in cluster.devices] == [3e-6, 0.0, 0.0]
+    assert [device.exchange_s for device in cluster.devices] == [4e-3, 0.0, 0.0]
     assert cluster.collectives == [point]
 
 
@@ -172,6 +173,7 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert max(taken) > 0
     assert all(row.pace > 0 for row in rows)
     assert taken[-1] > max(taken[:3])
+    assert all(device.exchange_s > 0 for device in cluster.devices)
     assert "a message" in links_text([run])
 
 

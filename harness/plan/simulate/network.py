@@ -33,7 +33,8 @@ class Network:
     """A cluster's links in matrices, by position of the devices.
 
     Attributes:
-        latency_s, bandwidth: (n_devices, n_devices), from row to column.
+        latency_s, bandwidth: (n_devices, n_devices), from row to column; the latency is the
+            link's, or how long an exchange takes the receiver where that is longer.
         nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
         node_of: (n_devices,).
     """
@@ -53,6 +54,9 @@ class Network:
             a, b = position[link.source], position[link.target]
             self.latency_s[a, b] = link.latency_s
             self.bandwidth[a, b] = link.bandwidth_bytes_per_s
+        exchange_s = np.array([device.exchange_s for device in cluster.devices])
+        self.latency_s = np.maximum(self.latency_s, exchange_s)
+        np.fill_diagonal(self.latency_s, 0.0)
         self._complete()
         self._curves = Curves(cluster)
         self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}
