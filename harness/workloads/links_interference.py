@@ -12,7 +12,8 @@ bytes: posting it, waking up for it.
     lockstep  |####|x|####|  x|####| x|       compute, exchange a small message, and again
 
 What a round takes beyond its chunks is how long an exchange takes between ranks that compute alike:
-the link's latency, and their jitter, since each round waits for the slower one.
+the link's latency, and their jitter, since each round waits for the slower one. Receives are posted
+before the chunks, as the executor posts them.
 """
 
 from __future__ import annotations
@@ -142,6 +143,12 @@ class _SendRecv:
     def __init__(self, world: World) -> None:
         self._next, self._previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
+    def send(self, message: torch.Tensor) -> Any:
+        return dist.isend(message, self._next)
+
+    def receive(self, message: torch.Tensor) -> Any:
+        return dist.irecv(torch.empty_like(message), self._previous)
+
     def start(self, message: torch.Tensor) -> list[Any]:
         return self._exchange([message])
 
@@ -222,13 +229,16 @@ def _measure_exchange(kind: _SendRecv, chunks: _Chunks, context: Context) -> flo
         n_chunks = max(1, round(_ROUND_S / agree_on_maximum([alone_s], world)[0]))
         n_rounds = max(1, round(sample_s / _ROUND_S))
         dist.barrier()
-        start_s = time.perf_counter()
+        start_s, sends = time.perf_counter(), []
         for _ in range(n_rounds):
+            arriving = kind.receive(message)
             chunks.run(n_chunks)
-            for work in kind.start(message):
-                work.wait()
+            sends.append(kind.send(message))
+            arriving.wait()
             chunks.settle()
         round_s = (time.perf_counter() - start_s) / n_rounds
+        for work in sends:
+            work.wait()
         found.append(max(0.0, round_s - n_chunks * alone_s))
         context.recorder.sample("exchange_s", found[-1], step=step, n_bytes=message.nbytes)
         context.flush()
