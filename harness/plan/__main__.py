@@ -2,71 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
-from harness.domain.graph import Graph
-from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
-from harness.measure.store import write_atomically
-from harness.plan import cli, flags
-from harness.plan.costs import run
-from harness.plan.report import ProgressLine, json_line, result_lines
-from harness.plan.show import show_file
-
-_INTERRUPTED = 130  # what a shell reports for SIGINT
-
-
-def _capture_model(name: str, batch: int) -> Graph:
-    """Capture by torch, which only this needs."""
-    try:
-        capture = importlib.import_module("harness.runtime.capture")
-    except ImportError as error:
-        raise EnvironmentSetupError(
-            f"--model {name} needs torch to capture the model ({error}): install it, or plan from "
-            "files with --profile and --graph"
-        ) from None
-    graph: Graph = capture.capture_model(name, batch)
-    return graph
-
-
-def _search(args: argparse.Namespace) -> None:
-    progress = ProgressLine()
-    try:
-        request = cli.request_from(args, capture_model=_capture_model, progress=progress)
-        if line := cli.source_line(args, request):
-            print(line, file=sys.stderr)
-        result = run(args.cost, request)
-    finally:
-        progress.clear()
-    if args.output is not None:
-        write_atomically(args.output, cli.strategy_bytes(result.strategy))
-    print(json_line(result) if args.json else "\n".join(result_lines(result)))
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
-    args = flags.parse(argv)
-    try:
-        if args.command == "search":
-            _search(args)
-        elif args.command == "convert":
-            data, what = cli.converted(args)
-            write_atomically(args.output, data)
-            print(f"{what}; wrote {args.output} ({args.to})")
-        else:
-            print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
-    except HarnessError as error:
-        print(f"harness.plan: {error}", file=sys.stderr)
-        return EXIT_CODE
-    except KeyboardInterrupt:
-        print("harness.plan: interrupted before a plan was found", file=sys.stderr)
-        return _INTERRUPTED
-    except BrokenPipeError:  # `... | head` has closed its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    # Planning multiplies no matrices, and the threads of numpy's BLAS spin while they wait: they
+    # took as much time as planning a graph of 400 operators. To be set before numpy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from harness.plan.commands import main as run
+
+    return run(argv)
 
 
 if __name__ == "__main__":
