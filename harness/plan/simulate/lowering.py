@@ -146,6 +146,8 @@ def _messages(simulator: Simulator, edges: Edges, n_devices: int) -> Floats:
     """(n_edges,) of the messages that small pieces share."""
     shares = np.ones(len(edges.source))
     is_small = edges.n_bytes <= simulator.options.joined_bytes
+    if not is_small.any():
+        return shares
     wanted = edges.target[is_small] * n_devices + edges.source[is_small] % n_devices
     _, which, counts = np.unique(wanted, return_inverse=True, return_counts=True)
     shares[is_small] = 1 / counts[which]

@@ -90,10 +90,11 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
         for position, draft in enumerate(segments)
         for want in draft.fetches
     }
+    summed = shared_sums(forms.layout)
     groups: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
     for own in drafts.values():
         for segments in own.values():
-            for leaving in _leaving(forms.layout, segments):
+            for leaving in _leaving(forms.layout, segments, summed):
                 groups[(*leaving.key, *before[leaving.want.number])].append(leaving)
     return [
         _message(forms.layout, number, pieces, before)
@@ -110,9 +111,10 @@ class _Piece(NamedTuple):
     key: tuple[object, ...]
 
 
-def _leaving(layout: Layout, segments: list[Draft]) -> Iterator[_Piece]:
+def _leaving(
+    layout: Layout, segments: list[Draft], summed: Mapping[int, Devices]
+) -> Iterator[_Piece]:
     """What is sent by one stage of one device, but for what an all_reduce adds up."""
-    summed = shared_sums(layout)
     n_waits = 0
     for position, draft in enumerate(segments):
         n_waits += draft.waits
