@@ -5,8 +5,9 @@
     python benchmarks/searched.py --work WORK --summary        of the cells that are done
 
 A cell is a model on a virtual cluster (searched_cells.py). Links and operators are measured, then
-the train workload trains the model as single, ddp (torch's own), pipeline, tensor, hybrid and
-searched, in random order, each in processes of its own and each beside its prediction. Per cell:
+the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
+with the microbatches that are predicted to be fastest and with four for each rank), tensor, hybrid
+and searched, in random order, each in processes of its own and beside its prediction. Per cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
@@ -37,6 +38,9 @@ import tyro
 from comparison import machine
 from searched_cells import CELLS, QUICK, Cell
 
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.record import Sample
+from harness.measure.derive import training_summary
 from harness.measure.derive_choice import Judged, cell_summary
 from harness.measure.derive_prediction import predicted_run, read_prediction
 from harness.measure.derive_training import step_times
@@ -131,9 +135,11 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Path:
               "--warm-up", "2", "--no-sync-steps", "0",
               "--repeats", str(options.repeats))  # fmt: skip
     steps = cell.ddp_steps(options.steps)
+    flows = ("--schedule", "1f1b", "interleaved",
+             "--microbatches", "0", str(4 * len(cell.place.cpu)))  # fmt: skip
     launches = [
         (*shared, "--strategy", "ddp", "--steps", str(steps)),
-        (*shared, "--strategy", *_STRATEGIES, "--steps", str(options.steps)),
+        (*shared, "--strategy", *_STRATEGIES, *flows, "--steps", str(options.steps)),
     ]
     for flags in random.sample(launches, len(launches)):
         cluster.run(cell, results, *flags)
@@ -151,13 +157,25 @@ def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
 
 
 def runs_of(cell: Cell, results: Path) -> dict[str, list[Run]]:
-    """The runs that trained a cell's model, by strategy."""
+    """The runs that trained a cell's model, by strategy; flags that made the same plan of hand
+    count as one strategy, so that nothing is compared with itself."""
     model = cell.model.workload_flags[1]
     found: dict[str, list[Run]] = {}
-    for run in read_results(results).runs:
-        if run.header.workload == "train" and run.header.config["model"] == model:
-            found.setdefault(run.header.config["strategy"], []).append(run)
+    names: dict[bytes, str] = {}
+    for run in sorted(read_results(results).runs, key=_flags_given):
+        if run.header.workload != "train" or run.header.config["model"] != model:
+            continue
+        name = training_summary(run).strategy
+        plan = run.path / STRATEGY_FILE
+        if name != "searched" and plan.exists():
+            name = names.setdefault(plan.read_bytes(), name)
+        found.setdefault(name, []).append(run)
     return found
+
+
+def _flags_given(run: Run) -> tuple[bool, str]:
+    """Pipelines whose microbatches were left to the simulator give their plan its name."""
+    return bool(run.header.config.get("microbatches")), run.header.run_id
 
 
 def judge_strategy(runs: list[Run]) -> dict[str, Any]:
@@ -186,7 +204,7 @@ def judge_strategy(runs: list[Run]) -> dict[str, Any]:
 def losses(run: Run) -> list[float]:
     """The global loss of every measured step."""
     records = run.ranks.get(0, [])
-    return [r.value for r in records if getattr(r, "metric", "") == "loss"]
+    return [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"]
 
 
 def trains_the_same(found: dict[str, list[Run]]) -> float:

@@ -7,6 +7,8 @@ layers are those of torchvision; only widths, depths and image sizes are smaller
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from torch import nn
 
 from harness.runtime.torchvision_import import import_torchvision
@@ -26,11 +28,35 @@ def _classifier(n_inputs: int, n_classes: int) -> nn.Sequential:
     )
 
 
+def _with_classifier(features: nn.Module, side: int, n_channels: int, n_classes: int) -> nn.Module:
+    """As torchvision's, whose own classifiers are large enough to take seconds to draw."""
+    parts: dict[str, nn.Module] = {
+        "features": features,
+        "avgpool": nn.AdaptiveAvgPool2d((side, side)),
+        "flatten": nn.Flatten(),
+        "classifier": _classifier(n_channels * side * side, n_classes),
+    }
+    return nn.Sequential(OrderedDict(parts))
+
+
 def alexnet(n_classes: int = 10) -> nn.Module:
     """13 million parameters, of which 11 in the first two linear layers."""
-    model: nn.Module = import_torchvision("models").alexnet(weights=None, num_classes=n_classes)
-    model.classifier = _classifier(256 * 6 * 6, n_classes)
-    return model
+    features = nn.Sequential(
+        nn.Conv2d(3, 64, kernel_size=11, stride=4, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2),
+        nn.Conv2d(64, 192, kernel_size=5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2),
+        nn.Conv2d(192, 384, kernel_size=3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, kernel_size=3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, kernel_size=3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(kernel_size=3, stride=2),
+    )
+    return _with_classifier(features, 6, 256, n_classes)
 
 
 def vgg16(n_classes: int = 10) -> nn.Module:
@@ -38,9 +64,7 @@ def vgg16(n_classes: int = 10) -> nn.Module:
     than half of their channels."""
     vgg = import_torchvision("models.vgg")
     plan = (24, 24, "M", 48, 48, "M", 96, 96, 96, "M", 192, 192, 192, "M", 256, 256, 256, "M")
-    model: nn.Module = vgg.VGG(vgg.make_layers(plan), num_classes=n_classes)
-    model.classifier = _classifier(256 * 7 * 7, n_classes)
-    return model
+    return _with_classifier(vgg.make_layers(plan), 7, 256, n_classes)
 
 
 def vit(n_classes: int = 10, image_size: int = 32) -> nn.Module:

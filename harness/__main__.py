@@ -141,9 +141,20 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _preloaded(cases: list[Any]) -> list[str]:
+    """What the processes of all runs import, so that it is imported once."""
+    from harness.runtime.models import may_import_torchvision
+
+    modules = ["torch", "torch.distributed", "harness.run", "harness.workloads"]
+    models = {getattr(case.config, "model", "") for case in cases} - {""}
+    if any(may_import_torchvision(model) for model in models):
+        modules.append("harness.runtime.preload_torchvision")
+    return modules
+
+
 def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[str]) -> int:
     if any(case.workload.is_isolated for case in cases):
-        start_fork_server(["torch", "torch.distributed", "harness.run", "harness.workloads"])
+        start_fork_server(_preloaded(cases))
 
     from harness.launch import Launcher
     from harness.runtime.rendezvous import meet

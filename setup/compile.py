@@ -1,6 +1,13 @@
-"""Compile the simulator's event loops into the cache beside its source: half a minute, once."""
+"""Compile once what every start would compile again otherwise.
+
+The simulator's event loops go into the cache beside their source, which takes half a minute. The
+bytecode of what a rank imports is written by importing it: installers leave that to the first
+start, and where PYTHONDONTWRITEBYTECODE is set, as in many containers, to every one.
+"""
 
 from __future__ import annotations
+
+import importlib
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
@@ -8,8 +15,23 @@ from harness.domain.profile import Measurement, Profile
 from harness.plan import builders
 from harness.plan.simulate.simulator import Simulator, compile_events
 
+_IMPORTED = (
+    "harness.__main__",
+    "harness.launch",
+    "harness.plot.__main__",
+    "harness.workloads",
+    "harness.runtime.executor.engine",
+    "harness.runtime.preload_torchvision",
+)
 
-def main() -> None:
+
+def compile_imports() -> None:
+    """Write the bytecode of what ranks import."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+
+
+def compile_simulator() -> None:
     """Simulate one layer on two devices; what is compiled fits every model."""
     shape = {"sample": 4, "feature": 4}
     graph = Graph(
@@ -29,4 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compile_imports()
+    compile_simulator()

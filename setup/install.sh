@@ -231,8 +231,8 @@ main() {
     install_packages
     name_daemon
     verify
-    say "compiling the simulator, once"
-    "$venv/bin/python" "$root/setup/compile.py" || say "it will be compiled by the first search"
+    say "compiling, once"
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" "$root/setup/compile.py" || say "the first start will compile the rest"
     checksum >"$stamp"
     say "done in $((SECONDS - begin)) s; activate with: source $venv/bin/activate"
 }

@@ -13,8 +13,8 @@ from harness.measure.store import Run
 
 # What tells strategies apart, or how they are found; every other setting must be equal.
 _COMPARED = (
-    "strategy", "engine", "n_ranks", "schedule", "asynchronous", "recompute", "predict",
-    "search_seconds", "search_budget", "memory",
+    "strategy", "engine", "n_ranks", "schedule", "microbatches", "asynchronous", "recompute",
+    "predict", "search_seconds", "search_budget", "trials", "memory",
 )  # fmt: skip
 
 

@@ -113,7 +113,8 @@ def configured(run: Run, name: str, default: str = "") -> str:
 
 def _strategy_name(run: Run) -> str:
     """The strategy with what tells it from the usual: behind the engine, where others train it too,
-    before a pipeline's schedule; one that was read from a file is called by the file's name."""
+    before a pipeline's schedule, and the microbatches that were asked for; one that was read from
+    a file is called by the file's name."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     if strategy == "pipeline" and engine == "executor":
         strategy += _flow_name(run)
@@ -125,6 +126,8 @@ def _strategy_name(run: Run) -> str:
 def _flow_name(run: Run) -> str:
     schedule = configured(run, "schedule", "1f1b")
     told = "" if schedule == "1f1b" else f"-{schedule}"
+    microbatches = run.header.config.get("microbatches")
+    told += f"-{microbatches}-microbatches" if microbatches else ""
     for flag in ("recompute", "asynchronous"):
         told += f"-{flag}" if run.header.config.get(flag) else ""
     return told

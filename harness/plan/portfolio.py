@@ -54,6 +54,53 @@ def plan(request: PlanRequest) -> PlanResult:
     return plan_with_simulator(request)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What a search has seen: the fastest plan by the simulator, and the fastest of each kind.
+
+    Attributes:
+        interrupted: the search was ended early, by Ctrl-C.
+    """
+
+    simulator: Simulator
+    objective: Objective
+    standings: list[Standing]
+    interrupted: bool
+
+    @property
+    def best(self) -> Candidate:
+        """By prediction."""
+        assert self.objective.best is not None, "a search without any plan raises"
+        return self.objective.best
+
+    def ranked(self) -> list[Candidate]:
+        """The fastest plan of each standard strategy and each search that fits into memory; no
+        plan twice; fastest first."""
+        distinct: list[Candidate] = []
+        for candidate in sorted(self.objective.best_of.values(), key=lambda c: c.step_s):
+            if not any(candidate.is_same_plan(other) for other in distinct):
+                distinct.append(candidate)
+        return distinct
+
+    def strategy(self, candidate: Candidate) -> Strategy:
+        """A plan as a file has it, named for what it does."""
+        simulator = self.simulator
+        strategy = candidate.to_strategy(simulator.graph, "searched")
+        return msgspec.structs.replace(
+            strategy,
+            name=describe_strategy(strategy, simulator.graph),
+            made_for=fingerprint(simulator.graph, simulator.cluster, simulator.profile),
+        )
+
+    def result(self, chosen: Candidate | None = None) -> PlanResult:
+        """The answer.
+
+        Args:
+            chosen: another plan of `ranked` than the best by prediction.
+        """
+        return _result(self, chosen or self.best)
+
+
 def plan_with_simulator(
     request: PlanRequest,
     *,
@@ -61,7 +108,21 @@ def plan_with_simulator(
     start: Strategy | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
 ) -> PlanResult:
-    """As `plan`, with more to say.
+    """As `plan`, with more to say; arguments and errors as for `search_portfolio`."""
+    found = search_portfolio(
+        request, options=options, start=start, exhaustive_up_to=exhaustive_up_to
+    )
+    return found.result()
+
+
+def search_portfolio(
+    request: PlanRequest,
+    *,
+    options: SimulatorOptions | None = None,
+    start: Strategy | None = None,
+    exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
+) -> Searched:
+    """Search, and keep what each search found.
 
     Args:
         options: what the simulator assumes of the engine.
@@ -99,7 +160,9 @@ def plan_with_simulator(
         interrupted = True
     if objective.best is None:
         raise PlanError(_nothing_fits(simulator, objective))
-    return _result(request, simulator, objective, standings, interrupted=interrupted)
+    return Searched(
+        simulator=simulator, objective=objective, standings=standings, interrupted=interrupted
+    )
 
 
 def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
@@ -261,40 +324,26 @@ def _project(candidate: Candidate, space: Space) -> dict[int, OperatorPlan]:
     return {op: closest(menu, candidate.plans[op]) for op, menu in space.menus.items()}
 
 
-def _result(
-    request: PlanRequest,
-    simulator: Simulator,
-    objective: Objective,
-    standings: list[Standing],
-    *,
-    interrupted: bool,
-) -> PlanResult:
-    best = objective.best
-    assert best is not None
-    assert request.graph is not None
-    strategy = best.to_strategy(simulator.graph, "searched")
-    strategy = msgspec.structs.replace(
-        strategy,
-        name=describe_strategy(strategy, simulator.graph),
-        made_for=fingerprint(simulator.graph, simulator.cluster, simulator.profile),
-    )
-    simulation = simulator.simulate(strategy)
+def _result(found: Searched, chosen: Candidate) -> PlanResult:
+    objective, standings = found.objective, found.standings
+    strategy = found.strategy(chosen)
+    simulation = found.simulator.simulate(strategy)
     by_name = {s.strategy.name: s.simulation.step_s for s in standings}
     single = by_name.get("single", math.nan)
     ddp = by_name.get("ddp", single)
     return PlanResult(
         cost="simulator",
-        method=best.method,
+        method=chosen.method,
         predicted_step_s=simulation.step_s,
         speedup_over_single=single / simulation.step_s,
         speedup_over_ddp=ddp / simulation.step_s,
         memory_bytes=simulation.memory_bytes,
         strategy=strategy,
         explanation=[strategy.name, *explain(simulation), *_compare(simulation, standings)],
-        runners_up=_runners_up(objective, standings, best),
+        runners_up=_runners_up(found, chosen),
         n_proposals=objective.n_proposals,
         proposals_per_s=objective.n_proposals / max(objective.judging_s, 1e-9),
-        interrupted=interrupted,
+        interrupted=found.interrupted,
     )
 
 
@@ -312,23 +361,25 @@ def _compare(simulation: Simulation, standings: list[Standing]) -> list[str]:
     return lines + [f"  {line}" for line in explain(ddp)[:-1]]
 
 
-def _runners_up(objective: Objective, standings: list[Standing], best: Candidate) -> list[RunnerUp]:
-    found = [
+def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
+    lost = [
         RunnerUp(
             name=standing.strategy.name,
             step_s=standing.simulation.step_s if standing.simulation.fits else None,
             note="" if standing.simulation.fits else _lacks(standing.simulation),
         )
-        for standing in standings
-        if standing.strategy.name != best.method
+        for standing in found.standings
+        if standing.strategy.name != chosen.method
     ]
-    standard = {standing.strategy.name for standing in standings}
-    for name, candidate in objective.best_of.items():
-        if name not in standard and candidate is not best and candidate.step_s > best.step_s:
-            strategy = candidate.to_strategy(objective.simulator.graph, name)
-            note = describe_strategy(strategy, objective.simulator.graph)
-            found.append(RunnerUp(name=name, step_s=candidate.step_s, note=note))
-    return sorted(found, key=lambda r: (r.step_s is None, r.step_s or 0.0, r.name))
+    standard = {standing.strategy.name for standing in found.standings}
+    lost += [
+        RunnerUp(
+            name=candidate.method, step_s=candidate.step_s, note=found.strategy(candidate).name
+        )
+        for candidate in found.ranked()
+        if candidate.method not in standard and not candidate.is_same_plan(chosen)
+    ]
+    return sorted(lost, key=lambda r: (r.step_s is None, r.step_s or 0.0, r.name))
 
 
 def _lacks(simulation: Simulation) -> str:

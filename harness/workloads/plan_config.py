@@ -57,6 +57,9 @@ class SearchConfig:
     """End the search after this long, with the best plan found."""
     search_budget: int = 0
     """Most plans that are judged; 0 is as many as take some seconds."""
+    trials: int = 4
+    """Best plans that are trained for some steps, in turn, so that the clock chooses among them; 1
+    trusts the prediction."""
     memory: str = ""
     """What each device may use, such as 12GB; by default all that it has."""
     n_ranks: int = 0
@@ -157,6 +160,7 @@ def question_of(case: TrainCase) -> SearchConfig:
         batch_norm="global" if case.batch_norm == "global" else "local",
         search_seconds=case.search_seconds,
         search_budget=case.search_budget,
+        trials=case.trials,
         memory=case.memory,
         n_ranks=case.n_ranks,
         seed=case.seed,
@@ -198,9 +202,18 @@ def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
     ]
 
 
+_AT_LEAST = {
+    "batch_size": 1,
+    "image_size": 0,
+    "n_classes": 0,
+    "n_channels": 0,
+    "search_budget": 0,
+    "trials": 1,
+}
+
+
 def _check(config: SearchConfig, n_ranks: int) -> None:
-    least = {"batch_size": 1, "image_size": 0, "n_classes": 0, "n_channels": 0, "search_budget": 0}
-    for name, bound in least.items():
+    for name, bound in _AT_LEAST.items():
         if getattr(config, name) < bound:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(config, name)} must be at least {bound}"

@@ -1,11 +1,12 @@
 """The search workload: which strategy trains a model fastest on these ranks, and why.
 
-Rank 0 searches; the others measure their part and leave, so that they take nothing from it.
+Rank 0 searches while the others sleep; then all train the best few plans for some steps.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.domain.prediction import STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.store import Run, read_header
 from harness.plan import builders
-from harness.plan.portfolio import plan_with_simulator
+from harness.plan.portfolio import Searched, search_portfolio
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest, PlanResult
 from harness.plan.request import Progress as PlanProgress
@@ -34,6 +35,7 @@ from harness.workloads.plan_needs import links_need, plain, profile_need
 from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_sizes
 from harness.workloads.plan_predict import predict
 from harness.workloads.plan_share import from_first, wait_for_all
+from harness.workloads.plan_trials import Tried, trial_lines, try_out
 
 
 class _Sizes(msgspec.Struct, frozen=True):
@@ -61,45 +63,95 @@ def measure_optimizer(
     return tuple(gather_numbers(mine, context.world))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The plan that was chosen; rank 0 only.
+
+    Attributes:
+        tried: plans that were trained for some steps, fastest first; that one is chosen. Nothing
+            where the prediction alone decided.
+    """
+
+    strategy: Strategy
+    prediction: Prediction
+    result: PlanResult
+    tried: list[Tried]
+
+
 def search(
-    question: SearchConfig, inputs: Inputs, rates: tuple[float, ...], context: Context
-) -> tuple[Strategy, Prediction, PlanResult]:
-    """Search on this rank, with progress on rank 0's terminal.
+    question: SearchConfig, inputs: Inputs | None, rates: tuple[float, ...], context: Context
+) -> Found | None:
+    """Search on rank 0, then try the best plans on all ranks, which must all call it.
+
+    Args:
+        inputs: rank 0's; the others' is ignored.
+
+    Returns:
+        None on the other ranks.
 
     Raises:
         PlanError: nothing fits into memory.
+        PeerError: another rank died or hangs in a trial step.
     """
-    simulator = inputs.simulator(question, rates, in_place_bytes(context.world.device))
-    compile_events(simulator, builders.single(inputs.graph, question.batch_size))
-    start_s, cpu_start_s = time.perf_counter(), time.process_time()
+    searcher = _Searcher(question, rates, context)
 
-    def show(progress: PlanProgress) -> None:
+    def look() -> bytes:
+        assert inputs is not None
+        searcher.search(inputs)
+        return b""
+
+    from_first(look, context.world)
+    tried = try_out(question, searcher.found, context)
+    return searcher.choose(tried) if context.world.is_first else None
+
+
+class _Searcher:
+    """Rank 0's part, with progress on its terminal; on the other ranks it knows nothing."""
+
+    def __init__(self, question: SearchConfig, rates: tuple[float, ...], context: Context) -> None:
+        self._question, self._rates, self._context = question, rates, context
+        self._search_s = self._search_cpu_s = 0.0
+        self.found: Searched | None = None
+
+    def search(self, inputs: Inputs) -> None:
+        question = self._question
+        in_place = in_place_bytes(self._context.world.device)
+        simulator = inputs.simulator(question, self._rates, in_place)
+        compile_events(simulator, builders.single(inputs.graph, question.batch_size))
+        start_s, cpu_start_s = time.perf_counter(), time.process_time()
+        request = PlanRequest(
+            cluster=inputs.cluster,
+            graph=inputs.graph,
+            profile=inputs.profile,
+            batch=question.batch_size,
+            memory_bytes=parse_bytes(question.memory) if question.memory else None,
+            budget=question.search_budget or None,
+            seconds=question.search_seconds,
+            seed=question.seed,
+            progress=self._show,
+        )
+        self.found = search_portfolio(request, options=simulator.options)
+        self._search_s = time.perf_counter() - start_s
+        self._search_cpu_s = time.process_time() - cpu_start_s
+
+    def _show(self, progress: PlanProgress) -> None:
         done = round(100 * (progress.fraction or 0.0))
         best = format_duration(progress.best_step_s)
         note = f"% {progress.phase}, {progress.n_proposals} judged, best {best}"
-        context.progress.update("search", done, 100, note)
+        self._context.progress.update("search", done, 100, note)
 
-    request = PlanRequest(
-        cluster=inputs.cluster,
-        graph=inputs.graph,
-        profile=inputs.profile,
-        batch=question.batch_size,
-        memory_bytes=parse_bytes(question.memory) if question.memory else None,
-        budget=question.search_budget or None,
-        seconds=question.search_seconds,
-        seed=question.seed,
-        progress=show,
-    )
-    result = plan_with_simulator(request, options=simulator.options)
-    search_s = time.perf_counter() - start_s
-    result = msgspec.structs.replace(
-        result,
-        search_cpu_s=time.process_time() - cpu_start_s,
-        peak_rss_bytes=peak_bytes(context.world.device)["rss"],
-    )
-    strategy: Strategy = result.strategy
-    prediction = predict(simulator, strategy, method=result.method, search_s=search_s)
-    return strategy, prediction, result
+    def choose(self, tried: list[Tried]) -> Found:
+        """What was fastest when tried, else by prediction."""
+        assert self.found is not None
+        result = msgspec.structs.replace(
+            self.found.result(tried[0].candidate if tried else None),
+            search_cpu_s=self._search_cpu_s,
+            peak_rss_bytes=peak_bytes(self._context.world.device)["rss"],
+        )
+        prediction = predict(
+            self.found.simulator, result.strategy, method=result.method, search_s=self._search_s
+        )
+        return Found(strategy=result.strategy, prediction=prediction, result=result, tried=tried)
 
 
 def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
@@ -107,6 +159,7 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
 
     Raises:
         PlanError: nothing fits, or links or operators have not been measured.
+        PeerError: another rank died or hangs in a trial step.
     """
     inputs: Inputs | None = None
 
@@ -119,18 +172,19 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
     rates = measure_optimizer(config, inputs, context)
     for rank, rate in enumerate(rates):
         context.recorder.sample("optimizer_s_per_byte", rate, rank=rank)
-    if inputs is None:
+    found = search(config, inputs, rates, context)
+    if found is None:
         return {}
-    strategy, prediction, result = search(config, inputs, rates, context)
-    write_plan(context.run_dir, strategy, prediction)
+    write_plan(context.run_dir, found.strategy, found.prediction)
+    result = found.result
     return {
-        "strategy": strategy.name,
-        "predicted_step_s": prediction.step_s,
+        "strategy": found.strategy.name,
+        "predicted_step_s": found.prediction.step_s,
         "speedup_over_single": result.speedup_over_single,
         "speedup_over_ddp": result.speedup_over_ddp,
         "n_proposals": result.n_proposals,
-        "search_s": prediction.search_s,
-        "text": result_lines(result),
+        "search_s": found.prediction.search_s,
+        "text": [*result_lines(result), *trial_lines(found.tried)],
     }
 
 

@@ -35,9 +35,17 @@ _AT_LEAST = {
     "n_classes": 0,
     "repeats": 1,
     "dlrm_lookups": 1,
-    "microbatches": 0,
     "stages": 0,
     "search_budget": 0,
+    "trials": 1,
+}
+
+_EACH_AT_LEAST = {
+    "batch_size": 1,
+    "per_device_batch": 1,
+    "rank_counts": 1,
+    "dlrm_table_rows": 1,
+    "microbatches": 0,
 }
 
 
@@ -49,9 +57,10 @@ def _check_numbers(config: TrainConfig) -> None:
     for name, least in _AT_LEAST.items():
         if getattr(config, name) < least:
             raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least {least}")
-    for name in ("batch_size", "per_device_batch", "rank_counts", "dlrm_table_rows"):
-        if any(value < 1 for value in getattr(config, name)):
-            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least 1 each")
+    for name, least in _EACH_AT_LEAST.items():
+        if any(value < least for value in getattr(config, name)):
+            values = " ".join(map(str, getattr(config, name)))
+            raise ConfigError(f"{_flag(name)} {values} must be at least {least} each")
     if config.learning_rate <= 0 or config.bucket_mib <= 0:
         raise ConfigError(
             f"--learning-rate {config.learning_rate} and --bucket-mib {config.bucket_mib} must be "
@@ -155,6 +164,15 @@ def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
     return [batch * n_ranks for batch in config.per_device_batch or (32,)]
 
 
+def _flows(config: TrainConfig) -> list[dict[str, Any]]:
+    """How microbatches flow through a pipeline."""
+    return [
+        {"schedule": schedule, "microbatches": n}
+        for schedule in config.schedule
+        for n in config.microbatches
+    ]
+
+
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -169,10 +187,12 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
                     dtype=dtype,
                     batch=batch,
                     n_ranks=count,
+                    **flow,
                     **shared,
                 )
                 for dtype in config.dtype
                 for batch in _batches(config, count)
+                for flow in (_flows(config) if strategy == "pipeline" else [{}])
             ]
     return cases
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from harness.domain.schedule import ScheduleName
 from harness.runtime.models import DlrmOptions, ModelOptions
 from harness.runtime.optimizers import OptimizerOptions
 
@@ -73,12 +74,6 @@ class TrainSettings:
     exact_dropout: bool = False
     """Draw on every shard what its part of the whole would have drawn, so that all strategies train
     the same (executor); otherwise each rank draws masks of its own, as DDP does."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """pipeline: order of the microbatches; interleaved gives each rank two stages, or more by
-    --stages."""
-    microbatches: int = 0
-    """pipeline: microbatches of a step; 0 takes what is predicted to be fastest of one, two and
-    four for each rank."""
     stages: int = 0
     """pipeline: number of stages, balanced by the profile; fewer than ranks replicates some; 0 is
     one for each rank (interleaved: two)."""
@@ -95,6 +90,9 @@ class TrainSettings:
     """searched: end the search after this long, with the best plan found."""
     search_budget: int = 0
     """searched: most plans that are judged; 0 is as many as take some seconds."""
+    trials: int = 4
+    """searched: best plans that are trained for some steps before one is chosen; 1 trusts the
+    prediction."""
     memory: str = ""
     """searched: what each device may use, such as 12GB; by default all that it has."""
     bucket_mib: float = 25.0
@@ -137,6 +135,12 @@ class TrainConfig(TrainSettings):
     per_device_batch: tuple[int, ...] = ()
     """Batches per device instead: the global batch grows with the ranks (weak scaling). 32 when
     neither is given."""
+    schedule: tuple[ScheduleName, ...] = ("1f1b",)
+    """pipeline: orders of the microbatches, of gpipe, 1f1b, interleaved and zero_bubble;
+    interleaved gives each rank two stages, or more by --stages."""
+    microbatches: tuple[int, ...] = (0,)
+    """pipeline: microbatches of a step; 0 takes what is predicted to be fastest of one, two and
+    four for each rank."""
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16; parameters stay fp32, bf16 and fp16 are autocast."""
     rank_counts: tuple[int, ...] = ()
@@ -152,10 +156,13 @@ class TrainCase(TrainSettings):
     Attributes:
         engine: the one that carries the strategy out, never `auto`.
         batch: the global batch.
+        schedule, microbatches: of a pipeline.
     """
 
     engine: EngineName = "torch"
     strategy: str = "ddp"
+    schedule: ScheduleName = "1f1b"
+    microbatches: int = 0
     dtype: str = "fp32"
     batch: int = 32
     n_ranks: int = 1

@@ -31,6 +31,7 @@ from harness.workloads.plan_inputs import Inputs, read_inputs
 from harness.workloads.plan_needs import links_need, profile_need
 from harness.workloads.plan_predict import predict
 from harness.workloads.plan_search import (
+    Found,
     found_by_search,
     measure_optimizer,
     search,
@@ -105,10 +106,7 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
     planner = _Planner(case, context, shares)
     told = msgspec.json.decode(from_first(planner.begin, context.world), type=_Told)
     if told.must_measure:
-        rates = measure_optimizer(question_of(case), planner.inputs, context)
-        told = msgspec.json.decode(
-            from_first(lambda: planner.finish(rates), context.world), type=_Told
-        )
+        told = planner.make()
     if told.strategy is None:
         return None
     return Planned(strategy=told.strategy, predicted_step_s=told.predicted_step_s, flops=told.flops)
@@ -154,17 +152,29 @@ class _Planner:
             return found if self._load() == found[0] else None
         return found
 
-    def finish(self, rates: tuple[float, ...]) -> bytes:
-        """Make the strategy, and predict it.
+    def make(self) -> _Told:
+        """Time the optimizer, then make the strategy and predict it; all ranks must call it."""
+        question, world = question_of(self._case), self._context.world
+        rates = measure_optimizer(question, self.inputs, self._context)
+        if self._case.strategy == "searched":
+            found = search(question, self.inputs, rates, self._context)
+            answer = from_first(lambda: self._tell_found(found), world)
+        else:
+            answer = from_first(lambda: self._build(question, rates), world)
+        return msgspec.json.decode(answer, type=_Told)
+
+    def _tell_found(self, found: Found | None) -> bytes:
+        assert found is not None
+        return self._tell(found.strategy, found.prediction)
+
+    def _build(self, question: SearchConfig, rates: tuple[float, ...]) -> bytes:
+        """Of any strategy but the searched one.
 
         Args:
             rates: seconds of the optimizer per byte of parameters, by rank.
         """
         assert self.inputs is not None
-        case, question = self._case, question_of(self._case)
-        if case.strategy == "searched":
-            strategy, prediction, _ = search(question, self.inputs, rates, self._context)
-            return self._tell(strategy, prediction)
+        case = self._case
         is_ours = case.engine == "executor"
         limit = in_place_bytes(self._context.world.device) if is_ours else math.inf
         simulator = self.inputs.simulator(question, rates, limit)

@@ -99,6 +99,12 @@ def test_schedules_are_rows_of_their_own(make_run):
     assert {row[1] for row in rows(runs)[1:3]} == {"pipeline-gpipe on 2", "pipeline on 2"}
 
 
+def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
+    runs = [make_run("pipeline", 0, microbatches=8), make_run("pipeline", 1)]
+    found = {row[1] for row in rows(runs)[1:3]}
+    assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
+
+
 def test_a_run_that_failed_keeps_its_row(make_run):
     run = make_run("pipeline", 0)
     failed = msgspec.structs.replace(run.header, status="crash", run_id="other")

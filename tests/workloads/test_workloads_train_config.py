@@ -48,6 +48,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
     [
         ({"steps": 0}, "--steps 0 must be at least 1"),
         ({"repeats": 0}, "--repeats 0"),
+        ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 0 each"),
         ({"batch_size": (0,)}, "--batch-size"),
         ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
         ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
@@ -58,9 +59,9 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ),
         ({"strategy": ("magic",)}, "there is no strategy 'magic': choose from single, ddp, pipe"),
         ({"strategy": ("plan.json",), "engine": "torch"}, "choose --engine executor"),
-        ({"strategy": ("pipeline",), "microbatches": 200}, "--microbatches 200 need a sample"),
+        ({"strategy": ("pipeline",), "microbatches": (200,)}, "--microbatches 200 need a sample"),
         (
-            {"strategy": ("pipeline",), "asynchronous": True, "schedule": "gpipe"},
+            {"strategy": ("pipeline",), "asynchronous": True, "schedule": ("gpipe",)},
             "--asynchronous follows 1f1b, not --schedule gpipe",
         ),
         (
@@ -118,6 +119,21 @@ def test_models_refuse_what_they_cannot_take(flags, message):
 )
 def test_each_strategy_has_its_engine(strategy, engine, is_exact, chosen):
     assert engine_of(strategy, engine, is_exact=is_exact) == chosen
+
+
+def test_schedules_and_microbatches_are_swept_for_pipelines_alone():
+    config = TrainConfig(
+        strategy=("ddp", "pipeline"), schedule=("1f1b", "interleaved"), microbatches=(4, 8)
+    )
+    cases = train_cases(config, 2)
+    flows = sorted((case.strategy, case.schedule, case.microbatches) for case in cases)
+    assert flows == [
+        ("ddp", "1f1b", 0),
+        ("pipeline", "1f1b", 4),
+        ("pipeline", "1f1b", 8),
+        ("pipeline", "interleaved", 4),
+        ("pipeline", "interleaved", 8),
+    ]
 
 
 def test_a_batch_smaller_than_the_ranks_can_be_pipelined():

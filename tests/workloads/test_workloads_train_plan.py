@@ -210,3 +210,38 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     rates = [r.value for r in run.ranks[0] if r.metric == "optimizer_s_per_byte"]
     assert len(rates) == 2
     assert all(rate > 0 for rate in rates)
+
+
+def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks):
+    _, results = ranks
+    question = replace(question_of(CASE), search_budget=40, trials=3)
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question, 2)
+
+    found, run = run_on_ranks(run_search, question, 2, beside)
+    tried = {
+        record.labels["plan"]: record.value
+        for record in run.ranks[0]
+        if record.metric == "trial_step_s"
+    }
+    assert 2 <= len(tried) <= 3
+    assert found[0]["strategy"] == min(tried, key=lambda name: tried[name])
+    assert all(seconds > 0 for seconds in tried.values())
+    lines = found[0]["text"]
+    head = next(k for k, line in enumerate(lines) if line.startswith("tried for some steps"))
+    assert found[0]["strategy"] in lines[head + 2]
+
+
+def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
+    _, results = ranks
+    question = replace(question_of(CASE), search_budget=40, trials=1)
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question, 2)
+
+    found, run = run_on_ranks(run_search, question, 2, beside)
+    assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
+    assert found[0]["predicted_step_s"] > 0

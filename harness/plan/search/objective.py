@@ -41,6 +41,12 @@ class Candidate:
     schedule: ScheduleName
     stages: tuple[Stage, ...]
 
+    def is_same_plan(self, other: Candidate) -> bool:
+        """Whether both train alike, whoever found them."""
+        return (self.n_microbatches, self.schedule, self.stages, self.plans) == (
+            other.n_microbatches, other.schedule, other.stages, other.plans,
+        )  # fmt: skip
+
     def to_strategy(self, graph: Graph, name: str) -> Strategy:
         plans = {graph.operators[op].name: self.plans[op] for op in sorted(self.plans)}
         return Strategy(

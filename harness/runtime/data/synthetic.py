@@ -72,7 +72,7 @@ class SyntheticData(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         if all(index in self._rows for index in indices):
-            rows = torch.tensor([self._rows[index] for index in indices])
+            rows = torch.tensor([self._rows[index] for index in indices], dtype=torch.int64)
             inputs = tuple(column.index_select(0, rows) for column in self._prepared.inputs)
             return Batch(inputs, self._prepared.targets.index_select(0, rows))
         batch = self._allocate(len(indices))

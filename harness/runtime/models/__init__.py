@@ -26,6 +26,7 @@ __all__ = [
     "Task",
     "build_task",
     "fit_options",
+    "may_import_torchvision",
 ]
 
 
@@ -96,6 +97,11 @@ def entry_of(name: str) -> ModelEntry | None:
         f"there is no model {name!r}: choose one of {', '.join(MODELS)}, or give "
         "--model package.module:factory"
     )
+
+
+def may_import_torchvision(name: str) -> bool:
+    """Whether building the model imports torchvision, as a factory of the user's may."""
+    return name not in ("lenet", "dlrm")
 
 
 def fit_options(

@@ -1,0 +1,190 @@
+"""Trial steps: the best few plans of a search, trained in turn, so that one of them is chosen by
+the clock.
+
+A search takes the least of thousands of predictions, and so one that errs on the low side. Between
+plans of other kinds that are predicted about as fast, a few steps of each decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from harness.domain.strategy import Strategy
+from harness.measure.recorder import Recorder
+from harness.measure.text import table
+from harness.plan.portfolio import Searched
+from harness.plan.search.objective import Candidate
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.context import Context
+from harness.runtime.cuda_clock import clock_for
+from harness.runtime.data import DataOptions, open_data
+from harness.runtime.data.batch import Batch
+from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.precision import set_tensor_cores
+from harness.units import format_duration
+from harness.workloads.plan_config import SearchConfig
+from harness.workloads.plan_share import from_first, wait_for_all
+
+# A plan that is predicted to take longer than this many times the best is not tried.
+_WORTH_TRYING = 1.3
+_N_ROUNDS = 3
+_STEPS_A_ROUND = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A plan that was trained for some steps.
+
+    Attributes:
+        measured_s: seconds of a step, the median over rounds.
+    """
+
+    candidate: Candidate
+    name: str
+    measured_s: float
+
+
+class _ToTry(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others."""
+
+    strategies: list[Strategy]
+
+
+def worth_trying(found: Searched, most: int) -> list[Candidate]:
+    """The best plan, and others of other searches that may be faster, by prediction; as many as
+    fit into memory side by side, `most` at most."""
+    chosen: list[Candidate] = []
+    room = found.simulator.limits.copy()
+    for candidate in found.ranked():
+        needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
+        if candidate.step_s > _WORTH_TRYING * found.best.step_s or len(chosen) == most:
+            break
+        if np.all(needed <= room):
+            room -= needed
+            chosen.append(candidate)
+    return chosen
+
+
+def try_out(question: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:
+    """Train the best plans for a few steps each, in turn; all ranks must call it.
+
+    Args:
+        found: rank 0's search; the others' is ignored.
+
+    Returns:
+        On rank 0 what was tried, fastest first; nothing where a single plan is worth trying, and on
+        the other ranks.
+
+    Raises:
+        PeerError: another rank died or hangs in a step.
+    """
+    candidates: list[Candidate] = []
+
+    def tell() -> bytes:
+        nonlocal candidates
+        assert found is not None
+        candidates = worth_trying(found, question.trials)
+        return msgspec.json.encode(_ToTry([found.strategy(c) for c in candidates]))
+
+    told = msgspec.json.decode(from_first(tell, context.world), type=_ToTry)
+    if len(told.strategies) < 2:
+        return []
+    seconds = _measure(question, told.strategies, context)
+    if found is None:
+        return []
+    tried = [
+        Tried(candidate=candidate, name=strategy.name, measured_s=median(rounds))
+        for candidate, strategy, rounds in zip(candidates, told.strategies, seconds, strict=True)
+    ]
+    for one in tried:
+        context.recorder.sample("trial_step_s", one.measured_s, plan=one.name)
+    return sorted(tried, key=lambda one: one.measured_s)
+
+
+def _measure(
+    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+) -> list[list[float]]:
+    """Seconds of a step of each strategy on the slowest rank, by round."""
+    set_tensor_cores(question.dtype)
+    trials = []
+    for strategy in strategies:
+        trials.append(_Trial(question, strategy, context))
+        wait_for_all(context.world)  # ranks take unlike time to build their parts
+    for trial in trials:
+        trial.run(1)  # warms up
+    seconds: list[list[float]] = [[] for _ in trials]
+    for k in range(_N_ROUNDS):
+        for trial, own in zip(trials, seconds, strict=True):
+            own += agree_on_maximum([trial.run(_STEPS_A_ROUND)], context.world)
+        context.progress.update("trial steps, round", k + 1, _N_ROUNDS)
+    return seconds
+
+
+def trial_lines(tried: Sequence[Tried]) -> list[str]:
+    """What was tried, for people; nothing where nothing was."""
+    rows = [
+        [
+            one.name,
+            format_duration(one.candidate.step_s),
+            format_duration(one.measured_s),
+            f"{one.candidate.step_s / one.measured_s - 1:+.1%}",
+        ]
+        for one in tried
+    ]
+    heads = ["tried for some steps", "predicted", "measured", "error"]
+    return ["", *table(heads, rows)] if rows else []
+
+
+class _Trial:
+    """One strategy on this rank, on a batch of synthetic samples."""
+
+    def __init__(self, question: SearchConfig, strategy: Strategy, context: Context) -> None:
+        self._recorder = Recorder(clock_for(context.world.device))
+        task = _task(question, context)
+        self._engine = ExecutorEngine(
+            task, context.world, self._recorder, _options(question),
+            ExecutorPlan(
+                strategy=strategy, batch_norm=question.batch_norm, seed=question.seed,
+                timeout_s=context.collective_timeout_s,
+            ),
+        )  # fmt: skip
+        data = DataOptions(
+            data_dir=Path(), n_samples=strategy.batch, seed=question.seed,
+            dlrm=question.model_options().dlrm,
+        )  # fmt: skip
+        own = self._engine.samples
+        self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(own)
+        self._share = Share(n_local=len(own), n_global=strategy.batch)
+
+    def run(self, n_steps: int) -> float:
+        """Seconds of a step on this rank, after all ranks have met; all must call it."""
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(n_steps):
+            self._engine.step(lambda: self._batch, self._share)
+        self._recorder.discard()  # waits for the device
+        return (time.perf_counter() - start_s) / n_steps
+
+
+def _task(question: SearchConfig, context: Context) -> Task:
+    fitted = fit_options(question.model, question.model_options())
+    task = build_task(question.model, fitted, question.seed)
+    return replace(task, model=task.model.to(context.world.device))
+
+
+def _options(question: SearchConfig) -> EngineOptions:
+    # Weights that stay as they are: what is timed must not depend on where training leads.
+    still = replace(question.optimizer_options(), learning_rate=0.0)
+    bucket_bytes = round(question.bucket_mib * (1 << 20))
+    return EngineOptions(dtype=question.dtype, optimizer=still, bucket_bytes=bucket_bytes)
