@@ -7,7 +7,9 @@
 A cell is a model on a virtual cluster (searched_cells.py). Links and operators are measured, then
 the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
 with the microbatches that are predicted to be fastest and with four for each rank), tensor, hybrid
-and searched, in random order, each in processes of its own and beside its prediction. Per cell:
+and searched, each beside its prediction: that they train the same is judged by these runs. Then
+their engines train in turn in the same processes (searched_steps.py): a step is the median over
+those rounds, and a ratio of steps that of their ratios, round by round. Per cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
@@ -16,24 +18,25 @@ and searched, in random order, each in processes of its own and beside its predi
     regret      measured step of what is predicted to be fastest / fastest measured - 1; at most 3 %
     same        the loss of every step is that of single, to a relative 1e-3
 
-Steps are medians over all repeats. WORK keeps everything that was measured, and cells.jsonl one
-object per finished cell, which is skipped from then on; profiles are shared by the cells.
+WORK keeps everything that was measured; a finished cell is only
+judged again. Profiles are shared by the cells.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import msgspec
 import tyro
 from comparison import machine
 from searched_cells import CELLS, QUICK, Cell
@@ -44,12 +47,13 @@ from harness.measure.derive import training_summary
 from harness.measure.derive_choice import Judged, cell_summary
 from harness.measure.derive_prediction import predicted_run, read_prediction
 from harness.measure.derive_training import step_times
-from harness.measure.store import Run, read_results
+from harness.measure.statistics import paired_ratio
+from harness.measure.store import Run, read_header, read_results
 from harness.runtime.host import code_commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CLUSTER = "searched"
-_STRATEGIES = ("single", "pipeline", "tensor", "hybrid", "searched")
+_STRATEGIES = ("single", "ddp", "pipeline", "tensor", "hybrid", "searched")
 # Sums in another order: over ten steps of fp32 the losses of all models agree to 1e-5 or better,
 # while a lost gradient changes them by percents.
 _LOSS_TOLERANCE = 1e-3
@@ -61,14 +65,14 @@ class Options:
     """Where everything measured is kept; a second call goes on there."""
     cells: tuple[str, ...] = ()
     """Names of cells; all when not given."""
-    steps: int = 12
-    """Steps of a run (of ddp fewer where its step takes long)."""
-    repeats: int = 1
-    """Runs of each strategy."""
+    steps: int = 4
+    """Steps of a run."""
+    seconds: float = 100.0
+    """How long runs are trained in turn."""
     quick: bool = False
     """Two cells only."""
     again: bool = False
-    """Measure cells that are done once more; what was measured before counts too."""
+    """Measure cells that are done once more."""
     summary: bool = False
     """Measure nothing, judge what is there."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -115,35 +119,57 @@ class Cluster:
 
     def run(self, cell: Cell, results: Path, *flags: str) -> None:
         """Run a workload on all nodes."""
-        call(
+        self.start(cell, "./entry.sh", *flags, "--results", str(results))
+
+    def start(self, cell: Cell, *command: str) -> str:
+        """Start a program's ranks, one on each node; what they print."""
+        return call(
             "bash", "setup/virtual_cluster.sh", "run", "--name", _CLUSTER, "--",
             "mpirun", "-np", str(len(cell.place.cpu)),
-            "--hostfile", f"hosts/virtual-{_CLUSTER}.txt", "./entry.sh", *flags,
-            "--results", str(results),
+            "--hostfile", f"hosts/virtual-{_CLUSTER}.txt", *command,
         )  # fmt: skip
 
 
-def measure(cell: Cell, cluster: Cluster, options: Options) -> Path:
-    """Measure links and operators where that is missing, then train; returns the results."""
+class Measured(msgspec.Struct, frozen=True):
+    """A finished cell, as kept.
+
+    Attributes:
+        runs: directories of its runs, by strategy, those that failed included.
+        steps_s: seconds of a step in turn with the others, by strategy and round.
+    """
+
+    runs: dict[str, str]
+    steps_s: dict[str, list[float]]
+
+
+def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
+    """Measure links and operators where that is missing, train, then train in turn."""
     results = (options.work / cell.place.name).resolve()
     results.mkdir(parents=True, exist_ok=True)
     cluster.build(cell)
     if not (results / "cluster.json").exists():
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
     _profile(cell, cluster, results, options.work)
-    shared = ("train", *cell.model.workload_flags, "--predict", "--batch-norm", "frozen",
-              "--warm-up", "2", "--no-sync-steps", "0",
-              "--repeats", str(options.repeats))  # fmt: skip
-    steps = cell.ddp_steps(options.steps)
-    flows = ("--schedule", "1f1b", "interleaved",
-             "--microbatches", "0", str(4 * len(cell.place.cpu)))  # fmt: skip
-    launches = [
-        (*shared, "--strategy", "ddp", "--steps", str(steps)),
-        (*shared, "--strategy", *_STRATEGIES, *flows, "--steps", str(options.steps)),
-    ]
-    for flags in random.sample(launches, len(launches)):
-        cluster.run(cell, results, *flags)
-    return results
+    known = set(results.iterdir())
+    cluster.run(
+        cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
+        "--schedule", "1f1b", "interleaved",
+        "--microbatches", "0", str(4 * len(cell.place.cpu)),
+        "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "0",
+        "--steps", str(options.steps), "--search-seconds", "60",
+    )  # fmt: skip
+    runs = strategies_of(set(results.iterdir()) - known)
+    ok = {name: path for name, path in runs.items() if read_header(path).status == "ok"}
+    told = cluster.start(
+        cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
+        "--seconds", str(options.seconds), *map(str, ok.values()),
+    )  # fmt: skip
+    lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
+    steps = {line["run"]: line["steps_s"] for line in lines}
+    return Measured(
+        runs={name: str(path) for name, path in runs.items()},
+        steps_s={name: steps[path.name] for name, path in ok.items()},
+    )
 
 
 def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
@@ -156,46 +182,56 @@ def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
         shutil.copy(path, work)
 
 
-def runs_of(cell: Cell, results: Path) -> dict[str, list[Run]]:
-    """The runs that trained a cell's model, by strategy; flags that made the same plan of hand
-    count as one strategy, so that nothing is compared with itself."""
-    model = cell.model.workload_flags[1]
-    found: dict[str, list[Run]] = {}
-    names: dict[bytes, str] = {}
-    for run in sorted(read_results(results).runs, key=_flags_given):
-        if run.header.workload != "train" or run.header.config["model"] != model:
+def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
+    """The training runs among new directories of results, by strategy.
+
+    Flags that made the same plan by hand count as one strategy, so that none is compared with
+    itself: the one whose microbatches were left to the simulator.
+    """
+    found: dict[str, Path] = {}
+    plans: set[bytes] = set()
+    headers = [(read_header(path), path) for path in directories if (path / "run.json").exists()]
+    for header, path in sorted(headers, key=lambda h: bool(h[0].config.get("microbatches"))):
+        if header.workload != "train":
             continue
-        name = training_summary(run).strategy
-        plan = run.path / STRATEGY_FILE
+        name = training_summary(_read_run(path)).strategy
+        plan = path / STRATEGY_FILE
         if name != "searched" and plan.exists():
-            name = names.setdefault(plan.read_bytes(), name)
-        found.setdefault(name, []).append(run)
+            if plan.read_bytes() in plans:
+                continue
+            plans.add(plan.read_bytes())
+        found[name] = path
     return found
 
 
-def _flags_given(run: Run) -> tuple[bool, str]:
-    """Pipelines whose microbatches were left to the simulator give their plan its name."""
-    return bool(run.header.config.get("microbatches")), run.header.run_id
+def _read_run(directory: Path) -> Run:
+    return read_results(directory).runs[0]
 
 
-def judge_strategy(runs: list[Run]) -> dict[str, Any]:
-    """Predicted and measured step over the repeats of one strategy; the newest's prediction."""
-    ok = [run for run in runs if run.header.status == "ok"]
-    if not ok:
-        last = runs[-1].header
-        return {"status": last.status, "reason": last.reason.splitlines()[0]}
-    newest = max(ok, key=lambda run: run.header.start_utc)
-    prediction = read_prediction(newest.path)
+def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> dict[str, Any]:
+    """Predicted and measured step of one strategy.
+
+    Args:
+        steps_s: by round, the first rounds only where it is slow.
+        searched_s: of what the search found, by round.
+    """
+    if run.header.status != "ok":
+        return {"status": run.header.status, "reason": run.header.reason.splitlines()[0]}
+    prediction = read_prediction(run.path)
     assert prediction is not None, "every run is told to predict"
-    steps = [s for run in ok for s in step_times(run).values()]
-    predicted = predicted_run(newest, prediction)
+    predicted = predicted_run(run, prediction)
+    # Rounds are disturbed alike: what a strategy takes is told by its ratio to another.
+    ratio = paired_ratio(steps_s, searched_s[: len(steps_s)])
+    measured_s = median(searched_s) * ratio.ratio
     return {
         "status": "ok",
         "plan": prediction.strategy,
         "predicted_s": prediction.step_s,
-        "measured_s": median(steps),
-        "runs_s": [median(step_times(run).values()) for run in ok],
-        "error": prediction.step_s / median(steps) - 1,
+        "measured_s": measured_s,
+        "over_searched": [ratio.ratio, ratio.low, ratio.high],
+        "n_rounds": len(steps_s),
+        "run_s": median(step_times(run).values()),
+        "error": prediction.step_s / measured_s - 1,
         "predicted_parts": predicted.predicted_parts,
         "measured_parts": predicted.measured_parts,
     }
@@ -207,36 +243,41 @@ def losses(run: Run) -> list[float]:
     return [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"]
 
 
-def trains_the_same(found: dict[str, list[Run]]) -> float:
+def trains_the_same(runs: dict[str, Run]) -> float:
     """Largest relative difference of a step's loss from that of training on one device."""
-    reference = losses(next(run for run in found["single"] if run.header.status == "ok"))
+    reference = losses(runs["single"])
     return max(
         abs(value - expected) / abs(expected)
-        for runs in found.values()
-        for run in runs
+        for run in runs.values()
         if run.header.status == "ok"
-        for value, expected in zip(losses(run), reference, strict=False)
+        for value, expected in zip(losses(run), reference, strict=True)
     )
 
 
-def judge(cell: Cell, results: Path) -> dict[str, Any]:
+def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
     """A finished cell's line."""
-    found = runs_of(cell, results)
-    strategies = {name: judge_strategy(runs) for name, runs in found.items()}
+    runs = {name: _read_run(Path(path)) for name, path in measured.runs.items()}
+    searched_s = measured.steps_s["searched"]
+    strategies = {
+        name: judge_strategy(run, measured.steps_s.get(name, []), searched_s)
+        for name, run in runs.items()
+    }
     ok = {name: s for name, s in strategies.items() if s["status"] == "ok"}
     judged = [
         Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
         for name, s in ok.items()
     ]
     summary = cell_summary(judged)
-    steps = {name: s["measured_s"] for name, s in ok.items()}
-    searched = steps.pop("searched", float("inf"))
-    difference = trains_the_same(found)
+    ratios = {name: s["over_searched"][0] for name, s in ok.items() if name != "searched"}
+    best = min(ratios, key=lambda name: ratios[name])
+    difference = trains_the_same(runs)
     return {
         "cell": cell.name,
-        "gain": min(steps.values()) / searched,
-        "best_hand_chosen": min(steps, key=lambda name: steps[name]),
-        "over_ddp": steps["ddp"] / searched if "ddp" in steps else None,
+        "gain": ratios[best],
+        "gain_low": ok[best]["over_searched"][1],
+        "gain_high": ok[best]["over_searched"][2],
+        "best_hand_chosen": best,
+        "over_ddp": ratios.get("ddp"),
         "must_beat_ddp": cell.must_beat_ddp,
         "rank_correlation": summary.rank_correlation,
         "regret": summary.regret,
@@ -290,35 +331,25 @@ def text(line: dict[str, Any]) -> str:
     return "\n".join([head, *rows])
 
 
-def read_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished cells by name; the newest line of each."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {line["cell"]: line for line in map(json.loads, lines)}
-
-
 def main(options: Options) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     names = options.cells or (QUICK if options.quick else tuple(CELLS))
     unknown = [name for name in names if name not in CELLS]
     if unknown:
         raise SystemExit(f"there is no cell {unknown[0]}: choose from {', '.join(CELLS)}")
-    path = options.work / "cells.jsonl"
-    done = read_lines(path)
+    done: list[dict[str, Any]] = []
     with Cluster() as cluster:
         for name in names:
-            if options.summary:
-                results = options.work / CELLS[name].place.name
-                line = judge(CELLS[name], results) if name in done else None
-            elif name in done and not options.again:
-                line = done[name]
-            else:
-                line = judge(CELLS[name], measure(CELLS[name], cluster, options))
-                with path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            if line is not None:
-                done[name] = line
-                print(json.dumps(line) if options.as_json else text(line), flush=True)
-    print(json.dumps(judge_all([done[name] for name in names if name in done])), flush=True)
+            kept = options.work / f"measured-{name}.json"
+            if options.summary and not kept.exists():
+                continue
+            if not options.summary and (options.again or not kept.exists()):
+                kept.write_bytes(msgspec.json.encode(measure(CELLS[name], cluster, options)))
+            measured = msgspec.json.decode(kept.read_bytes(), type=Measured)
+            line = judge(CELLS[name], measured)
+            done.append(line)
+            print(json.dumps(line) if options.as_json else text(line), flush=True)
+    print(json.dumps(judge_all(done)), flush=True)
     return 0
 
 

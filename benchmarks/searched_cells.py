@@ -9,15 +9,10 @@ _MODULE = "benchmarks.searched_models"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained, as flags of the train and profile workloads.
-
-    Attributes:
-        parameter_bytes: about; DDP's step is estimated from them, to bound how long it is measured.
-    """
+    """What is trained, as flags of the train and profile workloads."""
 
     name: str
     flags: tuple[str, ...]
-    parameter_bytes: float
 
     @property
     def workload_flags(self) -> tuple[str, ...]:
@@ -32,14 +27,13 @@ def _images(side: int, batch: int) -> tuple[str, ...]:
 MODELS = {
     model.name: model
     for model in (
-        Model(name="alexnet", flags=_images(64, 32), parameter_bytes=52e6),
-        Model(name="vgg16", flags=_images(32, 32), parameter_bytes=66e6),
-        Model(name="resnet18", flags=_images(64, 16), parameter_bytes=45e6),
-        Model(name="vit", flags=_images(32, 32), parameter_bytes=7e6),
+        Model(name="alexnet", flags=_images(64, 32)),
+        Model(name="vgg16", flags=_images(32, 32)),
+        Model(name="resnet18", flags=_images(64, 16)),
+        Model(name="vit", flags=_images(32, 32)),
         Model(
             name="dlrm",
             flags=("--batch-size", "512", "--dlrm-table-rows", *["20000"] * 8),
-            parameter_bytes=54e6,
         ),
     )
 }  # fmt: skip
@@ -62,10 +56,6 @@ class Place:
         alike = "" if len(set(self.cpu)) == 1 else "-unlike"
         return f"{len(self.cpu)}x{self.bandwidth}{alike}"
 
-    @property
-    def bytes_per_s(self) -> float:
-        return {"100mbit": 12.5e6, "1gbit": 125e6}[self.bandwidth]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -82,12 +72,6 @@ class Cell:
     def must_beat_ddp(self) -> bool:
         """Slow links and many parameters: there DDP is not what one should use."""
         return self.place.bandwidth == "100mbit" and self.model.name in ("alexnet", "vgg16", "dlrm")
-
-    def ddp_steps(self, most: int) -> int:
-        """Steps of DDP to measure: as many as take about 30 s by its ring, from 3 up to `most`."""
-        n = len(self.place.cpu)
-        ring_s = 2 * (n - 1) / n * self.model.parameter_bytes / self.place.bytes_per_s
-        return max(3, min(most, round(30 / ring_s)))
 
 
 # 0.3 of a core for each node: five of them leave half a core of two to everything else.

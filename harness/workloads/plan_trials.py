@@ -135,7 +135,7 @@ def trial_lines(tried: Sequence[Tried]) -> list[str]:
     """What was tried, for people; nothing where nothing was."""
     rows = [
         [
-            one.name,
+            one.candidate.method,
             format_duration(one.candidate.step_s),
             format_duration(one.measured_s),
             f"{one.candidate.step_s / one.measured_s - 1:+.1%}",

@@ -1,0 +1,125 @@
+"""Steps of several training runs, in turn in the same processes; started by `searched.py`.
+
+    mpirun -np 3 ... python -m benchmarks.searched_steps RUN_DIRECTORY ...
+
+A machine whose speed drifts by 15 % within seconds says little when one run follows another. Here
+the runs' engines live side by side, as the runs had them (ddp is torch's, all others are the
+executor's under the run's strategy.json), and train a block of steps each in a random order, again
+and again. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the slowest rank, by
+round. What takes thrice as long as the fastest or more is measured in the first rounds only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import torch.distributed as dist
+import tyro
+
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.strategy import Strategy
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.measure.store import read_header
+from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.engine import Share
+from harness.runtime.launcher import read_launch
+from harness.runtime.rendezvous import join_process_group, meet
+from harness.runtime.world import World
+from harness.workloads.plan_share import wait_for_all
+from harness.workloads.train_config import TrainCase
+from harness.workloads.train_plan import Planned
+from harness.workloads.train_setup import prepare
+
+_STEPS_A_BLOCK = 2
+_LEAST_ROUNDS, _FIRST_ROUNDS = 6, 3
+_SLOW = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Directories of training runs."""
+    seconds: float = 100.0
+    """No round begins after this long, but for the least of six."""
+
+
+class Stepper:
+    """One run's engine on this rank; all ranks call it alike."""
+
+    def __init__(self, run_dir: Path, world: World) -> None:
+        case = msgspec.convert(read_header(run_dir).config, TrainCase, strict=False)
+        self._recorder = Recorder(HostClock())
+        planned = None
+        if case.strategy != "ddp":  # single, too, has a plan, so that the other ranks may stand by
+            case = replace(case, engine="executor", n_ranks=world.size)
+            strategy = Strategy.load(run_dir / STRATEGY_FILE)
+            planned = Planned(strategy=strategy, predicted_step_s=None, flops=(0.0,) * world.size)
+        self._training = prepare(case, world, self._recorder, planned)
+        wait_for_all(world)  # ranks take unlike time to build their parts
+        plan = self._training.plan
+        self._share = Share(n_local=plan.n_fed(world.rank), n_global=plan.global_batch)
+        self._world = world
+
+    def block(self, n_steps: int) -> float:
+        """Seconds of a step on the slowest rank, after all have met."""
+        training = self._training
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(n_steps):
+            training.engine.step(lambda: next(training.batches), self._share)
+        seconds = (time.perf_counter() - start_s) / n_steps
+        self._recorder.discard()
+        return agree_on_maximum([seconds], self._world)[0]
+
+
+def measure(steppers: list[Stepper], options: Options, world: World) -> list[list[float]]:
+    """Seconds of a step of each run, by round."""
+    steps: list[list[float]] = [[] for _ in steppers]
+    for stepper in steppers:
+        stepper.block(1)  # warms up
+    order = list(range(len(steppers)))
+    shuffle = random.Random(0).shuffle  # equal on every rank
+    start_s = time.monotonic()
+    n_rounds = 0
+    while n_rounds < _LEAST_ROUNDS or _elapsed(start_s, world) < options.seconds:
+        shuffle(order)
+        fastest = min((statistics.median(own) for own in steps if own), default=0.0)
+        for k in order:
+            if n_rounds < _FIRST_ROUNDS or statistics.median(steps[k]) < _SLOW * fastest:
+                steps[k].append(steppers[k].block(_STEPS_A_BLOCK))
+        n_rounds += 1
+    return steps
+
+
+def _elapsed(start_s: float, world: World) -> float:
+    return agree_on_maximum([time.monotonic() - start_s], world)[0]
+
+
+def main(options: Options) -> None:
+    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    world = meeting.world
+    torch.set_num_threads(world.n_threads)
+    join_process_group(world, meeting.address, meeting.port, "steps", 300.0)
+    steppers = [Stepper(run_dir, world) for run_dir in options.runs]
+    steps = measure(steppers, options, world)
+    if world.is_first:
+        for run_dir, own in zip(options.runs, steps, strict=True):
+            print(json.dumps({"run": run_dir.name, "steps_s": own}), flush=True)
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
