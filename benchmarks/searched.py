@@ -48,7 +48,7 @@ from harness.measure.derive_choice import Judged, cell_summary
 from harness.measure.derive_prediction import predicted_run, read_prediction
 from harness.measure.derive_training import step_times
 from harness.measure.statistics import paired_ratio
-from harness.measure.store import Run, read_header, read_results
+from harness.measure.store import Run, read_header, read_results, write_atomically
 from harness.runtime.host import code_commit
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -142,11 +142,10 @@ class Measured(msgspec.Struct, frozen=True):
     steps_s: dict[str, list[float]]
 
 
-def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
-    """Measure links and operators where that is missing, train, then train in turn."""
+def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
+    """Measure links and operators where that is missing, then train by every strategy."""
     results = (options.work / cell.place.name).resolve()
     results.mkdir(parents=True, exist_ok=True)
-    cluster.build(cell)
     if not (results / "cluster.json").exists():
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
     _profile(cell, cluster, results, options.work)
@@ -158,7 +157,13 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
         "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "0",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip
-    runs = strategies_of(set(results.iterdir()) - known)
+    return strategies_of(set(results.iterdir()) - known)
+
+
+def train_in_turn(
+    cell: Cell, cluster: Cluster, runs: dict[str, Path], options: Options
+) -> dict[str, list[float]]:
+    """Seconds of a step of each run that ended ok, by strategy and round."""
     ok = {name: path for name, path in runs.items() if read_header(path).status == "ok"}
     told = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
@@ -166,10 +171,25 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     )  # fmt: skip
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
     steps = {line["run"]: line["steps_s"] for line in lines}
-    return Measured(
-        runs={name: str(path) for name, path in runs.items()},
-        steps_s={name: steps[path.name] for name, path in ok.items()},
-    )
+    return {name: steps[path.name] for name, path in ok.items()}
+
+
+def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
+    """Measure a cell, or what an earlier call has not measured of it; keeps what it has."""
+    kept = options.work / f"measured-{cell.name}.json"
+    found = Measured(runs={}, steps_s={})
+    if kept.exists() and not options.again:
+        found = msgspec.json.decode(kept.read_bytes(), type=Measured)
+    if found.steps_s or options.summary:
+        return found
+    cluster.build(cell)
+    runs = {name: Path(path) for name, path in found.runs.items()} or train(cell, cluster, options)
+    found = Measured(runs={name: str(path) for name, path in runs.items()}, steps_s={})
+    write_atomically(kept, msgspec.json.encode(found))
+    steps_s = train_in_turn(cell, cluster, runs, options)
+    found = msgspec.structs.replace(found, steps_s=steps_s)
+    write_atomically(kept, msgspec.json.encode(found))
+    return found
 
 
 def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
@@ -340,12 +360,9 @@ def main(options: Options) -> int:
     done: list[dict[str, Any]] = []
     with Cluster() as cluster:
         for name in names:
-            kept = options.work / f"measured-{name}.json"
-            if options.summary and not kept.exists():
+            measured = measure(CELLS[name], cluster, options)
+            if not measured.steps_s:
                 continue
-            if not options.summary and (options.again or not kept.exists()):
-                kept.write_bytes(msgspec.json.encode(measure(CELLS[name], cluster, options)))
-            measured = msgspec.json.decode(kept.read_bytes(), type=Measured)
             line = judge(CELLS[name], measured)
             done.append(line)
             print(json.dumps(line) if options.as_json else text(line), flush=True)

@@ -57,7 +57,9 @@ class Stepper:
     """One run's engine on this rank; all ranks call it alike."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
-        case = msgspec.convert(read_header(run_dir).config, TrainCase, strict=False)
+        case = msgspec.convert(
+            read_header(run_dir).config, TrainCase, dec_hook=lambda kind, value: kind(value)
+        )
         self._recorder = Recorder(HostClock())
         planned = None
         if case.strategy != "ddp":  # single, too, has a plan, so that the other ranks may stand by
