@@ -67,7 +67,7 @@ class Options:
     """Names of cells; all when not given."""
     steps: int = 4
     """Steps of a run."""
-    seconds: float = 100.0
+    seconds: float = 70.0
     """How long runs are trained in turn."""
     quick: bool = False
     """Two cells only."""
@@ -196,7 +196,7 @@ def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
     """Measure what no cell has measured before: a profile holds for a kind of device."""
     for path in work.glob(f"profile-*{cell.model.name}*.json"):
         shutil.copy(path, results)
-    flags = ("--min-samples", "3", "--time-budget-s", "0.1", "--warm-up", "1")
+    flags = ("--min-samples", "6", "--rounds", "6", "--time-budget-s", "0.2", "--warm-up", "1")
     cluster.run(cell, results, "profile", *cell.model.workload_flags, *flags)
     for path in results.glob(f"profile-*{cell.model.name}*.json"):
         shutil.copy(path, work)

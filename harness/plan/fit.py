@@ -1,4 +1,4 @@
-"""Operator times between measured shapes: exact where measured, else fitted, with the error kept.
+"""Operator times at and between measured shapes, with the error of what was not measured kept.
 
 A cut of the weights saves other work than a cut of the batch (each device writes the gradients of
 all weights that it holds, however few its samples), so for one operator on one kind of device
@@ -9,11 +9,18 @@ all weights that it holds, however few its samples), so for one operator on one 
 where each factor goes straight from one measurement to the next, and beyond the last as a line does
 that is fitted to all of them: fixed + slope x size, both >= 0, least squares of relative errors.
 One measurement alone is scaled in proportion.
+
+On a machine that jitters the median of a few samples is off by what another size's is not. So a
+measurement counts as much as it is sure: it is drawn towards the line by noise / (noise + model),
+both variances, where noise is that of the medians, told by the samples' spread, and model what the
+measurements differ from the line beyond noise (the empirical Bayes estimate of Fay and Herriot,
+1979). Steady measurements, and those whose spread is unknown, stay what they are.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,15 +88,21 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
 
 
 class _Axis:
-    """Seconds along one size, all else whole."""
+    """Seconds along one size, all else whole.
 
-    def __init__(self, points: dict[float, float]) -> None:
+    Args:
+        points: seconds by size.
+        noise: relative standard error of a measurement, which draws it towards the line.
+    """
+
+    def __init__(self, points: dict[float, float], noise: float = 0.0) -> None:
         self._sizes = sorted(points)
-        self._seconds = [points[size] for size in self._sizes]
-        self._line = fit_line(self._sizes, self._seconds)
+        self._measured = [points[size] for size in self._sizes]
+        self._line = fit_line(self._sizes, self._measured)
+        self._seconds = _steadied(self._sizes, self._measured, self._line, noise)
 
     def at(self, size: float) -> float:
-        """Seconds, exact at a measured size."""
+        """Seconds; at a measured size what is believed of it."""
         sizes, seconds = self._sizes, self._seconds
         right = bisect_left(sizes, size)
         if 0 < right < len(sizes):
@@ -107,10 +120,28 @@ class _Axis:
             return None
         found = [0.0]
         for k in range(1, len(self._sizes) - 1):
-            others = dict(zip(self._sizes, self._seconds, strict=True))
+            others = dict(zip(self._sizes, self._measured, strict=True))
             left_out = others.pop(self._sizes[k])
             found.append(abs(_Axis(others).at(self._sizes[k]) - left_out) / max(left_out, _LEAST_S))
         return max(found)
+
+
+# A line through this many measurements or fewer says nothing of their noise.
+_N_OF_A_LINE = 2
+
+
+def _steadied(sizes: list[float], seconds: list[float], line: Line, noise: float) -> list[float]:
+    """Each measurement, drawn towards the line as far as noise explains that it is off it."""
+    if not noise or len(seconds) <= _N_OF_A_LINE:
+        return seconds
+    fitted = [line.at(size) for size in sizes]
+    if min(fitted) <= 0:
+        return seconds
+    off = [y / f - 1 for y, f in zip(seconds, fitted, strict=True)]
+    variance = math.fsum(x * x for x in off) / (len(off) - _N_OF_A_LINE)
+    model = max(0.0, variance - noise * noise)
+    share = model / (model + noise * noise)
+    return [f * (1 + share * x) for f, x in zip(fitted, off, strict=True)]
 
 
 class _Pass:
@@ -119,13 +150,14 @@ class _Pass:
     def __init__(
         self, points: list[Measurement], wholes: dict[str, int], field: Callable[..., float]
     ) -> None:
+        noise = statistics.median(point.relative_noise for point in points)
         self._wholes = wholes
         self._cuts: dict[str, _Axis] = {}
         by_volume = {self.volume(p.shape): field(p) for p in points if not self._cut_dims(p.shape)}
         if not by_volume:  # only parts were measured: elements are all there is to go by
             self._wholes = {}
             by_volume = {self.volume(p.shape): field(p) for p in points}
-        self._volume = _Axis(by_volume)
+        self._volume = _Axis(by_volume, noise)
         most = max(by_volume)
         for dim, whole in self._wholes.items():
             parts = {
@@ -133,7 +165,8 @@ class _Pass:
                 for p in points
                 if self._cut_dims(p.shape) == [dim] and self.volume(p.shape) == most
             }
-            self._cuts[dim] = _Axis({**parts, float(whole): by_volume[most]})
+            self._cuts[dim] = _Axis({**parts, float(whole): by_volume[most]}, noise)
+        self._most = most
 
     def volume(self, shape: dict[str, int]) -> float:
         """Elements, as if the weights were whole."""
@@ -141,6 +174,11 @@ class _Pass:
 
     def _cut_dims(self, shape: dict[str, int]) -> list[str]:
         return [dim for dim, n in self._wholes.items() if shape.get(dim, n) < n]
+
+    def has_axis(self, shape: dict[str, int]) -> bool:
+        """Whether a shape lies on an axis: no cut of the weights, or one of all else whole."""
+        cuts = self._cut_dims(shape)
+        return not cuts or (len(cuts) == 1 and self.volume(shape) == self._most)
 
     def at(self, shape: dict[str, int]) -> float:
         seconds = self._volume.at(self.volume(shape))
@@ -163,6 +201,7 @@ class _Curve:
         self._points = points
         self._passes: tuple[_Pass, _Pass] | None = None
         self.exact = {tuple(point.shape.items()): point for point in points}
+        self.is_noisy = any(point.relative_noise for point in points)
 
     def passes(self, operator: Operator) -> tuple[_Pass, _Pass]:
         """Forward and backward; operators of equal profile key have equal weights."""
@@ -212,7 +251,7 @@ class OperatorTimes:
             raise PlanError(self._unknown(operator, device_kind, dtype))
         point = curve.exact.get(tuple(shape.items()))
         if point is not None:
-            return OperatorTime(point.forward_s, point.backward_s, fitted=False)
+            return self._believed(curve, operator, point)
         whole = curve.exact.get(())
         if whole is not None:  # measured for the whole minibatch, of unknown shape
             if shape is operator.shape:
@@ -221,6 +260,14 @@ class OperatorTimes:
             return OperatorTime(whole.forward_s * share, whole.backward_s * share, fitted=True)
         forward, backward = curve.passes(operator)
         return OperatorTime(forward.at(shape), backward.at(shape), fitted=True)
+
+    def _believed(self, curve: _Curve, operator: Operator, point: Measurement) -> OperatorTime:
+        """A measurement, with what its neighbours say of its noise."""
+        if curve.is_noisy and point.shape:
+            forward, backward = curve.passes(operator)
+            if forward.has_axis(point.shape):
+                return OperatorTime(forward.at(point.shape), backward.at(point.shape), fitted=False)
+        return OperatorTime(point.forward_s, point.backward_s, fitted=False)
 
     def is_measured(
         self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None

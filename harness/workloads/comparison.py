@@ -55,7 +55,7 @@ def _profile(question: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileC
         return config
     shards = {1, 2, n_ranks, 4 * n_ranks}
     return dataclasses.replace(
-        config, shards=tuple(sorted(shards)), time_budget_s=0.1, min_samples=3, warm_up=1
+        config, shards=tuple(sorted(shards)), time_budget_s=0.2, min_samples=6, rounds=6, warm_up=1
     )
 
 

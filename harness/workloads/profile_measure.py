@@ -172,6 +172,7 @@ class PointMeasurer:
             backward_s=statistics.median(found.backward_s),
             saved_bytes=found.saved_bytes,
             spread=round(found.spread, 4),
+            n_samples=len(found.forward_s),
         )
         for step, value in list(enumerate(found.forward_s))[n_before:]:
             self._sample("operator_forward_s", value, point, step=step)

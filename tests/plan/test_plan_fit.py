@@ -114,3 +114,60 @@ def test_unknown_device_kind_names_the_known_ones() -> None:
 def test_inputs_cost_nothing() -> None:
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     assert times.lookup(Operator(name="x", kind="input"), "gpu").total_s == 0.0
+
+
+def jittered(spread: float | None, n_samples: int | None = 9) -> Profile:
+    """Seconds of 1 ms a sample, but for one size that was caught in a slow moment."""
+    seconds = {1: 1.0, 2: 2.0, 3: 3.9, 4: 4.0, 6: 6.0, 8: 8.0}
+    points = [
+        Measurement(
+            device_kind="gpu", operator="conv", shape={"sample": n, "feature": 4}, forward_s=s,
+            backward_s=2 * s, spread=spread, n_samples=n_samples,
+        )
+        for n, s in seconds.items()
+    ]  # fmt: skip
+    return Profile(model="m", measurements=points)
+
+
+def at_three(profile: Profile) -> float:
+    found = OperatorTimes(profile).lookup(CONV, "gpu", shape={"sample": 3, "feature": 4})
+    assert not found.fitted
+    assert found.backward_s == pytest.approx(2 * found.forward_s)
+    return found.forward_s
+
+
+def test_a_steady_measurement_is_believed_whatever_the_others_say() -> None:
+    assert at_three(jittered(0.001)) == pytest.approx(3.9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("spread", "n_samples"), [(None, 9), (0.3, None), (0.0, 9)])
+def test_without_a_known_spread_a_measurement_stays(
+    spread: float | None, n_samples: int | None
+) -> None:
+    assert at_three(jittered(spread, n_samples)) == 3.9
+
+
+def test_the_more_samples_jitter_the_more_their_neighbours_count() -> None:
+    believed = [at_three(jittered(spread)) for spread in (0.05, 0.2, 0.5)]
+    assert 3.9 > believed[0] > believed[1] > believed[2]
+    # All of the difference is noise: what is left is the line, itself pulled up by the slow one.
+    assert believed[2] == pytest.approx(3.0, rel=0.06)
+
+
+def test_two_sizes_say_nothing_of_their_noise() -> None:
+    points = jittered(0.5).measurements[2:4]
+    assert at_three(Profile(model="m", measurements=points)) == 3.9
+
+
+def test_noise_is_that_of_the_median_of_so_many_samples() -> None:
+    def noise(n: int) -> float:
+        return Measurement(
+            device_kind="gpu", operator="conv", forward_s=1.0, backward_s=1.0, spread=0.1,
+            n_samples=n,
+        ).relative_noise  # fmt: skip
+
+    # Quartiles 1.349 deviations apart, the median's error sqrt(pi / 2 n) of one.
+    assert noise(10_000) == pytest.approx(0.1 / 1.349 * 0.0125331, rel=1e-3)
+    # Of three samples the quartiles are 0.845 deviations apart.
+    assert noise(3) == pytest.approx(0.1 / 0.845 * 0.7236, rel=2e-3)
+    assert noise(1) == 0.0
