@@ -13,12 +13,11 @@ from typing import Any
 import msgspec
 import torch
 
-from harness.domain.graph import Graph
 from harness.domain.profile import Measurement, Profile
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
-from harness.runtime.caches import CacheFlush, last_cache_bytes
+from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured, capture
 from harness.runtime.context import Context
 from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
@@ -94,7 +93,7 @@ class _Profiling:
             self._config.dtype,
             self._context,
             self._config.budget(),
-            flush=_flush_for(self.graph, self._context),
+            flush=CacheFlush(self._context.world.device),
             between=steps.take_when_due if steps is not None else lambda: None,
         )
         sizes = dict.fromkeys(point.samples for point in self._points)
@@ -199,13 +198,6 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     captured.module.to(device)
     task.model.to(device)
     return task, captured
-
-
-def _flush_for(graph: Graph, context: Context) -> CacheFlush | None:
-    """Empties the cache for a model whose step does not fit into it."""
-    device = context.world.device
-    step_bytes = sum(2 * o.parameter_bytes + o.activation_bytes for o in graph.operators)
-    return CacheFlush(device) if step_bytes > last_cache_bytes(device) else None
 
 
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from harness.domain.graph import Graph
 from harness.domain.profile import Measurement
 from harness.errors import HarnessError, ModelError
 from harness.runtime.caches import CacheFlush
@@ -41,6 +42,13 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
+def step_bytes(graph: Graph, samples: int) -> float:
+    """About what a step of so many samples goes through: parameters, their gradients, outputs."""
+    assert graph.batch is not None, "a captured graph has a batch"
+    share = samples / graph.batch
+    return sum(2 * op.parameter_bytes + share * op.activation_bytes for op in graph.operators)
+
+
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
 
 
@@ -63,7 +71,7 @@ class PointMeasurer:
     Args:
         task: on the device.
         captured: of the same model, its module on the device.
-        flush: empties the cache; None where a whole step fits into it.
+        flush: empties the cache, before operators of batches whose whole step does not fit.
         between: called after each point of the whole batch.
     """
 
@@ -75,11 +83,12 @@ class PointMeasurer:
         context: Context,
         budget: Budget,
         *,
-        flush: CacheFlush | None,
+        flush: CacheFlush,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._task = task
         self._captured = captured
+        self._cache_bytes = flush.n_bytes
         self._dtype = dtype
         self._context = context
         self._precision = Precision(dtype, context.world.device)
@@ -160,7 +169,12 @@ class PointMeasurer:
     def _record(self, point: Point, call: OperatorCall) -> None:
         world = self._context.world
         before = self._samples.get(_name(point))
-        found = self._timer.measure(call, f"operator {point.operator!r}", before)
+        found = self._timer.measure(
+            call,
+            f"operator {point.operator!r}",
+            before,
+            is_cold=step_bytes(self._captured.graph, point.samples) > self._cache_bytes,
+        )
         self._samples[_name(point)] = found
         n_before = 0 if before is None else len(before.forward_s)
         measurement = Measurement(

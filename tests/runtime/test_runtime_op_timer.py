@@ -98,6 +98,15 @@ def test_emptying_the_cache_costs_the_operator_nothing():
     assert len(flushed) >= 2 * 4
 
 
+def test_a_step_that_fits_into_the_cache_leaves_it_warm():
+    clock, flushed = FakeClock(), []
+    warm = timer(clock, flush=lambda: flushed.append(0))
+    warm.measure(slow_call(clock, always(3.0)), is_cold=False)
+    assert not flushed
+    warm.measure(slow_call(clock, always(3.0)))
+    assert flushed
+
+
 def alternating():
     while True:
         yield 1.0
