@@ -58,15 +58,17 @@ class InterferenceRow:
     """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv, all_reduce, or small send_recv, which is many small messages.
-        pace: of products beside it, relative to their pace alone.
-        unit: byte or message.
-        taken_s: seconds of computation for each unit sent or received.
+        operation: send_recv, all_reduce, small send_recv, which is many small messages, or
+            lockstep, an exchange with both neighbours after every few milliseconds of computing.
+        pace: of products beside it, relative to their pace alone; None in lockstep.
+        unit: byte, message or exchange.
+        taken_s: seconds of computation for each byte or message that is sent or received, or of
+            waiting for each exchange.
     """
 
     name: str
     operation: str
-    pace: float
+    pace: float | None
     unit: str
     taken_s: float
 
@@ -194,6 +196,17 @@ def interference_table(run: Run) -> list[InterferenceRow]:
                     name=name, operation=operation, pace=pace, unit=unit, taken_s=taken_s
                 )
                 found.append(row)
+    for rank, name in enumerate(names):
+        waits = [s.value for s in samples_of(run.ranks.get(rank, []), "exchange_s")]
+        if waits:
+            row = InterferenceRow(
+                name=name,
+                operation="lockstep",
+                pace=None,
+                unit="exchange",
+                taken_s=float(np.median(waits)),
+            )
+            found.append(row)
     return found
 
 

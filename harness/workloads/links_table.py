@@ -67,10 +67,14 @@ def _interference(run: Run) -> str:
     if not rows:
         return ""
     cells = [
-        [row.name, row.operation, f"{row.pace:.0%}", f"a {row.unit}", _taken(row.taken_s)]
+        [row.name, row.operation, _pace(row.pace), f"each {row.unit}", _taken(row.taken_s)]
         for row in rows
     ]
     return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
+
+
+def _pace(pace: float | None) -> str:
+    return "-" if pace is None else f"{pace:.0%}"
 
 
 def _taken(seconds: float) -> str:
