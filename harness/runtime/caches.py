@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -31,12 +32,16 @@ def _read_size(path: Path) -> int:
 
 
 class CacheFlush:
-    """Evicts what the last product left by writing a buffer as large as the cache."""
+    """Evicts what went before by writing a buffer, at most as large as the cache."""
 
     def __init__(self, device: torch.device) -> None:
         self.n_bytes = last_cache_bytes(device)
         self._buffer = torch.empty(self.n_bytes, dtype=torch.uint8, device=device)
 
-    def __call__(self) -> None:
-        """Queue the write on the current stream; does not wait for it."""
-        self._buffer.zero_()
+    def __call__(self, n_bytes: float = math.inf) -> None:
+        """Queue the write on the current stream; does not wait for it.
+
+        Args:
+            n_bytes: what passes through the cache in between; as much as it holds by default.
+        """
+        self._buffer[: int(min(n_bytes, self.n_bytes))].zero_()

@@ -127,7 +127,7 @@ class OpTimer:
     Args:
         autocast: makes the context of a forward pass; entered anew each time, since it keeps casts
             of parameters as long as it lasts.
-        flush: empties the cache; None for a model whose whole step always fits into it.
+        flush: passes so many bytes through the cache; None leaves it as it is.
         shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
         processor: reads the seconds that this process has computed, to share a sample's time out
             by; None where the clock reads the device's own time.
@@ -140,7 +140,7 @@ class OpTimer:
         *,
         device: torch.device,
         autocast: Autocast,
-        flush: Callable[[], None] | None = None,
+        flush: Callable[[float], None] | None = None,
         shortest_s: float = 0.0,
         processor: Callable[[], float] | None = None,
     ) -> None:
@@ -148,11 +148,11 @@ class OpTimer:
         self._budget = budget
         self._device = device
         self._autocast = autocast
-        self._flush = flush or (lambda: None)
+        self._flush = flush or (lambda n_bytes: None)
         self._shortest_s = shortest_s
         self._processor = processor
-        self._is_cold = True
-        self._idle_backward_s: dict[bool, float] = {}
+        self._n_between = math.inf
+        self._idle_backward_s: dict[float, float] = {}
 
     def measure(
         self,
@@ -160,18 +160,19 @@ class OpTimer:
         what: str = "operator",
         before: OperatorSamples | None = None,
         *,
-        is_cold: bool = True,
+        n_between: float = math.inf,
     ) -> OperatorSamples:
         """Forward and backward seconds, less what starting autograd costs by itself.
 
         Args:
             before: samples of the same call that were taken before; new ones are added.
-            is_cold: whether the cache is emptied before; a step that fits into it leaves it warm.
+            n_between: bytes that pass through the cache between this operator of one step and of
+                the next.
 
         Raises:
             VerificationError: an output or a gradient is not finite.
         """
-        self._is_cold = is_cold
+        self._n_between = n_between
         saved_bytes = self._verify(call, what) if before is None else before.saved_bytes
         forward_s, backward_s = self._sample(call, self._shortest_s)
         idle_s = self._idle_s()
@@ -183,12 +184,12 @@ class OpTimer:
 
     def _idle_s(self) -> float:
         """What `torch.autograd.grad` takes on nothing: a whole step pays that only once."""
-        if self._is_cold not in self._idle_backward_s:
+        if self._n_between not in self._idle_backward_s:
             tiny = torch.zeros(1, device=self._device, requires_grad=True)
             call = OperatorCall(lambda x: x.view_as(x), (tiny,), {})
             # The least, not the median: what load adds here it need not add elsewhere.
-            self._idle_backward_s[self._is_cold] = min(self._sample(call, shortest_s=0.0)[1])
-        return self._idle_backward_s[self._is_cold]
+            self._idle_backward_s[self._n_between] = min(self._sample(call, shortest_s=0.0)[1])
+        return self._idle_backward_s[self._n_between]
 
     def _verify(self, call: OperatorCall, what: str) -> int:
         """Run once, check that all is finite; returns the bytes saved for the backward pass."""
@@ -229,12 +230,8 @@ class OpTimer:
     def _mark(self) -> Mark:
         return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
 
-    def _empty_cache(self) -> None:
-        if self._is_cold:
-            self._flush()
-
     def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
-        self._empty_cache()
+        self._flush(self._n_between)
         # Operators in place spoil their inputs; and a producer would just have written them.
         args, kwargs = _written((call.args, call.kwargs))
         with self._autocast():
@@ -244,7 +241,7 @@ class OpTimer:
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not outputs or not wanted:
             return _Marks((start, end), None)
-        self._empty_cache()
+        self._flush(self._n_between)
         ones = [torch.ones_like(tensor) for tensor in outputs]
         begin = self._mark()
         torch.autograd.grad(outputs, wanted, ones, allow_unused=True)

@@ -71,7 +71,7 @@ class PointMeasurer:
     Args:
         task: on the device.
         captured: of the same model, its module on the device.
-        flush: empties the cache, before operators of batches whose whole step does not fit.
+        flush: passes what the rest of a step goes through through the cache.
         between: called after each point of the whole batch.
     """
 
@@ -88,7 +88,6 @@ class PointMeasurer:
     ) -> None:
         self._task = task
         self._captured = captured
-        self._cache_bytes = flush.n_bytes
         self._dtype = dtype
         self._context = context
         self._precision = Precision(dtype, context.world.device)
@@ -173,7 +172,7 @@ class PointMeasurer:
             call,
             f"operator {point.operator!r}",
             before,
-            is_cold=step_bytes(self._captured.graph, point.samples) > self._cache_bytes,
+            n_between=step_bytes(self._captured.graph, point.samples),
         )
         self._samples[_name(point)] = found
         n_before = 0 if before is None else len(before.forward_s)

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from harness.__main__ import main
+from harness.__main__ import _preloaded, main
 from harness.errors import ConfigError, LaunchError
 from harness.measure.store import read_results
 
@@ -122,3 +123,14 @@ def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclus
     done = entry("matmul", HARNESS_VENV=str(tmp_path), **chosen)
     assert done.returncode == 0, done.stderr
     assert ("OMPI_MCA_btl_tcp_if_exclude=" in done.stdout) == has_exclusions
+
+
+@pytest.mark.parametrize(
+    ("model", "is_needed"),
+    [("resnet18", True), ("mine:factory", True), ("dlrm", False), ("lenet", False), ("", False)],
+)
+def test_torchvision_is_imported_once_for_the_models_that_may_need_it(model, is_needed):
+    config = SimpleNamespace(model=model) if model else SimpleNamespace()
+    found = _preloaded([SimpleNamespace(config=config)])
+    assert ("harness.runtime.preload_torchvision" in found) == is_needed
+    assert "torch" in found

@@ -88,7 +88,7 @@ def test_pauses_are_shared_out_by_what_the_processor_computed():
 def test_emptying_the_cache_costs_the_operator_nothing():
     clock, flushed = FakeClock(), []
 
-    def flush():
+    def flush(n_bytes):
         flushed.append(clock.now_s)
         clock.advance(100.0)
 
@@ -98,13 +98,10 @@ def test_emptying_the_cache_costs_the_operator_nothing():
     assert len(flushed) >= 2 * 4
 
 
-def test_a_step_that_fits_into_the_cache_leaves_it_warm():
+def test_what_a_step_goes_through_passes_through_the_cache():
     clock, flushed = FakeClock(), []
-    warm = timer(clock, flush=lambda: flushed.append(0))
-    warm.measure(slow_call(clock, always(3.0)), is_cold=False)
-    assert not flushed
-    warm.measure(slow_call(clock, always(3.0)))
-    assert flushed
+    timer(clock, flush=flushed.append).measure(slow_call(clock, always(3.0)), n_between=7e6)
+    assert set(flushed) == {7e6}
 
 
 def alternating():
