@@ -35,6 +35,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         saved_bytes: what the forward pass keeps for the backward pass; None when not measured.
         spread: interquartile range over the median of forward plus backward; None when unknown.
         n_samples: of the medians; None when unknown.
+        in_place_backward_s: of the backward pass where gradients of large weights are written where
+            they stay, as the executor does on CPUs; None for other operators.
     """
 
     device_kind: str
@@ -46,6 +48,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     saved_bytes: int | None = None
     spread: float | None = None
     n_samples: int | None = None
+    in_place_backward_s: float | None = None
 
     @property
     def relative_noise(self) -> float:
@@ -57,9 +60,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return math.sqrt(math.pi / (2 * n)) * deviation
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s"):
+        for field in ("forward_s", "backward_s", "in_place_backward_s"):
             value = getattr(self, field)
-            if not 0 <= value < math.inf:
+            if value is not None and not 0 <= value < math.inf:
                 raise GraphError(
                     f"operator {self.operator!r} on {self.device_kind!r} has {field} {value}: "
                     "a time must be >= 0"

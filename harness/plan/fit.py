@@ -200,19 +200,33 @@ class _Curve:
     def __init__(self, points: list[Measurement]) -> None:
         self._points = points
         self._passes: tuple[_Pass, _Pass] | None = None
+        self._in_place: _Pass | None = None
         self.exact = {tuple(point.shape.items()): point for point in points}
         self.is_noisy = any(point.relative_noise for point in points)
 
     def passes(self, operator: Operator) -> tuple[_Pass, _Pass]:
         """Forward and backward; operators of equal profile key have equal weights."""
         if self._passes is None:
-            full = full_shape(operator, batch=1, graph_batch=None)
-            wholes = {dim: full[dim] for dim in weight_dims(operator) if dim in full}
+            wholes = _whole_weights(operator)
             self._passes = (
                 _Pass(self._points, wholes, lambda point: point.forward_s),
                 _Pass(self._points, wholes, lambda point: point.backward_s),
             )
         return self._passes
+
+    def in_place(self, operator: Operator) -> _Pass | None:
+        """Backward with gradients that are written where they stay; None if not measured."""
+        points = [point for point in self._points if point.in_place_backward_s is not None]
+        if self._in_place is None and points:
+            wholes = _whole_weights(operator)
+            self._in_place = _Pass(points, wholes, lambda point: point.in_place_backward_s)
+        return self._in_place
+
+
+def _whole_weights(operator: Operator) -> dict[str, int]:
+    """Sizes of the dims along which an operator's weights can be cut."""
+    full = full_shape(operator, batch=1, graph_batch=None)
+    return {dim: full[dim] for dim in weight_dims(operator) if dim in full}
 
 
 class OperatorTimes:
@@ -232,12 +246,14 @@ class OperatorTimes:
         *,
         shape: dict[str, int] | None = None,
         dtype: str | None = None,
+        in_place: bool = False,
     ) -> OperatorTime:
         """Seconds of one shard of an operator.
 
         Args:
             shape: of the shard's output; the operator's whole output when None.
             dtype: that was profiled; the operator's own when None.
+            in_place: its gradients are written where they stay.
 
         Raises:
             PlanError: the profile does not know the operator on that kind of device.
@@ -249,6 +265,11 @@ class OperatorTimes:
         curve = self._curves.get((device_kind, operator.profile_key, dtype))
         if curve is None:
             raise PlanError(self._unknown(operator, device_kind, dtype))
+        found = self._found(curve, operator, shape)
+        backward = curve.in_place(operator) if in_place else None
+        return found if backward is None else found._replace(backward_s=backward.at(shape))
+
+    def _found(self, curve: _Curve, operator: Operator, shape: dict[str, int]) -> OperatorTime:
         point = curve.exact.get(tuple(shape.items()))
         if point is not None:
             return self._believed(curve, operator, point)

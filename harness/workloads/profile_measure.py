@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.domain.graph import Graph
 from harness.domain.profile import Measurement
@@ -17,11 +18,18 @@ from harness.errors import HarnessError, ModelError
 from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
 from harness.runtime.context import Context
+from harness.runtime.executor.deferred import in_place, in_place_bytes
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.node_walk import NodeWalk, Visit
 from harness.runtime.op_shards import shard_call
-from harness.runtime.op_timer import OperatorCall, OperatorSamples, OpTimer, as_leaves
+from harness.runtime.op_timer import (
+    OperatorCall,
+    OperatorSamples,
+    OpTimer,
+    as_leaves,
+    tensors_in,
+)
 from harness.runtime.precision import Precision
 from harness.runtime.sampling import Budget, shortest_sample_s
 from harness.workloads.profile_points import Point
@@ -102,6 +110,7 @@ class PointMeasurer:
         )
         self._between = between
         self._samples: dict[_Name, OperatorSamples] = {}
+        self._in_place: dict[_Name, OperatorSamples] = {}
         self._cannot: set[_Name] = set()
         self._found = Measured()
         self._n_points = 0
@@ -175,6 +184,7 @@ class PointMeasurer:
             n_between=step_bytes(self._captured.graph, point.samples),
         )
         self._samples[_name(point)] = found
+        in_place_s = self._in_place_s(point, call)
         n_before = 0 if before is None else len(before.forward_s)
         measurement = Measurement(
             device_kind=world.device_kind,
@@ -186,6 +196,7 @@ class PointMeasurer:
             saved_bytes=found.saved_bytes,
             spread=round(found.spread, 4),
             n_samples=len(found.forward_s),
+            in_place_backward_s=in_place_s,
         )
         for step, value in list(enumerate(found.forward_s))[n_before:]:
             self._sample("operator_forward_s", value, point, step=step)
@@ -194,6 +205,29 @@ class PointMeasurer:
         if before is None:
             self._sample("operator_saved_bytes", found.saved_bytes, point)
         self._found.measurements.append(measurement)
+
+    def _in_place_s(self, point: Point, call: OperatorCall) -> float | None:
+        """Backward seconds where the weights' gradient is written where it stays; None for an
+        operator that the executor does not train so on this device."""
+        device, (key, shape) = self._context.world.device, _name(point)
+        is_fed_back = any(x.requires_grad for x in tensors_in((call.args, call.kwargs)))
+        if not isinstance(call.function, nn.Module) or not is_fed_back:
+            return None
+        module = in_place(call.function) if in_place_bytes(device) < math.inf else None
+        if module is None:
+            return None
+        before = self._in_place.get((key, shape))
+        found = self._timer.measure(
+            OperatorCall(module, call.args, call.kwargs),
+            f"operator {point.operator!r} in place",
+            before,
+            n_between=step_bytes(self._captured.graph, point.samples),
+        )
+        self._in_place[key, shape] = found
+        n_before = 0 if before is None else len(before.backward_s)
+        for step, value in list(enumerate(found.backward_s))[n_before:]:
+            self._sample("operator_in_place_backward_s", value, point, step=step)
+        return statistics.median(found.backward_s)
 
     def _sample(
         self, metric: str, value: float, point: Point, *, step: int | None = None, reason: str = ""

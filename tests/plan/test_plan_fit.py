@@ -171,3 +171,30 @@ def test_noise_is_that_of_the_median_of_so_many_samples() -> None:
     # Of three samples the quartiles are 0.845 deviations apart.
     assert noise(3) == pytest.approx(0.1 / 0.845 * 0.7236, rel=2e-3)
     assert noise(1) == 0.0
+
+
+def test_gradients_that_stay_in_place_have_times_of_their_own() -> None:
+    points = [
+        Measurement(
+            device_kind="gpu", operator="conv", shape={"sample": n, "feature": 4}, forward_s=1.0,
+            backward_s=8.0, in_place_backward_s=2.0 + n,
+        )
+        for n in (2, 8)
+    ]  # fmt: skip
+    small = Measurement(
+        device_kind="gpu", operator="conv", shape={"sample": 8, "feature": 1}, forward_s=0.25,
+        backward_s=1.0,
+    )  # fmt: skip
+    times = OperatorTimes(Profile(model="m", measurements=[*points, small]))
+
+    def backward_s(n: int, *, in_place: bool) -> float:
+        shape = {"sample": n, "feature": 4}
+        return times.lookup(LINEAR, "gpu", shape=shape, in_place=in_place).backward_s
+
+    assert (backward_s(8, in_place=False), backward_s(8, in_place=True)) == (8.0, 10.0)
+    assert backward_s(5, in_place=True) == pytest.approx(7.0)
+
+
+def test_without_such_times_backward_is_as_measured() -> None:
+    times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 3.0)))
+    assert times.lookup(LINEAR, "gpu", in_place=True).backward_s == 3.0

@@ -7,6 +7,7 @@ touches: that is the simulator's delta.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,13 +68,23 @@ class Costs:
 
     Args:
         samples: of the microbatch that every shape is scaled to.
+        in_place_bytes: see SimulatorOptions.
 
     Raises:
         PlanError: the profile lacks an operator or a kind of device.
     """
 
-    def __init__(self, graph: Graph, profile: Profile, cluster: Cluster, samples: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        profile: Profile,
+        cluster: Cluster,
+        samples: int,
+        *,
+        in_place_bytes: float = math.inf,
+    ) -> None:
         self.graph, self.samples = graph, samples
+        self._in_place_bytes = in_place_bytes
         self.n_devices = cluster.n_devices
         self._devices = cluster.devices
         self._times = OperatorTimes(profile)
@@ -121,7 +132,13 @@ class Costs:
             is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
                 shape = shown if is_whole else sizes
-                time = self._times.lookup(operator, kind, shape=shape, dtype=self._only_dtype)
+                time = self._times.lookup(
+                    operator,
+                    kind,
+                    shape=shape,
+                    dtype=self._only_dtype,
+                    in_place=self._is_in_place(op, sizes),
+                )
                 share = 1.0
             else:
                 # An unknown shape: in proportion.
@@ -129,6 +146,14 @@ class Costs:
                 share = volume(block) / self._full_volume(op)
             self._seconds[key] = (time.forward_s * share / speed, time.backward_s * share / speed)
         return self._seconds[key]
+
+    def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
+        """Whether the gradients of a block's weights are written where they stay."""
+        operator, whole = self.graph.operators[op], self.shapes[op]
+        if operator.kind != "linear":
+            return False
+        shares = [sizes[dim] / whole[dim] for dim in weight_dims(operator) if dim in sizes]
+        return math.prod(shares) * operator.parameter_bytes >= self._in_place_bytes
 
     def _full_volume(self, op: int) -> float:
         """Elements of the output at the graph's own batch, with partial dims."""

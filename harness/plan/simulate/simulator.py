@@ -103,7 +103,13 @@ class Simulator:
     def costs(self, samples: int) -> Costs:
         """Prices at one size of microbatch, kept."""
         if samples not in self._costs:
-            self._costs[samples] = Costs(self.graph, self.profile, self.cluster, samples)
+            self._costs[samples] = Costs(
+                self.graph,
+                self.profile,
+                self.cluster,
+                samples,
+                in_place_bytes=self.options.in_place_bytes,
+            )
         return self._costs[samples]
 
     def simulate(self, strategy: Strategy) -> Simulation:

@@ -152,6 +152,16 @@ def is_large_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | LinearShard) and module.weight.numel() >= LARGE_ELEMENTS
 
 
+def in_place(module: nn.Module) -> nn.Module | None:
+    """A large linear layer as it trains where its gradient has a home, and no gradient is there
+    yet, however often it is called; None for any other module."""
+
+    def forget(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    return defer(module, AtOnce(forget), GradientHomes()) if is_large_linear(module) else None
+
+
 def backward_calls(module: fx.GraphModule) -> tuple[Counter[nn.Parameter], set[nn.Parameter]]:
     """How often backward reaches each parameter of a segment, and those that wait on a queue.
 
