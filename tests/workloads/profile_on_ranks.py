@@ -6,10 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from harness.runtime.context import Context
 from harness.runtime.op_timer import OperatorCall, OpTimer
 from harness.workloads.profile import run_profile
+
+
+def large_linear(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """Of its linear layers the second is large and has a gradient to hand back."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(n_channels * image_size**2, 1024),
+        nn.Linear(1024, 1024),
+        nn.Linear(1024, n_classes),
+    )
 
 
 def profile_kinds(argument: Any, context: Context) -> dict[str, Any]:
@@ -30,10 +41,12 @@ def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:
     config, name = argument
     measure = OpTimer.measure
 
-    def fail(self: OpTimer, call: OperatorCall, what: str = "operator", before: Any = None) -> Any:
+    def fail(
+        self: OpTimer, call: OperatorCall, what: str = "operator", *told: Any, **by: Any
+    ) -> Any:
         if repr(name) in what:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return measure(self, call, what, before)
+        return measure(self, call, what, *told, **by)
 
     OpTimer.measure = fail  # type: ignore[method-assign]
     try:
