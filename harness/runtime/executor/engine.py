@@ -349,6 +349,7 @@ class ExecutorEngine:
             batch = fetch()
             self._phases.begin("host_to_device", n_bytes=batch.n_bytes)
             batch = batch.to(self._world.device)
+            self._phases.end()  # posting receives comes next, which is neither
         flights: list[Flight] = []
         at = 0
         for (start, stop), (first, _) in zip(self._intervals, self._starts, strict=True):
