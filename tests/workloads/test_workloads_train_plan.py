@@ -191,14 +191,7 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
 
 
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
-    _, results = ranks
-    question = replace(question_of(CASE), search_budget=40)
-
-    def beside(directory: Path) -> None:
-        results.write_links(directory, 2)
-        results.write_profile(directory, question, 2)
-
-    found, run = run_on_ranks(run_search, question, 2, beside)
+    found, run = searched(run_on_ranks, ranks)
     assert found[1] == {}
     summary = found[0]
     assert summary["predicted_step_s"] > 0
@@ -212,15 +205,20 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert all(rate > 0 for rate in rates)
 
 
-def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks):
+def searched(run_on_ranks, ranks, **changes):
+    """What a short search on two ranks returned, and its run."""
     _, results = ranks
-    question = replace(question_of(CASE), search_budget=40, trials=3)
+    question = replace(question_of(CASE), search_budget=40, **changes)
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
         results.write_profile(directory, question, 2)
 
-    found, run = run_on_ranks(run_search, question, 2, beside)
+    return run_on_ranks(run_search, question, 2, beside)
+
+
+def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks):
+    found, run = searched(run_on_ranks, ranks, trials=3)
     tried = {
         record.labels["plan"]: record.value
         for record in run.ranks[0]
@@ -236,13 +234,6 @@ def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks)
 
 
 def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
-    _, results = ranks
-    question = replace(question_of(CASE), search_budget=40, trials=1)
-
-    def beside(directory: Path) -> None:
-        results.write_links(directory, 2)
-        results.write_profile(directory, question, 2)
-
-    found, run = run_on_ranks(run_search, question, 2, beside)
+    found, run = searched(run_on_ranks, ranks, trials=1)
     assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
     assert found[0]["predicted_step_s"] > 0
