@@ -136,10 +136,12 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         runs: directories of its runs, by strategy, those that failed included.
         steps_s: seconds of a step in turn with the others, by strategy and round.
+        first_s: of the step before, which is not counted.
     """
 
     runs: dict[str, str]
     steps_s: dict[str, list[float]]
+    first_s: dict[str, list[float]] = {}
 
 
 def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
@@ -160,18 +162,21 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     return strategies_of(set(results.iterdir()) - known)
 
 
-def train_in_turn(
-    cell: Cell, cluster: Cluster, runs: dict[str, Path], options: Options
-) -> dict[str, list[float]]:
-    """Seconds of a step of each run that ended ok, by strategy and round."""
+def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Options) -> Measured:
+    """Take turns of each run that ended ok."""
+    runs = {name: Path(path) for name, path in found.runs.items()}
     ok = {name: path for name, path in runs.items() if read_header(path).status == "ok"}
     told = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
         "--seconds", str(options.seconds), *map(str, ok.values()),
     )  # fmt: skip
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
-    steps = {line["run"]: line["steps_s"] for line in lines}
-    return {name: steps[path.name] for name, path in ok.items()}
+    by_run = {line["run"]: line for line in lines}
+    return msgspec.structs.replace(
+        found,
+        steps_s={name: by_run[path.name]["steps_s"] for name, path in ok.items()},
+        first_s={name: by_run[path.name]["first_s"] for name, path in ok.items()},
+    )
 
 
 def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
@@ -183,11 +188,11 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
     if found.steps_s or options.summary:
         return found
     cluster.build(cell)
-    runs = {name: Path(path) for name, path in found.runs.items()} or train(cell, cluster, options)
-    found = Measured(runs={name: str(path) for name, path in runs.items()}, steps_s={})
-    write_atomically(kept, msgspec.json.encode(found))
-    steps_s = train_in_turn(cell, cluster, runs, options)
-    found = msgspec.structs.replace(found, steps_s=steps_s)
+    if not found.runs:
+        runs = train(cell, cluster, options)
+        found = Measured(runs={name: str(path) for name, path in runs.items()}, steps_s={})
+        write_atomically(kept, msgspec.json.encode(found))
+    found = train_in_turn(cell, cluster, found, options)
     write_atomically(kept, msgspec.json.encode(found))
     return found
 
@@ -275,8 +280,20 @@ def trains_the_same(runs: dict[str, Run]) -> float:
 
 
 def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
-    """A finished cell's line."""
+    """A finished cell's line.
+
+    Raises:
+        SystemExit: single or searched did not end ok, to which all others are compared.
+    """
     runs = {name: _read_run(Path(path)) for name, path in measured.runs.items()}
+    for name in ("single", "searched"):
+        if name not in measured.steps_s:
+            header = runs[name].header if name in runs else None
+            reason = "has no run" if header is None else f"{header.status}: {header.reason}"
+            raise SystemExit(
+                f"{cell.name}: {name} {reason}: all strategies are compared with it, so mend that "
+                "and measure the cell again with --again"
+            )
     searched_s = measured.steps_s["searched"]
     strategies = {
         name: judge_strategy(run, measured.steps_s.get(name, []), searched_s)
