@@ -3,11 +3,11 @@
     mpirun -np 3 ... python -m benchmarks.searched_steps RUN_DIRECTORY ...
 
 A machine whose speed drifts by 15 % within seconds says little when one run follows another. Here
-the runs' engines live side by side, as the runs had them (ddp is torch's, all others are the
-executor's under the run's strategy.json), and train a block of steps each in a random order, again
-and again; a block's first step, which finds caches and heap as another engine left them, is not
-counted. Rank 0 prints for each run `{run, steps_s, first_s}`: seconds of a counted step, and of a
-first one, on the slowest rank, by round. What takes thrice as long as the fastest or more is
+the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
+the executor's under the run's strategy.json), and train a block of steps each in a random order,
+again and again; a block's first step, which finds caches and heap as another engine left them, is
+not counted. Rank 0 prints for each run `{run, steps_s, first_s}`: seconds of a counted step, and of
+a first one, on the slowest rank, by round. What takes thrice as long as the fastest or more is
 measured in the first rounds only.
 """
 
@@ -40,7 +40,7 @@ from harness.runtime.world import World
 from harness.workloads.plan_share import wait_for_all
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_plan import Planned
-from harness.workloads.train_setup import prepare
+from harness.workloads.train_setup import Training, prepare
 
 _STEPS_A_BLOCK = 2
 _LEAST_ROUNDS, _FIRST_ROUNDS = 6, 3
@@ -64,26 +64,33 @@ class Stepper:
         )
         self._recorder = Recorder(HostClock())
         planned = None
-        if case.strategy != "ddp":  # single, too, has a plan, so that the other ranks may stand by
-            case = replace(case, engine="executor", n_ranks=world.size)
+        if case.engine == "executor":
             strategy = Strategy.load(run_dir / STRATEGY_FILE)
             planned = Planned(strategy=strategy, predicted_step_s=None, flops=(0.0,) * world.size)
-        self._training = prepare(case, world, self._recorder, planned)
+        is_single = case.strategy == "single"
+        self._training: Training | None = None
+        if world.is_first or not is_single:  # else this rank stands by
+            own = replace(world, size=1, local_size=1) if is_single else world
+            self._training = prepare(case, own, self._recorder, planned)
+            plan = self._training.plan
+            self._share = Share(n_local=plan.n_fed(world.rank), n_global=plan.global_batch)
         wait_for_all(world)  # ranks take unlike time to build their parts
-        plan = self._training.plan
-        self._share = Share(n_local=plan.n_fed(world.rank), n_global=plan.global_batch)
         self._world = world
 
     def block(self, n_steps: int) -> float:
         """Seconds of a step on the slowest rank, after all have met."""
-        training = self._training
         dist.barrier()
         start_s = time.perf_counter()
-        for _ in range(n_steps):
-            training.engine.step(lambda: next(training.batches), self._share)
+        for _ in range(n_steps if self._training is not None else 0):
+            self._step()
         seconds = (time.perf_counter() - start_s) / n_steps
         self._recorder.discard()
         return agree_on_maximum([seconds], self._world)[0]
+
+    def _step(self) -> None:
+        training = self._training
+        assert training is not None
+        training.engine.step(lambda: next(training.batches), self._share)
 
 
 @dataclass(frozen=True, kw_only=True)
