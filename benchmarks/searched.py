@@ -136,12 +136,10 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         runs: directories of its runs, by strategy, those that failed included.
         steps_s: seconds of a step in turn with the others, by strategy and round.
-        first_s: of the step before, which is not counted.
     """
 
     runs: dict[str, str]
     steps_s: dict[str, list[float]]
-    first_s: dict[str, list[float]] = {}
 
 
 def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
@@ -171,11 +169,9 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
         "--seconds", str(options.seconds), *map(str, ok.values()),
     )  # fmt: skip
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
-    by_run = {line["run"]: line for line in lines}
+    steps = {line["run"]: line["steps_s"] for line in lines}
     return msgspec.structs.replace(
-        found,
-        steps_s={name: by_run[path.name]["steps_s"] for name, path in ok.items()},
-        first_s={name: by_run[path.name]["first_s"] for name, path in ok.items()},
+        found, steps_s={name: steps[path.name] for name, path in ok.items()}
     )
 
 

@@ -5,10 +5,8 @@
 A machine whose speed drifts by 15 % within seconds says little when one run follows another. Here
 the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
 the executor's under the run's strategy.json), and train a block of steps each in a random order,
-again and again; a block's first step, which finds caches and heap as another engine left them, is
-not counted. Rank 0 prints for each run `{run, steps_s, first_s}`: seconds of a counted step, and of
-a first one, on the slowest rank, by round. What takes thrice as long as the fastest or more is
-measured in the first rounds only.
+again and again. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the slowest rank,
+by round. What takes thrice as long as the fastest or more is measured in the first rounds only.
 """
 
 from __future__ import annotations
@@ -93,17 +91,9 @@ class Stepper:
         training.engine.step(lambda: next(training.batches), self._share)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Seconds of a step of one run, by round."""
-
-    counted: list[float]
-    first: list[float]
-
-
-def measure(steppers: list[Stepper], options: Options, world: World) -> list[Steps]:
-    """Train in turn; all ranks must call it."""
-    steps = [Steps(counted=[], first=[]) for _ in steppers]
+def measure(steppers: list[Stepper], options: Options, world: World) -> list[list[float]]:
+    """Seconds of a step of each run, by round; all ranks must call it."""
+    steps: list[list[float]] = [[] for _ in steppers]
     for stepper in steppers:
         stepper.block(1)  # warms up
     order = list(range(len(steppers)))
@@ -112,11 +102,10 @@ def measure(steppers: list[Stepper], options: Options, world: World) -> list[Ste
     n_rounds = 0
     while n_rounds < _LEAST_ROUNDS or _elapsed(start_s, world) < options.seconds:
         shuffle(order)
-        fastest = min((statistics.median(own.counted) for own in steps if own.counted), default=0.0)
+        fastest = min((statistics.median(own) for own in steps if own), default=0.0)
         for k in order:
-            if n_rounds < _FIRST_ROUNDS or statistics.median(steps[k].counted) < _SLOW * fastest:
-                steps[k].first.append(steppers[k].block(1))
-                steps[k].counted.append(steppers[k].block(_STEPS_A_BLOCK))
+            if n_rounds < _FIRST_ROUNDS or statistics.median(steps[k]) < _SLOW * fastest:
+                steps[k].append(steppers[k].block(_STEPS_A_BLOCK))
         n_rounds += 1
     return steps
 
@@ -136,8 +125,7 @@ def main(options: Options) -> None:
     steps = measure(steppers, options, world)
     if world.is_first:
         for run_dir, own in zip(options.runs, steps, strict=True):
-            line = {"run": run_dir.name, "steps_s": own.counted, "first_s": own.first}
-            print(json.dumps(line), flush=True)
+            print(json.dumps({"run": run_dir.name, "steps_s": own}), flush=True)
     dist.destroy_process_group()
     meeting.control.leave()
 

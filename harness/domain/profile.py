@@ -22,6 +22,9 @@ SCHEMA_VERSION = 1
 _QUARTILES, _FEW = 1.349, 1.12
 
 
+MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One operator's times on one kind of device at one shape: medians.
 
@@ -49,6 +52,11 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     spread: float | None = None
     n_samples: int | None = None
     in_place_backward_s: float | None = None
+
+    @property
+    def key(self) -> MeasurementKey:
+        """What identifies it."""
+        return measurement_key(self.device_kind, self.operator, self.shape, self.dtype)
 
     @property
     def relative_noise(self) -> float:
@@ -85,6 +93,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
         step_s: seconds of forward plus backward, without the optimizer.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
+        latest_s: of the step when it was timed last; None when that was with the operators.
     """
 
     device_kind: str
@@ -93,6 +102,21 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     operators_s: float
     graph_hash: str = ""
+    latest_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("step_s", "latest_s"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise GraphError(
+                    f"the whole step on {self.device_kind!r} has {field} {value}: it must be above "
+                    "0"
+                )
+
+    @property
+    def pace(self) -> float:
+        """Seconds that pass now for each that passed when the operators were timed."""
+        return 1.0 if self.latest_s is None else self.latest_s / self.step_s
 
     @property
     def ratio(self) -> float:
@@ -128,18 +152,27 @@ class Profile(JsonFile, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         seen = set()
         for point in self.measurements:
-            key = measurement_key(point.device_kind, point.operator, point.shape, point.dtype)
-            if key in seen:
+            if point.key in seen:
                 raise GraphError(
                     f"profile {self.model!r} measures operator {point.operator!r} twice on "
                     f"{point.device_kind!r} at {point.shape} {point.dtype}: keep one"
                 )
-            seen.add(key)
+            seen.add(point.key)
 
     @property
     def device_kinds(self) -> list[str]:
         """In order of first appearance."""
         return list(dict.fromkeys(point.device_kind for point in self.measurements))
+
+    def pace(self, graph_hash: str, device_kind: str) -> float:
+        """How much longer a graph's step takes on a kind of device than when its operators were
+        timed (see `WholeStep`); 1 where that is not known."""
+        paces = [
+            step.pace
+            for step in self.whole_steps
+            if step.graph_hash == graph_hash and step.device_kind == device_kind
+        ]
+        return paces[-1] if paces else 1.0
 
     def content_hash(self) -> str:
         """16 hex digits over the measurements; strategies carry it."""
@@ -149,6 +182,6 @@ class Profile(JsonFile, frozen=True, kw_only=True):
 
 def measurement_key(
     device_kind: str, operator: str, shape: dict[str, int], dtype: str
-) -> tuple[str, str, tuple[tuple[str, int], ...], str]:
+) -> MeasurementKey:
     """What identifies a measurement; the order of dims counts."""
     return device_kind, operator, tuple(shape.items()), dtype

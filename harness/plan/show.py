@@ -14,7 +14,7 @@ import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.profile import Profile, WholeStep
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.measure.text import format_shape, table
@@ -175,7 +175,7 @@ def profile_lines(profile: Profile) -> list[str]:
     lines += [
         f"{step.device_kind}, batch {step.batch}, {step.dtype}: operators add up to "
         f"{format_duration(step.operators_s)}, the whole step takes {format_duration(step.step_s)} "
-        f"({step.ratio:.2f} of it)"
+        f"({step.ratio:.2f} of it)" + _latest(step)
         for step in profile.whole_steps
     ]
     rows = [
@@ -193,6 +193,12 @@ def profile_lines(profile: Profile) -> list[str]:
     ]
     header = ["operator", "device", "output", "dtype", "forward", "backward", "kept", "spread"]
     return [*lines, *table(header, rows)]
+
+
+def _latest(step: WholeStep) -> str:
+    if step.latest_s is None:
+        return ""
+    return f"; lately {format_duration(step.latest_s)}, times are scaled by {step.pace:.2f}"
 
 
 def cluster_lines(cluster: Cluster) -> list[str]:

@@ -12,6 +12,7 @@ from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
 from harness.units import parse_bytes
+from harness.workloads.model_flags import ModelFlags, shared_flags
 from harness.workloads.profile_config import ProfileConfig
 from harness.workloads.profile_points import shard_counts
 from harness.workloads.train_config import TrainCase
@@ -26,22 +27,13 @@ _STREAMS = {"sgd": 3, "momentum": 8, "adamw": 20}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchConfig:
+class SearchConfig(ModelFlags):
     """Find the fastest strategy for a model on these ranks; `train --strategy searched` runs it."""
 
-    model: str = "resnet18"
-    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
-    package.module:factory."""
-    batch_size: int = 64
-    """Samples of all ranks together in a step."""
-    image_size: int = 0
-    """Side of the images; 0 is the model's own."""
-    n_classes: int = 0
-    """Classes to tell apart; 0 is the model's own."""
     n_channels: int = 0
     """Channels of the images; 0 is the model's own."""
-    dropout: float = -1.0
-    """Probability of every dropout layer; below 0 keeps the model's own."""
+    batch_size: int = 64
+    """Samples of all ranks together in a step."""
     dtype: PlannedDtype = "fp32"
     """What training computes in."""
     optimizer: str = "sgd"
@@ -66,16 +58,6 @@ class SearchConfig:
     """Plan for the first ranks only; 0 is all."""
     seed: int = 0
     """Seed of the search: equal seeds find equal plans, unless time ends it."""
-    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
-    """dlrm: widths from the dense features to the width of the embeddings."""
-    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
-    """dlrm: widths from the interaction to one logit."""
-    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
-    """dlrm: rows of each table."""
-    dlrm_lookups: int = 1
-    """dlrm: indices per table and sample."""
-    dlrm_interaction: Literal["cat", "dot"] = "cat"
-    """dlrm: concatenate all vectors, or take their pairwise products."""
 
     def model_options(self) -> ModelOptions:
         """What the model is built with.
@@ -96,19 +78,8 @@ class SearchConfig:
         """
         usual = shard_counts(max(1, self.n_ranks))
         return ProfileConfig(
-            model=self.model,
-            batch_size=self.batch_size,
-            image_size=self.image_size,
-            n_classes=self.n_classes,
-            n_channels=self.n_channels,
-            dropout=self.dropout,
-            dtype=self.dtype,
+            **shared_flags(self, ProfileConfig),
             shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
-            dlrm_bottom_mlp=self.dlrm_bottom_mlp,
-            dlrm_top_mlp=self.dlrm_top_mlp,
-            dlrm_table_rows=self.dlrm_table_rows,
-            dlrm_lookups=self.dlrm_lookups,
-            dlrm_interaction=self.dlrm_interaction,
         )
 
     def simulator_options(
@@ -142,33 +113,18 @@ def question_of(case: TrainCase) -> SearchConfig:
         ModelError, DataError: the model cannot take the data, or the data is not there.
     """
     entry = entry_for(case.data, case.model)
-    options = case.model_options()
+    options = case.asked_options()
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(case.data_dir))
     fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
-    return SearchConfig(
-        model=case.model,
+    return replace(
+        SearchConfig(**shared_flags(case, SearchConfig)),
+        dtype=_planned_dtype(case.dtype),
         batch_size=case.batch,
         image_size=fitted.image_size,
         n_classes=fitted.n_classes,
         n_channels=fitted.n_channels,
-        dropout=case.dropout,
-        dtype=_planned_dtype(case.dtype),
-        optimizer=case.optimizer,
-        momentum=case.momentum,
-        bucket_mib=case.bucket_mib,
         batch_norm="global" if case.batch_norm == "global" else "local",
-        search_seconds=case.search_seconds,
-        search_budget=case.search_budget,
-        trials=case.trials,
-        memory=case.memory,
-        n_ranks=case.n_ranks,
-        seed=case.seed,
-        dlrm_bottom_mlp=case.dlrm_bottom_mlp,
-        dlrm_top_mlp=case.dlrm_top_mlp,
-        dlrm_table_rows=case.dlrm_table_rows,
-        dlrm_lookups=case.dlrm_lookups,
-        dlrm_interaction=case.dlrm_interaction,
     )
 
 

@@ -161,7 +161,7 @@ class _Trial:
         )  # fmt: skip
         data = DataOptions(
             data_dir=Path(), n_samples=strategy.batch, seed=question.seed,
-            dlrm=question.model_options().dlrm,
+            dlrm=question.dlrm_options(),
         )  # fmt: skip
         own = self._engine.samples
         self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(own)

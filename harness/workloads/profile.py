@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from harness.domain.profile import Measurement, Profile
+from harness.domain.profile import Measurement, MeasurementKey, Profile
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
@@ -29,6 +29,7 @@ from harness.workloads.profile_measure import DTYPE_NAMES, Measured, PointMeasur
 from harness.workloads.profile_points import Point, points_of
 from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
+    at_known_pace,
     fit_errors,
     known_steps,
     missing_points,
@@ -73,6 +74,7 @@ class _Profiling:
         self.graph = self._captured.graph
         self.profile = self._read()
         self.n_known = len(self.profile.measurements)
+        self._new: dict[MeasurementKey, Measurement] = {}
         counts = config.counts(context.world.size)
         self._points = points_of(self.graph, counts, counts)
 
@@ -84,9 +86,12 @@ class _Profiling:
         return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
 
     def run(self) -> dict[str, Any]:
-        """Measure what the file lacks, and write it after each size of batch in each round."""
-        known = known_steps(self.profile, self.graph, self._dtype)
-        steps = None if self._kind in known else self._step_sampler()
+        """Measure what the file lacks, and write it after each size of batch in each round.
+
+        The whole step is taken in between; where the file lacks nothing it says how fast the
+        devices are now.
+        """
+        steps = self._step_sampler()
         measurer = PointMeasurer(
             self._task,
             self._captured,
@@ -115,6 +120,7 @@ class _Profiling:
         parts = gather_bytes(msgspec.json.encode(found.measurements), self._context.world)
         for part in parts:
             new = msgspec.json.decode(part, type=list[Measurement])
+            self._new |= {point.key: point for point in new}
             self.profile = with_measurements(self.profile, new)
         self._write()
 
@@ -148,6 +154,11 @@ class _Profiling:
         seconds: dict[str, list[float]] = {}
         for kind, part in zip(self._sharing.kinds, parts, strict=True):
             seconds.setdefault(kind, []).extend(msgspec.json.decode(part, type=list[float]))
+        known = known_steps(self.profile, self.graph, self._dtype)
+        if self._new:
+            new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
+            self.profile = with_measurements(self.profile, new)
+            seconds = {kind: own for kind, own in seconds.items() if kind not in known}
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if self._context.world.is_first:
@@ -162,6 +173,9 @@ class _Profiling:
                     step.ratio,
                     device_kind=step.device_kind,
                     batch=step.batch,
+                )
+                recorder.sample(
+                    "profile_pace", step.pace, device_kind=step.device_kind, batch=step.batch
                 )
         for kind in dict.fromkeys(self._sharing.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from harness.errors import ConfigError
 from harness.plan.find import default_profile
-from harness.runtime.models import DlrmOptions, ModelOptions, fit_options
+from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.sampling import Budget
+from harness.workloads.model_flags import ModelFlags
 from harness.workloads.profile_points import shard_counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(ModelFlags):
     """How long each operator of a model takes on each kind of device; planning reads the file."""
 
-    model: str = "resnet18"
-    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
-    package.module:factory."""
-    batch_size: int = 64
-    """Samples that the whole operators are measured on; their shards get parts of it."""
-    image_size: int = 0
-    """Side of the images; 0 is the model's own."""
-    n_classes: int = 0
-    """Classes to tell apart; 0 is the model's own."""
     n_channels: int = 0
     """Channels of the images; 0 is the model's own."""
-    dropout: float = -1.0
-    """Probability of every dropout layer; below 0 keeps the model's own."""
+    batch_size: int = 64
+    """Samples that the whole operators are measured on; their shards get parts of it."""
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """What training computes in; parameters stay fp32, bf16 is autocast. One file holds one."""
     shards: tuple[int, ...] = ()
@@ -49,16 +41,6 @@ class ProfileConfig:
     slows the machine for a while slows no operator alone."""
     warm_up: int = 2
     """Runs of each operator that are thrown away before, in each round."""
-    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
-    """dlrm: widths from the dense features to the width of the embeddings."""
-    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
-    """dlrm: widths from the interaction to one logit."""
-    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
-    """dlrm: rows of each table."""
-    dlrm_lookups: int = 1
-    """dlrm: indices per table and sample."""
-    dlrm_interaction: Literal["cat", "dot"] = "cat"
-    """dlrm: concatenate all vectors, or take their pairwise products."""
 
     def model_options(self) -> ModelOptions:
         """What the model is built with.
@@ -66,21 +48,7 @@ class ProfileConfig:
         Raises:
             ModelError: an unknown model, or options that it cannot take.
         """
-        dlrm = DlrmOptions(
-            bottom_mlp=self.dlrm_bottom_mlp,
-            top_mlp=self.dlrm_top_mlp,
-            table_rows=self.dlrm_table_rows,
-            n_lookups=self.dlrm_lookups,
-            interaction=self.dlrm_interaction,
-        )
-        asked = ModelOptions(
-            n_classes=self.n_classes,
-            n_channels=self.n_channels,
-            image_size=self.image_size,
-            dropout=None if self.dropout < 0 else self.dropout,
-            dlrm=dlrm,
-        )
-        return fit_options(self.model, asked)
+        return fit_options(self.model, replace(self.asked_options(), n_channels=self.n_channels))
 
     def budget(self) -> Budget:
         """Of one operator in one round."""

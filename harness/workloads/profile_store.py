@@ -42,19 +42,13 @@ def read_profile(path: Path, model: str, dtype: str) -> Profile:
 
 def missing_points(profile: Profile, kind: str, dtype: str, points: Sequence[Point]) -> list[Point]:
     """Points without a measurement on a kind of device."""
-    known = {
-        measurement_key(point.device_kind, point.operator, point.shape, point.dtype)
-        for point in profile.measurements
-    }
+    known = {point.key for point in profile.measurements}
     return [p for p in points if measurement_key(kind, p.key, p.shape, dtype) not in known]
 
 
 def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
     """Add measurements; an older one of the same thing gives way."""
-    found = {
-        measurement_key(point.device_kind, point.operator, point.shape, point.dtype): point
-        for point in [*profile.measurements, *new]
-    }
+    found = {point.key: point for point in [*profile.measurements, *new]}
     return msgspec.structs.replace(profile, measurements=list(found.values()))
 
 
@@ -93,12 +87,19 @@ def known_steps(profile: Profile, graph: Graph, dtype: str) -> set[str]:
 def with_whole_steps(
     profile: Profile, graph: Graph, dtype: str, seconds: dict[str, list[float]]
 ) -> Profile:
-    """Add the median of each kind's steps, beside the sum over operators as it is now."""
+    """Add the median of each kind's steps, beside the sum over operators as it is now.
+
+    Where the step is known, it becomes the latest.
+    """
     steps = {(s.device_kind, s.graph_hash, s.dtype): s for s in profile.whole_steps}
     for kind, values in seconds.items():
         total_s = operators_s(profile, graph, kind, dtype)
-        if values and total_s is not None:
-            own = graph.content_hash()
+        own = graph.content_hash()
+        known = steps.get((kind, own, dtype))
+        if values and known is not None:
+            latest_s = statistics.median(values)
+            steps[kind, own, dtype] = msgspec.structs.replace(known, latest_s=latest_s)
+        elif values and total_s is not None:
             steps[kind, own, dtype] = WholeStep(
                 device_kind=kind,
                 batch=graph.batch or 1,
@@ -108,6 +109,33 @@ def with_whole_steps(
                 graph_hash=own,
             )
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
+
+
+def at_known_pace(
+    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: dict[str, list[float]]
+) -> list[Measurement]:
+    """New measurements as they would have been when the profile's first ones were taken.
+
+    Args:
+        seconds: of the whole step by kind of device, taken in between the new measurements.
+    """
+    own = graph.content_hash()
+    paces = {
+        step.device_kind: statistics.median(seconds[step.device_kind]) / step.step_s
+        for step in profile.whole_steps
+        if step.graph_hash == own and seconds.get(step.device_kind)
+    }
+    return [_slower(point, 1 / paces.get(point.device_kind, 1.0)) for point in new]
+
+
+def _slower(point: Measurement, factor: float) -> Measurement:
+    in_place_s = point.in_place_backward_s
+    return msgspec.structs.replace(
+        point,
+        forward_s=factor * point.forward_s,
+        backward_s=factor * point.backward_s,
+        in_place_backward_s=None if in_place_s is None else factor * in_place_s,
+    )
 
 
 def write_profile(path: Path, profile: Profile) -> None:

@@ -67,6 +67,7 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "-" if step is None else format_duration(step.operators_s),
                 "-" if step is None else format_duration(step.step_s),
                 "-" if step is None else f"{step.ratio:.2f}",
+                "-" if step is None else f"{step.pace:.2f}",
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
@@ -76,7 +77,7 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "docs/profile.md says what may be why"
             )
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "sum/step",
-             "error of fits"]  # fmt: skip
+             "pace", "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *doubts])
 
 

@@ -207,7 +207,7 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     _check(config, n_ranks)
     combinations = _combinations(config, n_ranks)
     entry = entry_for(config.data, config.model)
-    fit_options(config.model, combinations[0].model_options(), entry.image_size, entry.n_channels)
+    fit_options(config.model, combinations[0].asked_options(), entry.image_size, entry.n_channels)
     order = random.Random(config.seed)
     cases: list[TrainCase] = []
     for _ in range(config.repeats):

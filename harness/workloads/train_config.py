@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from harness.domain.schedule import ScheduleName
-from harness.runtime.models import DlrmOptions, ModelOptions
 from harness.runtime.optimizers import OptimizerOptions
+from harness.workloads.model_flags import ModelFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -27,12 +27,9 @@ def is_file(strategy: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
+class TrainSettings(ModelFlags):
     """What every run of a sweep has in common."""
 
-    model: str = "resnet18"
-    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
-    package.module:factory (a function that returns an nn.Module over images)."""
     data: str = "synthetic"
     """synthetic, cifar10, cifar100, imagefolder, or dlrm_hdf5 (X_int, X_cat, y)."""
     data_dir: Path = Path("data")
@@ -40,11 +37,6 @@ class TrainSettings:
     n_samples: int = 0
     """Size of synthetic data; 0 is a few global batches. A size that is no multiple of the batch
     makes the last batch of every epoch a smaller one."""
-    image_size: int = 0
-    """Side of the images; 0 is the data's where the model takes it, else the model's own (224).
-    Small ones, such as 64, suit CPUs."""
-    n_classes: int = 0
-    """Classes to tell apart; 0 is the data's, or 1000 (10 for lenet)."""
     steps: int = 20
     """Optimizer steps that are measured."""
     epochs: int = 0
@@ -69,8 +61,6 @@ class TrainSettings:
     """local: each rank normalises by its own samples, as DDP does, which is not what one device
     trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
     executor does it anywhere); frozen: by running statistics."""
-    dropout: float = -1.0
-    """Probability of every dropout layer; below 0 keeps the model's own."""
     exact_dropout: bool = False
     """Draw on every shard what its part of the whole would have drawn, so that all strategies train
     the same (executor); otherwise each rank draws masks of its own, as DDP does."""
@@ -105,16 +95,6 @@ class TrainSettings:
     """Keep images and filters in channels-last order, which tensor cores prefer."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
-    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
-    """dlrm: widths from the dense features to the width of the embeddings."""
-    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
-    """dlrm: widths from the interaction to one logit."""
-    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
-    """dlrm: rows of each table."""
-    dlrm_lookups: int = 1
-    """dlrm: indices per table and sample."""
-    dlrm_interaction: Literal["cat", "dot"] = "cat"
-    """dlrm: concatenate all vectors, or take their pairwise products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,24 +150,6 @@ class TrainCase(TrainSettings):
     @property
     def zero_stage(self) -> int:
         return _ZERO_STAGES.get(self.strategy, 0)
-
-    def model_options(self) -> ModelOptions:
-        """What the model is built with, before the data has its say."""
-        return ModelOptions(
-            n_classes=self.n_classes,
-            image_size=self.image_size,
-            dropout=None if self.dropout < 0 else self.dropout,
-            dlrm=self.dlrm_options(),
-        )
-
-    def dlrm_options(self) -> DlrmOptions:
-        return DlrmOptions(
-            bottom_mlp=self.dlrm_bottom_mlp,
-            top_mlp=self.dlrm_top_mlp,
-            table_rows=self.dlrm_table_rows,
-            n_lookups=self.dlrm_lookups,
-            interaction=self.dlrm_interaction,
-        )
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(

@@ -98,7 +98,7 @@ def _freeze_statistics(model: nn.Module) -> nn.Module:
 def make_task(case: TrainCase) -> Task:
     """Build the model of a run on the current default device; equal on every rank."""
     entry = entry_for(case.data, case.model)
-    options = case.model_options()
+    options = case.asked_options()
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(case.data_dir))
     fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)

@@ -62,3 +62,10 @@ def test_negative_time_in_a_file_is_refused_with_the_file() -> None:
 def test_point_measured_twice_is_refused() -> None:
     with pytest.raises(GraphError, match="measures operator 'conv' twice"):
         Profile(model="m", measurements=[point(), point(forward_s=3.0)])
+
+
+def test_a_whole_step_takes_time() -> None:
+    with pytest.raises(GraphError, match=r"latest_s 0\.0: it must be above 0"):
+        WholeStep(
+            device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=3.0, latest_s=0.0
+        )

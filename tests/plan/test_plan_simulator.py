@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
+from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.sharding import full_shape
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
@@ -293,6 +293,17 @@ def test_slow_device_takes_longer_and_shares_balance_it():
     fair = {name: OperatorPlan({"sample": [3, 1]}, [0, 1]) for name in ("a", "b")}
     assert simulate(graph, profile, cluster, even).step_s == pytest.approx(9 / 2 * 3)
     assert simulate(graph, profile, cluster, fair).step_s == pytest.approx(9 * 3 / 4)
+
+
+def test_a_device_that_is_slower_now_than_when_it_was_profiled_takes_longer():
+    graph, profile = chain()
+    step = WholeStep(
+        device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0, latest_s=18.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    profile = msgspec.structs.replace(profile, whole_steps=[step])
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
 
 
 def test_each_kind_of_device_has_its_own_times():

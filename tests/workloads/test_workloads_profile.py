@@ -9,7 +9,7 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.profile import Measurement, Profile
+from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.record import Sample
 from harness.errors import ConfigError, ModelError
 from harness.plan.__main__ import main as plan
@@ -19,7 +19,7 @@ from harness.plan.simulate.costs import Costs
 from harness.runtime.capture import capture_model
 from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
 from harness.workloads.profile_points import part_sizes, points_of, shard_counts
-from harness.workloads.profile_store import read_profile
+from harness.workloads.profile_store import at_known_pace, read_profile
 
 QUICK = ProfileConfig(
     model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
@@ -192,6 +192,34 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     assert (first["n_known"], first["n_measured"]) == (0, n[0])
     assert (second["n_known"], second["n_measured"]) == (n[0], n[1] - n[0])
     assert (third["n_known"], third["n_measured"]) == (n[1], 0)
+    # Nothing was missing, so the whole step told how fast the device is now.
+    profile = Profile.load(tmp_path / "lenet.json")
+    (step,) = profile.whole_steps
+    assert step.latest_s is not None
+    assert profile.pace(graph.content_hash(), step.device_kind) == step.latest_s / step.step_s
+
+
+def test_later_measurements_join_at_the_pace_of_the_first():
+    graph = capture_model("lenet", 8)
+    step = WholeStep(
+        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    profile = Profile(model="lenet", measurements=[], whole_steps=[step])
+    new = [
+        Measurement(
+            device_kind=kind,
+            operator="conv",
+            forward_s=3.0,
+            backward_s=6.0,
+            in_place_backward_s=4.5,
+        )
+        for kind in ("a", "b")
+    ]
+    scaled, kept = at_known_pace(profile, graph, new, {"a": [2.9, 3.0, 9.0], "b": [1.0]})
+    times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
+    assert times == pytest.approx((2.0, 4.0, 3.0))
+    assert kept == new[1]  # a kind without a step of its own
 
 
 def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):

@@ -88,6 +88,8 @@ class Costs:
         self.n_devices = cluster.n_devices
         self._devices = cluster.devices
         self._times = OperatorTimes(profile)
+        graph_hash = graph.content_hash()
+        self._pace = [profile.pace(graph_hash, device.kind) for device in cluster.devices]
         dtypes = {point.dtype for point in profile.measurements}
         self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.shapes = [
@@ -127,7 +129,8 @@ class Costs:
         if key not in self._seconds:
             operator = self.graph.operators[op]
             sizes = dict(zip(self.shapes[op], key[2], strict=True))
-            kind, speed = self._devices[device].kind, self._devices[device].speed
+            kind = self._devices[device].kind
+            speed = self._devices[device].speed / self._pace[device]
             shown = {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
             is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:

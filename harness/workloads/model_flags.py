@@ -1,0 +1,58 @@
+"""The flags that say what is trained: every workload that builds a model has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from harness.runtime.models import DlrmOptions, ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """A model by its name, and what it is built with."""
+
+    model: str = "resnet18"
+    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
+    package.module:factory (a function that returns an nn.Module over images)."""
+    image_size: int = 0
+    """Side of the images; 0 is the data's where the model takes it, else the model's own (224).
+    Small ones, such as 64, suit CPUs."""
+    n_classes: int = 0
+    """Classes to tell apart; 0 is the data's, or the model's own."""
+    dropout: float = -1.0
+    """Probability of every dropout layer; below 0 keeps the model's own."""
+    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
+    """dlrm: widths from the dense features to the width of the embeddings."""
+    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
+    """dlrm: widths from the interaction to one logit."""
+    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
+    """dlrm: rows of each table."""
+    dlrm_lookups: int = 1
+    """dlrm: indices per table and sample."""
+    dlrm_interaction: Literal["cat", "dot"] = "cat"
+    """dlrm: concatenate all vectors, or take their pairwise products."""
+
+    def asked_options(self) -> ModelOptions:
+        """What the model is asked to be built with; the model and the data have their say."""
+        return ModelOptions(
+            n_classes=self.n_classes,
+            image_size=self.image_size,
+            dropout=None if self.dropout < 0 else self.dropout,
+            dlrm=self.dlrm_options(),
+        )
+
+    def dlrm_options(self) -> DlrmOptions:
+        return DlrmOptions(
+            bottom_mlp=self.dlrm_bottom_mlp,
+            top_mlp=self.dlrm_top_mlp,
+            table_rows=self.dlrm_table_rows,
+            n_lookups=self.dlrm_lookups,
+            interaction=self.dlrm_interaction,
+        )
+
+
+def shared_flags(source: Any, kind: type) -> dict[str, Any]:
+    """The values of all fields of one dataclass that another kind has under the same name."""
+    names = {field.name for field in fields(kind)}
+    return {f.name: getattr(source, f.name) for f in fields(source) if f.name in names}
