@@ -41,8 +41,10 @@ import tyro
 from comparison import machine
 from searched_cells import CELLS, QUICK, Cell
 
+from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Sample
+from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
 from harness.measure.derive_choice import Judged, cell_summary
 from harness.measure.derive_prediction import predicted_run, read_prediction
@@ -210,7 +212,7 @@ def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
     itself: the one whose microbatches were left to the simulator.
     """
     found: dict[str, Path] = {}
-    plans: set[bytes] = set()
+    plans: list[Strategy] = []
     headers = [(read_header(path), path) for path in directories if (path / "run.json").exists()]
     for header, path in sorted(headers, key=lambda h: bool(h[0].config.get("microbatches"))):
         if header.workload != "train":
@@ -218,9 +220,10 @@ def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
         name = training_summary(_read_run(path)).strategy
         plan = path / STRATEGY_FILE
         if name != "searched" and plan.exists():
-            if plan.read_bytes() in plans:
+            strategy = msgspec.structs.replace(Strategy.load(plan), made_for=MadeFor())
+            if strategy in plans:
                 continue
-            plans.add(plan.read_bytes())
+            plans.append(strategy)
         found[name] = path
     return found
 
@@ -281,7 +284,8 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
     Raises:
         SystemExit: single or searched did not end ok, to which all others are compared.
     """
-    runs = {name: _read_run(Path(path)) for name, path in measured.runs.items()}
+    found = strategies_of(map(Path, measured.runs.values()))
+    runs = {name: _read_run(path) for name, path in found.items()}
     for name in ("single", "searched"):
         if name not in measured.steps_s:
             header = runs[name].header if name in runs else None

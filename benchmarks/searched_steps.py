@@ -6,7 +6,7 @@ A machine whose speed drifts by 15 % within seconds says little when one run fol
 the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
 the executor's under the run's strategy.json), and train a block of steps each in a random order,
 again and again. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the slowest rank,
-by round. What takes thrice as long as the fastest or more is measured in the first rounds only.
+by round. What takes twice as long as the fastest or more is measured in the first rounds only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from harness.workloads.train_plan import Planned
 from harness.workloads.train_setup import Training, prepare
 
 _STEPS_A_BLOCK = 2
-_LEAST_ROUNDS, _FIRST_ROUNDS = 6, 3
-_SLOW = 3.0
+_LEAST_ROUNDS, _FIRST_ROUNDS = 5, 2
+_SLOW = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Options:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories of training runs."""
     seconds: float = 100.0
-    """No round begins after this long, but for the least of six."""
+    """No round begins after this long, but for the least of five."""
 
 
 class Stepper:
