@@ -51,7 +51,6 @@ from harness.measure.derive_prediction import predicted_run, read_prediction
 from harness.measure.derive_training import step_times
 from harness.measure.statistics import paired_ratio
 from harness.measure.store import Run, read_header, read_results, write_atomically
-from harness.runtime.host import code_commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CLUSTER = "searched"
@@ -325,7 +324,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "machine": machine(),
         "load": os.getloadavg()[1],
-        "commit": code_commit(),
+        "commit": runs["searched"].header.commit,
     }
 
 
