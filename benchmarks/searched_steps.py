@@ -41,7 +41,7 @@ from harness.workloads.train_plan import Planned
 from harness.workloads.train_setup import Training, prepare
 
 _STEPS_A_BLOCK = 2
-_LEAST_ROUNDS, _FIRST_ROUNDS = 5, 2
+_LEAST_ROUNDS, _FIRST_ROUNDS = 5, 3
 _SLOW = 2.0
 
 
