@@ -1,0 +1,64 @@
+"""Which runs a cell compares, and what it says of a cell whose reference failed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.domain.fingerprint import MadeFor
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.measure.store import read_header, write_header
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = Strategy(name="pipeline", batch=8, operators={"a": OperatorPlan({}, [0])})
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import searched
+
+    yield searched
+    for name in ("searched", "searched_cells", "comparison"):
+        sys.modules.pop(name, None)
+
+
+def write_run(results, name, strategy, plan=None, *, engine="torch", status="ok", **config):
+    """A run of the committed sample, as if by another strategy."""
+    path = results / name
+    shutil.copytree(ROOT / "results" / "sample-train-single-r0", path)
+    header = read_header(path)
+    told = {"strategy": strategy, "engine": engine, "schedule": "1f1b", "microbatches": 0, **config}
+    told = {"run_id": name, "config": {**header.config, **told}, "status": status, "reason": "why"}
+    write_header(path, msgspec.structs.replace(header, **told))
+    if plan is not None:
+        (path / STRATEGY_FILE).write_bytes(plan.to_json())
+    return path
+
+
+def test_a_plan_that_two_flags_made_counts_once(searched, tmp_path):
+    later = msgspec.structs.replace(PLAN, made_for=MadeFor(profile_hash="another"))
+    other = msgspec.structs.replace(PLAN, batch=16)
+    write_run(tmp_path, "a", "single")
+    left = write_run(tmp_path, "b", "pipeline", PLAN, engine="executor")
+    write_run(tmp_path, "c", "pipeline", later, engine="executor", microbatches=12)
+    unlike = write_run(tmp_path, "d", "pipeline", other, engine="executor", microbatches=4)
+    found = searched.strategies_of(tmp_path.iterdir())
+    assert sorted(found) == ["pipeline", "pipeline-4-microbatches", "single"]
+    assert (found["pipeline"], found["pipeline-4-microbatches"]) == (left, unlike)
+
+
+def test_a_cell_without_its_reference_says_what_to_do(searched, tmp_path):
+    runs = {
+        "single": str(write_run(tmp_path, "a", "single", status="crash")),
+        "searched": str(write_run(tmp_path, "b", "searched", PLAN, engine="executor")),
+    }
+    measured = searched.Measured(runs=runs, steps_s={"searched": [1.0]})
+    cell = searched.CELLS["alexnet-3x1gbit"]
+    with pytest.raises(SystemExit, match=r"alexnet-3x1gbit: single crash: why.*--again"):
+        searched.judge(cell, measured)
