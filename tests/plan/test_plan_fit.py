@@ -74,6 +74,11 @@ def test_between_measurements_the_nearest_two_decide() -> None:
     assert times.relative_error(CONV, "gpu", "float32") == pytest.approx(0.75)
 
 
+def test_a_time_of_nothing_is_off_by_all_of_the_fit_and_not_more() -> None:
+    points = [({"sample": n, "feature": 4}, s, s) for n, s in ((1, 1.0), (2, 0.0), (3, 3.0))]
+    assert OperatorTimes(profile(*points)).relative_error(CONV, "gpu", "float32") == 1.0
+
+
 def test_error_of_the_fit_is_kept() -> None:
     # Least relative squares of one slope through (1, 1) and (2, 4): the line cannot hold both.
     line = fit_line([1.0, 2.0], [1.0, 4.0])
