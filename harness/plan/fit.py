@@ -114,16 +114,16 @@ class _Axis:
 
     @property
     def error(self) -> float | None:
-        """Largest error at a measured size between others, by those alone, over the larger of both
-        times (one that took nothing measurable is 1 off, not infinitely); None from one point."""
+        """Largest relative error at a measured size between others, by those alone; None from one
+        point. A time that was too short to measure (0) has no relative error."""
         if len(self._sizes) < 2:
             return None
         found = [0.0]
         for k in range(1, len(self._sizes) - 1):
             others = dict(zip(self._sizes, self._measured, strict=True))
             left_out = others.pop(self._sizes[k])
-            fitted = _Axis(others).at(self._sizes[k])
-            found.append(abs(fitted - left_out) / max(fitted, left_out, _LEAST_S))
+            if left_out > 0:
+                found.append(abs(_Axis(others).at(self._sizes[k]) - left_out) / left_out)
         return max(found)
 
 
