@@ -158,7 +158,8 @@ class _Profiling:
         if self._new:
             new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
             self.profile = with_measurements(self.profile, new)
-            seconds = {kind: own for kind, own in seconds.items() if kind not in known}
+            grown = known & {point.device_kind for point in new}
+            seconds = {kind: own for kind, own in seconds.items() if kind not in grown}
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if self._context.world.is_first:
