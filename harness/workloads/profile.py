@@ -31,7 +31,6 @@ from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
     at_known_pace,
     fit_errors,
-    known_steps,
     missing_points,
     read_profile,
     with_measurements,
@@ -88,7 +87,7 @@ class _Profiling:
     def run(self) -> dict[str, Any]:
         """Measure what the file lacks, and write it after each size of batch in each round.
 
-        The whole step is taken in between; where the file lacks nothing it says how fast the
+        The whole step is taken in between: where the file has it already, it says how fast the
         devices are now.
         """
         steps = self._step_sampler()
@@ -154,12 +153,8 @@ class _Profiling:
         seconds: dict[str, list[float]] = {}
         for kind, part in zip(self._sharing.kinds, parts, strict=True):
             seconds.setdefault(kind, []).extend(msgspec.json.decode(part, type=list[float]))
-        known = known_steps(self.profile, self.graph, self._dtype)
-        if self._new:
-            new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
-            self.profile = with_measurements(self.profile, new)
-            grown = known & {point.device_kind for point in new}
-            seconds = {kind: own for kind, own in seconds.items() if kind not in grown}
+        new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
+        self.profile = with_measurements(self.profile, new)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if self._context.world.is_first:

@@ -74,16 +74,6 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
     return {key: error for key, error in errors.items() if error is not None}
 
 
-def known_steps(profile: Profile, graph: Graph, dtype: str) -> set[str]:
-    """Kinds of device on which this graph's whole step has been measured."""
-    own = graph.content_hash()
-    return {
-        step.device_kind
-        for step in profile.whole_steps
-        if step.graph_hash == own and step.dtype == dtype
-    }
-
-
 def with_whole_steps(
     profile: Profile, graph: Graph, dtype: str, seconds: dict[str, list[float]]
 ) -> Profile:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from harness.domain.profile import Profile
 from harness.runtime.context import Context
 from harness.runtime.op_timer import OperatorCall, OpTimer
 from harness.workloads.profile import run_profile
@@ -31,9 +33,14 @@ def profile_kinds(argument: Any, context: Context) -> dict[str, Any]:
 
 
 def profile_twice(config: Any, context: Context) -> list[dict[str, Any]]:
-    """Profile, then again with one more number of shards."""
+    """Profile, then with one more number of shards, then again; with what the step took lately."""
     more = replace(config, shards=(*config.shards, 4))
-    return [run_profile(one, context) for one in (config, more, more)]
+    found = []
+    for one in (config, more, more):
+        summary = run_profile(one, context)
+        (step,) = Profile.load(Path(config.profile_file)).whole_steps
+        found.append(summary | {"latest_s": step.latest_s})
+    return found
 
 
 def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:
