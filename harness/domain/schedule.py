@@ -28,7 +28,8 @@ class Action(NamedTuple):
     """One pass of one microbatch through one stage.
 
     `backward` computes gradients of inputs and weights, but under zero_bubble those of the
-    inputs alone: then `weight` follows with the rest.
+    inputs alone: then `weight` follows with the rest. Where it follows at once, as on the first
+    rank, the two may be carried out together.
     """
 
     kind: ActionKind

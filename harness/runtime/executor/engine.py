@@ -92,8 +92,9 @@ class ExecutorEngine:
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups: dict[tuple[int, ...], Any] = {}
-        # A zero-bubble stage computes the gradients of its weights apart.
-        stages = range(len(plan.strategy.stages))
+        # A zero-bubble stage computes the gradients of its weights apart, but for the first: no
+        # stage waits for those of its inputs, and both at once take less than one by one.
+        stages = range(1, len(plan.strategy.stages))
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
         self._homes = GradientHomes()
@@ -188,15 +189,14 @@ class ExecutorEngine:
         own = [stage for stage, devices in enumerate(sets) if self._world.rank in devices]
         if not own:
             return []
-        return list(
-            rank_actions(
-                strategy.schedule,
-                n_stages=len(sets),
-                n_microbatches=strategy.n_microbatches,
-                n_ranks=n_ranks,
-                rank=own[0] % n_ranks,
-            )
+        actions = rank_actions(
+            strategy.schedule,
+            n_stages=len(sets),
+            n_microbatches=strategy.n_microbatches,
+            n_ranks=n_ranks,
+            rank=own[0] % n_ranks,
         )
+        return [one for one in actions if one.kind != "weight" or one.stage in self._queues]
 
     def _make_runner(self, precision: Precision) -> Runner:
         strategy = self.plan.strategy
