@@ -13,17 +13,20 @@
 | single | a plain loop | 0.98 |
 
 Both sides start from the same weights, are fed the same batches in the same processes on one thread
-each, and run a block of steps in turn, again and again. The ratio is their time over ours, of a
+each, and run a block of steps in turn, again and again; both are built anew some times, since where
+memory happens to lie makes one or the other faster. The ratio is their time over ours, of a
 block on the slowest rank. Before that their losses must agree for a few steps. `cpu_ratio` compares
 CPU seconds of all ranks, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -52,6 +55,8 @@ class Options:
     """Cases whose names contain this."""
     pairs: int = 40
     """Blocks of each side."""
+    builds: int = 5
+    """How often both sides are built anew: where memory lies makes one or the other faster."""
     block_s: float = 0.25
     """About how long a block takes."""
     quick: bool = False
@@ -101,38 +106,58 @@ def loss_difference(sides: list[Side], world: World) -> float:
     return worst
 
 
+def take_turns(
+    sides: list[Side],
+    found: dict[str, Blocks],
+    n_pairs: int,
+    n_steps: int,
+    world: World,
+    randomness: random.Random,
+) -> None:
+    """Add blocks of each side, in an order that is equal on every rank."""
+    order = list(sides)
+    for pair in range(n_pairs + 1):
+        randomness.shuffle(order)
+        for side in order:
+            wall_s, cpu_s = timed(side, n_steps, world)
+            if pair:  # the first one warms up
+                found[side.name].wall_s.append(wall_s / n_steps)
+                found[side.name].cpu_s.append(cpu_s / n_steps)
+
+
 def measure(case: Case, options: Options, world: World) -> list[dict[str, object]]:
     """Compare ours with every other side."""
-    sides = case.sides()
-    difference = loss_difference(sides, world)
-    step_s = min(timed(side, 2, world)[0] for side in sides) / 2
-    n_steps = max(1, round((0.0 if options.quick else options.block_s) / step_s))
-    found = [Blocks() for _ in sides]
-    order = list(range(len(sides)))
-    shuffle = random.Random(0).shuffle  # equal on every rank
-    for pair in range((2 if options.quick else options.pairs) + 1):
-        shuffle(order)
-        for k in order:
-            wall_s, cpu_s = timed(sides[k], n_steps, world)
-            if pair:  # the first one warms up
-                found[k].wall_s.append(wall_s / n_steps)
-                found[k].cpu_s.append(cpu_s / n_steps)
-    ours = found[0]
-    cpu = [paired_ratio(theirs.cpu_s, ours.cpu_s) for theirs in found[1:]]
+    n_builds = 1 if options.quick else options.builds
+    n_pairs = 2 if options.quick else math.ceil(options.pairs / n_builds)
+    found: defaultdict[str, Blocks] = defaultdict(Blocks)
+    name, difference = "", 0.0
+    for build in range(n_builds):
+        sides = case.sides()
+        name = sides[0].name
+        difference = max(difference, loss_difference(sides, world))
+        step_s = min(timed(side, 2, world)[0] for side in sides) / 2
+        n_steps = max(1, round((0.0 if options.quick else options.block_s) / step_s))
+        take_turns(sides, found, n_pairs, n_steps, world, random.Random(build))
+        del sides  # before others are built
+    ours = found.pop(name)
     return [
-        {
-            **compare(f"{case.name}: {side.name} over executor", theirs.wall_s, ours.wall_s),
-            "bar": case.bar,
-            "cpu_ratio": spent.ratio,
-            "cpu_low": spent.low,
-            "cpu_high": spent.high,
-            "ours_s": statistics.median(ours.wall_s),
-            "loss_difference": difference,
-            "n_ranks": world.size,
-            "load": os.getloadavg()[0],
-        }
-        for side, theirs, spent in zip(sides[1:], found[1:], cpu, strict=True)
+        _compared(f"{case.name}: {other} over {name}", case.bar, theirs, ours)
+        | {"n_builds": n_builds, "loss_difference": difference, "n_ranks": world.size}
+        for other, theirs in found.items()
     ]
+
+
+def _compared(name: str, bar: float, theirs: Blocks, ours: Blocks) -> dict[str, object]:
+    cpu = paired_ratio(theirs.cpu_s, ours.cpu_s)
+    return {
+        **compare(name, theirs.wall_s, ours.wall_s),
+        "bar": bar,
+        "cpu_ratio": cpu.ratio,
+        "cpu_low": cpu.low,
+        "cpu_high": cpu.high,
+        "ours_s": statistics.median(ours.wall_s),
+        "load": os.getloadavg()[0],
+    }
 
 
 def table_line(found: dict[str, Any]) -> str:
