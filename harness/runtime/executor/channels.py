@@ -3,19 +3,26 @@
 On gloo every transfer has a tag of its own, so the order of posting is free. NCCL knows no tags:
 there each pair of stages on a pair of devices has a process group for each direction, and both
 sides post in the same order, which the program's order guarantees.
+
+gloo does not say when a send is done. But what another rank sends in an action tells that it has
+read all that earlier actions of its own waited for:
+
+    this rank     F0 -------> F1 ------->          the output of F0 may be forgotten
+    another rank      F0          B0 ---> here
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.domain.schedule import ScheduleName, rank_actions
 from harness.errors import PeerError
 from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.world import World
@@ -23,14 +30,44 @@ from harness.runtime.world import World
 _WAYS = (False, True)  # forward, backward
 
 _Pair = tuple[int, int, int, int, bool]
+# Stage, microbatch, is_backward: where that comes among the actions of the stage's ranks.
+Order = Mapping[tuple[int, int, bool], int]
+
+
+def action_order(
+    schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int
+) -> Order:
+    """When every rank carries out its forwards and backwards."""
+    return {
+        (action.stage, action.microbatch, action.kind == "backward"): at
+        for rank in range(n_ranks)
+        for at, action in enumerate(
+            rank_actions(
+                schedule,
+                n_stages=n_stages,
+                n_microbatches=n_microbatches,
+                n_ranks=n_ranks,
+                rank=rank,
+            )
+        )
+        if action.kind != "weight"
+    }
 
 
 class Transfer:
-    """A receive that is under way, then what it brought."""
+    """A receive that is under way, then what it brought; sent in the source's action `sent_at`."""
 
-    def __init__(self, work: Any, buffer: Tensor, source: int, what: str, entries: Sequence[Entry]):
+    def __init__(
+        self,
+        work: Any,
+        buffer: Tensor,
+        source: int,
+        what: str,
+        entries: Sequence[Entry],
+        sent_at: int,
+    ) -> None:
         self.work, self.buffer, self.source, self.what = work, buffer, source, what
-        self._entries = entries
+        self._entries, self.sent_at = entries, sent_at
         self.is_here = False
         self.n_left = len(entries)
 
@@ -60,6 +97,15 @@ class Buffers:
             self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
 
 
+class _Sent(NamedTuple):
+    """A send that is under way, read in the target's action `read_at`; keeps the tensor alive."""
+
+    work: Any
+    tensor: Tensor
+    what: str
+    read_at: int
+
+
 class Channels:
     """This rank's transfers with all others; all ranks must make it, since NCCL makes groups.
 
@@ -67,11 +113,13 @@ class Channels:
         messages: of all layouts, equal on every rank.
     """
 
-    def __init__(self, world: World, messages: Iterable[Message], timeout_s: float) -> None:
+    def __init__(
+        self, world: World, messages: Iterable[Message], timeout_s: float, order: Order
+    ) -> None:
         self._world, self._timeout = world, timedelta(seconds=timeout_s)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._order = timeout_s, order
         self.buffers = Buffers(world.device)
-        self._sending: list[tuple[Any, Tensor, int, str]] = []
+        self._sending: dict[int, list[_Sent]] = defaultdict(list)
         self._groups: dict[_Pair, Any] = {}
         self._sum_groups: dict[tuple[int, ...], Any] = {}
         routes = list(messages)
@@ -116,26 +164,29 @@ class Channels:
         return {"tag": tag % (2**31 - 1)}
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
-        """Start sending; the tensor must not change until `finish_sends`."""
-        target = message.source if is_backward else message.target
+        """Start sending; the tensor must not change until the step ends."""
+        _, reader = _ends(message, is_backward=is_backward)
         tensor = tensor.contiguous()
         route = self._route(message, microbatch, is_backward=is_backward)
-        work = dist.isend(tensor, target, **route)
-        self._sending.append((work, tensor, target, _words(message, microbatch, is_backward)))
+        work = dist.isend(tensor, reader.rank, **route)
+        what = _words(message, microbatch, is_backward)
+        read_at = self._order[reader.stage, microbatch, is_backward]
+        self._sending[reader.rank].append(_Sent(work, tensor, what, read_at))
 
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
         """Post a receive."""
-        source = message.target if is_backward else message.source
+        sender, _ = _ends(message, is_backward=is_backward)
         entries = message.carried(is_backward=is_backward)
         n_elements = sum(entry.n_elements for entry in entries)
         shape = entries[0].shape if len(entries) == 1 else (n_elements,)
         buffer = self.buffers.take(shape, dtype)
         route = self._route(message, microbatch, is_backward=is_backward)
-        work = dist.irecv(buffer, source, **route)
+        work = dist.irecv(buffer, sender.rank, **route)
         what = _words(message, microbatch, is_backward)
-        return Transfer(work, buffer, source, what, entries)
+        sent_at = self._order[sender.stage, microbatch, is_backward]
+        return Transfer(work, buffer, sender.rank, what, entries, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait until what was sent is here; give pieces back to `buffers` when done with them.
@@ -145,6 +196,7 @@ class Channels:
         """
         self._wait(transfer.work, transfer.what, transfer.source, "from")
         transfer.is_here = True
+        self._finish_sends(transfer.source, before=transfer.sent_at)
 
     def finish_sends(self) -> None:
         """Wait until all that was sent has left.
@@ -152,13 +204,23 @@ class Channels:
         Raises:
             PeerError: as for `wait`.
         """
-        for work, _, target, what in self._sending:
-            self._wait(work, what, target, "to")
-        self._sending.clear()
+        for target in self._sending:
+            self._finish_sends(target)
 
-    def drop_finished_sends(self) -> None:
-        """Let go of what has left already."""
-        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+    @property
+    def n_sending(self) -> int:
+        """Sends whose tensors are kept."""
+        return sum(map(len, self._sending.values()))
+
+    def _finish_sends(self, target: int, before: int | None = None) -> None:
+        """Wait for what a rank has read before an action of its own, or for all; let go of it."""
+        left: list[_Sent] = []
+        for sent in self._sending[target]:
+            if before is None or sent.read_at < before:
+                self._wait(sent.work, sent.what, target, "to")
+            else:
+                left.append(sent)
+        self._sending[target] = left
 
     def _wait(self, work: Any, what: str, peer: int, direction: str) -> None:
         try:
@@ -169,6 +231,18 @@ class Channels:
                 f"did not answer within {self._timeout_s:g} s ({_first_line(error)}): look at rank "
                 f"{peer}'s log, or raise the timeout"
             ) from error
+
+
+class _End(NamedTuple):
+    rank: int
+    stage: int
+
+
+def _ends(message: Message, *, is_backward: bool) -> tuple[_End, _End]:
+    """Who sends and who reads."""
+    source = _End(message.source, message.source_stage)
+    target = _End(message.target, message.target_stage)
+    return (target, source) if is_backward else (source, target)
 
 
 def _pair(message: Message, is_backward: bool) -> _Pair:

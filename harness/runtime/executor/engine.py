@@ -22,7 +22,7 @@ from harness.measure.recorder import Recorder
 from harness.runtime.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
-from harness.runtime.executor.channels import Channels
+from harness.runtime.executor.channels import Channels, action_order
 from harness.runtime.executor.deferred import (
     AtOnce,
     GradientHomes,
@@ -126,7 +126,15 @@ class ExecutorEngine:
             self._groups[devices] = self._new_group(devices)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
-            world, [m for found in messages.values() for m in found], self.plan.timeout_s
+            world,
+            [m for found in messages.values() for m in found],
+            self.plan.timeout_s,
+            action_order(
+                strategy.schedule,
+                n_stages=len(strategy.stages),
+                n_microbatches=strategy.n_microbatches,
+                n_ranks=strategy.n_ranks(),
+            ),
         )
         self._channels.make_groups_of_sums(
             {devices for form in forms.values() for devices in shared_sums(form.layout).values()}

@@ -96,7 +96,6 @@ class Runner:
                 self._phases.begin("backward", f"{name} weights")
                 for parameter in self._queues[action.stage].flush(action.microbatch):
                     self._reached(parameter)
-            self._channels.drop_finished_sends()
         assert not self._transfers, "every receive that was posted is waited for"
         self._flights = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -21,6 +22,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor import deferred
+from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import Task
@@ -68,6 +70,22 @@ def can_skip_synchronisation(case: Case, world: World) -> tuple[bool, int]:
     """What the engine says, and how many sums this rank takes part in."""
     engine = make_engine(case, case.make_task(), world)
     return engine.can_skip_synchronisation, engine.n_synchronisations
+
+
+def most_sending(case: Case, world: World) -> int:
+    """The most sends whose tensors this rank keeps at once in a step."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    found: list[int] = []
+    send = Channels.send
+
+    def counted(channels: Channels, *told: Any, **by: Any) -> None:
+        send(channels, *told, **by)
+        found.append(channels.n_sending)
+
+    with mock.patch.object(Channels, "send", counted):
+        train_step(engine, case, task, 0)
+    return max(found)
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

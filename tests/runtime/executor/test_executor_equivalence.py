@@ -22,6 +22,7 @@ from equivalence_training import (
     fail_on_rank_1,
     make_engine,
     merged,
+    most_sending,
     train_and_move,
     train_by_ddp,
     train_by_strategy,
@@ -124,6 +125,16 @@ def test_all_ranks_know_that_some_sum_gradients(ranks):
     found = ranks.run(3, can_skip_synchronisation, make_case("lenet", strategy, 3))
     assert [is_possible for is_possible, _ in found] == [True] * 3
     assert [n_sums > 0 for _, n_sums in found] == [True, True, False]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_has_been_read_is_not_kept_until_the_step_ends(schedule, ranks):
+    strategy = replicated_pipeline(
+        small_graph("mlp"), 16, [[0], [1], [2]], n_microbatches=16, schedule=schedule
+    )
+    kept = ranks.run(3, most_sending, make_case("mlp", strategy, 3))
+    # A pipeline of three has three microbatches in flight, each sent forward and back.
+    assert max(kept) <= 6
 
 
 @pytest.mark.parametrize("dim", ["feature", "sample", "height"])
