@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.measure.store import read_header, write_header
+from harness.measure.store import read_header, read_results, write_header
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Strategy(name="pipeline", batch=8, operators={"a": OperatorPlan({}, [0])})
@@ -62,3 +63,31 @@ def test_a_cell_without_its_reference_says_what_to_do(searched, tmp_path):
     cell = searched.CELLS["alexnet-3x1gbit"]
     with pytest.raises(SystemExit, match=r"alexnet-3x1gbit: single crash: why.*--again"):
         searched.judge(cell, measured)
+
+
+def scale_losses(run, factor):
+    path = run / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line.get("metric") == "loss":
+            line["value"] *= factor
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path):
+    runs = {
+        "single": write_run(tmp_path, "a", "single"),
+        "ddp": write_run(tmp_path, "b", "ddp"),
+        "searched": write_run(tmp_path, "c", "searched", PLAN, engine="executor"),
+    }
+    scale_losses(runs["ddp"], 1 + 1e-5)
+    scale_losses(runs["searched"], 1.01)
+    told = {name: str(path) for name, path in runs.items()}
+    measured = searched.Measured(runs=told, steps_s={"single": [1.0]})
+    assert searched.left_open(measured) == ["searched"]
+    found = {name: read_results(path).runs[0] for name, path in runs.items()}
+    differences = searched.loss_differences(found)
+    assert differences == pytest.approx({"single": 0, "ddp": 1e-5, "searched": 0.01}, abs=1e-9)
+    assert not searched.trains_the_same(differences, {})
+    assert not searched.trains_the_same(differences, {"searched": 1e-6})
+    assert searched.trains_the_same(differences, {"searched": 1e-14})

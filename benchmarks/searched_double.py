@@ -1,0 +1,158 @@
+"""Do plans train what one device trains? Some steps in float64; started by `searched.py`.
+
+    mpirun -np 3 ... python -m benchmarks.searched_double SINGLE_RUN RUN ...
+
+Where rounding puts one unit on the other side of ReLU's kink, fp32 changes a gradient by percents
+and the losses of later steps by tenths of a percent, and says nothing of the algorithm. In float64
+two right trainings agree to twelve digits or more. The model, the samples and the strategy are
+those of the runs. Rank 0 prints `{run, loss_difference, gradient_difference}` for each RUN: over
+all steps the largest difference from plain PyTorch on one device, relative to the loss, and to a
+parameter's largest gradient.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+from benchmarks.double_models import DoubleTask
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.strategy import Strategy
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.measure.store import read_header
+from harness.runtime.agreement import gather_numbers
+from harness.runtime.data.batch import Batch
+from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.launcher import read_launch
+from harness.runtime.optimizers import make_optimizer
+from harness.runtime.rendezvous import join_process_group, meet
+from harness.runtime.world import World
+from harness.workloads.train_config import TrainCase
+from harness.workloads.train_setup import make_task, prepare, set_batch_norm
+
+_N_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    single: Annotated[Path, tyro.conf.Positional]
+    """Directory of the run on one device, whose samples are taken."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Directories of training runs by the executor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step's loss, and gradients by parameter."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+    def difference(self, other: Step) -> tuple[float, float]:
+        """Of loss and gradients, relative to the other's."""
+        gradients = (
+            float((self.gradients[name] - expected).abs().max() / expected.abs().max())
+            for name, expected in other.gradients.items()
+        )
+        return abs(self.loss - other.loss) / abs(other.loss), max(gradients)
+
+
+def read_case(run_dir: Path) -> TrainCase:
+    config = read_header(run_dir).config
+    return msgspec.convert(config, TrainCase, dec_hook=lambda kind, value: kind(value))
+
+
+def widened_task(case: TrainCase, world: World) -> DoubleTask:
+    """The run's model and weights in float64."""
+    task = make_task(case)
+    return DoubleTask(
+        model=set_batch_norm(task.model, case.batch_norm, world.device).double(),
+        inputs=tuple(
+            replace(spec, dtype=torch.float64) if spec.n_values is None else spec
+            for spec in task.inputs
+        ),
+        loss=task.loss,
+        n_classes=task.n_classes,
+    )
+
+
+def whole_batches(case: TrainCase, world: World) -> list[Batch]:
+    """The first global batches of the run on one device, in float64; equal on every rank."""
+    alone = replace(world, rank=0, size=1, local_rank=0, local_size=1)
+    source = iter(prepare(case, alone, Recorder(HostClock())).batches)
+    found = [next(source) for _ in range(_N_STEPS)]
+    return [
+        Batch(tuple(x.double() if x.is_floating_point() else x for x in b.inputs), b.targets)
+        for b in found
+    ]
+
+
+def train_alone(case: TrainCase, batches: list[Batch], world: World) -> Iterator[Step]:
+    """As one device trains, in plain PyTorch."""
+    task = widened_task(case, world)
+    optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
+    for batch in batches:
+        loss = task.sum_loss(task.model(*batch.inputs), batch.targets) / len(batch.targets)
+        loss.backward()
+        gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in task.model.named_parameters()
+            if parameter.grad is not None
+        }
+        yield Step(loss=float(loss.detach()), gradients=gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iterator[Step]:
+    """As the run's strategy trains; all ranks must go through it."""
+    case, strategy = read_case(run_dir), Strategy.load(run_dir / STRATEGY_FILE)
+    # fp32 means no autocast: parameters stay what they are.
+    options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
+    task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
+    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    engine.keep_gradients = True
+    index = torch.tensor(engine.samples, dtype=torch.int64)
+    share = Share(n_local=len(engine.samples), n_global=strategy.batch)
+    for whole in batches:
+        own = Batch(tuple(x[index] for x in whole.inputs), whole.targets[index])
+        part = float(engine.step(iter([own]).__next__, share))
+        yield Step(loss=sum(gather_numbers(part, world)), gradients=engine.full_gradients())
+
+
+def main(options: Options) -> None:
+    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    world = meeting.world
+    torch.set_num_threads(world.n_threads)
+    join_process_group(world, meeting.address, meeting.port, "double", 300.0)
+    case = read_case(options.single)
+    batches = whole_batches(case, world)
+    expected = list(train_alone(case, batches, world))
+    for run_dir in options.runs:
+        steps = train_by_strategy(run_dir, batches, world)
+        found = [one.difference(other) for one, other in zip(steps, expected, strict=True)]
+        losses, gradients = zip(*found, strict=True)
+        told = {"loss_difference": max(losses), "gradient_difference": max(gradients)}
+        if world.is_first:
+            print(json.dumps({"run": run_dir.name, **told}), flush=True)
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
