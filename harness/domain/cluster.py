@@ -87,7 +87,12 @@ class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(JsonFile, frozen=True, kw_only=True):
-    """Nodes, links of every ordered pair of devices, and collective curves (may be empty)."""
+    """Nodes, links of every ordered pair of devices, and collective curves (may be empty).
+
+    Attributes:
+        crowding: how many times as long as one by one transfers take that share interfaces at both
+            of their ends, as when all nodes send to all; 1 when not measured.
+    """
 
     FILE = FileKind(
         "cluster file",
@@ -100,6 +105,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
     nodes: list[Node]
     links: list[Link] = msgspec.field(default_factory=list)
     collectives: list[CollectivePoint] = msgspec.field(default_factory=list)
+    crowding: float = 1.0
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
@@ -110,6 +116,8 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         twice = {name for name in names if names.count(name) > 1} if len(names) < 512 else set()
         if twice or len(set(names)) != len(names):
             raise ClusterError(f"device names must be unique, repeated: {sorted(twice)}")
+        if not 1 <= self.crowding < math.inf:
+            raise ClusterError(f"the cluster has crowding {self.crowding}: it must be >= 1")
         known = set(names)
         for device in self.devices:
             if device.memory_bytes <= 0 or not device.speed > 0:

@@ -48,7 +48,8 @@ def _describe(device: Device) -> str:
 def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
     """What a strategy for these carries."""
     nics = [node.nic_bytes_per_s for node in cluster.nodes]
-    links = _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives)
+    measured = [cluster.crowding] if cluster.crowding != 1 else []
+    links = _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives, *measured)
     devices = {device.name: _describe(device) for device in cluster.devices}
     return MadeFor(
         model=graph.name,

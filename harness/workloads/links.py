@@ -18,6 +18,7 @@ from harness.units import parse_bytes
 from harness.workloads.contract import Workload
 from harness.workloads.links_cluster import build_cluster, measured_flops, write_cluster
 from harness.workloads.links_collectives import Limits, measure_collectives
+from harness.workloads.links_crossing import Crossing, measure_crossing
 from harness.workloads.links_interference import Interference, measure_interference
 from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
@@ -148,8 +149,10 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
             points += found[0]
             left_out += found[1]
     costs = measure_interference(context)
+    crossing = measure_crossing(context)
     if world.is_first:
-        _write_cluster(config, context, pairs.get(transports[0].name, {}), points, costs)
+        first = pairs.get(transports[0].name, {})
+        _write_cluster(config, context, first, points, costs, crossing)
     return {"left_out": left_out, "schedule": "ordered pairs one at a time, then collectives"}
 
 
@@ -159,11 +162,15 @@ def _write_cluster(
     pairs: dict[Pair, PairTimes],
     points: list[CollectivePoint],
     costs: list[Interference],
+    crossing: Crossing | None,
 ) -> None:
     """Links by the first transport, which is what training uses; collectives by all."""
     results = context.run_dir.parent
     header = read_header(context.run_dir)
-    cluster = build_cluster(header, pairs, points, measured_flops(results, header), costs)
+    rates = measured_flops(results, header)
+    cluster = build_cluster(header, pairs, points, rates, costs, crossing)
+    if crossing is not None:
+        context.recorder.sample("crowding", cluster.crowding, n_bytes=crossing.n_bytes)
     beside = Path(config.cluster_file) if config.cluster_file else results / "cluster.json"
     write_cluster(cluster, [context.run_dir / "cluster.json", beside])
 

@@ -16,6 +16,7 @@ from harness.domain.run import RankInfo, RunHeader
 from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
 from harness.measure.store import Results, read_header, read_run, write_atomically
+from harness.workloads.links_crossing import Crossing
 from harness.workloads.links_interference import Interference
 from harness.workloads.links_pairs import Pair, PairTimes
 
@@ -117,6 +118,7 @@ def build_cluster(
     collectives: list[CollectivePoint],
     flops: list[dict[str, float]],
     interference: list[Interference],
+    crossing: Crossing | None = None,
 ) -> Cluster:
     """The launch's nodes and devices with what was measured about them, by rank."""
     names = device_names(header.ranks)
@@ -136,7 +138,8 @@ def build_cluster(
         )
         for node in header.cluster.nodes
     ]
-    return Cluster(nodes=nodes, links=links, collectives=collectives)
+    crowding = 1.0 if crossing is None else crossing.crowding(names, links)
+    return Cluster(nodes=nodes, links=links, collectives=collectives, crowding=crowding)
 
 
 def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:

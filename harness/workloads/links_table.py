@@ -13,6 +13,7 @@ from harness.measure.derive import (
     link_matrices,
     nic_limit_bytes_per_s,
 )
+from harness.measure.derive_spans import samples_of
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration
@@ -31,6 +32,7 @@ def _parts(run: Run) -> list[str]:
         *(_matrix(matrix) for matrix in link_matrices(run)),
         _collectives(run),
         _interference(run),
+        _crowding(run),
         "\n".join(f"left out: {text}" for text in left_out),
     ]
 
@@ -71,6 +73,15 @@ def _interference(run: Run) -> str:
         for row in rows
     ]
     return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
+
+
+def _crowding(run: Run) -> str:
+    found = samples_of(run.ranks.get(0, []), "crowding")
+    return "\n".join(
+        f"everyone to everyone, {format_bytes(int(sample.labels['n_bytes']))} each: "
+        f"{sample.value:.2f} times as long as one by one"
+        for sample in found
+    )
 
 
 def _pace(pace: float | None) -> str:

@@ -50,6 +50,12 @@ def test_what_cannot_be_is_refused(nodes, links, message):
         Cluster(nodes=nodes, links=links)
 
 
+def test_crossing_flows_are_no_faster_than_others():
+    whole = Cluster.uniform(1, 1, inside_bytes_per_s=1, memory_bytes=1)
+    with pytest.raises(ClusterError, match=r"crowding 0\.5: it must be >= 1"):
+        Cluster(nodes=whole.nodes, crowding=0.5)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -336,6 +336,26 @@ def test_measured_collectives_replace_the_ring():
     assert simulate(graph, profile, cluster, plans).step_s == pytest.approx(14.5)
 
 
+@pytest.mark.parametrize(
+    ("plan", "nodes", "slower"),
+    [
+        (OperatorPlan({"sample": 3}, [0, 1, 2]), (3, 1), 2.0),  # each sends to both others
+        (OperatorPlan({}, [0]), (3, 1), 1.0),  # both others send to one
+        (OperatorPlan({"sample": 3}, [0, 1, 2]), (1, 3), 1.0),  # inside a node
+    ],
+)
+def test_flows_that_share_interfaces_at_both_ends_take_longer(plan, nodes, slower):
+    graph, profile = chain()
+    plain = Cluster.uniform(*nodes, inside_bytes_per_s=16.0, memory_bytes=MB)
+    plans = {"a": OperatorPlan({"feature": 3}, [0, 1, 2]), "b": plan}
+    before, after = (
+        sorted(e.duration_s for e in events(simulate(graph, profile, c, plans)) if "->" in e.name)
+        for c in (plain, replace(plain, crowding=2.0))
+    )
+    assert before
+    assert after == pytest.approx([slower * seconds for seconds in before])
+
+
 def test_optimizer_runs_at_the_end_on_what_a_device_owns():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
@@ -473,7 +493,8 @@ def random_case(rng, n_ops=6, n_devices=3):
         for b in names
         if a != b
     ]
-    return graph, profile, Cluster(nodes=nodes, links=links)
+    crowding = rng.choice([1.0, 1.5])
+    return graph, profile, Cluster(nodes=nodes, links=links, crowding=crowding)
 
 
 def random_plan(rng, n_devices, operator=None, samples=8):

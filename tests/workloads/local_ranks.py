@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,15 @@ def links_with_cluster(config: Any, context: Context) -> str:
     run_links(config, context)
     path = context.run_dir / "cluster.json"
     return path.read_text() if context.world.is_first else ""
+
+
+def crossing_on_hosts(hostnames: Any, context: Context) -> Any:
+    """Everyone to everyone, as if ranks were on these hosts."""
+    from harness.workloads.links_crossing import measure_crossing
+
+    world = replace(context.world, hostnames=hostnames)
+    found = measure_crossing(replace(context, world=world))
+    return None if found is None else asdict(found)
 
 
 def refused_links(config: Any, context: Context) -> str:

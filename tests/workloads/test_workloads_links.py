@@ -9,9 +9,11 @@ import pytest
 from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError
 from harness.measure.derive import collective_table, interference_table, link_matrices
+from harness.measure.derive_spans import samples_of
 from harness.measure.store import write_header
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
+from harness.workloads.links_crossing import Crossing
 from harness.workloads.links_interference import Interference
 from harness.workloads.links_pairs import PairTimes
 
@@ -109,6 +111,31 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
     assert [device.host_s_per_message for device in cluster.devices] == [3e-6, 0.0, 0.0]
     assert [device.exchange_s for device in cluster.devices] == [4e-3, 0.0, 0.0]
     assert cluster.collectives == [point]
+
+
+@pytest.mark.parametrize(("duration_s", "crowding"), [(3.01, 1.5), (1.0, 1.0)])
+def test_crowding_is_over_what_the_busiest_interface_takes(run_header, duration_s, crowding):
+    header = run_header(["a", "b", "a", "c"])
+    sizes = [1 << 20, 1 << 22]
+    # The rank that has company on its host stays out of it.
+    pairs = {(s, t): line(5e-3, MB, sizes) for s in range(4) for t in range(4) if s != t}
+    pairs |= {(s, 2): line(5e-3, MB / 10, sizes) for s in (0, 1, 3)}
+    crossing = Crossing(ranks=(0, 1, 3), n_bytes=1_000_000, duration_s=duration_s)
+    costs = [Interference()] * 4
+    cluster = build_cluster(header, pairs, [], [{}] * 4, costs, crossing)
+    assert cluster.crowding == pytest.approx(crowding, rel=2e-3)
+    assert build_cluster(header, pairs, [], [{}] * 4, costs).crowding == 1.0
+
+
+def test_everyone_sends_to_everyone_on_three_nodes(run_on_ranks):
+    import local_ranks
+
+    results, run = run_on_ranks(local_ranks.crossing_on_hosts, ["a", "b", "a", "c"], 4)
+    assert results[0]["ranks"] == (0, 1, 3)
+    times = [s.value for s in samples_of(run.ranks[2], "crossing_s")]
+    assert times == [s.value for s in samples_of(run.ranks[0], "crossing_s")]
+    assert results[0]["duration_s"] == sorted(times)[len(times) // 2] > 0
+    assert run_on_ranks(local_ranks.crossing_on_hosts, ["a", "b", "a"], 3)[0] == [None] * 3
 
 
 def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(run_header, tmp_path):

@@ -87,6 +87,7 @@ class Costs:
         self._in_place_bytes = in_place_bytes
         self.n_devices = cluster.n_devices
         self._devices = cluster.devices
+        self._node_of = np.array(cluster.node_of(), dtype=np.int64)
         self._times = OperatorTimes(profile)
         graph_hash = graph.content_hash()
         self._pace = [profile.pace(graph_hash, device.kind) for device in cluster.devices]
@@ -303,7 +304,7 @@ class Costs:
         if found is None:
             wanting = [Reader(e, op, self.wants(producer, op, plan, b)) for e, op, b in readers]
             sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
-            found = self._fans[key] = make_fan(producer, self.n_devices, wanting, sums)
+            found = self._fans[key] = make_fan(producer, self._node_of, wanting, sums)
         return found
 
     def _sums(

@@ -124,6 +124,7 @@ def _serve_move(
     if free[link] > begin:
         begin, cause[task] = free[link], holder[link]
     if source != target:
+        n_bytes *= work.edge_crowding[e]
         for resource, rate in ((out, work.nic[source]), (into, work.nic[target])):
             slowest = min(slowest, rate)
             if free[resource] > begin:

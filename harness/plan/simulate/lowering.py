@@ -85,6 +85,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_source=from_row,
         edge_target=to_row,
         edge_bytes=edges.n_bytes,
+        edge_crowding=np.where(edges.crosses, network.crowding, 1.0),
         edge_messages=_messages(simulator, edges, n_devices),
         edge_returns=simulator.returns[edges.source // n_devices],
         latency=network.latency_s,

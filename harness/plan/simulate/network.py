@@ -37,6 +37,7 @@ class Network:
             link's, or how long an exchange takes the receiver where that is longer.
         nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
         node_of: (n_devices,).
+        crowding: how many times as long transfers take that cross (see `fans`).
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -58,7 +59,7 @@ class Network:
         self.latency_s = np.maximum(self.latency_s, exchange_s)
         np.fill_diagonal(self.latency_s, 0.0)
         self._complete()
-        self._curves = Curves(cluster)
+        self._curves, self.crowding = Curves(cluster), cluster.crowding
         self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}
 
     @property

@@ -76,6 +76,7 @@ class Edges:
         source, target: places (operator * n_devices + device).
         n_streamed: bytes of memory read and written where it arrives (see `Fan`).
         index: number of the graph's edge.
+        crosses: whether flows share interfaces at both ends (see `Fan`).
         first: (n_fans + 1,) where each fan's begin.
     """
 
@@ -85,6 +86,7 @@ class Edges:
     n_bytes: Floats
     n_streamed: Floats
     index: Ints
+    crosses: npt.NDArray[np.bool_]
     first: Ints
     sums: tuple[Sum, ...]
 
@@ -219,6 +221,7 @@ class Tables:
                 n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
                 n_streamed=np.concatenate([fan.n_streamed for fan in fans]),
                 index=np.concatenate([fan.edge for fan in fans]),
+                crosses=np.concatenate([fan.crosses for fan in fans]),
                 first=_pointers([fan.source for fan in fans]),
                 sums=tuple(one for fan in fans for one in fan.sums),
             )

@@ -28,6 +28,7 @@ class Work(NamedTuple):
     edge_source: Any  # (E,) row of the producer
     edge_target: Any  # (E,) row of the consumer
     edge_bytes: Any  # (E,)
+    edge_crowding: Any  # (E,) how many times as long it takes between nodes
     edge_messages: Any  # (E,) of a message; a part of one where pieces travel together
     edge_returns: Any  # (E,) whether a gradient comes back
     latency: Any  # (D, D)
