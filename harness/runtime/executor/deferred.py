@@ -42,21 +42,15 @@ class GradientHomes:
 
     def __init__(self) -> None:
         self._homes: dict[nn.Parameter, Tensor] = {}
-        self._written: set[nn.Parameter] = set()
 
     def settle(self, parameter: nn.Parameter, home: Tensor) -> None:
         """Let a gradient be written there, such as into its bucket."""
         self._homes[parameter] = home
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        self._written.add(parameter)
         if parameter not in self._homes:
             self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
         return self._homes[parameter]
-
-    def is_written(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient has been written into its home."""
-        return parameter in self._written
 
 
 class Sink(Protocol):

@@ -298,22 +298,7 @@ class ExecutorEngine:
         self._phases.begin("optimizer")
         if self._has_weights:
             self._optimizer.step()
-            self._forget_gradients()
-
-    def _forget_gradients(self) -> None:
-        """Where microbatches add up, gradients stay as zeros to add to: memory that is freed after
-        every step and allocated in the next costs page faults."""
-        if self.plan.strategy.n_microbatches == 1 or self.plan.is_asynchronous:
             self._optimizer.zero_grad(set_to_none=True)
-            return
-        kept: list[Tensor] = []
-        for parameter in self.weights.parameters():
-            if self._homes.is_written(parameter):  # without reading what is there
-                parameter.grad = None
-            elif parameter.grad is not None:
-                kept.append(parameter.grad)
-        if kept:
-            torch._foreach_zero_(kept)
 
     def _update_microbatch(self) -> None:
         """Without a flush: each microbatch is a minibatch with an update of its own."""
