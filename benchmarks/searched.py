@@ -40,6 +40,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import tyro
 from comparison import machine
 from searched_cells import CELLS, QUICK, Cell
@@ -190,9 +191,8 @@ def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[s
         cell, ".venv/bin/python", "-m", "benchmarks.searched_double", *map(str, paths.values())
     )
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
-    worst = {
-        line["run"]: max(line["loss_difference"], line["gradient_difference"]) for line in lines
-    }
+    differences = ("loss_difference", "gradient_difference")
+    worst = {line["run"]: _worst(line[name] for name in differences) for line in lines}
     return msgspec.structs.replace(found, double={name: worst[paths[name].name] for name in names})
 
 
@@ -229,7 +229,7 @@ def left_open(found: Measured) -> list[str]:
     return [
         name
         for name, difference in loss_differences(runs).items()
-        if difference > _LOSS_TOLERANCE and (runs[name].path / STRATEGY_FILE).exists()
+        if not difference <= _LOSS_TOLERANCE and (runs[name].path / STRATEGY_FILE).exists()
     ]
 
 
@@ -305,11 +305,16 @@ def losses(run: Run) -> list[float]:
     return [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"]
 
 
+def _worst(differences: Iterable[float]) -> float:
+    """The largest; NaN if any is, which `max` may pass over."""
+    return float(np.max(list(differences)))
+
+
 def loss_differences(runs: dict[str, Run]) -> dict[str, float]:
     """By strategy, the largest relative difference of a step's loss from that of one device."""
     reference = losses(runs["single"])
     return {
-        name: max(
+        name: _worst(
             abs(value - expected) / abs(expected)
             for value, expected in zip(losses(run), reference, strict=True)
         )

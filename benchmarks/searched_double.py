@@ -13,32 +13,28 @@ parameter's largest gradient.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
+import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor
 
 from benchmarks.double_models import DoubleTask
+from benchmarks.searched_steps import joined_world, read_case
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
-from harness.measure.store import read_header
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.launcher import read_launch
 from harness.runtime.optimizers import make_optimizer
-from harness.runtime.rendezvous import join_process_group, meet
 from harness.runtime.world import World
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_setup import make_task, prepare, set_batch_norm
@@ -63,16 +59,11 @@ class Step:
 
     def difference(self, other: Step) -> tuple[float, float]:
         """Of loss and gradients, relative to the other's."""
-        gradients = (
+        gradients = [
             float((self.gradients[name] - expected).abs().max() / expected.abs().max())
             for name, expected in other.gradients.items()
-        )
-        return abs(self.loss - other.loss) / abs(other.loss), max(gradients)
-
-
-def read_case(run_dir: Path) -> TrainCase:
-    config = read_header(run_dir).config
-    return msgspec.convert(config, TrainCase, dec_hook=lambda kind, value: kind(value))
+        ]
+        return abs(self.loss - other.loss) / abs(other.loss), float(np.max(gradients))
 
 
 def widened_task(case: TrainCase, world: World) -> DoubleTask:
@@ -134,24 +125,17 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
 
 
 def main(options: Options) -> None:
-    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
-    meeting = meet(read_launch(os.environ), os.environ)
-    world = meeting.world
-    torch.set_num_threads(world.n_threads)
-    join_process_group(world, meeting.address, meeting.port, "double", 300.0)
-    case = read_case(options.single)
-    batches = whole_batches(case, world)
-    expected = list(train_alone(case, batches, world))
-    for run_dir in options.runs:
-        steps = train_by_strategy(run_dir, batches, world)
-        found = [one.difference(other) for one, other in zip(steps, expected, strict=True)]
-        losses, gradients = zip(*found, strict=True)
-        told = {"loss_difference": max(losses), "gradient_difference": max(gradients)}
-        if world.is_first:
-            print(json.dumps({"run": run_dir.name, **told}), flush=True)
-    dist.destroy_process_group()
-    meeting.control.leave()
+    with joined_world("double") as world:
+        case = read_case(options.single)
+        batches = whole_batches(case, world)
+        expected = list(train_alone(case, batches, world))
+        for run_dir in options.runs:
+            steps = train_by_strategy(run_dir, batches, world)
+            found = [one.difference(other) for one, other in zip(steps, expected, strict=True)]
+            loss, gradient = np.max(found, axis=0).tolist()  # NaN if any is
+            if world.is_first:
+                told = {"loss_difference": loss, "gradient_difference": gradient}
+                print(json.dumps({"run": run_dir.name, **told}), flush=True)
 
 
 if __name__ == "__main__":

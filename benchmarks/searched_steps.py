@@ -16,6 +16,8 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -53,13 +55,30 @@ class Options:
     """No round begins after this long, but for the least of five."""
 
 
+def read_case(run_dir: Path) -> TrainCase:
+    """What a training run was told."""
+    config = read_header(run_dir).config
+    return msgspec.convert(config, TrainCase, dec_hook=lambda kind, value: kind(value))
+
+
+@contextmanager
+def joined_world(name: str) -> Iterator[World]:
+    """The ranks that mpirun started, in one process group; all must enter and leave it."""
+    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    torch.set_num_threads(meeting.world.n_threads)
+    join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
+    yield meeting.world
+    dist.destroy_process_group()
+    meeting.control.leave()
+
+
 class Stepper:
     """One run's engine on this rank; all ranks call it alike."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
-        case = msgspec.convert(
-            read_header(run_dir).config, TrainCase, dec_hook=lambda kind, value: kind(value)
-        )
+        case = read_case(run_dir)
         self._recorder = Recorder(HostClock())
         planned = None
         if case.engine == "executor":
@@ -115,19 +134,12 @@ def _elapsed(start_s: float, world: World) -> float:
 
 
 def main(options: Options) -> None:
-    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
-    meeting = meet(read_launch(os.environ), os.environ)
-    world = meeting.world
-    torch.set_num_threads(world.n_threads)
-    join_process_group(world, meeting.address, meeting.port, "steps", 300.0)
-    steppers = [Stepper(run_dir, world) for run_dir in options.runs]
-    steps = measure(steppers, options, world)
-    if world.is_first:
-        for run_dir, own in zip(options.runs, steps, strict=True):
-            print(json.dumps({"run": run_dir.name, "steps_s": own}), flush=True)
-    dist.destroy_process_group()
-    meeting.control.leave()
+    with joined_world("steps") as world:
+        steppers = [Stepper(run_dir, world) for run_dir in options.runs]
+        steps = measure(steppers, options, world)
+        if world.is_first:
+            for run_dir, own in zip(options.runs, steps, strict=True):
+                print(json.dumps({"run": run_dir.name, "steps_s": own}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from math import nan
 from pathlib import Path
 
 import msgspec
@@ -74,7 +75,7 @@ def scale_losses(run, factor):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path):
+def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path, monkeypatch):
     runs = {
         "single": write_run(tmp_path, "a", "single"),
         "ddp": write_run(tmp_path, "b", "ddp"),
@@ -91,3 +92,5 @@ def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path):
     assert not searched.trains_the_same(differences, {})
     assert not searched.trains_the_same(differences, {"searched": 1e-6})
     assert searched.trains_the_same(differences, {"searched": 1e-14})
+    monkeypatch.setattr(searched, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
+    assert not searched.trains_the_same(searched.loss_differences(found), {})
