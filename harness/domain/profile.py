@@ -10,6 +10,7 @@ import hashlib
 import math
 
 import msgspec
+import numpy as np
 
 from harness.domain.files import FileKind, JsonFile
 from harness.errors import GraphError
@@ -89,7 +90,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
     """The whole model's measured step on one device: what the operators should add up to.
 
     Attributes:
-        batch: samples in the step.
+        batch: samples in the step: the graph's own batch, or a small one.
         step_s: seconds of forward plus backward, without the optimizer.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
@@ -164,15 +165,22 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         """In order of first appearance."""
         return list(dict.fromkeys(point.device_kind for point in self.measurements))
 
-    def pace(self, graph_hash: str, device_kind: str) -> float:
-        """How much longer a graph's step takes on a kind of device than when its operators were
-        timed (see `WholeStep`); 1 where that is not known."""
-        paces = [
-            step.pace
+    def pace(self, graph_hash: str, device_kind: str, samples: int) -> float:
+        """How much longer so many samples of a graph take on a kind of device than when its
+        operators were timed (see `WholeStep`); 1 where that is not known.
+
+        Between two sizes of batch whose step was timed it goes with the logarithm of the size, and
+        beyond them it is that of the nearest: what slows memory slows small batches less.
+        """
+        paces = {
+            math.log(step.batch): step.pace
             for step in self.whole_steps
             if step.graph_hash == graph_hash and step.device_kind == device_kind
-        ]
-        return paces[-1] if paces else 1.0
+        }
+        if not paces:
+            return 1.0
+        sizes = sorted(paces)
+        return float(np.interp(math.log(samples), sizes, [paces[size] for size in sizes]))
 
     def content_hash(self) -> str:
         """16 hex digits over the measurements; strategies carry it."""

@@ -29,6 +29,7 @@ from harness.workloads.profile_measure import DTYPE_NAMES, Measured, PointMeasur
 from harness.workloads.profile_points import Point, points_of
 from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
+    StepSeconds,
     at_known_pace,
     fit_errors,
     missing_points,
@@ -105,9 +106,9 @@ class _Profiling:
         for _ in range(self._config.rounds):
             for batch in batches:
                 self._take_in(measurer.measure(batch))
-        while steps is not None and len(steps.seconds) < _N_STEPS:
+        while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
-        self._compare([] if steps is None else steps.seconds)
+        self._compare({} if steps is None else steps.seconds)
         return self._summary()
 
     def _mine(self, points: list[Point]) -> list[Point]:
@@ -147,12 +148,13 @@ class _Profiling:
         sampler.restart()
         return sampler
 
-    def _compare(self, mine: list[float]) -> None:
-        """The whole step beside the operators' sum, by kind of device."""
+    def _compare(self, mine: dict[int, list[float]]) -> None:
+        """The whole step beside the operators' sum, by kind of device and samples."""
         parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
-        seconds: dict[str, list[float]] = {}
+        seconds: StepSeconds = {}
         for kind, part in zip(self._sharing.kinds, parts, strict=True):
-            seconds.setdefault(kind, []).extend(msgspec.json.decode(part, type=list[float]))
+            for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
+                seconds.setdefault((kind, samples), []).extend(found)
         new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
         self.profile = with_measurements(self.profile, new)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
@@ -164,15 +166,10 @@ class _Profiling:
         recorder, own = self._context.recorder, self.graph.content_hash()
         for step in self.profile.whole_steps:
             if step.graph_hash == own and step.dtype == self._dtype:
-                recorder.sample(
-                    "profile_sum_over_step_ratio",
-                    step.ratio,
-                    device_kind=step.device_kind,
-                    batch=step.batch,
-                )
-                recorder.sample(
-                    "profile_pace", step.pace, device_kind=step.device_kind, batch=step.batch
-                )
+                told: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
+                recorder.sample("profile_pace", step.pace, **told)
+                if step.batch == self.graph.batch:
+                    recorder.sample("profile_sum_over_step_ratio", step.ratio, **told)
         for kind in dict.fromkeys(self._sharing.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():

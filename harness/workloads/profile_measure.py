@@ -50,11 +50,17 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
-def step_bytes(graph: Graph, samples: int) -> float:
-    """About what a step of so many samples goes through: parameters, their gradients, outputs."""
+def step_bytes(graph: Graph, samples: int, n_devices: int) -> float:
+    """About what a device goes through in a step of so many samples: parameters, their gradients,
+    outputs.
+
+    Fewer samples than each device's part of the batch are a microbatch, of which a device holds a
+    stage of the model.
+    """
     assert graph.batch is not None, "a captured graph has a batch"
     share = samples / graph.batch
-    return sum(2 * op.parameter_bytes + share * op.activation_bytes for op in graph.operators)
+    whole = sum(2 * op.parameter_bytes + share * op.activation_bytes for op in graph.operators)
+    return whole / n_devices if samples < graph.batch // n_devices else whole
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
@@ -181,7 +187,7 @@ class PointMeasurer:
             call,
             f"operator {point.operator!r}",
             before,
-            n_between=step_bytes(self._captured.graph, point.samples),
+            n_between=self._n_between(point),
         )
         self._samples[_name(point)] = found
         in_place_s = self._in_place_s(point, call)
@@ -206,6 +212,9 @@ class PointMeasurer:
             self._sample("operator_saved_bytes", found.saved_bytes, point)
         self._found.measurements.append(measurement)
 
+    def _n_between(self, point: Point) -> float:
+        return step_bytes(self._captured.graph, point.samples, self._context.world.size)
+
     def _in_place_s(self, point: Point, call: OperatorCall) -> float | None:
         """Backward seconds where the weights' gradient is written where it stays; None for an
         operator that the executor does not train so on this device."""
@@ -221,7 +230,7 @@ class PointMeasurer:
             OperatorCall(module, call.args, call.kwargs),
             f"operator {point.operator!r} in place",
             before,
-            n_between=step_bytes(self._captured.graph, point.samples),
+            n_between=self._n_between(point),
         )
         self._in_place[key, shape] = found
         n_before = 0 if before is None else len(before.backward_s)

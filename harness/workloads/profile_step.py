@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,30 +36,53 @@ def make_targets(task: Task, samples: int, device: torch.device) -> Tensor:
     return torch.randint(2, (samples,), device=device).float()
 
 
+def small_batch(batch: int) -> int:
+    """An eighth of a batch, about as many samples as a microbatch of a pipeline has."""
+    return max(1, batch // 8)
+
+
+@dataclass(frozen=True)
+class _Data:
+    inputs: list[Tensor]
+    targets: Tensor
+
+    @classmethod
+    def made(cls, task: Task, samples: int, device: torch.device) -> _Data:
+        return cls(make_inputs(task, samples, device), make_targets(task, samples, device))
+
+
 class StepSampler:
     """Times forward and backward of the whole model with its loss: no optimizer, no gradients kept.
+
+    Both of the batch and of a small one are taken: a machine that becomes slower need not slow
+    what stays in its caches as it slows what does not.
 
     Steps are taken in between the operators, for about as long as those take together, so that
     both see the same machine: its speed drifts with clocks, heat and neighbours.
     """
 
-    def __init__(self, task: Task, samples: int, dtype: str, context: Context) -> None:
+    def __init__(self, task: Task, batch: int, dtype: str, context: Context) -> None:
         device = context.world.device
         self._task = task
-        self._samples = samples
         self._context = context
         self._precision = Precision(dtype, device)
-        self._inputs = make_inputs(task, samples, device)
-        self._targets = make_targets(task, samples, device)
+        self._data = {n: _Data.made(task, n, device) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
-        self.seconds: list[float] = []
+        self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
+        """Of a step, by its samples."""
+
+    @property
+    def n_taken(self) -> int:
+        """Samples of each kind of step."""
+        return min(map(len, self.seconds.values()))
 
     def restart(self) -> None:
         """Forget the samples so far: those of the warm-up."""
         self._context.recorder.discard()
-        self.seconds.clear()
+        for seconds in self.seconds.values():
+            seconds.clear()
         self._begin_s, self._spent_s = time.monotonic(), 0.0
 
     def take_when_due(self) -> None:
@@ -73,25 +97,41 @@ class StepSampler:
             self._task.model.zero_grad(set_to_none=True)
 
     def take(self) -> None:
-        """Take one sample: the mean over as many steps as it needs to be steady."""
-        clock, start_s = self._context.recorder.clock, time.monotonic()
-        once_s = self._settled(self._step())  # also brings the model back into the cache
-        n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
-        marks = [self._step() for _ in range(n_steps)]
-        value = statistics.fmean(self._settled(pair) for pair in marks)
+        """Take one sample of each batch: the mean over as many steps as it needs to be steady.
+
+        Small batches may be impossible (batch normalisation of one value): those are left out.
+        """
+        start_s = time.monotonic()
+        largest = max(self._data)
+        for samples in list(self._data):
+            try:
+                self._take(samples)
+            except (RuntimeError, ValueError) as error:
+                if samples == largest or is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                self._context.recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
+                del self._data[samples], self.seconds[samples]
         self._task.model.zero_grad(set_to_none=True)
-        self._context.recorder.sample("model_step_s", value, step=len(self.seconds))
-        self.seconds.append(value)
-        clock.settle()
+        self._context.recorder.clock.settle()
         self._spent_s += time.monotonic() - start_s
 
-    def _step(self) -> tuple[Any, Any]:
+    def _take(self, samples: int) -> None:
+        data, seconds = self._data[samples], self.seconds[samples]
+        once_s = self._settled(self._step(data))  # also brings the model back into the cache
+        n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
+        marks = [self._step(data) for _ in range(n_steps)]
+        value = statistics.fmean(self._settled(pair) for pair in marks)
+        self._context.recorder.sample("model_step_s", value, step=len(seconds), batch=samples)
+        seconds.append(value)
+
+    def _step(self, data: _Data) -> tuple[Any, Any]:
         clock = self._context.recorder.clock
         self._task.model.zero_grad(set_to_none=True)
         start = clock.mark()
         with self._precision.autocast():
-            loss = self._task.sum_loss(self._task.model(*self._inputs), self._targets)
-            loss = loss / self._samples
+            loss = self._task.sum_loss(self._task.model(*data.inputs), data.targets)
+            loss = loss / len(data.targets)
         loss.backward()
         return start, clock.mark()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from harness.domain.graph import Graph
+from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep, measurement_key
-from harness.domain.sharding import has_tasks
+from harness.domain.sharding import full_shape, has_tasks, is_partial
 from harness.errors import ConfigError, PlanError
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTimes
@@ -52,14 +52,19 @@ def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
     return msgspec.structs.replace(profile, measurements=list(found.values()))
 
 
-def operators_s(profile: Profile, graph: Graph, kind: str, dtype: str) -> float | None:
-    """Forward plus backward of all operators at the graph's batch; None when one is missing."""
+def operators_s(
+    profile: Profile, graph: Graph, kind: str, dtype: str, samples: int
+) -> float | None:
+    """Forward plus backward of all operators; None when one is missing."""
     times = OperatorTimes(profile)
+
+    def seconds(operator: Operator) -> float:
+        full = full_shape(operator, batch=samples, graph_batch=graph.batch)
+        shape = {dim: n for dim, n in full.items() if not is_partial(operator, dim)}
+        return times.lookup(operator, kind, shape=shape, dtype=dtype).total_s
+
     try:
-        return sum(
-            times.lookup(operator, kind, dtype=dtype).total_s
-            for operator in filter(has_tasks, graph.operators)
-        )
+        return sum(map(seconds, filter(has_tasks, graph.operators)))
     except PlanError:
         return None
 
@@ -74,48 +79,67 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
     return {key: error for key, error in errors.items() if error is not None}
 
 
-def with_whole_steps(
-    profile: Profile, graph: Graph, dtype: str, seconds: dict[str, list[float]]
-) -> Profile:
+# Of whole steps, by kind of device and samples.
+StepSeconds = dict[tuple[str, int], list[float]]
+
+
+def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepSeconds) -> Profile:
     """Add the median of each kind's steps, beside the sum over operators as it is now.
 
-    Where the step is known, it becomes the latest.
+    Where the step is known, it becomes the latest; where only that of another number of samples
+    is, its pace is taken for this one's.
     """
-    steps = {(s.device_kind, s.graph_hash, s.dtype): s for s in profile.whole_steps}
-    for kind, values in seconds.items():
-        total_s = operators_s(profile, graph, kind, dtype)
-        own = graph.content_hash()
-        known = steps.get((kind, own, dtype))
-        if values and known is not None:
-            latest_s = statistics.median(values)
-            steps[kind, own, dtype] = msgspec.structs.replace(known, latest_s=latest_s)
-        elif values and total_s is not None:
-            steps[kind, own, dtype] = WholeStep(
-                device_kind=kind,
-                batch=graph.batch or 1,
-                dtype=dtype,
-                step_s=statistics.median(values),
-                operators_s=total_s,
-                graph_hash=own,
-            )
+    own, known = graph.content_hash(), profile.whole_steps
+    now = _at_present(profile, own, seconds)
+    steps = {(s.device_kind, s.graph_hash, s.dtype, s.batch): s for s in known}
+    for (kind, samples), values in seconds.items():
+        if not values:
+            continue
+        key, latest_s = (kind, own, dtype, samples), statistics.median(values)
+        if key in steps:
+            steps[key] = msgspec.structs.replace(steps[key], latest_s=latest_s)
+            continue
+        total_s = operators_s(profile, graph, kind, dtype, samples)
+        if total_s is None:
+            continue
+        is_first = not any(s.device_kind == kind and s.graph_hash == own for s in known)
+        steps[key] = WholeStep(
+            device_kind=kind,
+            batch=samples,
+            dtype=dtype,
+            step_s=latest_s / now.pace(own, kind, samples),
+            operators_s=total_s,
+            graph_hash=own,
+            latest_s=None if is_first else latest_s,
+        )
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
 
 
+def _at_present(profile: Profile, graph_hash: str, seconds: StepSeconds) -> Profile:
+    """The profile with the latest of a graph's steps that it knows."""
+    steps = []
+    for step in profile.whole_steps:
+        values = seconds.get((step.device_kind, step.batch))
+        if values and step.graph_hash == graph_hash:
+            step = msgspec.structs.replace(step, latest_s=statistics.median(values))
+        steps.append(step)
+    return msgspec.structs.replace(profile, whole_steps=steps)
+
+
 def at_known_pace(
-    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: dict[str, list[float]]
+    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: StepSeconds
 ) -> list[Measurement]:
     """New measurements as they would have been when the profile's first ones were taken.
 
     Args:
-        seconds: of the whole step by kind of device, taken in between the new measurements.
+        seconds: of whole steps, taken in between the new measurements.
     """
-    own = graph.content_hash()
-    paces = {
-        step.device_kind: statistics.median(seconds[step.device_kind]) / step.step_s
-        for step in profile.whole_steps
-        if step.graph_hash == own and seconds.get(step.device_kind)
-    }
-    return [_slower(point, 1 / paces.get(point.device_kind, 1.0)) for point in new]
+    own, batch = graph.content_hash(), graph.batch or 1
+    now = _at_present(profile, own, seconds)
+    return [
+        _slower(point, 1 / now.pace(own, point.device_kind, point.shape.get("sample", batch)))
+        for point in new
+    ]
 
 
 def _slower(point: Measurement, factor: float) -> Measurement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile
+from harness.domain.profile import Profile, WholeStep
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.measure.store import Run
@@ -52,7 +52,8 @@ def _times(profile: Profile, graph: Graph, kind: str) -> list[tuple[str, Operato
 
 def _sums(profile: Profile, graph: Graph) -> str:
     own = graph.content_hash()
-    steps = {s.device_kind: s for s in profile.whole_steps if s.graph_hash == own}
+    known = [s for s in profile.whole_steps if s.graph_hash == own]
+    steps = {s.device_kind: s for s in known if s.batch == graph.batch}
     rows, doubts = [], []
     for kind in profile.device_kinds:
         found = [time for _, time in _times(profile, graph, kind)]
@@ -67,7 +68,7 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "-" if step is None else format_duration(step.operators_s),
                 "-" if step is None else format_duration(step.step_s),
                 "-" if step is None else f"{step.ratio:.2f}",
-                "-" if step is None else f"{step.pace:.2f}",
+                _paces([s for s in known if s.device_kind == kind]),
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
@@ -79,6 +80,15 @@ def _sums(profile: Profile, graph: Graph) -> str:
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "sum/step",
              "pace", "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *doubts])
+
+
+def _paces(steps: list[WholeStep]) -> str:
+    """Of the batch, and of the small one."""
+    found = [
+        f"{step.pace:.2f}" if k == 0 else f"{step.batch} samples: {step.pace:.2f}"
+        for k, step in enumerate(sorted(steps, key=lambda step: -step.batch))
+    ]
+    return ", ".join(found) or "-"
 
 
 def _heaviest(profile: Profile, graph: Graph) -> str:

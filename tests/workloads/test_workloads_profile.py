@@ -11,6 +11,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.record import Sample
+from harness.domain.sharding import has_tasks
 from harness.errors import ConfigError, ModelError
 from harness.plan.__main__ import main as plan
 from harness.plan.builders import ddp, single, tensor_parallel
@@ -18,8 +19,9 @@ from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
 from harness.runtime.capture import capture_model
 from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
+from harness.workloads.profile_measure import step_bytes
 from harness.workloads.profile_points import part_sizes, points_of, shard_counts
-from harness.workloads.profile_store import at_known_pace, read_profile
+from harness.workloads.profile_store import at_known_pace, read_profile, with_whole_steps
 
 QUICK = ProfileConfig(
     model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
@@ -48,6 +50,14 @@ def test_parts_have_every_size_that_a_cut_makes():
     assert shard_counts(1) == [1, 2, 3, 4, 8]
     assert shard_counts(5) == [1, 2, 3, 4, 5, 8]
     assert shard_counts(16) == [1, 2, 3, 4, 8, 16]
+
+
+def test_a_microbatch_shares_the_cache_with_a_stage_of_the_model():
+    graph = capture_model("lenet", 8)
+    whole = step_bytes(graph, 8, 1)
+    assert step_bytes(graph, 8, 2) == whole  # by data parallelism each device holds all weights
+    assert step_bytes(graph, 4, 2) == step_bytes(graph, 4, 1) < whole
+    assert step_bytes(graph, 3, 2) == step_bytes(graph, 3, 1) / 2
 
 
 def test_equal_operators_are_measured_once():
@@ -167,9 +177,10 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     assert n_each[2] == len(points)
     ratios = values(run, "profile_sum_over_step_ratio")
     assert {r.labels["device_kind"]: r.value for r in ratios} == {
-        step.device_kind: step.ratio for step in profile.whole_steps
+        step.device_kind: step.ratio for step in profile.whole_steps if step.batch == graph.batch
     }
-    assert set(kinds) == {step.device_kind for step in profile.whole_steps}
+    steps = {(step.device_kind, step.batch) for step in profile.whole_steps}
+    assert steps == {(kind, samples) for kind in kinds for samples in (8, 1)}
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     text = profile_text([run])
     assert f"{len(graph.operators) - 1} of {len(graph.operators) - 1}" in text
@@ -193,12 +204,14 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     assert (second["n_known"], second["n_measured"]) == (n[0], n[1] - n[0])
     assert (third["n_known"], third["n_measured"]) == (n[1], 0)
     # Each later run says how fast the device is now, whether shapes were missing or not.
-    assert first["latest_s"] is None
-    assert second["latest_s"] not in (None, third["latest_s"])
+    assert first["latest_s"] == {8: None, 1: None}
     profile = Profile.load(tmp_path / "lenet.json")
-    (step,) = profile.whole_steps
-    assert step.latest_s == third["latest_s"]
-    assert profile.pace(graph.content_hash(), step.device_kind) == step.latest_s / step.step_s
+    for step in profile.whole_steps:
+        latest_s = second["latest_s"][step.batch]
+        assert latest_s not in (None, third["latest_s"][step.batch])
+        assert step.latest_s == third["latest_s"][step.batch]
+        pace = profile.pace(graph.content_hash(), step.device_kind, step.batch)
+        assert pace == pytest.approx(step.latest_s / step.step_s)
 
 
 def test_later_measurements_join_at_the_pace_of_the_first():
@@ -207,21 +220,50 @@ def test_later_measurements_join_at_the_pace_of_the_first():
         device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
         graph_hash=graph.content_hash(),
     )  # fmt: skip
-    profile = Profile(model="lenet", measurements=[], whole_steps=[step])
+    small = msgspec.structs.replace(step, batch=1, step_s=1.0)
+    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
     new = [
         Measurement(
             device_kind=kind,
             operator="conv",
+            shape={"sample": samples},
             forward_s=3.0,
             backward_s=6.0,
             in_place_backward_s=4.5,
         )
-        for kind in ("a", "b")
+        for kind, samples in (("a", 8), ("a", 1), ("b", 8))
     ]
-    scaled, kept = at_known_pace(profile, graph, new, {"a": [2.9, 3.0, 9.0], "b": [1.0]})
+    seconds = {("a", 8): [2.9, 3.0, 9.0], ("a", 1): [0.75], ("b", 8): [1.0]}
+    scaled, faster, kept = at_known_pace(profile, graph, new, seconds)
     times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
     assert times == pytest.approx((2.0, 4.0, 3.0))
-    assert kept == new[1]  # a kind without a step of its own
+    assert (faster.forward_s, faster.backward_s) == pytest.approx((4.0, 8.0))
+    assert kept == new[2]  # a kind without a step of its own
+
+
+def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
+    graph = capture_model("lenet", 8)
+    own = graph.content_hash()
+    points = [
+        Measurement(
+            device_kind="a",
+            operator=operator.profile_key,
+            shape=operator.shape,
+            forward_s=1.0,
+            backward_s=2.0,
+        )
+        for operator in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
+    ]
+    profile = Profile(model="lenet", measurements=points)
+    first = with_whole_steps(profile, graph, "float32", {("a", 8): [2.0]})
+    assert first.pace(own, "a", 8) == 1.0
+    later = with_whole_steps(first, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.6]})
+    (step,) = (step for step in later.whole_steps if step.batch == 1)
+    assert (step.step_s, step.latest_s) == pytest.approx((0.4, 0.6))
+    assert later.pace(own, "a", 8) == later.pace(own, "a", 1) == pytest.approx(1.5)
+    last = with_whole_steps(later, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.4]})
+    assert [last.pace(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
+    assert 1.0 < last.pace(own, "a", 2) < last.pace(own, "a", 4) < 1.5
 
 
 def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):

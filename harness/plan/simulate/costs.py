@@ -89,8 +89,7 @@ class Costs:
         self._devices = cluster.devices
         self._node_of = np.array(cluster.node_of(), dtype=np.int64)
         self._times = OperatorTimes(profile)
-        graph_hash = graph.content_hash()
-        self._pace = [profile.pace(graph_hash, device.kind) for device in cluster.devices]
+        self._profile, self._graph_hash = profile, graph.content_hash()
         dtypes = {point.dtype for point in profile.measurements}
         self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.shapes = [
@@ -131,7 +130,9 @@ class Costs:
             operator = self.graph.operators[op]
             sizes = dict(zip(self.shapes[op], key[2], strict=True))
             kind = self._devices[device].kind
-            speed = self._devices[device].speed / self._pace[device]
+            samples = sizes.get("sample", self.samples)
+            pace = self._profile.pace(self._graph_hash, kind, samples)
+            speed = self._devices[device].speed / pace
             shown = {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
             is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
