@@ -21,12 +21,12 @@ PLAN = Strategy(name="pipeline", batch=8, operators={"a": OperatorPlan({}, [0])}
 
 
 @pytest.fixture
-def searched(monkeypatch):
+def judging(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import searched
+    import searched_judge
 
-    yield searched
-    for name in ("searched", "searched_cells", "comparison"):
+    yield searched_judge
+    for name in ("searched_judge", "searched_cells", "comparison"):
         sys.modules.pop(name, None)
 
 
@@ -43,27 +43,29 @@ def write_run(results, name, strategy, plan=None, *, engine="torch", status="ok"
     return path
 
 
-def test_a_plan_that_two_flags_made_counts_once(searched, tmp_path):
+def test_a_plan_that_two_flags_made_counts_once(judging, tmp_path):
     later = msgspec.structs.replace(PLAN, made_for=MadeFor(profile_hash="another"))
     other = msgspec.structs.replace(PLAN, batch=16)
     write_run(tmp_path, "a", "single")
     left = write_run(tmp_path, "b", "pipeline", PLAN, engine="executor")
     write_run(tmp_path, "c", "pipeline", later, engine="executor", microbatches=12)
     unlike = write_run(tmp_path, "d", "pipeline", other, engine="executor", microbatches=4)
-    found = searched.strategies_of(tmp_path.iterdir())
+    found = judging.strategies_of(tmp_path.iterdir())
     assert sorted(found) == ["pipeline", "pipeline-4-microbatches", "single"]
     assert (found["pipeline"], found["pipeline-4-microbatches"]) == (left, unlike)
 
 
-def test_a_cell_without_its_reference_says_what_to_do(searched, tmp_path):
+def test_a_cell_without_its_reference_says_what_to_do(judging, tmp_path):
     runs = {
         "single": str(write_run(tmp_path, "a", "single", status="crash")),
         "searched": str(write_run(tmp_path, "b", "searched", PLAN, engine="executor")),
     }
-    measured = searched.Measured(runs=runs, steps_s={"searched": [1.0]})
-    cell = searched.CELLS["alexnet-3x1gbit"]
+    import searched_cells
+
+    measured = judging.Measured(runs=runs, steps_s={"searched": [1.0]})
+    cell = searched_cells.CELLS["alexnet-3x1gbit"]
     with pytest.raises(SystemExit, match=r"alexnet-3x1gbit: single crash: why.*--again"):
-        searched.judge(cell, measured)
+        judging.judge(cell, measured)
 
 
 def scale_losses(run, factor):
@@ -75,7 +77,7 @@ def scale_losses(run, factor):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path, monkeypatch):
+def test_what_fp32_leaves_open_is_told_by_float64(judging, tmp_path, monkeypatch):
     runs = {
         "single": write_run(tmp_path, "a", "single"),
         "ddp": write_run(tmp_path, "b", "ddp"),
@@ -84,13 +86,13 @@ def test_what_fp32_leaves_open_is_told_by_float64(searched, tmp_path, monkeypatc
     scale_losses(runs["ddp"], 1 + 1e-5)
     scale_losses(runs["searched"], 1.01)
     told = {name: str(path) for name, path in runs.items()}
-    measured = searched.Measured(runs=told, steps_s={"single": [1.0]})
-    assert searched.left_open(measured) == ["searched"]
+    measured = judging.Measured(runs=told, steps_s={"single": [1.0]})
+    assert judging.left_open(measured) == ["searched"]
     found = {name: read_results(path).runs[0] for name, path in runs.items()}
-    differences = searched.loss_differences(found)
+    differences = judging.loss_differences(found)
     assert differences == pytest.approx({"single": 0, "ddp": 1e-5, "searched": 0.01}, abs=1e-9)
-    assert not searched.trains_the_same(differences, {})
-    assert not searched.trains_the_same(differences, {"searched": 1e-6})
-    assert searched.trains_the_same(differences, {"searched": 1e-14})
-    monkeypatch.setattr(searched, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
-    assert not searched.trains_the_same(searched.loss_differences(found), {})
+    assert not judging.trains_the_same(differences, {})
+    assert not judging.trains_the_same(differences, {"searched": 1e-6})
+    assert judging.trains_the_same(differences, {"searched": 1e-14})
+    monkeypatch.setattr(judging, "losses", lambda run: [1.0, nan if run is found["ddp"] else 1.0])
+    assert not judging.trains_the_same(judging.loss_differences(found), {})

@@ -1,0 +1,239 @@
+"""What a cell of `searched.py` shows: steps beside predictions, and whether all train the same."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from comparison import machine
+from searched_cells import Cell
+
+from harness.domain.fingerprint import MadeFor
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.record import Sample
+from harness.domain.strategy import Strategy
+from harness.measure.derive import training_summary
+from harness.measure.derive_choice import Judged, cell_summary
+from harness.measure.derive_prediction import predicted_run, read_prediction
+from harness.measure.derive_training import step_times
+from harness.measure.statistics import paired_ratio
+from harness.measure.store import Run, read_header, read_results
+
+# Sums in another order: over ten steps of fp32 the losses of all models agree to 1e-5 or better,
+# while a lost gradient changes them by percents.
+_LOSS_TOLERANCE = 1e-3
+_DOUBLE_TOLERANCE = 1e-9
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """A finished cell, as kept.
+
+    Attributes:
+        runs: directories of its runs, by strategy, those that failed included.
+        steps_s: seconds of a step in turn with the others, by strategy and round.
+        double: largest difference from one device in float64, by strategy, of those that fp32
+            leaves open.
+    """
+
+    runs: dict[str, str]
+    steps_s: dict[str, list[float]]
+    double: dict[str, float] = {}
+
+
+def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
+    """The training runs among new directories of results, by strategy.
+
+    Flags that made the same plan by hand count as one strategy, so that none is compared with
+    itself: the one whose microbatches were left to the simulator.
+    """
+    found: dict[str, Path] = {}
+    plans: list[Strategy] = []
+    headers = [(read_header(path), path) for path in directories if (path / "run.json").exists()]
+    for header, path in sorted(headers, key=lambda h: bool(h[0].config.get("microbatches"))):
+        if header.workload != "train":
+            continue
+        name = training_summary(_read_run(path)).strategy
+        plan = path / STRATEGY_FILE
+        if name != "searched" and plan.exists():
+            strategy = msgspec.structs.replace(Strategy.load(plan), made_for=MadeFor())
+            if strategy in plans:
+                continue
+            plans.append(strategy)
+        found[name] = path
+    return found
+
+
+def _read_run(directory: Path) -> Run:
+    return read_results(directory).runs[0]
+
+
+def losses(run: Run) -> list[float]:
+    """The global loss of every measured step."""
+    records = run.ranks.get(0, [])
+    return [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"]
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest; NaN if any is, which `max` may pass over."""
+    return float(np.max(list(differences)))
+
+
+def loss_differences(runs: dict[str, Run]) -> dict[str, float]:
+    """By strategy, the largest relative difference of a step's loss from that of one device."""
+    reference = losses(runs["single"])
+    return {
+        name: largest(
+            abs(value - expected) / abs(expected)
+            for value, expected in zip(losses(run), reference, strict=True)
+        )
+        for name, run in runs.items()
+        if run.header.status == "ok"
+    }
+
+
+def left_open(found: Measured) -> list[str]:
+    """The executor's strategies whose losses in fp32 are not those of one device."""
+    runs = {name: _read_run(Path(path)) for name, path in found.runs.items()}
+    if "single" not in found.steps_s:
+        return []
+    return [
+        name
+        for name, difference in loss_differences(runs).items()
+        if not difference <= _LOSS_TOLERANCE and (runs[name].path / STRATEGY_FILE).exists()
+    ]
+
+
+def trains_the_same(differences: dict[str, float], double: dict[str, float]) -> bool:
+    """Whether every strategy's losses are those of one device, in float64 where fp32 says no."""
+    return all(
+        difference <= _LOSS_TOLERANCE or double.get(name, math.inf) <= _DOUBLE_TOLERANCE
+        for name, difference in differences.items()
+    )
+
+
+def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> dict[str, Any]:
+    """Predicted and measured step of one strategy.
+
+    Args:
+        steps_s: by round, the first rounds only where it is slow.
+        searched_s: of what the search found, by round.
+    """
+    if run.header.status != "ok":
+        return {"status": run.header.status, "reason": run.header.reason.splitlines()[0]}
+    prediction = read_prediction(run.path)
+    assert prediction is not None, "every run is told to predict"
+    predicted = predicted_run(run, prediction)
+    # Rounds are disturbed alike: what a strategy takes is told by its ratio to another.
+    ratio = paired_ratio(steps_s, searched_s[: len(steps_s)])
+    measured_s = median(searched_s) * ratio.ratio
+    return {
+        "status": "ok",
+        "plan": prediction.strategy,
+        "predicted_s": prediction.step_s,
+        "measured_s": measured_s,
+        "over_searched": [ratio.ratio, ratio.low, ratio.high],
+        "n_rounds": len(steps_s),
+        "run_s": median(step_times(run).values()),
+        "error": prediction.step_s / measured_s - 1,
+        "predicted_parts": predicted.predicted_parts,
+        "measured_parts": predicted.measured_parts,
+    }
+
+
+def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
+    """A finished cell's line.
+
+    Raises:
+        SystemExit: single or searched did not end ok, to which all others are compared.
+    """
+    found = strategies_of(map(Path, measured.runs.values()))
+    runs = {name: _read_run(path) for name, path in found.items()}
+    for name in ("single", "searched"):
+        if name not in measured.steps_s:
+            header = runs[name].header if name in runs else None
+            reason = "has no run" if header is None else f"{header.status}: {header.reason}"
+            raise SystemExit(
+                f"{cell.name}: {name} {reason}: all strategies are compared with it, so mend that "
+                "and measure the cell again with --again"
+            )
+    searched_s = measured.steps_s["searched"]
+    strategies = {
+        name: judge_strategy(run, measured.steps_s.get(name, []), searched_s)
+        for name, run in runs.items()
+    }
+    ok = {name: s for name, s in strategies.items() if s["status"] == "ok"}
+    judged = [
+        Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
+        for name, s in ok.items()
+    ]
+    summary = cell_summary(judged)
+    ratios = {name: s["over_searched"][0] for name, s in ok.items() if name != "searched"}
+    best = min(ratios, key=lambda name: ratios[name])
+    differences = loss_differences(runs)
+    return {
+        "cell": cell.name,
+        "gain": ratios[best],
+        "gain_low": ok[best]["over_searched"][1],
+        "gain_high": ok[best]["over_searched"][2],
+        "best_hand_chosen": best,
+        "over_ddp": ratios.get("ddp"),
+        "must_beat_ddp": cell.must_beat_ddp,
+        "rank_correlation": summary.rank_correlation,
+        "regret": summary.regret,
+        "chosen": summary.chosen,
+        "loss_difference": max(differences.values()),
+        "double_difference": max(measured.double.values(), default=None),
+        "is_same": trains_the_same(differences, measured.double),
+        "strategies": strategies,
+        "command": shlex.join(sys.argv),
+        "machine": machine(),
+        "load": os.getloadavg()[1],
+        "commit": runs["searched"].header.commit,
+    }
+
+
+def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all cells: how many meet each bar, and the median error."""
+    ok = [s for line in lines for s in line["strategies"].values() if s["status"] == "ok"]
+    ordered = [line for line in lines if line["rank_correlation"] is not None]
+    slow = [line for line in lines if line["must_beat_ddp"] and line["over_ddp"] is not None]
+    return {
+        "cells": len(lines),
+        "gain_at_least_0.98": sum(line["gain"] >= 0.98 for line in lines),
+        "least_gain": min(line["gain"] for line in lines),
+        "cells_that_must_beat_ddp": len(slow),
+        "over_ddp_at_least_1.5": sum(line["over_ddp"] >= 1.5 for line in slow),
+        "median_absolute_error": median(abs(s["error"]) for s in ok),
+        "predictions": len(ok),
+        "misses_over_20_percent": sum(abs(s["error"]) > 0.2 for s in ok),
+        "order_at_least_0.95": sum(line["rank_correlation"] >= 0.95 for line in ordered),
+        "regret_at_most_3_percent": sum(line["regret"] <= 0.03 for line in lines),
+        "same": sum(line["is_same"] for line in lines),
+    }
+
+
+def text(line: dict[str, Any]) -> str:
+    """A cell's line for reading."""
+    over = "-" if line["over_ddp"] is None else f"{line['over_ddp']:.2f}"
+    order = "-" if line["rank_correlation"] is None else f"{line['rank_correlation']:.2f}"
+    head = (
+        f"{line['cell']}: gain {line['gain']:.3f} over {line['best_hand_chosen']}, "
+        f"over ddp {over}, order {order}, regret {line['regret']:.1%}, "
+        f"losses within {line['loss_difference']:.1g}"
+    )
+    rows = [
+        f"    {name:9} predicted {s['predicted_s']:7.3f} s  measured {s['measured_s']:7.3f} s  "
+        f"{s['error']:+7.1%}  {s['plan']}"
+        if s["status"] == "ok"
+        else f"    {name:9} {s['status']}: {s['reason']}"
+        for name, s in line["strategies"].items()
+    ]
+    return "\n".join([head, *rows])
