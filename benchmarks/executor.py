@@ -41,6 +41,7 @@ from harness.errors import VerificationError
 from harness.measure.statistics import paired_ratio
 from harness.runtime.agreement import agree_on_maximum, gather_numbers
 from harness.runtime.launcher import read_launch
+from harness.runtime.memory import keep_freed_memory
 from harness.runtime.rendezvous import join_process_group, meet
 from harness.runtime.world import World
 
@@ -186,6 +187,7 @@ def main(options: Options) -> None:
     meeting = meet(read_launch(os.environ), os.environ)
     world = meeting.world
     torch.set_num_threads(1)
+    keep_freed_memory(world.device)
     join_process_group(world, meeting.address, meeting.port, "executor", 300.0)
     for case in cases(world):
         if not is_wanted(case, options):

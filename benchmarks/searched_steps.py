@@ -35,6 +35,7 @@ from harness.measure.store import read_header
 from harness.runtime.agreement import agree_on_maximum
 from harness.runtime.engine import Share
 from harness.runtime.launcher import read_launch
+from harness.runtime.memory import keep_freed_memory
 from harness.runtime.rendezvous import join_process_group, meet
 from harness.runtime.world import World
 from harness.workloads.plan_share import wait_for_all
@@ -68,6 +69,7 @@ def joined_world(name: str) -> Iterator[World]:
         os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
     meeting = meet(read_launch(os.environ), os.environ)
     torch.set_num_threads(meeting.world.n_threads)
+    keep_freed_memory(meeting.world.device)
     join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
     yield meeting.world
     dist.destroy_process_group()

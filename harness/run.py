@@ -23,7 +23,7 @@ from harness.measure.store import RecordWriter
 from harness.runtime.clock_offset import measure_clock_offset
 from harness.runtime.context import Context
 from harness.runtime.cuda_clock import clock_for
-from harness.runtime.memory import is_out_of_memory
+from harness.runtime.memory import is_out_of_memory, keep_freed_memory
 from harness.runtime.progress import Progress
 from harness.runtime.rendezvous import join_process_group
 from harness.runtime.world import World
@@ -114,6 +114,7 @@ Body = Callable[[Any, Context], dict[str, Any]]
 
 def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str, Any]:
     torch.set_num_threads(world.n_threads)
+    keep_freed_memory(world.device)
     join_process_group(world, spec.address, spec.port, spec.name, spec.collective_timeout_s)
     # Ranks that have met can measure each other's clocks; the recorder's origin is taken with it.
     host_clock = HostClock()

@@ -1,0 +1,34 @@
+"""Memory that tensors leave stays with the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import resource, sys, torch
+from harness.runtime.memory import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory(torch.device("cpu"))
+def n_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for round in range(6):
+    before = n_faults()
+    pair = [torch.ones(24 << 18), torch.ones(24 << 18)]
+    del pair
+print(n_faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_freed_memory_is_not_fetched_again_page_by_page():
+    def faults(*flags: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, *flags], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults() > 1000  # of 12288 pages
+    assert faults("keep") < 100
