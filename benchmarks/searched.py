@@ -6,15 +6,16 @@
 
 A cell is a model on a virtual cluster (searched_cells.py). Links and operators are measured, then
 the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
-with the microbatches that are predicted to be fastest and with four for each rank), tensor, hybrid
-and searched, each beside its prediction: that they train the same is judged by these runs. Then
-their engines train in turn in the same processes (searched_steps.py): a step is the median over
-those rounds, and a ratio of steps that of their ratios, round by round. Per cell:
+with the microbatches that are predicted to be fastest and with four for each rank, or one for each
+sample), tensor, hybrid and searched, each beside its prediction: that they train the same is judged
+by these runs. Then their engines train in turn in the same processes (searched_steps.py): a step is
+the median over those rounds, and a ratio of steps that of their ratios, round by round. Per cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
     error       predicted / measured step - 1, by strategy; median of all |error| at most 10 %
-    order       Spearman's correlation of predicted and measured steps; at least 0.95
+    order       Spearman's correlation of predicted and measured steps; at least 0.95; beside it,
+                of pairs whose ratio over rounds has an interval without 1, those in order
     regret      measured step of what is predicted to be fastest / fastest measured - 1; at most 3 %
     same        the loss of every step is that of single, to a relative 1e-3; where rounding keeps
                 fp32 from it, the strategy trains in float64 too (searched_double.py), and losses
@@ -129,7 +130,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
         "--schedule", "1f1b", "interleaved",
-        "--microbatches", "0", str(4 * len(cell.place.cpu)),
+        "--microbatches", "0", str(min(4 * len(cell.place.cpu), cell.model.batch)),
         "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "0",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip

@@ -12,29 +12,27 @@ class Model:
     """What is trained, as flags of the train and profile workloads."""
 
     name: str
+    batch: int
     flags: tuple[str, ...]
 
     @property
     def workload_flags(self) -> tuple[str, ...]:
         name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
-        return ("--model", name, "--dropout", "0", *self.flags)
+        return ("--model", name, "--dropout", "0", *self.flags, "--batch-size", str(self.batch))
 
 
-def _images(side: int, batch: int) -> tuple[str, ...]:
-    return ("--image-size", str(side), "--n-classes", "10", "--batch-size", str(batch))
+def _images(side: int) -> tuple[str, ...]:
+    return ("--image-size", str(side), "--n-classes", "10")
 
 
 MODELS = {
     model.name: model
     for model in (
-        Model(name="alexnet", flags=_images(64, 32)),
-        Model(name="vgg16", flags=_images(32, 32)),
-        Model(name="resnet18", flags=_images(64, 16)),
-        Model(name="vit", flags=_images(32, 32)),
-        Model(
-            name="dlrm",
-            flags=("--batch-size", "512", "--dlrm-table-rows", *["20000"] * 8),
-        ),
+        Model(name="alexnet", batch=32, flags=_images(64)),
+        Model(name="vgg16", batch=32, flags=_images(32)),
+        Model(name="resnet18", batch=16, flags=_images(64)),
+        Model(name="vit", batch=32, flags=_images(32)),
+        Model(name="dlrm", batch=512, flags=("--dlrm-table-rows", *["20000"] * 8)),
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -148,6 +149,19 @@ def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> d
     }
 
 
+def told_apart(steps_s: dict[str, list[float]]) -> list[tuple[str, str]]:
+    """(faster, slower) of each pair of strategies whose ratio's interval over rounds excludes 1."""
+    found: list[tuple[str, str]] = []
+    for a, b in itertools.combinations(steps_s, 2):
+        rounds = list(zip(steps_s[a], steps_s[b], strict=False))  # the slow have fewer rounds
+        ratio = paired_ratio([x for x, _ in rounds], [y for _, y in rounds])
+        if ratio.high < 1:
+            found.append((a, b))
+        elif ratio.low > 1:
+            found.append((b, a))
+    return found
+
+
 def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
     """A finished cell's line.
 
@@ -178,6 +192,8 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
     ratios = {name: s["over_searched"][0] for name, s in ok.items() if name != "searched"}
     best = min(ratios, key=lambda name: ratios[name])
     differences = loss_differences(runs)
+    apart = told_apart({name: measured.steps_s[name] for name in ok})
+    in_order = [pair for pair in apart if ok[pair[0]]["predicted_s"] < ok[pair[1]]["predicted_s"]]
     return {
         "cell": cell.name,
         "gain": ratios[best],
@@ -187,6 +203,8 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "over_ddp": ratios.get("ddp"),
         "must_beat_ddp": cell.must_beat_ddp,
         "rank_correlation": summary.rank_correlation,
+        "pairs_apart": len(apart),
+        "pairs_in_order": len(in_order),
         "regret": summary.regret,
         "chosen": summary.chosen,
         "loss_difference": max(differences.values()),
@@ -214,6 +232,8 @@ def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "median_absolute_error": median(abs(s["error"]) for s in ok),
         "predictions": len(ok),
         "misses_over_20_percent": sum(abs(s["error"]) > 0.2 for s in ok),
+        "pairs_apart": sum(line["pairs_apart"] for line in lines),
+        "pairs_in_order": sum(line["pairs_in_order"] for line in lines),
         "order_at_least_0.95": sum(line["rank_correlation"] >= 0.95 for line in ordered),
         "regret_at_most_3_percent": sum(line["regret"] <= 0.03 for line in lines),
         "same": sum(line["is_same"] for line in lines),
@@ -226,7 +246,8 @@ def text(line: dict[str, Any]) -> str:
     order = "-" if line["rank_correlation"] is None else f"{line['rank_correlation']:.2f}"
     head = (
         f"{line['cell']}: gain {line['gain']:.3f} over {line['best_hand_chosen']}, "
-        f"over ddp {over}, order {order}, regret {line['regret']:.1%}, "
+        f"over ddp {over}, order {order} "
+        f"({line['pairs_in_order']} of {line['pairs_apart']} pairs), regret {line['regret']:.1%}, "
         f"losses within {line['loss_difference']:.1g}"
     )
     rows = [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import resource
 from pathlib import Path
 
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_ALREADY_TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 _LARGEST_INT = 2**31 - 1
 # Blocks up to the first bound stay, or up to the second, where glibc refuses so large a one.
 _STAYING_BYTES = (1 << 30, 32 << 20)
@@ -20,9 +22,9 @@ def keep_freed_memory(device: torch.device) -> None:
 
     glibc hands large blocks back to the system, or not, as their neighbours in memory have it, and
     then gets them again page by page: that is half of the backward pass of a convolution of 512 by
-    512 channels, or nothing. Without glibc this does nothing.
+    512 channels, or nothing. Does nothing without glibc, or where the environment tells it already.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or any(name in os.environ for name in _ALREADY_TOLD):
         return
     with contextlib.suppress(OSError, AttributeError):
         adjust = ctypes.CDLL(None).mallopt

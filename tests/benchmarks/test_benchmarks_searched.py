@@ -68,6 +68,16 @@ def test_a_cell_without_its_reference_says_what_to_do(judging, tmp_path):
         judging.judge(cell, measured)
 
 
+def test_only_pairs_that_rounds_tell_apart_have_an_order(judging):
+    rounds = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9]
+    slower = [2.0, 2.3, 1.9, 2.0, 2.3, 1.9]
+    steps = {"a": rounds, "b": slower, "like a": rounds[::-1], "slow": [5.0, 5.5]}
+    found = judging.told_apart(steps)
+    assert sorted(found) == [
+        ("a", "b"), ("a", "slow"), ("b", "slow"), ("like a", "b"), ("like a", "slow")
+    ]  # fmt: skip
+
+
 def scale_losses(run, factor):
     path = run / "rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
