@@ -6,9 +6,9 @@
 
 A cell is a model on a virtual cluster (searched_cells.py). Links and operators are measured, then
 the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
-with the microbatches that are predicted to be fastest and with four for each rank, or one for each
-sample), tensor, hybrid and searched, each beside its prediction: that they train the same is judged
-by these runs. Then their engines train in turn in the same processes (searched_steps.py): a step is
+with the microbatches that are predicted to be fastest and with four for each rank, or as many as
+there are samples for), tensor, hybrid and searched, each beside its prediction: that they train the
+same is judged by these runs. Then their engines train in turn in the same processes (searched_steps.py): a step is
 the median over those rounds, and a ratio of steps that of their ratios, round by round. Per cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
@@ -130,7 +130,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
         "--schedule", "1f1b", "interleaved",
-        "--microbatches", "0", str(min(4 * len(cell.place.cpu), cell.model.batch)),
+        "--microbatches", "0", str(cell.most_microbatches),
         "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "0",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip

@@ -67,6 +67,12 @@ class Cell:
         return f"{self.model.name}-{self.place.name}"
 
     @property
+    def most_microbatches(self) -> int:
+        """Four for each rank, or fewer where the batch has not as many samples."""
+        n_ranks = len(self.place.cpu)
+        return min(4, self.model.batch // n_ranks) * n_ranks
+
+    @property
     def must_beat_ddp(self) -> bool:
         """Slow links and many parameters: there DDP is not what one should use."""
         return self.place.bandwidth == "100mbit" and self.model.name in ("alexnet", "vgg16", "dlrm")
