@@ -8,8 +8,9 @@ A cell is a model on a virtual cluster (searched_cells.py). Links and operators 
 the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
 with the microbatches that are predicted to be fastest and with four for each rank, or as many as
 there are samples for), tensor, hybrid and searched, each beside its prediction: that they train the
-same is judged by these runs. Then their engines train in turn in the same processes (searched_steps.py): a step is
-the median over those rounds, and a ratio of steps that of their ratios, round by round. Per cell:
+same is judged by these runs. Then their engines train in turn in the same processes
+(searched_steps.py): a step is the median over those rounds, and a ratio of steps that of their
+ratios, round by round. Per cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
