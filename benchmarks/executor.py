@@ -21,6 +21,7 @@ CPU seconds of all ranks, which other programs on the machine disturb less.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -140,6 +141,7 @@ def measure(case: Case, options: Options, world: World) -> list[dict[str, object
         n_steps = max(1, round((0.0 if options.quick else options.block_s) / step_s))
         take_turns(sides, found, n_pairs, n_steps, world, random.Random(build))
         del sides  # before others are built
+        gc.collect()  # both hold themselves by cycles
     ours = found.pop(name)
     return [
         _compared(f"{case.name}: {other} over {name}", case.bar, theirs, ours)
