@@ -1,8 +1,9 @@
-"""What every program here prints: one object per comparison, as a table or as JSON lines."""
+"""What the programs here share: finding MPI, and what they print, one object per comparison."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -10,6 +11,12 @@ from collections.abc import Sequence
 
 from harness.measure.statistics import paired_ratio
 from harness.runtime.host import code_commit, cpu_model
+
+
+def find_mpi() -> None:
+    """A relocatable Open MPI tells its prefix to the ranks beside mpirun only; see entry.sh."""
+    if "PMIX_INSTALL_PREFIX" in os.environ:
+        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
 
 
 def machine() -> str:

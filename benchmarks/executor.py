@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import tyro
-from comparison import compare, show
+from comparison import compare, find_mpi, show
 from executor_cases import Case, cases
 from executor_sides import Side
 
@@ -176,12 +176,6 @@ def table_line(found: dict[str, Any]) -> str:
 def is_wanted(case: Case, options: Options) -> bool:
     quick = ("ddp lenet", "pipeline mlp 1f1b", "tensor mlp of 1", "single resnet18")
     return options.only in case.name and (not options.quick or case.name in quick)
-
-
-def find_mpi() -> None:
-    """A relocatable Open MPI tells its prefix to the ranks beside mpirun only; see entry.sh."""
-    if "PMIX_INSTALL_PREFIX" in os.environ:
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
 
 
 def main(options: Options) -> None:

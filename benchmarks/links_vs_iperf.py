@@ -26,7 +26,7 @@ from typing import Annotated, NoReturn
 import torch
 import torch.distributed as dist
 import tyro
-from comparison import compare, machine, show
+from comparison import compare, find_mpi, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.clock import HostClock
@@ -188,10 +188,8 @@ def end_all_ranks(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # As entry.sh does: where a relocatable Open MPI is, and that waiting ranks give way.
-    if "PMIX_INSTALL_PREFIX" in os.environ:
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    find_mpi()
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks give way
     try:
         main(tyro.cli(Options, description=__doc__))
     except HarnessError as error:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from benchmarks.comparison import find_mpi
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.clock import HostClock
@@ -65,8 +66,7 @@ def read_case(run_dir: Path) -> TrainCase:
 @contextmanager
 def joined_world(name: str) -> Iterator[World]:
     """The ranks that mpirun started, in one process group; all must enter and leave it."""
-    if "PMIX_INSTALL_PREFIX" in os.environ:  # a relocatable Open MPI; see entry.sh
-        os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
+    find_mpi()
     meeting = meet(read_launch(os.environ), os.environ)
     torch.set_num_threads(meeting.world.n_threads)
     keep_freed_memory(meeting.world.device)

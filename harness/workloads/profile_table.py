@@ -68,7 +68,7 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "-" if step is None else format_duration(step.operators_s),
                 "-" if step is None else format_duration(step.step_s),
                 "-" if step is None else f"{step.ratio:.2f}",
-                _paces([s for s in known if s.device_kind == kind]),
+                _paces([s for s in known if s.device_kind == kind], graph),
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
@@ -82,11 +82,11 @@ def _sums(profile: Profile, graph: Graph) -> str:
     return "\n".join([columns(heads, rows), *doubts])
 
 
-def _paces(steps: list[WholeStep]) -> str:
-    """Of the batch, and of the small one."""
+def _paces(steps: list[WholeStep], graph: Graph) -> str:
+    """Of the graph's batch, and of other sizes with their number of samples."""
     found = [
-        f"{step.pace:.2f}" if k == 0 else f"{step.batch} samples: {step.pace:.2f}"
-        for k, step in enumerate(sorted(steps, key=lambda step: -step.batch))
+        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{step.pace:.2f}"
+        for step in sorted(steps, key=lambda step: -step.batch)
     ]
     return ", ".join(found) or "-"
 
