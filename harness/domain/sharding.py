@@ -5,6 +5,8 @@ The simulator prices a strategy by these rules and the executor carries it out b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.domain.graph import Operator
 from harness.domain.partition import (
     SAMPLE,
@@ -84,6 +86,11 @@ def _sums_up(operator: Operator) -> bool:
 def is_partial(operator: Operator, dim: str) -> bool:
     """Whether parts along `dim` hold partial sums of one output rather than pieces of it."""
     return dim not in (operator.shape or {SAMPLE: 1})
+
+
+def output_sizes(operator: Operator, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Of sizes by dim, those of the dims that the output has (`full_shape` names others too)."""
+    return {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
 
 
 def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
@@ -238,7 +245,7 @@ def _matching_dims(
     more than its rows' numbers, and that a contraction runs over the producer's last dim.
     """
     found = {dim: dim for dim in producer_shape if dim in shape}
-    dims = [dim for dim in shape if not is_partial(operator, dim)]
+    dims = list(output_sizes(operator, shape))
     theirs = list(producer_shape)
     if operator.kind == "embedding":
         # A bag has as many dims as its input, and adds over the last.

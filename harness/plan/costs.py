@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import msgspec
 
 from harness.errors import ConfigError
+from harness.measure.peak_rss import peak_rss_bytes
 from harness.plan.request import PlanRequest, PlanResult
 
 Planner = Callable[[PlanRequest], PlanResult]
@@ -58,16 +57,6 @@ COSTS = {
 }
 
 
-def _peak_rss_bytes() -> int:
-    """Of this program: ru_maxrss would also count what the parent held when it forked."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
 def run(cost: str, request: PlanRequest) -> PlanResult:
     """Plan, and fill in what it took.
 
@@ -90,5 +79,5 @@ def run(cost: str, request: PlanRequest) -> PlanResult:
         result,
         search_cpu_s=result.search_cpu_s or cpu_s,
         proposals_per_s=rate,
-        peak_rss_bytes=_peak_rss_bytes(),
+        peak_rss_bytes=peak_rss_bytes(),
     )

@@ -20,6 +20,7 @@ from harness.domain.sharding import (
     full_shape,
     has_tasks,
     is_partial,
+    output_sizes,
     weight_dims,
 )
 from harness.errors import PlanError
@@ -126,7 +127,7 @@ def _shapes(
 ) -> Iterator[dict[str, int]]:
     """Shards along one dim or along samples and one other."""
     full = _whole(operator)
-    shown = {dim: size for dim, size in full.items() if not is_partial(operator, dim)}
+    shown = output_sizes(operator, full)
     dims = cuttable_dims(operator, full)
     for m in microbatches:
         for a in parts:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 from pathlib import Path
 
 import torch
+
+from harness.measure.peak_rss import peak_rss_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _ALREADY_TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
@@ -52,16 +53,9 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_rss_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def peak_bytes(device: torch.device) -> dict[str, int]:
     """Peaks since `reset_peak`, by kind: rss of the process; allocated and reserved on a GPU."""
-    peaks = {"rss": _peak_rss_bytes()}
+    peaks = {"rss": peak_rss_bytes()}
     if device.type == "cuda":
         peaks["allocated"] = torch.cuda.max_memory_allocated(device)
         peaks["reserved"] = torch.cuda.max_memory_reserved(device)

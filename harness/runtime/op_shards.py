@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.domain.graph import Operator
 from harness.domain.partition import Block
-from harness.domain.sharding import full_shape, input_block, is_partial
+from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.runtime.capture import Captured
 from harness.runtime.executor.shards import Wanted, make_shard
 from harness.runtime.op_timer import OperatorCall, as_leaves, tensors_in
@@ -51,7 +51,7 @@ def shard_call(
 def _wanted(
     operator: Operator, shape: dict[str, int], block: Block, producer: Operator, argument: int
 ) -> Wanted:
-    theirs = {dim: n for dim, n in producer.shape.items() if not is_partial(producer, dim)}
+    theirs = output_sizes(producer, producer.shape)
     return Wanted(theirs, input_block(operator, shape, block, theirs, argument=argument))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import cut_dim
-from harness.domain.sharding import full_shape, has_tasks, is_partial, weight_dims
+from harness.domain.sharding import full_shape, has_tasks, is_partial, output_sizes, weight_dims
 
 # The others' shards take time in proportion to their elements, which cuts by samples show.
 _CUT_BY_WEIGHTS = ("linear", "conv2d", "embedding", "attention")
@@ -69,8 +69,7 @@ def _points_of(
 ) -> Iterator[Point]:
     full = full_shape(operator, batch=samples, graph_batch=graph.batch)
     key = operator.profile_key
-    # Heads and contraction are no dims of a whole output.
-    shown = {dim: n for dim, n in full.items() if not is_partial(operator, dim)}
+    shown = output_sizes(operator, full)
     yield Point(operator=operator.name, key=key, shape=shown, samples=samples)
     if samples == graph.batch:
         for dim, size in _shard_shapes(operator, counts):

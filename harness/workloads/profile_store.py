@@ -10,7 +10,7 @@ import msgspec
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep, measurement_key
-from harness.domain.sharding import full_shape, has_tasks, is_partial
+from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTimes
@@ -60,7 +60,7 @@ def operators_s(
 
     def seconds(operator: Operator) -> float:
         full = full_shape(operator, batch=samples, graph_batch=graph.batch)
-        shape = {dim: n for dim, n in full.items() if not is_partial(operator, dim)}
+        shape = output_sizes(operator, full)
         return times.lookup(operator, kind, shape=shape, dtype=dtype).total_s
 
     try:

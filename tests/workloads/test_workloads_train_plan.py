@@ -195,7 +195,6 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert found[1] == {}
     summary = found[0]
     assert summary["predicted_step_s"] > 0
-    assert summary["speedup_over_single"] >= 1
     header = msgspec.structs.replace(run.header, summary=summary)
     text = search_text([Run(path=run.path, header=header, ranks=run.ranks)])
     assert "best plan by simulator" in text
@@ -236,4 +235,4 @@ def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks)
 def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
     found, run = searched(run_on_ranks, ranks, trials=1)
     assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
-    assert found[0]["predicted_step_s"] > 0
+    assert found[0]["speedup_over_single"] >= 1

@@ -22,6 +22,7 @@ from harness.domain.sharding import (
     full_shape,
     input_block,
     is_partial,
+    output_sizes,
     weight_dims,
     weight_part,
 )
@@ -133,7 +134,7 @@ class Costs:
             samples = sizes.get("sample", self.samples)
             pace = self._profile.pace(self._graph_hash, kind, samples)
             speed = self._devices[device].speed / pace
-            shown = {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
+            shown = output_sizes(operator, sizes)
             is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
                 shape = shown if is_whole else sizes

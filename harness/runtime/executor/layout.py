@@ -19,7 +19,7 @@ from torch import fx
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, Block, Interval, blocks, cut_dim, intersect
-from harness.domain.sharding import full_shape, has_tasks, input_block, is_partial
+from harness.domain.sharding import full_shape, has_tasks, input_block, is_partial, output_sizes
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import Captured
@@ -165,7 +165,7 @@ class Layout:
         """
         operator = self.operators[self.owner[node]]
         shape = self.shapes[operator.name]
-        shown = {d: n for d, n in shape.items() if not is_partial(operator, d)}
+        shown = output_sizes(operator, shape)
         if self.captured.nodes.get(operator.name) in (node, None):
             return shown
         sizes = self.values.tensors[node].shape
