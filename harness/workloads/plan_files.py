@@ -5,7 +5,8 @@ Asked on rank 0 only: the other nodes need not see the directory of results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, ResultsError
 from harness.measure.store import read_header
-from harness.workloads.profile_points import shard_counts
 
 CLUSTER_FILE = "cluster.json"
 
@@ -77,24 +78,30 @@ def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
 
 
 def has_profiled(
-    results: Path, wanted: dict[str, Any], cluster: Cluster, *, file: Path, n_parts: int
+    results: Path, wanted: dict[str, Any], cluster: Cluster, *, file: Path, parts: Sequence[int]
 ) -> bool:
-    """Whether a profile run has ended ok that measured these settings on this cluster.
+    """Whether a profile run of these settings has ended ok on these kinds of device.
 
     Args:
         wanted: settings of its configuration that must be equal.
-        file: where the profile must still be.
-        n_parts: a number of parts of a batch that must have been measured.
+        file: the profile, where measurements must still be.
+        parts: numbers of samples, each of which it must have on each kind.
     """
-    if not file.is_file():
-        return False
-    for header, _ in finished_runs(results, "profile"):
-        same = all(header.config.get(name) == value for name, value in wanted.items())
-        kinds = {device.kind for device in header.cluster.devices}
-        counts = header.config.get("shards") or shard_counts(len(header.ranks))
-        if same and n_parts in counts and kinds >= {device.kind for device in cluster.devices}:
-            return True
-    return False
+    kinds = {device.kind for device in cluster.devices}
+    return _has_samples(file, kinds, parts) and any(
+        kinds <= {device.kind for device in header.cluster.devices}
+        and all(header.config.get(name) == value for name, value in wanted.items())
+        for header, _ in finished_runs(results, "profile")
+    )
+
+
+def _has_samples(file: Path, kinds: Iterable[str], parts: Iterable[int]) -> bool:
+    try:
+        points = Profile.load(file).measurements
+    except HarnessError:
+        return False  # missing; of another shape, the profile run says what is wrong
+    known = {(point.device_kind, point.shape.get("sample")) for point in points}
+    return known >= set(product(kinds, parts))
 
 
 def load_plan(run_dir: Path) -> tuple[Strategy, Prediction] | None:

@@ -14,6 +14,7 @@ from harness.workloads.links import LINKS, LinksConfig
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_files import find_cluster, has_profiled
 from harness.workloads.profile import PROFILE
+from harness.workloads.profile_points import part_sizes
 
 # How long to measure, and in how many parts, does not change what a profile is of.
 _HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
@@ -45,6 +46,7 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         file = config.path(results)
-        return has_profiled(results, wanted, cluster, file=file, n_parts=n_parts)
+        parts = part_sizes(config.batch_size, [1, n_parts])
+        return has_profiled(results, wanted, cluster, file=file, parts=parts)
 
     return Need(name="profile", workload=PROFILE, config=config, is_met=is_met)

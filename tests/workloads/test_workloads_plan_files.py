@@ -75,16 +75,21 @@ def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp
     here = results.launched_cluster(2)
     file = config.path(tmp_path)
 
-    def known(wanted=wanted, cluster=here, file=file, n_parts=4):
-        return has_profiled(tmp_path, wanted, cluster, file=file, n_parts=n_parts)
+    def known(wanted=wanted, cluster=here, file=file, parts=(8, 2)):
+        return has_profiled(tmp_path, wanted, cluster, file=file, parts=parts)
 
     assert known()
     assert not known(wanted={**wanted, "batch_size": 16})
-    assert not known(n_parts=7)
+    assert not known(parts=(8, 3))
     assert not known(file=tmp_path / "gone.json")
     other = msgspec.structs.replace(here.nodes[0].devices[0], kind="other")
     node = msgspec.structs.replace(here.nodes[0], devices=[other])
     assert not known(cluster=msgspec.structs.replace(here, nodes=[node]))
+    profile = Profile.load(file)
+    left = [point for point in profile.measurements if point.shape["sample"] != 2]
+    file.write_bytes(msgspec.structs.replace(profile, measurements=left).to_json())
+    assert not known()
+    assert known(parts=[8])
 
 
 def write_run(results, path, workload: str, **told) -> RunHeader:
