@@ -40,7 +40,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         spread: interquartile range over the median of forward plus backward; None when unknown.
         n_samples: of the medians; None when unknown.
         in_place_backward_s: of the backward pass where gradients of large weights are written where
-            they stay, as the executor does on CPUs; None for other operators.
+            they stay, as the executor does on CPUs, and those of a microbatch are added to what is
+            there; None for other operators.
     """
 
     device_kind: str

@@ -50,17 +50,20 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
+def is_microbatch(graph: Graph, samples: int, n_devices: int) -> bool:
+    """Whether so many samples are fewer than each device's part of the batch."""
+    assert graph.batch is not None, "a captured graph has a batch"
+    return samples < graph.batch // n_devices
+
+
 def step_bytes(graph: Graph, samples: int, n_devices: int) -> float:
     """About what a device goes through in a step of so many samples: parameters, their gradients,
-    outputs.
-
-    Fewer samples than each device's part of the batch are a microbatch, of which a device holds a
-    stage of the model.
+    outputs; of a microbatch those of a stage of the model, which is what a device holds.
     """
     assert graph.batch is not None, "a captured graph has a batch"
     share = samples / graph.batch
     whole = sum(2 * op.parameter_bytes + share * op.activation_bytes for op in graph.operators)
-    return whole / n_devices if samples < graph.batch // n_devices else whole
+    return whole / n_devices if is_microbatch(graph, samples, n_devices) else whole
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
@@ -216,13 +219,18 @@ class PointMeasurer:
         return step_bytes(self._captured.graph, point.samples, self._context.world.size)
 
     def _in_place_s(self, point: Point, call: OperatorCall) -> float | None:
-        """Backward seconds where the weights' gradient is written where it stays; None for an
-        operator that the executor does not train so on this device."""
+        """Backward seconds where the weights' gradient is written where it stays, that of a
+        microbatch added to what is there; None for an operator that the executor does not train so
+        on this device."""
         device, (key, shape) = self._context.world.device, _name(point)
         is_fed_back = any(x.requires_grad for x in tensors_in((call.args, call.kwargs)))
         if not isinstance(call.function, nn.Module) or not is_fed_back:
             return None
-        module = in_place(call.function) if in_place_bytes(device) < math.inf else None
+        if in_place_bytes(device) == math.inf:
+            return None
+        n_devices = self._context.world.size
+        is_added = is_microbatch(self._captured.graph, point.samples, n_devices)
+        module = in_place(call.function, is_added=is_added)
         if module is None:
             return None
         before = self._in_place.get((key, shape))
@@ -232,6 +240,7 @@ class PointMeasurer:
             before,
             n_between=self._n_between(point),
         )
+        call.function.zero_grad(set_to_none=True)
         self._in_place[key, shape] = found
         n_before = 0 if before is None else len(before.backward_s)
         for step, value in list(enumerate(found.backward_s))[n_before:]:

@@ -172,24 +172,22 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
     return np.stack([arriving, added, none, none]) * rates[rows % n_devices]
 
 
-# A product that adds to what is there reads that, beyond what it writes anyway.
-_ADDS_IN_PLACE = 1
-
-
 def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Floats:
     """(4, n_rows): forward, backward, weight pass and recomputation.
 
     A zero-bubble schedule gives half of the backward of an operator with weights to the
     weight pass: gradients of inputs and of weights are products of equal size. Adding gradients
-    up, from the second microbatch on, is shared out evenly over all of them.
+    up, from the second microbatch on, is shared out evenly over all of them; a product in place
+    adds by itself, and is measured so.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
     is_large = weight_bytes >= simulator.options.in_place_bytes
     in_place = is_large & simulator.is_linear[rows // tables.n_devices]
-    streamed = np.where(in_place, _ADDS_IN_PLACE, ADDS) * weight_bytes * (n - 1) / n
-    streamed += np.where(in_place, 0, COPIES) * tables.shared_bytes.ravel()[rows] / n
+    streamed = ADDS * weight_bytes * (n - 1) / n
+    streamed += COPIES * tables.shared_bytes.ravel()[rows] / n
+    streamed = np.where(in_place, 0.0, streamed)
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     stream_s = streamed * rates[rows % tables.n_devices]
     if flow.split_weight:

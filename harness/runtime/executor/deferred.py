@@ -152,12 +152,17 @@ def is_large_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | LinearShard) and module.weight.numel() >= LARGE_ELEMENTS
 
 
-def in_place(module: nn.Module) -> nn.Module | None:
-    """A large linear layer as it trains where its gradient has a home, and no gradient is there
-    yet, however often it is called; None for any other module."""
+def in_place(module: nn.Module, *, is_added: bool) -> nn.Module | None:
+    """A large linear layer as it trains where its gradient has a home; None for any other module.
+
+    Args:
+        is_added: to the gradient of earlier microbatches, from the second call on; otherwise no
+            gradient is there yet, however often it is called.
+    """
 
     def forget(parameter: nn.Parameter) -> None:
-        parameter.grad = None
+        if not is_added:
+            parameter.grad = None
 
     return defer(module, AtOnce(forget), GradientHomes()) if is_large_linear(module) else None
 
