@@ -387,6 +387,19 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
     assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
 
 
+def test_gradients_in_place_are_added_up_within_their_backward():
+    graph, profile, cluster, plans = two_linears(1)
+    times = [
+        simulate(graph, profile, cluster, plans, n_microbatches=2, options=options).step_s
+        for options in (
+            SimulatorOptions(),
+            SimulatorOptions(stream_s_per_byte=0.01, in_place_bytes=1),
+            SimulatorOptions(stream_s_per_byte=0.01),
+        )
+    ]
+    assert times[0] == times[1] < times[2]
+
+
 def test_records_are_those_of_a_measured_run():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}

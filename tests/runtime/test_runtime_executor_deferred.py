@@ -11,6 +11,7 @@ from harness.runtime.executor.deferred import (
     WeightQueue,
     backward_calls,
     defer,
+    in_place,
 )
 from harness.runtime.executor.shards import Wanted, make_shard
 
@@ -132,6 +133,20 @@ def test_at_once_a_large_gradient_is_written_where_it_stays():
     assert module.weight.grad is home  # what the step before left there is gone
     trained(module.requires_grad_(), inputs[1:])
     torch.testing.assert_close(module.weight.grad, expected[0])
+
+
+@pytest.mark.parametrize(("is_added", "n"), [(False, 1), (True, 3)])
+def test_in_place_a_gradient_is_written_anew_or_added_to(is_added, n):
+    module, x = nn.Linear(1024, 1024), torch.randn(3, 1024)
+    trained(module, n * [x])
+    expected = module.weight.grad
+    module.zero_grad()
+    trained(in_place(module, is_added=is_added), 3 * [x])
+    if is_added:
+        torch.testing.assert_close(module.weight.grad, expected)
+    else:
+        assert module.weight.grad is None
+    assert in_place(nn.Linear(8, 8), is_added=is_added) is None
 
 
 def test_under_autocast_gradients_are_those_of_autograd():
