@@ -31,4 +31,5 @@ def test_freed_memory_is_not_fetched_again_page_by_page():
         )
         return int(done.stdout)
 
-    assert faults() > 10 * faults("keep")
+    assert faults() > 1000  # of 204800 pages
+    assert faults("keep") < 100

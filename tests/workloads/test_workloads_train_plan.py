@@ -188,6 +188,9 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
     assert profile.is_met(tmp_path, here)
     other = train_needs(replace(CASES["tensor"], batch=24))[1]
     assert not other.is_met(tmp_path, here)
+    known, unknown = (train_needs(replace(CASES["pipeline"], microbatches=n))[1] for n in (4, 5))
+    assert known.is_met(tmp_path, here)
+    assert not unknown.is_met(tmp_path, here)
 
 
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
@@ -235,4 +238,5 @@ def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks)
 def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
     found, run = searched(run_on_ranks, ranks, trials=1)
     assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
+    assert found[0]["predicted_step_s"] > 0
     assert found[0]["speedup_over_single"] >= 1
