@@ -14,6 +14,7 @@ from torch import nn
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
+from harness.domain.partition import REPLICA
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
@@ -139,17 +140,17 @@ def operators_of(captured: Captured, children: Sequence[Sequence[int]]) -> list[
 
 
 def tensor_strategy(graph: Graph, batch: int, n_ranks: int) -> Strategy:
-    """Wide layers by features, narrow ones by contraction, what follows them by samples."""
+    """Wide layers by features, narrow ones by contraction, what follows those all devices do."""
     devices = list(range(n_ranks))
     plans: dict[str, OperatorPlan] = {}
-    dim = "sample"
+    dim = REPLICA
     for operator in graph.operators:
         if not has_tasks(operator):
             continue
         if operator.kind == "linear":
             dim = "feature" if _is_wide(operator) else CONTRACTION
         elif dim == CONTRACTION or operator.kind == "loss":
-            dim = "sample"
+            dim = REPLICA
         plans[operator.name] = OperatorPlan({dim: n_ranks}, devices)
     return Strategy(name="tensor parallel", batch=batch, operators=plans)
 

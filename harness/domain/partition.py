@@ -8,6 +8,9 @@ unlike devices). Blocks are numbered row-major over the dims of the tensor, so a
       sample                -----
                             2 | 3
 
+Along `replica` nothing is cut: its parts are copies, all of which compute the same block. Copies
+of a block are numbered one after another, as if `replica` were the last dim.
+
 The same formula is used by the simulator, the executor and the importers of other formats.
 """
 
@@ -19,6 +22,7 @@ from itertools import pairwise, product
 from harness.errors import StrategyError
 
 SAMPLE = "sample"
+REPLICA = "replica"
 
 Interval = tuple[int, int]
 Block = tuple[Interval, ...]
@@ -28,6 +32,11 @@ Cut = int | list[int]
 def n_parts(cut: Cut) -> int:
     """How many parts a cut makes."""
     return cut if isinstance(cut, int) else len(cut)
+
+
+def n_replicas(cuts: Mapping[str, Cut]) -> int:
+    """How many copies of each block are computed."""
+    return n_parts(cuts.get(REPLICA, 1))
 
 
 def cut_dim(size: int, cut: Cut) -> list[Interval]:
@@ -55,23 +64,29 @@ def cut_dim(size: int, cut: Cut) -> list[Interval]:
 
 
 def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -> list[Block]:
-    """All blocks of a tensor, row-major over `dims`; a dim without a cut stays whole.
+    """All blocks of a tensor, row-major over `dims`, each with its copies; a dim without a cut
+    stays whole.
 
     Raises:
         StrategyError: a cut of a dim that the tensor does not have, or that leaves a part empty.
     """
-    unknown = sorted(set(cuts) - set(dims))
+    n_copies = cuts.get(REPLICA, 1)
+    if not isinstance(n_copies, int) or n_copies < 1:
+        raise StrategyError(
+            f"{n_copies} copies of a block are not possible: give {REPLICA!r} a number above 0"
+        )
+    unknown = sorted(set(cuts) - set(dims) - {REPLICA})
     if unknown:
         raise StrategyError(
             f"dim {unknown[0]!r} cannot be cut, the output has dims ({', '.join(dims)}): "
             "name one of them"
         )
     each = [cut_dim(size, cuts.get(dim, 1)) for dim, size in zip(dims, shape, strict=True)]
-    return list(product(*each))
+    return [block for block in product(*each) for _ in range(n_copies)]
 
 
 def count_parts(cuts: Mapping[str, Cut]) -> int:
-    """How many blocks the cuts make together."""
+    """How many blocks the cuts make together, copies included."""
     count = 1
     for cut in cuts.values():
         count *= n_parts(cut)
@@ -81,6 +96,7 @@ def count_parts(cuts: Mapping[str, Cut]) -> int:
 def part_index(dims: Sequence[str], cuts: Mapping[str, Cut], index: int) -> dict[str, int]:
     """Where block `index` lies in the grid: its position along every cut dim."""
     place: dict[str, int] = {}
+    index //= n_replicas(cuts)
     for dim in reversed(dims):
         index, place[dim] = divmod(index, n_parts(cuts.get(dim, 1)))
     return {dim: place[dim] for dim in dims}

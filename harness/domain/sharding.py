@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from harness.domain.graph import Operator
 from harness.domain.partition import (
+    REPLICA,
     SAMPLE,
     Block,
     Cut,
@@ -46,6 +47,7 @@ _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
 _WINDOWED = ("conv2d", "pool")
 _SPATIAL = ("height", "width")
 _POINTWISE = ("batch_norm", "layer_norm", "elementwise", "add")
+_WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm")
 # Where among the output's dims the features must stand for the weights to be theirs.
 _FEATURE_POSITION = {"linear": -1, "embedding": -1, "conv2d": 1, "batch_norm": 1}
 
@@ -85,7 +87,7 @@ def _sums_up(operator: Operator) -> bool:
 
 def is_partial(operator: Operator, dim: str) -> bool:
     """Whether parts along `dim` hold partial sums of one output rather than pieces of it."""
-    return dim not in (operator.shape or {SAMPLE: 1})
+    return dim not in (operator.shape or {SAMPLE: 1}) and dim != REPLICA
 
 
 def output_sizes(operator: Operator, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -97,6 +99,15 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
     """Dims of `shape` along which the operator may be cut, in the order of `shape`."""
     allowed = set(_CUTTABLE.get(operator.kind, (SAMPLE,))) - _fixed_dims(operator)
     return [dim for dim in shape if dim in allowed]
+
+
+def may_have_copies(operator: Operator) -> bool:
+    """Whether several devices may compute one block of it: where none has weights to keep equal.
+
+    A second user of tied weights has no bytes of its own, so kinds that have weights never may.
+    """
+    is_free = operator.parameter_bytes == 0 and has_tasks(operator)
+    return is_free and operator.kind not in _WITH_WEIGHTS
 
 
 def _fixed_dims(operator: Operator) -> set[str]:

@@ -21,10 +21,19 @@ from harness.domain.cluster import Cluster
 from harness.domain.files import FileKind, JsonFile
 from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Cut, blocks, count_parts, cut_dim, n_parts
+from harness.domain.partition import (
+    REPLICA,
+    SAMPLE,
+    Cut,
+    blocks,
+    count_parts,
+    cut_dim,
+    n_parts,
+    n_replicas,
+)
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName, check_schedule
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks
+from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, may_have_copies
 from harness.errors import StrategyError
 
 SCHEMA = "harness-strategy"
@@ -41,7 +50,9 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         partition: cuts of its output's dims: a number of equal parts, or shares for unlike
             devices such as [2, 1]. A dim that is not named stays whole. Samples are cut within
-            each microbatch.
+            each microbatch. {"replica": 2} is not a cut: two devices compute each block alike, and
+            each of them has its value and its gradient without a word from the other. Only
+            operators without weights can (Unity's replica dim, DTensor's Replicate).
         devices: device k (a position in `Cluster.devices`) computes block k; a device may repeat.
         stage: which pipeline stage it belongs to.
     """
@@ -181,9 +192,9 @@ def _check_plan(
     operator: Operator, plan: OperatorPlan, microbatch: int, graph_batch: int | None, n_devices: int
 ) -> None:
     shape = full_shape(operator, batch=microbatch, graph_batch=graph_batch)
-    allowed = cuttable_dims(operator, shape)
+    allowed = cuttable_dims(operator, shape) + [REPLICA] * may_have_copies(operator)
     for dim, cut in plan.partition.items():
-        if dim not in allowed and not (dim in shape and n_parts(cut) == 1):
+        if dim not in allowed and not (dim in (*shape, REPLICA) and n_parts(cut) == 1):
             raise StrategyError(
                 f"operator {operator.name!r} ({operator.kind}) cannot be cut along {dim!r}: "
                 f"it can along {', '.join(allowed) or 'nothing'}"
@@ -199,6 +210,14 @@ def _check_plan(
             f"operator {operator.name!r} has {count_parts(plan.partition)} blocks and "
             f"{len(plan.devices)} devices: name one device per block"
         )
+    n_copies = n_replicas(plan.partition)
+    for first in range(0, len(plan.devices), n_copies):
+        copies = plan.devices[first : first + n_copies]
+        if len(set(copies)) < n_copies:
+            raise StrategyError(
+                f"operator {operator.name!r} has {n_copies} copies of a block on devices {copies}: "
+                "give each copy a device of its own"
+            )
     outside = [device for device in plan.devices if not 0 <= device < n_devices]
     if outside:
         raise StrategyError(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from harness.domain.graph import Graph
-from harness.domain.partition import SAMPLE, Cut, n_parts
+from harness.domain.partition import REPLICA, SAMPLE, Cut, n_parts
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
 
@@ -26,6 +26,8 @@ def style(cuts: Mapping[str, Cut], devices: list[int]) -> str:
     cut = [dim for dim, parts in cuts.items() if n_parts(parts) > 1]
     if not cut:
         return "whole"
+    if cut == [REPLICA]:
+        return "replicated"
     if cut == [SAMPLE]:
         return "data-parallel" if len(set(devices)) > 1 else "whole"
     return f"{cut[0]}-parallel" if len(cut) == 1 else "-by-".join(cut) + "-parallel"

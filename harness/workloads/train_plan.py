@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.graph import Graph
-from harness.domain.partition import blocks, volume
+from harness.domain.partition import blocks, n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.sharding import full_shape, has_tasks
 from harness.domain.strategy import Strategy
@@ -216,5 +216,6 @@ def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float
         whole = operator.forward_flops + operator.backward_flops
         parts = blocks(list(shape), list(shape.values()), plan.partition)
         for block, device in zip(parts, plan.devices, strict=True):
-            flops[device] += whole * volume(block) / math.prod(shape.values())
+            own = whole * volume(block) / math.prod(shape.values())
+            flops[device] += own / n_replicas(plan.partition)
     return flops

@@ -20,7 +20,7 @@ class Draft:
 
     Attributes:
         fetches: wants that must have arrived before it, first used here.
-        sends: pieces of its outputs for other devices, in order.
+        sends: pieces of its outputs that other devices read, in order.
         waits: whether it waits for others: for fetches, or for the statistics of a batch norm.
     """
 
@@ -35,9 +35,10 @@ def draft_segments(forms: Forms, device: int) -> dict[int, list[Draft]]:
     layout = forms.layout
     outgoing: dict[Part, list[Send]] = defaultdict(list)
     for want in layout.wants:
-        for piece in want.pieces if want.device != device else ():
-            if piece.part.device == device:
-                outgoing[piece.part].append(Send(want, piece))
+        for piece in dict.fromkeys((*want.pieces, *want.returns)):
+            if piece.part.device == device != want.device:
+                goes, returns = piece in want.pieces, piece in want.returns
+                outgoing[piece.part].append(Send(want, piece, goes, returns))
     fetched: set[int] = set()
     found: dict[int, list[Draft]] = {}
     for stage in range(len(layout.strategy.stages)):
@@ -55,7 +56,7 @@ def _drafts(
     draft = Draft()
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
-        missing = {w.number: w for w in wants if w.remote and w.number not in fetched}
+        missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
         is_alone = forms.of[part.operator] == "norm"
         if draft.parts and (missing or is_alone):
             drafts.append(draft)

@@ -298,12 +298,12 @@ class SegmentBuilder:
             return self._input(DataKey(want.value, whole))
         part = want.pieces[0].part
         key = PartKey(want.value, part.operator, part.index)
-        if len(want.pieces) > 1 or want.remote or self._device.block_of(key) != whole:
+        if len(want.pieces) > 1 or want.is_exchanged or self._device.block_of(key) != whole:
             return self._region(want)
         return self.values.get(key) or self._input(key)
 
     def _make_region(self, want: Want) -> fx.Node:
-        if want.remote:
+        if want.is_exchanged:
             return self._input(WantKey(want.number))
         if not want.pieces:
             return self._input(DataKey(want.value, want.block))

@@ -137,7 +137,7 @@ class ExecutorEngine:
             ),
         )
         self._channels.make_groups_of_sums(
-            {devices for form in forms.values() for devices in shared_sums(form.layout).values()}
+            {one.devices for form in forms.values() for one in shared_sums(form.layout).values()}
         )
         found: dict[int, tuple[Program, Moves]] = {}
         for size, form in forms.items():

@@ -16,10 +16,10 @@ from typing import Literal
 
 from torch import fx, nn
 
-from harness.domain.partition import SAMPLE, count_parts, n_parts
+from harness.domain.partition import SAMPLE, count_parts, n_parts, n_replicas
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
-from harness.errors import ModelError
+from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import Captured
 from harness.runtime.executor.batch_norm import GlobalBatchNorm
 from harness.runtime.executor.layout import Layout, Part, check_samples
@@ -137,11 +137,16 @@ class _Chooser:
                 return "dropout"
             _check_drops_nothing_within(name, node, self._captured.module)
         partition = self._strategy.operators[name].partition
+        if n_replicas(partition) > 1:
+            _check_has_no_weights(name, node, self._captured.module)
+            if self._plan.dropout != "exact":
+                _check_draws_nothing(name, node, self._captured.module)
         if self._needs_global_statistics(name):
             # Two tasks on one device would wait for each other in the same reduction.
             devices = self._strategy.operators[name].devices
             return "norm" if len(set(devices)) == len(devices) else "gathered"
-        beside = count_parts(partition) // n_parts(partition.get(SAMPLE, 1))
+        n_alike = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
+        beside = count_parts(partition) // n_alike
         return "native" if beside == 1 else "shard"
 
     def _needs_global_statistics(self, name: str) -> bool:
@@ -227,6 +232,25 @@ def _check_drops_nothing_within(name: str, node: fx.Node, root: nn.Module) -> No
         raise ModelError(
             f"operator {name!r} drops within itself (probability {probability}), which exact "
             "dropout cannot draw block by block: set that probability to 0, or use local dropout"
+        )
+
+
+def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse copies that would each add the same gradient to a weight, such as a tied one."""
+    tensors = {piece.name for piece in node_sources(node, root).values()}
+    weights = tensors & {name for name, _ in root.named_parameters(remove_duplicate=False)}
+    if weights:
+        raise StrategyError(
+            f"operator {name!r} has copies, but uses the weights {min(weights)}: cut it by samples"
+        )
+
+
+def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse copies that would not be equal: each device draws its own random numbers."""
+    if is_dropout(node, root) or node.kwargs.get("dropout_p", 0.0):
+        raise StrategyError(
+            f"operator {name!r} drops, and with local dropout each of its copies would drop "
+            "something else: use exact dropout, or cut it by samples"
         )
 
 

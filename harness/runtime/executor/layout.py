@@ -3,10 +3,20 @@
     part    one block of one operator on one device
     want    a region of a value that a device needs, for one or several of its tasks
     piece   what one part contributes to a want
+    copies  devices that compute one block alike
 
 Values are nodes of the captured graph; an operator may give several (a tuple's elements). Pieces
 of one want tile it, or are added where the operator's parts hold partial sums. Every rank computes
 the layout of all of them, so that sender and receiver agree on what travels without a word.
+
+Every copy has the whole value, and the whole gradient of it:
+
+    forward    a want takes each block from one copy, its own device's if there is one
+    backward   a part takes gradients from everyone who reads its block, wherever, but of readers
+               that are copies of each other from one, its own device's if there is one
+
+Without copies backward is the reverse of forward. Wants of readers with copies are apart from
+others of the same region, since their gradients go other ways.
 """
 
 from __future__ import annotations
@@ -18,7 +28,15 @@ from functools import cached_property
 from torch import fx
 
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, Interval, blocks, cut_dim, intersect
+from harness.domain.partition import (
+    SAMPLE,
+    Block,
+    Interval,
+    blocks,
+    cut_dim,
+    intersect,
+    n_replicas,
+)
 from harness.domain.sharding import full_shape, has_tasks, input_block, is_partial, output_sizes
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ModelError, StrategyError
@@ -35,6 +53,7 @@ class Part:
 
     Attributes:
         block: over all dims that may be cut, partial ones included.
+        copies: all devices that compute this block, ascending; empty if this is the only one.
     """
 
     operator: str
@@ -42,6 +61,16 @@ class Part:
     device: int
     stage: int
     block: Block
+    copies: tuple[int, ...] = ()
+
+    def nearest_to(self, device: int) -> int:
+        """Which of its copies serves a device."""
+        return nearest(self.copies or (self.device,), device)
+
+
+def nearest(copies: tuple[int, ...], device: int) -> int:
+    """Which of some copies serves a device: its own, or one of the others in turn."""
+    return device if device in copies else copies[device % len(copies)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +88,9 @@ class Want:
     Attributes:
         number: unique over all devices; equal on every rank.
         value: the node's name.
-        pieces: in order of the parts.
+        copies: the devices of the readers that it serves, if they are copies of each other.
+        pieces: what it is made of, in order of the parts.
+        returns: the parts that its gradient goes to.
         is_sum: pieces overlap and are to be added.
         first_consumer: position of the first operator on this device that reads it.
         stage: that operator's.
@@ -69,14 +100,18 @@ class Want:
     value: str
     device: int
     block: Block
+    copies: tuple[int, ...]
     pieces: tuple[Piece, ...] = field(compare=False)
+    returns: tuple[Piece, ...] = field(compare=False)
     is_sum: bool = field(compare=False)
     first_consumer: int = field(compare=False)
     stage: int = field(compare=False)
 
     @cached_property
-    def remote(self) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.part.device != self.device]
+    def is_exchanged(self) -> bool:
+        """Whether another device has part in it, forward or backward."""
+        both = (*self.pieces, *self.returns)
+        return any(piece.part.device != self.device for piece in both)
 
 
 class Layout:
@@ -115,7 +150,7 @@ class Layout:
         }
         self.parts = {name: self._parts_of(name) for name in strategy.operators}
         self.wants: list[Want] = []
-        self._numbers: dict[tuple[str, int, Block], int] = {}
+        self._numbers: dict[tuple[str, int, Block, tuple[int, ...]], int] = {}
         for operator in self.graph.operators:
             if has_tasks(operator):
                 self._add_wants(operator)
@@ -139,8 +174,12 @@ class Layout:
     def _parts_of(self, name: str) -> list[Part]:
         shape, plan = self.shapes[name], self.plan(name)
         found = blocks(list(shape), list(shape.values()), plan.partition)
+        n = n_replicas(plan.partition)
+        copies = [
+            tuple(sorted(plan.devices[k : k + n])) if n > 1 else () for k in range(0, len(found), n)
+        ]
         return [
-            Part(name, k, device, plan.stage, block)
+            Part(name, k, device, plan.stage, block, copies[k // n])
             for k, (block, device) in enumerate(zip(found, plan.devices, strict=True))
         ]
 
@@ -208,27 +247,33 @@ class Layout:
         for argument, node in enumerate(self.arguments(operator.name)):
             for part in self.parts[operator.name]:
                 block = self.wanted(part, argument, node)
-                key = node.name, part.device, block
+                key = node.name, part.device, block, part.copies
                 if key not in self._numbers:
                     self._numbers[key] = len(self.wants)
                     self.wants.append(self._want(node, part, block, operator))
 
     def _want(self, node: fx.Node, part: Part, block: Block, consumer: Operator) -> Want:
         owner = self.operators[self.owner[node]]
-        pieces, is_sum = [], False
-        if has_tasks(owner):
-            for producer in self.parts[owner.name]:
-                common = intersect(self.region(node, producer), block)
-                if common is not None:
-                    pieces.append(Piece(producer, common))
-            is_sum = self._is_partial(owner)
+        pieces: list[Piece] = []
+        returns: list[Piece] = []
+        for producer in self.parts[owner.name] if has_tasks(owner) else ():
+            common = intersect(self.region(node, producer), block)
+            if common is None:
+                continue
+            piece = Piece(producer, common)
+            if producer.nearest_to(part.device) == producer.device:
+                pieces.append(piece)
+            if part.nearest_to(producer.device) == part.device:
+                returns.append(piece)
         return Want(
             number=len(self.wants),
             value=node.name,
             device=part.device,
             block=block,
+            copies=part.copies,
             pieces=tuple(pieces),
-            is_sum=is_sum and len(pieces) > 1,
+            returns=tuple(returns),
+            is_sum=len(pieces) > 1 and self._is_partial(owner),
             first_consumer=self.position[consumer.name],
             stage=part.stage,
         )
@@ -240,7 +285,7 @@ class Layout:
     def want_of(self, part: Part, argument: int, node: fx.Node) -> Want:
         """The want that serves one argument of a task."""
         block = self.wanted(part, argument, node)
-        return self.wants[self._numbers[node.name, part.device, block]]
+        return self.wants[self._numbers[node.name, part.device, block, part.copies]]
 
     def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
         """What a task reads, argument by argument, and the wants that serve it."""

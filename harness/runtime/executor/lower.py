@@ -35,7 +35,12 @@ class Lowering:
             for s in own
             for key in s.outputs
         }
-        return Program(stages, self._layout.differentiable, blocks)
+        counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
+        return Program(stages, self._layout.differentiable, blocks, counted)
+
+    def _is_counted(self, key: PartKey) -> bool:
+        copies = self._layout.parts[key.operator][key.part].copies
+        return not copies or self._device == copies[0]
 
     def _needed_outside(self, drafts: list[Draft]) -> set[PartKey]:
         """Values that leave the segment that computes them."""
@@ -48,7 +53,7 @@ class Lowering:
                         PartKey(want.value, p.part.operator, p.part.index)
                         for p in want.pieces
                         if p.part.device == self._device
-                        and (want.remote or (p.part.operator, p.part.index) not in inside)
+                        and (want.is_exchanged or (p.part.operator, p.part.index) not in inside)
                     }
         return needed
 

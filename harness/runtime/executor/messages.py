@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from harness.domain.partition import Block
 from harness.runtime.executor.drafts import Draft, draft_segments
 from harness.runtime.executor.forms import Forms
 from harness.runtime.executor.layout import Layout, Piece, Want
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
+from harness.runtime.executor.program import Send
 
 # Between two devices an exchange moves as many bytes as a sum and has half the latency.
 _FEWEST_DEVICES = 3
@@ -48,12 +48,15 @@ class Entry(NamedTuple):
 class Message:
     """What goes from one device to another at once; backward, its gradients the other way.
 
+    Either way there may be nothing to carry: copies of a value have it already, or one of them
+    alone gives its gradient.
+
     Attributes:
         number: unique over all devices of a layout; equal on every rank.
         after: position of the segment of the sender's stage after which it leaves.
         before: position of the segment of the receiver's stage that waits for it.
-        entries: in the order in which they are computed.
-        returning: those of which gradients come back, with their places in that message.
+        entries: what goes, in the order in which it is computed.
+        returning: that of which gradients come back, with their places in that message.
     """
 
     number: int
@@ -73,7 +76,8 @@ class Message:
     @cached_property
     def words(self) -> str:
         """Whose outputs it carries."""
-        first, *rest = [entry.piece.part.operator for entry in self.entries]
+        carried = self.entries or self.returning
+        first, *rest = [entry.piece.part.operator for entry in carried]
         return f"{first} and {len(rest)} more" if rest else first
 
 
@@ -95,7 +99,7 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     for own in drafts.values():
         for segments in own.values():
             for leaving in _leaving(forms.layout, segments, summed):
-                groups[(*leaving.key, *before[leaving.want.number])].append(leaving)
+                groups[(*leaving.key, *before[leaving.send.want.number])].append(leaving)
     return [
         _message(forms.layout, number, pieces, before)
         for number, pieces in enumerate(groups.values())
@@ -105,33 +109,33 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
 class _Piece(NamedTuple):
     """A piece to be sent; those with equal keys leave together if one segment waits for them."""
 
-    want: Want
-    piece: Piece
+    send: Send
     after: int
     key: tuple[object, ...]
 
 
 def _leaving(
-    layout: Layout, segments: list[Draft], summed: Mapping[int, Devices]
+    layout: Layout, segments: list[Draft], summed: Mapping[int, SharedSum]
 ) -> Iterator[_Piece]:
     """What is sent by one stage of one device, but for what an all_reduce adds up."""
     n_waits = 0
     for position, draft in enumerate(segments):
         n_waits += draft.waits
-        for want, piece in ((send.want, send.piece) for send in draft.sends):
+        for send in draft.sends:
+            want, piece = send.want, send.piece
             if want.number in summed:
                 continue
             dtype = layout.tensor(want.value).dtype
             n_bytes = math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
             alone = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
             key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, alone
-            yield _Piece(want, piece, position, key)
+            yield _Piece(send, position, key)
 
 
 def _message(
     layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, Place]
 ) -> Message:
-    first = pieces[0]
+    first = pieces[0].send
     stage, position = before[first.want.number]
     return Message(
         number=number,
@@ -142,45 +146,66 @@ def _message(
         after=max(piece.after for piece in pieces),
         before=position,
         dtype=layout.tensor(first.want.value).dtype,
-        entries=_entries(layout, pieces),
+        entries=_entries(layout, [one.send for one in pieces if one.send.goes]),
         returning=_entries(
-            layout, [one for one in pieces if one.want.value in layout.differentiable]
+            layout,
+            [
+                one.send
+                for one in pieces
+                if one.send.returns and one.send.want.value in layout.differentiable
+            ],
         ),
     )
 
 
-def _entries(layout: Layout, pieces: list[_Piece]) -> tuple[Entry, ...]:
+def _entries(layout: Layout, sends: list[Send]) -> tuple[Entry, ...]:
     found: list[Entry] = []
     offset = 0
-    for want, piece, *_ in pieces:
+    for send in sends:
+        want, piece = send.want, send.piece
         found.append(Entry(want, piece, layout.sizes_of(want.value, piece.region), offset))
         offset += found[-1].n_elements
     return tuple(found)
 
 
-def shared_sums(layout: Layout) -> dict[int, Devices]:
-    """The wants that one all_reduce serves, by number, with the devices that take part."""
-    alike: dict[tuple[str, Block], list[Want]] = defaultdict(list)
+class SharedSum(NamedTuple):
+    """One all_reduce that serves the wants of all devices that take part.
+
+    Attributes:
+        goes: of partial sums, forward.
+        returns: of gradients, backward; either way, else, each device has all of it already.
+    """
+
+    devices: Devices
+    goes: bool
+    returns: bool
+
+
+def shared_sums(layout: Layout) -> dict[int, SharedSum]:
+    """The wants that an all_reduce serves, by number."""
+    alike: dict[tuple[object, ...], list[Want]] = defaultdict(list)
     for want in layout.wants:
-        if want.is_sum:
-            alike[want.value, want.block].append(want)
-    return {
-        want.number: tuple(sorted(w.device for w in wants))
-        for wants in alike.values()
-        if _is_shared(wants)
-        for want in wants
-    }
+        alike[want.value, want.block, want.copies].append(want)
+    found = ((wants, _shared_sum(wants)) for wants in alike.values())
+    return {want.number: one for wants, one in found if one is not None for want in wants}
 
 
-def _is_shared(wants: list[Want]) -> bool:
-    """Whether exactly the devices that hold a part each want all of it at the same place."""
-    pieces = wants[0].pieces
-    holders = sorted(piece.part.device for piece in pieces)
-    stages = {want.stage for want in wants} | {piece.part.stage for piece in pieces}
-    return (
-        len(holders) >= _FEWEST_DEVICES
-        and len(set(holders)) == len(holders)
-        and sorted(want.device for want in wants) == holders
-        and all(piece.region == wants[0].block for piece in pieces)
+def _shared_sum(wants: list[Want]) -> SharedSum | None:
+    """None unless each of some devices holds a part, and wants all of it at the same place."""
+    devices = tuple(sorted(want.device for want in wants))
+    parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}
+    stages = {want.stage for want in wants} | {part.stage for part in parts}
+    is_alike = (
+        len(devices) >= _FEWEST_DEVICES
+        and tuple(sorted(part.device for part in parts)) == devices
+        and all(region == wants[0].block for region in parts.values())
         and len({want.first_consumer for want in wants}) == len(stages) == 1
     )
+    if not is_alike:
+        return None
+    n_pieces = {len(want.pieces) for want in wants}
+    n_returns = {len(want.returns) for want in wants}
+    each, one = {len(devices)}, {1}
+    if n_pieces not in (each, one) or n_returns not in (each, one) or n_pieces == n_returns == one:
+        return None
+    return SharedSum(devices, n_pieces == each, n_returns == each)

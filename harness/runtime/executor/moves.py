@@ -10,7 +10,14 @@ import torch
 
 from harness.runtime.executor.assemble import Relative
 from harness.runtime.executor.layout import Layout, Piece, Want
-from harness.runtime.executor.messages import Devices, Entry, Message, Place, shared_sums
+from harness.runtime.executor.messages import (
+    Devices,
+    Entry,
+    Message,
+    Place,
+    SharedSum,
+    shared_sums,
+)
 from harness.runtime.executor.program import PartKey, Program, Segment, WantKey
 
 
@@ -41,14 +48,24 @@ class Placement:
     source: Carried | Held
 
 
+class Placed(NamedTuple):
+    """A part of this device, and which region of a want is its."""
+
+    in_want: Relative
+    held: Held
+
+
 @dataclass(frozen=True)
 class Fetch:
     """A want to be assembled.
 
     Attributes:
-        summed_over: devices whose all_reduce brings it; empty where messages do.
-        is_whole: one message brings all of it.
-        placements: none where it is summed.
+        summed_over: devices whose all_reduce brings it, or takes its gradient; empty where
+            messages do.
+        goes_summed, returns_summed: which of both.
+        placements: what it is put together from; none where it is summed.
+        is_whole: one placement is all of it.
+        kept: the parts of this device that its gradient goes to; none where that is summed.
     """
 
     want: Want
@@ -57,8 +74,20 @@ class Fetch:
     dtype: torch.dtype
     is_differentiable: bool
     summed_over: Devices
-    is_whole: bool
+    goes_summed: bool
+    returns_summed: bool
     placements: tuple[Placement, ...]
+    kept: tuple[Placed, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.placements) == 1 and self.placements[0].in_want.is_all
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether it is what a part of this device holds, and not a copy."""
+        source = self.placements[0].source if self.is_whole else None
+        return isinstance(source, Held) and source.region.is_all
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,7 @@ class Moves:
         leaving: sent after it.
         collected: gradients of what it sent, waited for before its backward.
         returning: gradients of what it fetched, sent after its backward.
-        sums: by part of a sum that an all_reduce adds up, what it becomes.
+        sums: by part that has a piece in an all_reduce, forward or backward, whose.
 
     Args:
         messages: of the layout, all devices'.
@@ -109,21 +138,19 @@ class Moves:
             for position, segment in enumerate(segments):
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 self.collected[stage, position] = self._collected(segment)
-        self.sums = {
-            PartKey(want.value, piece.part.operator, piece.part.index): fetch
-            for own in self.fetches.values()
-            for fetch in own
-            for want in ([fetch.want] if fetch.summed_over else [])
-            for piece in want.pieces
-            if piece.part.device == device
-        }
+        self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
+        for fetch in (fetch for own in self.fetches.values() for fetch in own):
+            if fetch.summed_over:
+                both = dict.fromkeys((*fetch.want.pieces, *fetch.want.returns))
+                for piece in (one for one in both if one.part.device == device):
+                    self.sums[self._key(fetch.want, piece)].append(fetch)
         self.leaving: dict[Place, list[Departure]] = defaultdict(list)
         self.returning: dict[Place, list[Departure]] = defaultdict(list)
         for message in self._messages:
-            if message.source == device:
+            if message.source == device and message.entries:
                 place = message.source_stage, message.after
                 self.leaving[place].append(self._leaving(message))
-            elif message.returning:
+            elif message.target == device and message.returning:
                 place = message.target_stage, message.before
                 self.returning[place].append(_returning(message))
 
@@ -134,11 +161,11 @@ class Moves:
             mine = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
             return sorted(
                 (m for m in mine if m.returning),
-                key=lambda m: (-m.entries[0].want.first_consumer, -m.before, m.number),
+                key=lambda m: (-m.returning[0].want.first_consumer, -m.before, m.number),
             )
         mine = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
         return sorted(
-            mine,
+            (m for m in mine if m.entries),
             key=lambda m: (position[m.entries[-1].piece.part.operator], m.after, m.number),
         )
 
@@ -146,18 +173,24 @@ class Moves:
         return self._device, stage
 
     def _fetch(self, want: Want) -> Fetch:
-        summed_over = self._summed.get(want.number, ())
-        placements = () if summed_over else tuple(self._placements(want))
-        is_whole = len(placements) == 1 and placements[0].in_want.is_all
+        total = self._summed.get(want.number, SharedSum((), goes=False, returns=False))
+        returns = [p for p in want.returns if p.part.device == self._device]
         return Fetch(
             want=want,
             key=WantKey(want.number),
             shape=self._layout.sizes_of(want.value, want.block),
             dtype=self._layout.tensor(want.value).dtype,
             is_differentiable=want.value in self._program.differentiable,
-            summed_over=summed_over,
-            is_whole=is_whole,
-            placements=placements,
+            summed_over=total.devices,
+            goes_summed=total.goes,
+            returns_summed=total.returns,
+            placements=() if total.goes else tuple(self._placements(want)),
+            kept=()
+            if total.returns
+            else tuple(
+                Placed(Relative.of(piece.region, want.block), self._held(want, piece))
+                for piece in returns
+            ),
         )
 
     def _placements(self, want: Want) -> list[Placement]:
@@ -172,8 +205,12 @@ class Moves:
         return found
 
     def _held(self, want: Want, piece: Piece) -> Held:
-        key = PartKey(want.value, piece.part.operator, piece.part.index)
+        key = self._key(want, piece)
         return Held(key, Relative.of(piece.region, self._program.blocks[key]))
+
+    @staticmethod
+    def _key(want: Want, piece: Piece) -> PartKey:
+        return PartKey(want.value, piece.part.operator, piece.part.index)
 
     def _leaving(self, message: Message) -> Departure:
         entries = message.entries

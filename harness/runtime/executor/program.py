@@ -43,10 +43,17 @@ InputKey = PartKey | WantKey | DataKey | TargetKey
 
 @dataclass(frozen=True)
 class Send:
-    """One piece for another device; `value` says which of the part's values."""
+    """A piece of one of this device's parts that another device reads.
+
+    Attributes:
+        goes: it is sent there; false where that device has a copy of its own.
+        returns: its gradient comes back.
+    """
 
     want: Want
     piece: Piece
+    goes: bool = True
+    returns: bool = True
 
     @property
     def key(self) -> PartKey:
@@ -60,7 +67,7 @@ class Segment:
     Attributes:
         module: called with the inputs in order; returns the outputs as a tuple.
         fetches: wants that must have arrived before it, first used here.
-        sends: pieces of its outputs for other devices, in order.
+        sends: pieces of its outputs that other devices read, in order.
         operators: whose tasks it holds.
         is_differentiable: whether a gradient flows back through it.
     """
@@ -81,8 +88,10 @@ class Program:
     Attributes:
         differentiable: values that a gradient flows back to.
         blocks: what each part of this device holds of each of its values.
+        counted: parts of the loss that are this device's to report; copies are counted once.
     """
 
     stages: dict[int, tuple[Segment, ...]]
     differentiable: frozenset[str]
     blocks: dict[PartKey, Block] = field(default_factory=dict)
+    counted: frozenset[PartKey] = frozenset()

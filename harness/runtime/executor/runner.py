@@ -16,7 +16,7 @@ from harness.runtime.executor.deferred import WeightQueue
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.messages import Message, Place
-from harness.runtime.executor.moves import Carried, Departure, Fetch, Moves, Placement
+from harness.runtime.executor.moves import Carried, Departure, Fetch, Held, Moves, Placement
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import PartKey, Program, Segment
 from harness.runtime.executor.randomness import random_state, repeated
@@ -194,25 +194,28 @@ class Runner:
         """Keep an output as a leaf for whoever reads it after its segment."""
         leaf = output.detach()
         if key.value == "loss":
-            self.loss = leaf if self.loss is None else self.loss + leaf
+            if key in program.counted:
+                self.loss = leaf if self.loss is None else self.loss + leaf
         elif key.value in program.differentiable and leaf.is_floating_point():
             leaf.requires_grad_()
         flight.leaves[key] = leaf
 
     def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
         for key in segment.outputs:
-            fetch = moves.sums.get(key)
-            if fetch is not None:
+            for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.goes_summed):
                 whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
                 whole.copy_(flight.leaves[key].detach())
                 self._sums.start(whole, fetch, microbatch, is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Make a want of what other devices sent and what is here."""
-        if fetch.summed_over:
+        source = fetch.placements[0].source if fetch.is_whole else None
+        if fetch.goes_summed:
             whole = self._sums.take(fetch, microbatch, is_backward=False)
-        elif fetch.is_whole and isinstance(fetch.placements[0].source, Carried):
-            whole = self._take(microbatch, fetch.placements[0].source, is_backward=False)
+        elif isinstance(source, Carried):
+            whole = self._take(microbatch, source, is_backward=False)
+        elif isinstance(source, Held) and fetch.is_borrowed:
+            whole = flight.leaves[source.key]
         else:
             whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
             is_added = fetch.want.is_sum and not fetch.placements[0].in_want.is_all
@@ -274,8 +277,9 @@ class Runner:
     ) -> None:
         """Add the gradients that other devices send to those of the outputs."""
         for key in segment.outputs:  # a part of a sum has the gradient of all who read the sum
-            fetch = moves.sums.get(key)
-            if fetch is not None and fetch.is_differentiable:
+            for fetch in moves.sums.get(key, ()):
+                if not (fetch.returns_summed and fetch.is_differentiable):
+                    continue
                 gradient = self._sums.take(fetch, microbatch, is_backward=True)
                 flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
         for key, region, carried in moves.collected[place]:
@@ -324,18 +328,18 @@ class Runner:
             self._send(flight, departure, microbatch, is_backward=True)
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
+            if fetch.is_borrowed:
+                continue
             if fetch.want.stage not in self._queues:  # else gradients of weights still need it
                 self._channels.buffers.give_back(leaf.detach())
 
     def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Pass a gradient on to a sum, or to the parts of this device."""
         gradient = flight.gradient(fetch.key)
-        if fetch.summed_over:
+        if fetch.returns_summed:
             self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
-        for placement in fetch.placements:
-            if not isinstance(placement.source, Carried):
-                share = placement.in_want.of_tensor(gradient)
-                flight.add_gradient(*placement.source, share)
+        for in_want, held in fetch.kept:
+            flight.add_gradient(*held, in_want.of_tensor(gradient))
 
 
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:

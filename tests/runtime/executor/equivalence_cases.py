@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 import torch
 from equivalence_models import SMALL_MODELS, min_microbatch, small_graph, small_task
-from equivalence_strategies import random_strategy
+from equivalence_strategies import random_strategy, with_copies
 
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
@@ -104,3 +104,10 @@ def random_case(seed: int, index: int) -> Case:
         dropout="exact" if has_dropout else "off",
         dtype="float32" if 0.25 < kind < 0.375 else "float64",
     )
+
+
+def copied_case(seed: int, index: int) -> Case:
+    """The same case with copies of some operators."""
+    case = random_case(seed, index)
+    strategy = with_copies(Random(f"copies {seed}/{index}"), case.strategy, small_graph(case.model))
+    return msgspec.structs.replace(case, name=f"{case.name} with copies", strategy=strategy)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
+import msgspec
+
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Cut, count_parts, cut_dim
+from harness.domain.partition import REPLICA, SAMPLE, Cut, count_parts, cut_dim
 from harness.domain.schedule import ScheduleName
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks
+from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, may_have_copies
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
 from harness.plan.builders import (
@@ -240,6 +242,26 @@ def random_strategy(
             continue
         return strategy
     raise AssertionError(f"none of {_N_DRAWS} draws fits {graph.name} on {n_devices} devices")
+
+
+def with_copies(rng: Random, strategy: Strategy, graph: Graph) -> Strategy:
+    """Let several of a stage's devices compute the blocks of some operators without weights."""
+    groups = strategy.stage_devices()
+    plans = dict(strategy.operators)
+    for op in filter(may_have_copies, graph.operators):
+        plan = plans[op.name]
+        group = groups[plan.stage]
+        if len(group) < 2 or rng.random() < 0.4:
+            continue
+        if rng.random() < 0.5:  # all of it on all of them
+            devices = rng.sample(group, len(group))
+            plans[op.name] = OperatorPlan({REPLICA: len(group)}, devices, plan.stage)
+            continue
+        n = rng.randint(2, len(group))
+        others = [rng.sample([d for d in group if d != own], n - 1) for own in plan.devices]
+        devices = [d for own, more in zip(plan.devices, others, strict=True) for d in (own, *more)]
+        plans[op.name] = OperatorPlan({**plan.partition, REPLICA: n}, devices, plan.stage)
+    return msgspec.structs.replace(strategy, operators=plans)
 
 
 def equal_stages(graph: Graph, n_stages: int) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from equivalence_cases import Case, random_case
+from equivalence_cases import Case, copied_case, random_case
 from equivalence_check import check, reference
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
 from equivalence_models import small_graph
@@ -77,6 +77,20 @@ def test_strategies_that_once_trained_another_model(index, model, ranks):
 @pytest.mark.timeout(1200)
 def test_more_random_strategies_train_what_one_device_trains(ranks):
     findings = [check(random_case(0, index), ranks) for index in range(70)]
+    unequal = [finding.text() for finding in findings if not finding.is_equal]
+    assert not unequal, "\n".join(unequal)
+
+
+# One of each model.
+@pytest.mark.parametrize("index", [0, 3, 8, 13, 17, 22, 27, 31, 36, 44])
+def test_copies_of_operators_train_what_one_device_trains(index, ranks):
+    assert_equal(copied_case(2, index), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_more_copies_of_operators_train_what_one_device_trains(ranks):
+    findings = [check(copied_case(3, index), ranks) for index in range(70)]
     unequal = [finding.text() for finding in findings if not finding.is_equal]
     assert not unequal, "\n".join(unequal)
 

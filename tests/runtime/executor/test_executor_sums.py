@@ -9,7 +9,7 @@ from equivalence_sums import SumsCase, by_sums, towers
 
 from harness.runtime.capture import capture
 from harness.runtime.executor.layout import Layout
-from harness.runtime.executor.messages import shared_sums
+from harness.runtime.executor.messages import SharedSum, shared_sums
 from harness.runtime.executor.values import MetaModel
 
 BATCH = 6
@@ -25,7 +25,7 @@ def test_a_sum_is_shared_where_all_holders_want_all_of_it():
     layout = layout_of(by_sums(3, BATCH))
     # The first narrow layer is read whole by the wide one after it, the last by samples.
     assert {layout.wants[number].value for number in shared_sums(layout)} == {"_2"}
-    assert set(shared_sums(layout).values()) == {(0, 1, 2)}
+    assert set(shared_sums(layout).values()) == {SharedSum((0, 1, 2), goes=True, returns=True)}
     assert {want.value for want in layout.wants if want.is_sum} == {"_2", "_5"}
 
 
