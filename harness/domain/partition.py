@@ -39,6 +39,11 @@ def n_replicas(cuts: Mapping[str, Cut]) -> int:
     return n_parts(cuts.get(REPLICA, 1))
 
 
+def nearest(copies: tuple[int, ...], device: int) -> int:
+    """Which of some copies serves a device: its own, or one of the others in turn."""
+    return device if device in copies else copies[device % len(copies)]
+
+
 def cut_dim(size: int, cut: Cut) -> list[Interval]:
     """Cut [0, size) into consecutive half-open intervals.
 

@@ -62,6 +62,14 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True):
     stage: int = 0
 
 
+def copies_of(plan: OperatorPlan, k: int) -> tuple[int, ...]:
+    """The devices that compute the same block as the plan's device k, ascending; empty if it is
+    the only one."""
+    n = n_replicas(plan.partition)
+    first = k // n * n
+    return tuple(sorted(plan.devices[first : first + n])) if n > 1 else ()
+
+
 class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One pipeline stage.
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Cut
+from harness.domain.partition import REPLICA, SAMPLE, Cut
 from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
     full_shape,
     has_tasks,
+    is_partial,
+    may_have_copies,
     weight_dim,
+    weight_dims,
 )
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
@@ -79,7 +84,8 @@ def ddp(
 
 def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """Every operator with weights cut along them over all devices; the others likewise if they can
-    be, else by samples. Of linear operators in a row every second is cut by its contraction."""
+    be, else by samples. Of linear operators in a row every second is cut by its contraction, and
+    what lies between its sums and the next cut is computed by all (Shoeybi et al., 2019)."""
     devices = list(range(cluster.n_devices))
     rows = {graph.operators[k].name for k in contracted(graph)}
 
@@ -87,12 +93,13 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         dim = CONTRACTION if op.name in rows else weight_dim(op) or "feature"
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
-    return _build("tensor parallel", graph, batch, plan)
+    return _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph)
 
 
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
     """Convolutions data parallel, fully connected layers cut by feature (Krizhevsky, 2014), every
-    second one of a row by its contraction, and what lies between by feature too."""
+    second one of a row by its contraction, what lies between by feature too, what follows by
+    copies."""
     devices = list(range(cluster.n_devices))
     rows = contracted(graph)
     inside = {k for pair in linear_pairs(graph) if pair.second in rows for k in pair.between}
@@ -103,7 +110,43 @@ def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         dim = dims.get(op.name, "feature" if op.kind == "linear" else SAMPLE)
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
-    return _build("hybrid", graph, batch, plan)
+    return _copied_after_sums(_build("hybrid", graph, batch, plan), graph)
+
+
+def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
+    """Let all devices compute what lies between partial sums and the end, or those who read all.
+
+    The sums meet once forward, and gradients once backward if anybody reads more than the loss;
+    cut by samples, both would be scattered and gathered each way.
+    """
+    plans = dict(strategy.operators)
+    placed = {op.name: op for op in graph.operators if op.name in plans}
+    readers: dict[str, list[str]] = {name: [] for name in placed}
+    for op in placed.values():
+        for name in filter(placed.__contains__, op.inputs):
+            readers[name].append(op.name)
+    sums = {n for n, op in placed.items() if any(is_partial(op, d) for d in plans[n].partition)}
+    whole = {n for n, op in placed.items() if _reads_all(op, plans[n])}
+    copied = {name for name, op in placed.items() if may_have_copies(op)}
+    n_before = len(copied) + 1
+    while len(copied) < n_before:
+        n_before = len(copied)
+        copied = {
+            name
+            for name in copied
+            for sources in ([n for n in placed[name].inputs if n in placed],)
+            if sources and copied.union(sums).issuperset(sources)
+            if copied.union(whole).issuperset(readers[name])
+        }
+    for name in copied:
+        devices = sorted(set(itertools.chain(*(plans[n].devices for n in placed[name].inputs))))
+        plans[name] = OperatorPlan({REPLICA: len(devices)}, devices)
+    return msgspec.structs.replace(strategy, operators=plans)
+
+
+def _reads_all(operator: Operator, plan: OperatorPlan) -> bool:
+    """Whether each of its blocks reads all that its producers give, for weights of its own."""
+    return set(plan.partition) <= set(weight_dims(operator)) - {CONTRACTION}
 
 
 def tables_on_devices(graph: Graph, cluster: Cluster, batch: int) -> Strategy:

@@ -14,11 +14,16 @@ from harness.domain.sharding import CONTRACTION, full_shape
 
 
 class Pair(NamedTuple):
-    """Positions of two linear operators and of the elementwise ones between them, in order."""
+    """Positions of two linear operators and of elementwise ones, in order.
+
+    Attributes:
+        after: those that follow the second, up to the first that another one reads beside.
+    """
 
     first: int
     between: tuple[int, ...]
     second: int
+    after: tuple[int, ...]
 
 
 def linear_pairs(graph: Graph) -> list[Pair]:
@@ -34,8 +39,20 @@ def linear_pairs(graph: Graph) -> list[Pair]:
             between.insert(0, at)
             at = index[graph.operators[at].inputs[0]]
         if graph.operators[at].kind == "linear":
-            found.append(Pair(at, tuple(between), second))
+            found.append(Pair(at, tuple(between), second, _after(graph, second)))
     return found
+
+
+def _after(graph: Graph, second: int) -> tuple[int, ...]:
+    found: list[int] = []
+    at = second
+    while True:
+        name = graph.operators[at].name
+        readers = [k for k, op in enumerate(graph.operators) if name in op.inputs]
+        if len(readers) != 1 or not _is_between(graph.operators[readers[0]]):
+            return tuple(found)
+        at = readers[0]
+        found.append(at)
 
 
 def contracted(graph: Graph) -> set[int]:

@@ -48,7 +48,7 @@ CLUSTER = Cluster.uniform(1, 4, inside_bytes_per_s=1e3, memory_bytes=10**9)
 
 def test_pairs_skip_what_is_elementwise():
     graph = mlp(3)
-    assert linear_pairs(graph) == [Pair(1, (2,), 3), Pair(3, (4,), 5)]
+    assert linear_pairs(graph) == [Pair(1, (2,), 3, (4,)), Pair(3, (4,), 5, (6,))]
     assert contracted(graph) == {3}
 
 
@@ -58,7 +58,7 @@ def test_tensor_parallel_alternates_features_and_contraction():
     validate(strategy, graph, CLUSTER)
     cuts = {name: list(plan.partition) for name, plan in strategy.operators.items()}
     assert [cuts[f"l{i}"] for i in range(4)] == [["feature"], ["contraction"]] * 2
-    assert cuts["r0"] == ["feature"]
+    assert [cuts[f"r{i}"] for i in range(4)] == [["feature"], ["replica"]] * 2
 
 
 def test_a_pair_needs_no_transfer_inside_and_cuts_all_weights():
@@ -66,9 +66,10 @@ def test_a_pair_needs_no_transfer_inside_and_cuts_all_weights():
     simulator = simulator_of(graph, CLUSTER)
     strategy = builders.tensor_parallel(graph, CLUSTER, 8)
     found = simulator.simulate(strategy).outcome
-    operators = {int(row) // 4 for row in found.edge_source}
-    # Only the second operator's sums travel: each device fetches its part of them for r1.
-    assert {graph.operators[k].name for k in operators} == {"l1"}
+    assert len(found.edge_source) == 0
+    # Only the second operator's sums meet: every device computes r1, and has all its gradient.
+    (one,) = found.sums
+    assert (graph.operators[one.operator].name, one.n_rounds) == ("l1", (1, 0))
     # A quarter of both weights, times weights, gradients and momentum.
     assert found.static_bytes.tolist() == [3 * 2 * 64] * 4
 
@@ -94,7 +95,28 @@ def _fields(operator):
 def test_hybrid_pairs_linear_layers_too():
     graph = mlp(2)
     cuts = {n: list(p.partition) for n, p in builders.hybrid(graph, CLUSTER, 8).operators.items()}
-    assert cuts == {"l0": ["feature"], "r0": ["feature"], "l1": ["contraction"], "r1": ["sample"]}
+    assert cuts == {"l0": ["feature"], "r0": ["feature"], "l1": ["contraction"], "r1": ["replica"]}
+
+
+def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
+    graph = mlp(3)
+    shape = graph.operators[4].shape
+    norm = Operator(name="n", kind="layer_norm", inputs=["r1"], shape=shape, parameter_bytes=8)
+    operators = [*graph.operators[:5], norm]
+    graph = Graph(name="norm", batch=8, operators=operators)
+    plans = builders.tensor_parallel(graph, CLUSTER, 8).operators
+    assert list(plans["l1"].partition) == ["contraction"]
+    assert list(plans["r1"].partition) == ["feature"]
+
+
+def test_the_space_has_copies_of_what_has_no_weights():
+    graph = mlp(1)
+    simulator = simulator_of(graph, CLUSTER)
+    space = Space(simulator.costs(8), CLUSTER, simulator.placed)
+    four = [p.partition for p in space.menus[2] if p.devices == [0, 1, 2, 3]]
+    assert {"replica": 4} in four
+    assert {"sample": 2, "replica": 2} in four
+    assert not [p for p in space.menus[1] if "replica" in p.partition]
 
 
 def test_the_space_has_contraction_alone_and_with_samples():

@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph, Operator
+from harness.domain.partition import count_parts
 from harness.domain.profile import Measurement, Profile, WholeStep
-from harness.domain.sharding import full_shape
+from harness.domain.sharding import full_shape, may_have_copies
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
 from harness.plan.simulate.options import SimulatorOptions
@@ -472,8 +473,9 @@ def random_case(rng, n_ops=6, n_devices=3):
     for i in range(n_ops):
         before = [o.name for o in operators[-3:]]
         inputs = rng.sample(before, k=rng.randint(1, len(before)))
-        kind = rng.choice(["linear", "linear", "batch_norm"])
-        operators.append(op(f"o{i}", inputs, 4, rng.choice([0, 40, 400]), kind=kind, in_features=4))
+        kind = rng.choice(["linear", "linear", "batch_norm", "elementwise"])
+        size = 0 if kind == "elementwise" else rng.choice([0, 40, 400])
+        operators.append(op(f"o{i}", inputs, 4, size, kind=kind, in_features=4))
     graph = Graph(name="random", batch=8, operators=operators)
     profile = profile_of(
         graph, {o.name: (rng.uniform(0.1, 2), rng.uniform(0.1, 4)) for o in operators[1:]}
@@ -520,10 +522,15 @@ def random_plan(rng, n_devices, operator=None, samples=8):
             cuts = rng.choice([{"contraction": 3}, {"contraction": 2}, {"feature": 2}])
             if cuts == {"contraction": 3} and rng.random() < 0.7:
                 return OperatorPlan(cuts, rng.sample(range(n_devices), 3))
-    n = 1
-    for cut in cuts.values():
-        n *= cut if isinstance(cut, int) else len(cut)
-    return OperatorPlan(dict(cuts), [rng.randrange(n_devices) for _ in range(n)])
+    devices = [rng.randrange(n_devices) for _ in range(count_parts(cuts))]
+    if operator is not None and may_have_copies(operator) and rng.random() < 0.6:
+        if rng.random() < 0.5:
+            cuts, devices = {}, [0]
+        n = rng.randint(2, n_devices)
+        others = [rng.sample([d for d in range(n_devices) if d != own], n - 1) for own in devices]
+        devices = [d for own, more in zip(devices, others, strict=True) for d in (own, *more)]
+        return OperatorPlan({**cuts, "replica": n}, devices)
+    return OperatorPlan(dict(cuts), devices)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -699,6 +706,54 @@ def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():
         names = [e[0] for e in timeline(found)]
         assert not [name for name in names if "sum" in name]
         assert [name for name in names if "b node0:1 -> node0:0" in name]
+
+
+def with_copies(n_devices):
+    """A contraction, an elementwise that all devices compute, and a reader cut by features."""
+    graph, _, cluster, plans = two_linears(n_devices)
+    ops = [*graph.operators[:3], op("r", ["b"], 4, kind="elementwise"), op("c", ["r"], 4, 0)]
+    graph = Graph(name="copies", batch=8, operators=ops)
+    seconds = {"a": (4.0, 8.0), "b": (4.0, 8.0), "r": (1.0, 2.0), "c": (4.0, 8.0)}
+    devices = list(range(n_devices))
+    plans = plans | {"r": OperatorPlan({"replica": n_devices}, devices)}
+    return graph, profile_of(graph, seconds), cluster, plans
+
+
+def test_copies_have_what_they_read_and_give_without_a_word():
+    found = timeline(simulate(*with_copies(2)))
+    # Forward the partial sums of b meet before r; backward those of r's gradient before r.
+    moved = {e for e in found if "->" in e[0]}
+    assert moved == {
+        ("b node0:0 -> node0:1", 4, 6),
+        ("b node0:1 -> node0:0", 4, 6),
+        ("gradient of r node0:0 -> node0:1", 13, 15),
+        ("gradient of r node0:1 -> node0:0", 13, 15),
+    }
+    # Every copy is all of r.
+    assert [e for e in found if e[0] == "r"] == [("r", 6, 7), ("r", 6, 7)] + [("r", 15, 17)] * 2
+
+
+def test_copies_on_more_than_two_devices_are_all_reduced_once_each_way():
+    found = timeline(simulate(*with_copies(4)))
+    assert not [e for e in found if "->" in e[0]]
+    assert [e[0] for e in found if "sum" in e[0]] == ["sum of b", "gradient of sum of r"]
+
+
+def test_a_copy_elsewhere_reads_and_one_copy_alone_gives_its_gradient_back():
+    graph, profile, cluster, plans = with_copies(2)
+    plans |= {
+        "b": OperatorPlan({}, [0]),
+        "r": OperatorPlan({"replica": 2}, [0, 1]),
+        "c": OperatorPlan({}, [1]),
+    }
+    moved = [e[0] for e in timeline(simulate(graph, profile, cluster, plans)) if "->" in e[0]]
+    # c's gradient goes to both copies of r, but b has its own device's already.
+    assert moved == [
+        "a node0:1 -> node0:0",
+        "b node0:0 -> node0:1",
+        "gradient of r node0:1 -> node0:0",
+        "gradient of a node0:0 -> node0:1",
+    ]
 
 
 def test_groups_of_partial_sums_are_all_reduced_apart():

@@ -24,7 +24,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 
-from harness.domain.partition import SAMPLE
+from harness.domain.partition import REPLICA, SAMPLE
 from harness.domain.sharding import CONTRACTION
 from harness.domain.strategy import OperatorPlan
 from harness.plan.pairs import linear_pairs
@@ -66,7 +66,7 @@ class Chain:
         self._pairs = [
             pair
             for pair in linear_pairs(graph)
-            if allowed.issuperset((pair.first, *pair.between, pair.second))
+            if allowed.issuperset((pair.first, *pair.between, pair.second, *pair.after))
         ]
 
     def run(self, start: Mapping[int, OperatorPlan]) -> Move:
@@ -128,7 +128,8 @@ class Chain:
         return {op: closest(self.space.menus[op], source)}
 
     def _pair(self) -> Move:
-        """Features of the first, contraction of the second, over the same devices."""
+        """Features of the first, contraction of the second, copies of what follows, over the same
+        devices."""
         pair = self._random.choice(self._pairs)
         rows = [p for p in self.space.menus[pair.second] if CONTRACTION in p.partition]
         if not rows:
@@ -136,8 +137,13 @@ class Chain:
         row = self._random.choice(rows)
         cuts = {"feature" if d == CONTRACTION else d: cut for d, cut in row.partition.items()}
         column = OperatorPlan(cuts, row.devices)
-        move = {op: closest(self.space.menus[op], column) for op in (pair.first, *pair.between)}
-        return {**move, pair.second: row}
+        copies = {REPLICA if d == CONTRACTION else d: cut for d, cut in row.partition.items()}
+        copied = OperatorPlan(copies, row.devices)
+        return {
+            **{op: closest(self.space.menus[op], column) for op in (pair.first, *pair.between)},
+            pair.second: row,
+            **{op: closest(self.space.menus[op], copied) for op in pair.after},
+        }
 
     def _spread(self, ops: Sequence[int]) -> Move:
         """One operator's draw for all."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from harness.domain.cluster import Cluster
-from harness.domain.partition import SAMPLE, Cut
-from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims
+from harness.domain.partition import REPLICA, SAMPLE, Cut
+from harness.domain.sharding import CONTRACTION, HEADS, cuttable_dims, may_have_copies
 from harness.domain.strategy import OperatorPlan
 from harness.plan.simulate.costs import Costs
 
@@ -93,6 +93,9 @@ class Space:
         for dim in dims:
             if shape[dim] >= n and dim != "width":
                 yield {dim: n}
+        has_copies = may_have_copies(self._costs.graph.operators[op])
+        if n > 1 and has_copies:
+            yield {REPLICA: n}
         shares = self._shares(op, devices)
         if shares is not None and SAMPLE in dims:
             yield {SAMPLE: shares}
@@ -101,6 +104,9 @@ class Space:
             for a in range(2, n // 2 + 1):
                 if n % a == 0 and shape[SAMPLE] >= a and shape[dim] >= n // a:
                     yield {SAMPLE: a, dim: n // a}
+        for a in range(2, n // 2 + 1 if has_copies and SAMPLE in dims else 0):
+            if n % a == 0 and shape[SAMPLE] >= a:
+                yield {SAMPLE: a, REPLICA: n // a}
 
     def _shares(self, op: int, devices: tuple[int, ...]) -> list[int] | None:
         """Samples in proportion to how fast each device runs this operator; None when alike."""

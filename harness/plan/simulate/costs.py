@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import Block, blocks, volume
+from harness.domain.partition import Block, blocks, n_replicas, nearest, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     full_shape,
@@ -26,7 +26,7 @@ from harness.domain.sharding import (
     weight_dims,
     weight_part,
 )
-from harness.domain.strategy import OperatorPlan
+from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.fans import (
@@ -34,14 +34,19 @@ from harness.plan.simulate.fans import (
     COPIES,
     Fan,
     Floats,
+    Ints,
     Reader,
+    Shared,
     Sum,
     Wants,
     make_fan,
     norm_sums,
-    partial_sums,
+    shared_sums,
     whole_bytes,
 )
+
+# Between two devices an exchange moves as many bytes as an all-reduce and has half the latency.
+_FEWEST_DEVICES = 3
 
 PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
 
@@ -99,7 +104,7 @@ class Costs:
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._fans: dict[object, Fan] = {}
-        self._regions: dict[int, dict[Block, int]] = {}
+        self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._seconds: dict[object, tuple[float, float]] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
@@ -235,55 +240,56 @@ class Costs:
             found = self._wants[key] = self._find_wants(producer, consumer, a, b)
         return found
 
-    def _region(self, producer: int, block: Block) -> int:
+    def _region(self, producer: int, block: Block, copies: tuple[int, ...]) -> int:
         regions = self._regions.setdefault(producer, {})
-        return regions.setdefault(block, len(regions))
+        return regions.setdefault((block, copies), len(regions))
 
     def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
         shown = self._shown(producer)
         held = np.array([[block[k] for k in shown] for block in self.blocks(producer, a)])
-        holders = np.array(a.devices)
         dims = list(self.shapes[producer])
         shape = {dims[k]: self.shapes[producer][dims[k]] for k in shown}
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
-        per_element = self.bytes_per_element(producer)
-        is_summed = any(is_partial(self.graph.operators[producer], dim) for dim in a.partition)
+        maker = self.graph.operators[producer]
+        pieces = _Pieces(
+            a,
+            held,
+            self.bytes_per_element(producer),
+            is_summed=any(is_partial(maker, dim) for dim in a.partition),
+        )
         found: dict[tuple[int, int], int] = {}
-        pieces: list[tuple[int, int, float, float]] = []
+        shared: dict[int, Shared] = {}
         for argument, source in enumerate(operator.inputs):
             if source != name:
                 continue
-            for block, device in zip(self.blocks(consumer, b), b.devices, strict=True):
+            for k, (block, device) in enumerate(
+                zip(self.blocks(consumer, b), b.devices, strict=True)
+            ):
                 wanted = input_block(
                     operator, self.shapes[consumer], block, shape, argument=argument
                 )
-                want = (self._region(producer, wanted), device)
-                if want in found:
+                copies = copies_of(b, k)
+                region = self._region(producer, wanted, copies)
+                if (region, device) in found:
                     continue
-                number = found[want] = len(found)
-                bounds = np.array(wanted)
-                low = np.maximum(held[:, :, 0], bounds[:, 0])
-                high = np.minimum(held[:, :, 1], bounds[:, 1])
-                elements = np.maximum(high - low, 0).prod(axis=1)
-                n_pieces, whole = np.count_nonzero(elements), elements.sum()
-                elements[holders == device] = 0
-                if n_pieces > 1:  # pieces that are here are put into their places too
-                    each = (ADDS if is_summed else COPIES) * whole / max(elements.sum(), 1)
-                else:
-                    each = 0.0
-                for part in np.flatnonzero(elements).tolist():
-                    n_bytes = float(elements[part]) * per_element
-                    pieces.append((number, a.devices[part], n_bytes, n_bytes * each))
+                number = found[region, device] = len(found)
+                one = pieces.add(number, np.array(wanted), device, copies)
+                if one is not None:
+                    shared[region] = one
         wants = np.array(list(found), dtype=np.int64).reshape(-1, 2)
+        columns = pieces.columns()
         return Wants(
             n_devices=self.n_devices,
             region=np.ascontiguousarray(wants[:, 0]),
             device=np.ascontiguousarray(wants[:, 1]),
-            want=np.array([number for number, *_ in pieces], dtype=np.int64),
-            source=np.array([device for _, device, *_ in pieces], dtype=np.int64),
-            n_bytes=np.array([n_bytes for _, _, n_bytes, _ in pieces], dtype=np.float64),
-            n_streamed=np.array([streamed for *_, streamed in pieces], dtype=np.float64),
+            want=columns[0].astype(np.int64),
+            source=columns[1].astype(np.int64),
+            n_bytes=columns[2],
+            n_streamed=columns[3],
+            goes=columns[4] > 0,
+            returns=columns[5] > 0,
+            shared=shared,
         )
 
     def fan(
@@ -319,16 +325,73 @@ class Costs:
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
                 groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
             return norm_sums(op, self.n_devices, groups)
-        is_summed = any(is_partial(operator, dim) for dim in plan.partition)
-        if not is_summed:
-            return ()
-        shown, per_element = self._shown(op), self.bytes_per_element(op)
-        holders: dict[int, tuple[set[int], int]] = {}
-        for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-            seen = tuple(block[k] for k in shown)
-            n_bytes = whole_bytes(volume(seen), per_element)
-            holders.setdefault(self._region(op, seen), (set(), n_bytes))[0].add(device)
-        return partial_sums(op, self.n_devices, holders, readers)
+        return shared_sums(op, self.n_devices, readers)
+
+
+class _Pieces:
+    """What wants are made of, by the rules of `runtime.executor.layout`.
+
+    Args:
+        held: (n_parts, n_dims, 2) bounds of the producer's blocks.
+    """
+
+    def __init__(
+        self, plan: OperatorPlan, held: Ints, bytes_per_element: float, *, is_summed: bool
+    ) -> None:
+        self._plan, self._held, self._bytes = plan, held, bytes_per_element
+        self._holders = np.array(plan.devices)
+        self._copies = [copies_of(plan, k) for k in range(len(plan.devices))]
+        self._has_copies = n_replicas(plan.partition) > 1
+        self._is_summed = is_summed
+        self._rows: list[tuple[float, ...]] = []
+
+    def add(self, number: int, bounds: Ints, device: int, copies: tuple[int, ...]) -> Shared | None:
+        """The pieces of one want that other devices hold, or give their gradients to.
+
+        Args:
+            bounds: (n_dims, 2) of what is wanted.
+            copies: devices of the readers, if they are copies of each other.
+
+        Returns:
+            what an all-reduce may do for it.
+        """
+        low = np.maximum(self._held[:, :, 0], bounds[:, 0])
+        high = np.minimum(self._held[:, :, 1], bounds[:, 1])
+        elements = np.maximum(high - low, 0).prod(axis=1)
+        goes = returns = elements > 0
+        if self._has_copies:
+            served = [nearest(own, device) for own in self._copies]
+            goes = goes & (self._holders == served)
+        if copies:
+            served = [nearest(copies, holder) for holder in self._holders.tolist()]
+            returns = returns & (np.array(served) == device)
+        n_pieces, is_remote = np.count_nonzero(goes), self._holders != device
+        sent = (elements * (goes & is_remote)).sum()
+        if n_pieces > 1:  # pieces that are here are put into their places too
+            each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
+        else:
+            each = 0.0
+        for part in np.flatnonzero((goes | returns) & is_remote).tolist():
+            n_bytes = float(elements[part]) * self._bytes
+            streamed = n_bytes * each if goes[part] else 0.0
+            self._rows.append(
+                (number, self._holders[part], n_bytes, streamed, goes[part], returns[part])
+            )
+        return self._shared(elements, volume(bounds.tolist()), copies)
+
+    def _shared(self, elements: Ints, whole: int, copies: tuple[int, ...]) -> Shared | None:
+        goes, returns = self._is_summed, not copies
+        if not (goes or (returns and self._has_copies)):
+            return None
+        devices = tuple(sorted(self._holders[elements > 0].tolist()))
+        is_all = bool((elements[elements > 0] == whole).all())
+        if len(set(devices)) < max(_FEWEST_DEVICES, len(devices)) or not is_all:
+            return None
+        return Shared(devices, whole_bytes(whole, self._bytes), goes, returns)
+
+    def columns(self) -> Floats:
+        """(6, n) want, source, bytes, bytes streamed, whether it goes, whether it returns."""
+        return np.array(self._rows, dtype=np.float64).reshape(-1, 6).T
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

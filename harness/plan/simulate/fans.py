@@ -24,15 +24,37 @@ Ints = npt.NDArray[np.int64]
 COPIES, ADDS = 2, 3
 
 
+# Forward, backward, both, neither.
+_N_WAYS = 4
+
+
+class Shared(NamedTuple):
+    """A region of which each of several devices holds a part that is all of it.
+
+    Attributes:
+        goes: the parts are partial sums, which forward adds up.
+        returns: each part has the gradients of all readers, which backward adds up.
+    """
+
+    devices: tuple[int, ...]
+    n_bytes: int
+    goes: bool
+    returns: bool
+
+
 @dataclass(frozen=True)
 class Wants:
     """What one consumer's blocks read of one producer: each region once for each device.
 
     Attributes:
-        device, region: (n,) who wants which region, by a number that is equal for equal regions.
+        device, region: (n,) who wants which region, by a number that is equal for equal regions
+            and readers of the same kind: those that are copies on the same devices, or all others.
         want, source, n_bytes: (m,) the pieces that other devices hold, by position of the want.
+        goes, returns: (m,) whether a piece travels forward, and whether its gradient comes back;
+            not both where either end has copies (see `runtime.executor.layout`).
         n_streamed: (m,) bytes of memory read and written to put the want together, of which the
             piece is a part; 0 where it is the whole want, which is used as it arrives.
+        shared: by region, what an all-reduce may do instead of the pieces.
     """
 
     n_devices: int
@@ -42,6 +64,9 @@ class Wants:
     source: Ints
     n_bytes: Floats
     n_streamed: Floats
+    goes: npt.NDArray[np.bool_]
+    returns: npt.NDArray[np.bool_]
+    shared: dict[int, Shared]
 
     @cached_property
     def keys(self) -> Ints:
@@ -51,25 +76,36 @@ class Wants:
     def moved(self, kept: npt.NDArray[np.bool_] | None = None) -> Moved:
         """What goes from device to device; for some of the wants, or for all."""
         source, want, n_bytes, streamed = self.source, self.want, self.n_bytes, self.n_streamed
+        ways = self.goes + 2 * self.returns
         if kept is not None:
             chosen = kept[want]
             source, want, n_bytes = source[chosen], want[chosen], n_bytes[chosen]
-            streamed = streamed[chosen]
+            streamed, ways = streamed[chosen], ways[chosen]
         n = self.n_devices
-        pair = source * n + self.device[want]
-        amounts = np.bincount(pair, weights=n_bytes, minlength=n * n).astype(float)
-        pairs: Ints = np.flatnonzero(amounts)
-        copies = np.bincount(pair, weights=streamed, minlength=n * n).astype(float)
-        return Moved(pairs // n, pairs % n, amounts[pairs], copies[pairs])
+        pair = (source * n + self.device[want]) * _N_WAYS + ways
+        amounts = np.bincount(pair, weights=n_bytes, minlength=n * n * _N_WAYS).astype(float)
+        found: Ints = np.flatnonzero(amounts)
+        copies = np.bincount(pair, weights=streamed, minlength=n * n * _N_WAYS).astype(float)
+        pairs, ways = np.divmod(found, _N_WAYS)
+        return Moved(
+            source=pairs // n,
+            target=pairs % n,
+            n_bytes=amounts[found],
+            n_streamed=copies[found],
+            goes=ways % 2 > 0,
+            returns=ways // 2 > 0,
+        )
 
 
 class Moved(NamedTuple):
-    """By pair of devices: bytes that travel, and bytes streamed where they arrive."""
+    """By pair of devices and ways: bytes that travel, and bytes streamed where they arrive."""
 
     source: Ints
     target: Ints
     n_bytes: Floats
     n_streamed: Floats
+    goes: npt.NDArray[np.bool_]
+    returns: npt.NDArray[np.bool_]
 
 
 class Reader(NamedTuple):
@@ -88,7 +124,7 @@ class Sum(NamedTuple):
         is_norm: statistics of a batch norm, after which the device goes on; else partial sums
             of an output, which its readers wait for.
         n_bytes: of one all-reduce, forward and backward.
-        n_rounds: all-reduces one after another, forward and backward.
+        n_rounds: all-reduces one after another, forward and backward; 0 where there is none.
         sources, targets: rows that hold the parts, and that read the sum (operator * n_devices +
             device).
     """
@@ -109,6 +145,7 @@ class Fan:
     Attributes:
         source, target: (m,) rows of each transfer, as operator * n_devices + device.
         n_streamed: (m,) bytes of memory read and written to put together what arrives.
+        goes, returns: (m,) see `Wants`.
         edge: (m,) number of the edge of the graph that it belongs to.
         crosses: (m,) whether several transfers leave its source's node for others, and several
             arrive at its target's from others: flows that share interfaces at both ends.
@@ -118,6 +155,8 @@ class Fan:
     target: Ints
     n_bytes: Floats
     n_streamed: Floats
+    goes: npt.NDArray[np.bool_]
+    returns: npt.NDArray[np.bool_]
     edge: Ints
     crosses: npt.NDArray[np.bool_]
     sums: tuple[Sum, ...]
@@ -132,8 +171,8 @@ def make_fan(producer: int, node_of: Ints, readers: Sequence[Reader], sums: tupl
     """
     nothing, n_devices = np.zeros(0, dtype=np.int64), len(node_of)
     if any(not one.is_norm for one in sums) or not readers:
-        crosses = np.zeros(0, dtype=np.bool_)
-        return Fan(nothing, nothing, np.zeros(0), np.zeros(0), nothing, crosses, sums)
+        none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
+        return Fan(nothing, nothing, none, none, no, no, nothing, no, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
@@ -148,6 +187,8 @@ def make_fan(producer: int, node_of: Ints, readers: Sequence[Reader], sums: tupl
         target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
         n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),
         n_streamed=np.concatenate([moved.n_streamed for _, moved in parts]),
+        goes=np.concatenate([moved.goes for _, moved in parts]),
+        returns=np.concatenate([moved.returns for _, moved in parts]),
         edge=np.concatenate(
             [np.full(len(moved.source), r.edge, dtype=np.int64) for r, moved in parts]
         ),
@@ -167,31 +208,29 @@ def _crosses(source: Ints, target: Ints) -> npt.NDArray[np.bool_]:
     return np.array(found, dtype=np.bool_)
 
 
-def partial_sums(
-    producer: int,
-    n_devices: int,
-    holders: dict[int, tuple[set[int], int]],
-    readers: Sequence[Reader],
-) -> tuple[Sum, ...]:
-    """All-reduces of an output of partial sums, if that is how the executor adds them up.
+def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tuple[Sum, ...]:
+    """All-reduces of an output, or of its gradient, if that is how the executor adds them up.
 
-    It does where more than two devices hold the parts of a region, and just these devices want
-    it, all of it, for the same operator first. Else every part travels to whoever wants it, and is
-    added there.
-
-    Args:
-        holders: by region of the output, devices that hold partial sums of it, and its bytes.
+    It does where more than two devices each hold a part that is all of a region, and just these
+    devices want it, for the same operator first. Else every part travels to whoever wants it, and
+    is added there. Wants that nothing is moved for do not matter.
     """
-    if not holders or min(len(devices) for devices, _ in holders.values()) <= 2:
+    if not any(reader.wants.shared for reader in readers):
         return ()
-    found: dict[int, dict[int, int]] = {region: {} for region in holders}
+    found: dict[int, dict[int, int]] = {}
+    shared: dict[int, Shared] = {}
     for reader in readers:
-        pairs = zip(reader.wants.region.tolist(), reader.wants.device.tolist(), strict=True)
-        for region, device in pairs:
-            if region not in found:
+        wants = reader.wants
+        moved = set(wants.want.tolist())
+        pairs = zip(wants.region.tolist(), wants.device.tolist(), strict=True)
+        for number, (region, device) in enumerate(pairs):
+            if region in wants.shared:
+                shared[region] = wants.shared[region]
+                rows = found.setdefault(region, {})
+                rows.setdefault(device, reader.operator * n_devices + device)
+            elif number in moved:
                 return ()
-            found[region].setdefault(device, reader.operator * n_devices + device)
-    if any(set(found[region]) != devices for region, (devices, _) in holders.items()):
+    if any(tuple(sorted(rows)) != shared[region].devices for region, rows in found.items()):
         return ()
     if any(len({row // n_devices for row in rows.values()}) > 1 for rows in found.values()):
         return ()  # devices that read it first in other operators would start sums in another order
@@ -199,13 +238,13 @@ def partial_sums(
         Sum(
             operator=producer,
             is_norm=False,
-            group=tuple(sorted(devices)),
-            n_bytes=(n_bytes, n_bytes),
-            n_rounds=(1, 1),
-            sources=tuple(producer * n_devices + d for d in sorted(devices)),
-            targets=tuple(found[region][d] for d in sorted(devices)),
+            group=one.devices,
+            n_bytes=(one.n_bytes, one.n_bytes),
+            n_rounds=(int(one.goes), int(one.returns)),
+            sources=tuple(producer * n_devices + d for d in one.devices),
+            targets=tuple(found[region][d] for d in one.devices),
         )
-        for region, (devices, n_bytes) in holders.items()
+        for region, one in shared.items()
     )
 
 

@@ -51,15 +51,17 @@ def _release(
         n += 1
     if what == FORWARD:
         for k in range(links.out_ptr[row], links.out_ptr[row + 1]):
-            move = compute + m * n_edges + links.out_edges[k]
-            if _arrive(waits, ready, cause, move, end, task):
-                freed[n] = move
-                n += 1
+            if work.edge_goes[links.out_edges[k]]:
+                move = compute + m * n_edges + links.out_edges[k]
+                if _arrive(waits, ready, cause, move, end, task):
+                    freed[n] = move
+                    n += 1
         for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
-            after = sums + m * n_sums + links.source_sums[k]
-            if _arrive(waits, ready, cause, after, end, task):
-                freed[n] = after
-                n += 1
+            if work.sum_goes[links.source_sums[k]]:
+                after = sums + m * n_sums + links.source_sums[k]
+                if _arrive(waits, ready, cause, after, end, task):
+                    freed[n] = after
+                    n += 1
     elif what == BACKWARD:
         for k in range(links.in_ptr[row], links.in_ptr[row + 1]):
             if work.edge_returns[links.in_edges[k]]:

@@ -49,10 +49,11 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     network = simulator.network
     rows, row_at = _number_rows(tables.active)
     from_row, to_row = row_at[edges.source], row_at[edges.target]
-    received = np.bincount(to_row, weights=edges.n_bytes, minlength=len(rows))
+    fetched = edges.n_bytes * edges.goes
+    received = np.bincount(to_row, weights=fetched, minlength=len(rows))
     stage_of = _stages(tables, flow)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
-    outside = np.bincount(to_row[crosses], weights=edges.n_bytes[crosses], minlength=len(rows))
+    outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
     following, first, last, gate, peak, held = order.order_tasks(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
@@ -87,7 +88,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_bytes=edges.n_bytes,
         edge_crowding=np.where(edges.crosses, network.crowding, 1.0),
         edge_messages=_messages(simulator, edges, n_devices),
-        edge_returns=simulator.returns[edges.source // n_devices],
+        edge_goes=edges.goes,
+        edge_returns=edges.returns & simulator.returns[edges.source // n_devices],
         latency=network.latency_s,
         bandwidth=network.bandwidth,
         nic=network.nic,
@@ -96,8 +98,13 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         reduce_s_per_byte=np.array([one.reduce_s_per_byte for one in devices]),
         host_s_per_message=np.array([one.host_s_per_message for one in devices]),
         sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
+        sum_goes=np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
         sum_returns=np.array(
-            [bool(one.is_norm or simulator.returns[one.operator]) for one in sums], dtype=np.bool_
+            [
+                bool(one.is_norm or simulator.returns[one.operator]) and one.n_rounds[1] > 0
+                for one in sums
+            ],
+            dtype=np.bool_,
         ),
         sum_source_ptr=source_ptr,
         sum_source=sources,
@@ -164,8 +171,9 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
     from_row, to_row = row_at[edges.source], row_at[edges.target]
     arriving = np.bincount(to_row, weights=edges.n_streamed, minlength=n_rows)
     is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source]
-    is_part |= np.bincount(from_row, minlength=n_rows)[from_row] > 1
-    is_added = is_part & simulator.returns[edges.source // n_devices]
+    is_part |= np.bincount(from_row, weights=edges.returns, minlength=n_rows)[from_row] > 1
+    is_part |= ~edges.goes  # beside that of its own device
+    is_added = is_part & edges.returns & simulator.returns[edges.source // n_devices]
     added = ADDS * np.bincount(from_row, weights=edges.n_bytes * is_added, minlength=n_rows)
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     none = np.zeros(n_rows)

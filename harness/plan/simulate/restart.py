@@ -80,11 +80,13 @@ def _n_targets(work: Any, links: Any, begins: Any, task: int, targets: Any) -> i
         n += 1
     if what == FORWARD:
         for k in range(links.out_ptr[row], links.out_ptr[row + 1]):
-            targets[n] = compute + m * n_edges + links.out_edges[k]
-            n += 1
+            if work.edge_goes[links.out_edges[k]]:
+                targets[n] = compute + m * n_edges + links.out_edges[k]
+                n += 1
         for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
-            targets[n] = sums + m * n_sums + links.source_sums[k]
-            n += 1
+            if work.sum_goes[links.source_sums[k]]:
+                targets[n] = sums + m * n_sums + links.source_sums[k]
+                n += 1
     elif what == BACKWARD:
         for k in range(links.in_ptr[row], links.in_ptr[row + 1]):
             if work.edge_returns[links.in_edges[k]]:

@@ -75,6 +75,7 @@ class Edges:
     Attributes:
         source, target: places (operator * n_devices + device).
         n_streamed: bytes of memory read and written where it arrives (see `Fan`).
+        goes, returns: whether it travels forward, and whether its gradient comes back.
         index: number of the graph's edge.
         crosses: whether flows share interfaces at both ends (see `Fan`).
         first: (n_fans + 1,) where each fan's begin.
@@ -85,6 +86,8 @@ class Edges:
     target: Ints
     n_bytes: Floats
     n_streamed: Floats
+    goes: npt.NDArray[np.bool_]
+    returns: npt.NDArray[np.bool_]
     index: Ints
     crosses: npt.NDArray[np.bool_]
     first: Ints
@@ -220,6 +223,8 @@ class Tables:
                 target=np.concatenate([fan.target for fan in fans]),
                 n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
                 n_streamed=np.concatenate([fan.n_streamed for fan in fans]),
+                goes=np.concatenate([fan.goes for fan in fans]),
+                returns=np.concatenate([fan.returns for fan in fans]),
                 index=np.concatenate([fan.edge for fan in fans]),
                 crosses=np.concatenate([fan.crosses for fan in fans]),
                 first=_pointers([fan.source for fan in fans]),

@@ -30,6 +30,7 @@ class Work(NamedTuple):
     edge_bytes: Any  # (E,)
     edge_crowding: Any  # (E,) how many times as long it takes between nodes
     edge_messages: Any  # (E,) of a message; a part of one where pieces travel together
+    edge_goes: Any  # (E,) whether something travels forward
     edge_returns: Any  # (E,) whether a gradient comes back
     latency: Any  # (D, D)
     bandwidth: Any  # (D, D)
@@ -39,6 +40,7 @@ class Work(NamedTuple):
     reduce_s_per_byte: Any  # (D,) the same in an all-reduce
     host_s_per_message: Any  # (D,) the same for each message, whatever its size
     sum_is_norm: Any  # (C,)
+    sum_goes: Any  # (C,)
     sum_returns: Any  # (C,)
     sum_source_ptr: Any  # (C + 1,) into sum_source
     sum_source: Any  # rows
@@ -140,7 +142,7 @@ def link(work: Any) -> Any:
         for e in range(n_edges):
             task = work.gate[(FORWARD * m + k) * rows + work.edge_target[e]]
             move = k * n_edges + e
-            if task != NONE:
+            if task != NONE and work.edge_goes[e]:
                 gate_next[move] = gate_head[task]
                 gate_head[task] = move
             task = work.gate[(BACKWARD * m + k) * rows + work.edge_source[e]]
@@ -175,16 +177,18 @@ def count_waits(work: Any) -> Any:
         waits[buckets + work.trigger_bucket[t]] += 1
     for k in range(m):
         for e in range(n_edges):
-            task = (FORWARD * m + k) * rows + work.edge_target[e]
-            waits[task] += 1
-            waits[compute + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
+            if work.edge_goes[e]:
+                task = (FORWARD * m + k) * rows + work.edge_target[e]
+                waits[task] += 1
+                waits[compute + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
             if work.edge_returns[e]:
                 task = (BACKWARD * m + k) * rows + work.edge_source[e]
                 waits[task] += 1
                 waits[back + k * n_edges + e] = 1 if work.gate[task] == NONE else 2
         for c in range(n_sums):
             n_sources = work.sum_source_ptr[c + 1] - work.sum_source_ptr[c]
-            waits[sums + k * n_sums + c] = n_sources
+            if work.sum_goes[c]:
+                waits[sums + k * n_sums + c] = n_sources
             if work.sum_returns[c]:
                 n_targets = work.sum_target_ptr[c + 1] - work.sum_target_ptr[c]
                 waits[sums_back + k * n_sums + c] = n_sources if work.sum_is_norm[c] else n_targets
@@ -204,7 +208,7 @@ def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
     rows, m = len(work.device_of), work.n_microbatches
     which = BACKWARD if is_back else FORWARD
     base = (which * m + microbatch) * rows
-    if is_back and not work.sum_returns[c]:
+    if not (work.sum_returns[c] if is_back else work.sum_goes[c]):
         return 0, np.empty(0, np.int64)
     if work.sum_is_norm[c]:
         low, high = work.sum_source_ptr[c], work.sum_source_ptr[c + 1]

@@ -132,15 +132,14 @@ class _Chooser:
         node = self._captured.nodes.get(name)
         if node is None:
             return "native"
-        if self._plan.dropout == "exact":
+        partition = self._strategy.operators[name].partition
+        has_copies = n_replicas(partition) > 1
+        if has_copies:
+            _check_has_no_weights(name, node, self._captured.module)
+        if self._plan.dropout == "exact" or has_copies:  # which must drop the same
             if is_dropout(node, self._captured.module):
                 return "dropout"
             _check_drops_nothing_within(name, node, self._captured.module)
-        partition = self._strategy.operators[name].partition
-        if n_replicas(partition) > 1:
-            _check_has_no_weights(name, node, self._captured.module)
-            if self._plan.dropout != "exact":
-                _check_draws_nothing(name, node, self._captured.module)
         if self._needs_global_statistics(name):
             # Two tasks on one device would wait for each other in the same reduction.
             devices = self._strategy.operators[name].devices
@@ -242,15 +241,6 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
     if weights:
         raise StrategyError(
             f"operator {name!r} has copies, but uses the weights {min(weights)}: cut it by samples"
-        )
-
-
-def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse copies that would not be equal: each device draws its own random numbers."""
-    if is_dropout(node, root) or node.kwargs.get("dropout_p", 0.0):
-        raise StrategyError(
-            f"operator {name!r} drops, and with local dropout each of its copies would drop "
-            "something else: use exact dropout, or cut it by samples"
         )
 
 

@@ -35,10 +35,10 @@ from harness.domain.partition import (
     blocks,
     cut_dim,
     intersect,
-    n_replicas,
+    nearest,
 )
 from harness.domain.sharding import full_shape, has_tasks, input_block, is_partial, output_sizes
-from harness.domain.strategy import OperatorPlan, Strategy
+from harness.domain.strategy import OperatorPlan, Strategy, copies_of
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import Captured
 from harness.runtime.executor.values import MetaModel, TensorMeta, Values
@@ -66,11 +66,6 @@ class Part:
     def nearest_to(self, device: int) -> int:
         """Which of its copies serves a device."""
         return nearest(self.copies or (self.device,), device)
-
-
-def nearest(copies: tuple[int, ...], device: int) -> int:
-    """Which of some copies serves a device: its own, or one of the others in turn."""
-    return device if device in copies else copies[device % len(copies)]
 
 
 @dataclass(frozen=True)
@@ -174,12 +169,8 @@ class Layout:
     def _parts_of(self, name: str) -> list[Part]:
         shape, plan = self.shapes[name], self.plan(name)
         found = blocks(list(shape), list(shape.values()), plan.partition)
-        n = n_replicas(plan.partition)
-        copies = [
-            tuple(sorted(plan.devices[k : k + n])) if n > 1 else () for k in range(0, len(found), n)
-        ]
         return [
-            Part(name, k, device, plan.stage, block, copies[k // n])
+            Part(name, k, device, plan.stage, block, copies_of(plan, k))
             for k, (block, device) in enumerate(zip(found, plan.devices, strict=True))
         ]
 
