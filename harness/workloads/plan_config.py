@@ -83,13 +83,17 @@ class SearchConfig(ModelFlags):
         )
 
     def simulator_options(
-        self, optimizer_s_per_byte: tuple[float, ...], in_place_bytes: float
+        self,
+        optimizer_s_per_byte: tuple[float, ...],
+        *,
+        in_place_bytes: float,
+        joined_weight_bytes: float,
     ) -> SimulatorOptions:
         """The engine as the simulator knows it; buckets overlap with backward, as in DDP.
 
         Args:
             optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
-            in_place_bytes: see SimulatorOptions.
+            in_place_bytes, joined_weight_bytes: see SimulatorOptions.
         """
         n_states = {"sgd": int(self.momentum > 0), "adamw": 2}
         n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
@@ -101,6 +105,7 @@ class SearchConfig(ModelFlags):
             optimizer_s_per_byte=optimizer_s_per_byte,
             stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
             in_place_bytes=in_place_bytes,
+            joined_weight_bytes=joined_weight_bytes,
             joined_bytes=LARGEST_JOINED_BYTES,
         )
 

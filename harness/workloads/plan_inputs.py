@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import MadeFor, fingerprint
@@ -15,6 +18,7 @@ from harness.measure.store import read_header
 from harness.plan.find import knows
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.capture import capture, capture_model
+from harness.runtime.executor.deferred import in_place_bytes, joined_bytes
 from harness.runtime.models import build_task, fit_options
 from harness.units import parse_bytes
 from harness.workloads.plan_config import SearchConfig
@@ -38,14 +42,24 @@ class Inputs:
         self,
         question: SearchConfig,
         optimizer_s_per_byte: tuple[float, ...],
-        in_place_bytes: float,
+        device: torch.device | None,
     ) -> Simulator:
-        """Prices strategies for this question; arguments as for `simulator_options`."""
+        """Prices strategies for this question.
+
+        Args:
+            optimizer_s_per_byte: as for `simulator_options`.
+            device: where the executor trains; None for an engine that leaves all to autograd.
+        """
+        options = question.simulator_options(
+            optimizer_s_per_byte,
+            in_place_bytes=math.inf if device is None else in_place_bytes(device),
+            joined_weight_bytes=math.inf if device is None else joined_bytes(device),
+        )
         return Simulator(
             self.graph,
             self.profile,
             self.cluster,
-            options=question.simulator_options(optimizer_s_per_byte, in_place_bytes),
+            options=options,
             memory_bytes=parse_bytes(question.memory) if question.memory else None,
         )
 

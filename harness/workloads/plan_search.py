@@ -24,7 +24,6 @@ from harness.plan.request import Progress as PlanProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
-from harness.runtime.executor.deferred import in_place_bytes
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload
@@ -115,8 +114,7 @@ class _Searcher:
 
     def search(self, inputs: Inputs) -> None:
         question = self._question
-        in_place = in_place_bytes(self._context.world.device)
-        simulator = inputs.simulator(question, self._rates, in_place)
+        simulator = inputs.simulator(question, self._rates, self._context.world.device)
         compile_events(simulator, builders.single(inputs.graph, question.batch_size))
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         request = PlanRequest(

@@ -22,7 +22,6 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import read_header
 from harness.runtime.context import Context
-from harness.runtime.executor.deferred import in_place_bytes
 from harness.workloads.contract import Need
 from harness.workloads.plan_build import build_strategy, load_strategy
 from harness.workloads.plan_config import PLANNED_DTYPES, SearchConfig, question_of
@@ -176,8 +175,8 @@ class _Planner:
         assert self.inputs is not None
         case = self._case
         is_ours = case.engine == "executor"
-        limit = in_place_bytes(self._context.world.device) if is_ours else math.inf
-        simulator = self.inputs.simulator(question, rates, limit)
+        device = self._context.world.device if is_ours else None
+        simulator = self.inputs.simulator(question, rates, device)
         if is_file(case.strategy):
             strategy, method = self._load(), "file"
         else:

@@ -388,6 +388,25 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
     assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
 
 
+def test_gradients_of_joined_microbatches_are_not_added_up_but_kept_for():
+    graph, profile, cluster, plans = two_linears(1)
+    fed = {"a": 32 + 32, "b": 32 + 32}  # 80 and 40 bytes of weights
+    added = {"a": 3 * 80 / 2, "b": 3 * 40 / 2}
+
+    def simulated(joined_weight_bytes, n_microbatches=2):
+        options = SimulatorOptions(stream_s_per_byte=0.01, joined_weight_bytes=joined_weight_bytes)
+        return simulate(
+            graph, profile, cluster, plans, n_microbatches=n_microbatches, options=options
+        )
+
+    apart, joined = simulated(1e9), simulated(1)
+    saved_s = 0.01 * (2 * added["a"] - 2 * fed["a"])  # b is fed more than its weights
+    assert apart.step_s - joined.step_s == pytest.approx(saved_s)
+    assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == fed["a"]
+    assert simulated(81).step_s == apart.step_s
+    assert simulated(1, 1).step_s == simulated(1e9, 1).step_s
+
+
 def test_gradients_in_place_are_added_up_within_their_backward():
     graph, profile, cluster, plans = two_linears(1)
     times = [

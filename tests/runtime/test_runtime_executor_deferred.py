@@ -12,6 +12,7 @@ from harness.runtime.executor.deferred import (
     backward_calls,
     defer,
     in_place,
+    is_worth_joining,
 )
 from harness.runtime.executor.shards import Wanted, make_shard
 
@@ -97,21 +98,50 @@ def test_what_has_no_product_is_not_deferred():
 
 
 def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
-    plain, waiting, called = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    plain, waiting, called, joined = (nn.Linear(2, 2) for _ in range(4))
     homes = GradientHomes()
     graph = fx.Graph()
     x = graph.placeholder("x")
-    for name in ("plain", "waiting", "called", "plain", "called"):
+    for name in ("plain", "waiting", "called", "plain", "called", "joined"):
         x = graph.call_module(name, (x,))
     graph.output(x)
     owned = {
         "plain": plain,
         "waiting": defer(waiting, WeightQueue(), homes),
         "called": defer(called, AtOnce(lambda parameter: None), homes),
+        "joined": defer(joined, AtOnce(lambda parameter: None), homes, n_joined=3),
     }
-    found, of_queue = backward_calls(fx.GraphModule(owned, graph))
-    assert of_queue == set(waiting.parameters())
-    assert found == {plain.weight: 1, plain.bias: 1, called.weight: 2, called.bias: 2}
+    found = backward_calls(fx.GraphModule(owned, graph))
+    assert found.waiting == set(waiting.parameters())
+    assert found.each == {plain.weight: 1, plain.bias: 1, called.weight: 2, called.bias: 2}
+    assert found.joined == {joined.weight: 1, joined.bias: 1}
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_joined_calls_give_their_gradients_with_the_last(module, shape):
+    module, queue = copy.deepcopy(module).double(), WeightQueue()
+    inputs = [torch.randn(n, *shape[1:], dtype=torch.float64) for n in (2, 3, 2)]
+    expected = trained(module, inputs)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    own = defer(module, queue, GradientHomes(), n_joined=3)
+    trained(own, inputs[:2])
+    assert queue.flush() == []
+    found = trained(own, inputs[2:])
+    assert queue.flush() == list(module.parameters())
+    assert torch.equal(found[0], expected[0])
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_what_is_large_beside_what_it_is_fed_is_worth_joining():
+    linear, conv = nn.Linear(512, 512), nn.Conv2d(256, 256, 3)
+    assert is_worth_joining(linear, linear.weight.nbytes)
+    assert not is_worth_joining(linear, linear.weight.nbytes + 1)
+    assert is_worth_joining(conv, 1)
+    assert not is_worth_joining(nn.Linear(511, 512), 1)
+    assert not is_worth_joining(nn.Linear(1024, 1024), 1)  # is added to in place
+    assert not is_worth_joining(nn.ReLU(), 1)
 
 
 def test_at_once_a_large_gradient_is_written_where_it_stays():

@@ -56,6 +56,7 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
+        fed_bytes: inputs and outputs of a product with weights; 0 for other operators.
         shared_bytes: of the weights, those that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
     """
@@ -64,6 +65,7 @@ class OperatorCosts:
     forward_s: Floats
     backward_s: Floats
     output_bytes: Floats
+    fed_bytes: Floats
     weight_bytes: Floats
     shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
@@ -101,6 +103,7 @@ class Costs:
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
+        self._index = graph.index()
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._fans: dict[object, Fan] = {}
@@ -188,7 +191,7 @@ class Costs:
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
-        forward, backward, output = np.zeros(n), np.zeros(n), np.zeros(n)
+        forward, backward, output, fed = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         shown = self._shown(op)
@@ -197,14 +200,29 @@ class Costs:
             forward[device] += seconds[0]
             backward[device] += seconds[1]
             output[device] += per_element * volume(tuple(block[k] for k in shown))
+            fed[device] += self._input_bytes(op, block)
             active[device] = True
+        if is_product(operator):
+            fed += output
         slices = self._slices(operator, op, plan)
         weight, shared = np.zeros(n), np.zeros(n)
         for n_bytes, devices in slices:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        return OperatorCosts(active, forward, backward, output, weight, shared, slices)
+        return OperatorCosts(active, forward, backward, output, fed, weight, shared, slices)
+
+    def _input_bytes(self, op: int, block: Block) -> float:
+        """What a block of a product with weights reads."""
+        operator, found = self.graph.operators[op], 0.0
+        if not is_product(operator):
+            return found
+        for argument, name in enumerate(operator.inputs):
+            k = self._index[name]
+            theirs = output_sizes(self.graph.operators[k], self.shapes[k])
+            read = input_block(operator, self.shapes[op], block, theirs, argument=argument)
+            found += self.bytes_per_element(k) * volume(read)
+        return found
 
     def _shown(self, op: int) -> list[int]:
         """Positions of the dims that the output really has."""
@@ -392,6 +410,11 @@ class _Pieces:
     def columns(self) -> Floats:
         """(6, n) want, source, bytes, bytes streamed, whether it goes, whether it returns."""
         return np.array(self._rows, dtype=np.float64).reshape(-1, 6).T
+
+
+def is_product(operator: Operator) -> bool:
+    """Whether it multiplies by weights of its own."""
+    return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

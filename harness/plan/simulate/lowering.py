@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class Lowered:
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
         held: by task, bytes held while it runs.
+        joined: (n_devices,) bytes that products keep of a step's microbatches for their weights.
     """
 
     work: Work
@@ -41,6 +42,7 @@ class Lowered:
     last: Ints
     peak: Floats
     held: Floats
+    joined: Floats
 
 
 def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
@@ -132,6 +134,11 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         last=last,
         peak=peak,
         held=held,
+        joined=np.bincount(
+            rows % n_devices,
+            weights=_gradients(simulator, tables, flow, rows).kept_bytes,
+            minlength=n_devices,
+        ).astype(float),
     )
 
 
@@ -185,23 +192,43 @@ def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Fl
 
     A zero-bubble schedule gives half of the backward of an operator with weights to the
     weight pass: gradients of inputs and of weights are products of equal size. Adding gradients
-    up, from the second microbatch on, is shared out evenly over all of them; a product in place
-    adds by itself, and is measured so.
+    up, from the second microbatch on, is shared out evenly over all of them, as is the one product
+    of joined microbatches; a product in place adds by itself, and is measured so.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
-    is_large = weight_bytes >= simulator.options.in_place_bytes
-    in_place = is_large & simulator.is_linear[rows // tables.n_devices]
-    streamed = ADDS * weight_bytes * (n - 1) / n
-    streamed += COPIES * tables.shared_bytes.ravel()[rows] / n
-    streamed = np.where(in_place, 0.0, streamed)
+    gradients = _gradients(simulator, tables, flow, rows)
+    streamed = np.where(gradients.is_joined, 0.0, ADDS * weight_bytes * (n - 1) / n)
+    streamed += COPIES * (tables.shared_bytes.ravel()[rows] + gradients.kept_bytes) / n
+    streamed = np.where(gradients.in_place, 0.0, streamed)
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     stream_s = streamed * rates[rows % tables.n_devices]
     if flow.split_weight:
         weight = weight + stream_s
         return np.stack([forward, backward + stream_s - weight, weight, forward])
     return np.stack([forward, backward + stream_s, weight, forward])
+
+
+class _Gradients(NamedTuple):
+    """(n_rows,) how the executor computes those of weights (`runtime.executor.deferred`).
+
+    Attributes:
+        kept_bytes: inputs and outputs of all microbatches, where these are joined.
+    """
+
+    in_place: npt.NDArray[np.bool_]
+    is_joined: npt.NDArray[np.bool_]
+    kept_bytes: Floats
+
+
+def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> _Gradients:
+    ops, weight_bytes = rows // tables.n_devices, tables.weight_bytes.ravel()[rows]
+    options, kept = simulator.options, tables.fed_bytes.ravel()[rows] * flow.n_microbatches
+    in_place = simulator.is_linear[ops] & (weight_bytes >= options.in_place_bytes)
+    is_joined = simulator.is_product[ops] & ~in_place & (kept <= weight_bytes)
+    is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
+    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0))
 
 
 def _triggers(

@@ -29,6 +29,9 @@ class SimulatorOptions:
         in_place_bytes: gradients of a linear layer's weights of at least this size on a device are
             written where they stay: the product adds to them, and no bucket copies them, as by the
             executor on CPUs. By default none are.
+        joined_weight_bytes: gradients of the weights of a product, of at least this size on a
+            device but not in place, are computed once for all microbatches of a step and not added
+            up, if what these feed it and get of it is no more than the weights. By default none.
         joined_bytes: pieces up to this size that one operator's tasks on a device want of another
             device travel in one message.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
@@ -41,6 +44,7 @@ class SimulatorOptions:
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     in_place_bytes: float = math.inf
+    joined_weight_bytes: float = math.inf
     joined_bytes: int = 0
     batch_norm: Literal["local", "global"] = "local"
 

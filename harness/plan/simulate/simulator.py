@@ -22,7 +22,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
-from harness.plan.simulate.costs import Costs, check_profile
+from harness.plan.simulate.costs import Costs, check_profile, is_product
 from harness.plan.simulate.fans import Floats, Ints, Sum
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
@@ -98,6 +98,7 @@ class Simulator:
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
         self.returns = _needs_gradient(graph)
         self.is_linear = np.array([op.kind == "linear" for op in graph.operators])
+        self.is_product = np.array([is_product(op) for op in graph.operators])
         self._costs: dict[int, Costs] = {}
 
     def costs(self, samples: int) -> Costs:
@@ -239,7 +240,7 @@ class Trial:
         edges = lowered.edges
         return Outcome(
             step_s=float((ends + optimizer).max()),
-            memory_bytes=static + lowered.peak,
+            memory_bytes=static + lowered.peak + lowered.joined,
             static_bytes=static,
             device_end_s=ends,
             optimizer_s=optimizer,

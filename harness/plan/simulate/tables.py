@@ -169,7 +169,7 @@ class Tables:
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
-        self.shared_bytes = np.zeros(shape)
+        self.shared_bytes, self.fed_bytes = np.zeros(shape), np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
@@ -187,7 +187,7 @@ class Tables:
             row.backward_s,
         )
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
-        self.shared_bytes[op] = row.shared_bytes
+        self.shared_bytes[op], self.fed_bytes[op] = row.shared_bytes, row.fed_bytes
         self._slices[op] = row.slices
 
     def _fan(self, op: int) -> Fan:

@@ -9,6 +9,12 @@ Those of large linear layers are computed at once, but straight where they are n
 that is summed over devices, or added by the product itself to what earlier microbatches left.
 Autograd would write them to fresh memory first, which on a CPU takes as long as the product does
 for small batches.
+
+Where weights are large beside all that a step's microbatches feed them, the microbatches are
+joined: what the gradient is computed from is kept, and one product over all of it takes the place
+of one for each and of adding them up:
+
+    backward #0 ... kept | backward #1 ... kept | backward #2, then one product over #0, #1, #2
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +41,12 @@ _Put = Callable[[Tensor, Tensor], None]
 # Elements from which on a weight's gradient is worth an autograd function of ours: 4 MiB of fp32,
 # more than the cache of a core. At 1 MiB that function takes longer than the copies that it saves.
 LARGE_ELEMENTS = 1 << 20
+
+
+# From which on one product for all microbatches is worth ours: 1 MiB of fp32.
+JOINED_ELEMENTS = 1 << 18
+# What may be kept for that, over the weights: it costs copies and memory.
+KEPT_SHARE = 1.0
 
 
 class GradientHomes:
@@ -123,20 +135,45 @@ def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHome
         weight.grad.addmm_(a, b)
 
 
-def defer(module: nn.Module, sink: Sink, homes: GradientHomes) -> nn.Module | None:
+def defer(
+    module: nn.Module, sink: Sink, homes: GradientHomes, *, n_joined: int = 1
+) -> nn.Module | None:
     """The module with its weights' gradients given to `sink`; None if it is of another kind.
 
     It reads the parameters of `module` whenever it is called. Its backward pass leaves their
     `.grad` alone and calls no hook of theirs.
+
+    Args:
+        n_joined: how many calls' gradients are computed together.
     """
-    if isinstance(module, nn.Linear | LinearShard):
-        return _Deferred(module, sink, homes)
-    if isinstance(module, ConvShard) and module.is_single:
-        return _Deferred(module, sink, homes)
+    return _Deferred(module, sink, homes, n_joined) if _can_defer(module) else None
+
+
+def _can_defer(module: nn.Module) -> bool:
     if isinstance(module, nn.Conv2d):
-        is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        return _Deferred(module, sink, homes) if is_plain else None
-    return None
+        return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    is_single = isinstance(module, ConvShard) and module.is_single
+    return is_single or isinstance(module, nn.Linear | LinearShard)
+
+
+def joined_bytes(device: torch.device) -> float:
+    """Bytes of weights from which on the microbatches of a step may be joined; see `in_place_bytes`
+    for GPUs."""
+    return 4 * JOINED_ELEMENTS if device.type == "cpu" else math.inf
+
+
+def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
+    """Whether a step's microbatches should be joined for a module's weights.
+
+    Not for those whose gradients are added in place (`is_large_linear`).
+
+    Args:
+        n_bytes: of inputs and outputs of all of them.
+    """
+    if not _can_defer(module) or is_large_linear(module):
+        return False
+    weight: Tensor = getattr(module, "weight")  # noqa: B009  (nn.Module does not declare it)
+    return weight.numel() >= JOINED_ELEMENTS and n_bytes <= KEPT_SHARE * weight.nbytes
 
 
 def in_place_bytes(device: torch.device) -> float:
@@ -167,19 +204,34 @@ def in_place(module: nn.Module, *, is_added: bool) -> nn.Module | None:
     return defer(module, AtOnce(forget), GradientHomes()) if is_large_linear(module) else None
 
 
-def backward_calls(module: fx.GraphModule) -> tuple[Counter[nn.Parameter], set[nn.Parameter]]:
-    """How often backward reaches each parameter of a segment, and those that wait on a queue.
+class Calls(NamedTuple):
+    """How a segment's backward reaches its parameters.
 
-    Autograd adds all uses of a parameter up and reaches it once; what is computed at once is
-    reached by each call.
+    Attributes:
+        each: how often in each microbatch. Autograd adds all uses of a parameter up and reaches it
+            once; what is computed at once is reached by each call.
+        waiting: those on a queue.
+        joined: how often in each step.
     """
-    found: Counter[nn.Parameter] = Counter(set(_outside(module)))
-    waiting: set[nn.Parameter] = set()
+
+    each: Counter[nn.Parameter]
+    waiting: set[nn.Parameter]
+    joined: Counter[nn.Parameter]
+
+
+def backward_calls(module: fx.GraphModule) -> Calls:
+    """How a segment's backward reaches its parameters."""
+    found = Calls(Counter(set(_outside(module))), set(), Counter())
     for node in module.graph.nodes:
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, _Deferred):
-            (found if called.is_at_once else waiting).update(called.parameters())
-    return found, waiting
+            if called.n_joined > 1:
+                found.joined.update(called.parameters())
+            elif called.is_at_once:
+                found.each.update(called.parameters())
+            else:
+                found.waiting.update(called.parameters())
+    return found
 
 
 def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -191,11 +243,14 @@ def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 class _Deferred(nn.Module):
-    def __init__(self, inner: nn.Module, sink: Sink, homes: GradientHomes) -> None:
+    def __init__(
+        self, inner: nn.Module, sink: Sink, homes: GradientHomes, n_joined: int = 1
+    ) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.n_joined = inner, n_joined
         self._sink = sink
         self._homes = homes if is_large_linear(inner) else None
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     @property
     def is_at_once(self) -> bool:
@@ -214,7 +269,10 @@ class _Deferred(nn.Module):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         def put(saved: Tensor, gradient: Tensor) -> None:
-            self._sink.put(lambda: _add_linear(saved, gradient, weight, bias, self._homes))
+            self._put(_rows(saved), _rows(gradient), add)
+
+        def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
+            return _add_linear(x, gradient, weight, bias, self._homes)
 
         apply: Callable[..., Tensor] = _Linear.apply
         return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
@@ -232,11 +290,32 @@ class _Deferred(nn.Module):
         options = stride, padding, dilation, groups
 
         def put(saved: Tensor, gradient: Tensor) -> None:
-            self._sink.put(lambda: _add_conv2d(saved, gradient, weight, bias, options))
+            self._put(saved, gradient, add)
+
+        def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
+            return _add_conv2d(x, gradient, weight, bias, options)
 
         apply: Callable[..., Tensor] = _Conv2d.apply
         anchor = _anchor(weight, bias)
         return apply(_autocast(x), _detached(weight), _detached(bias), options, put, anchor)
+
+    def _put(
+        self, x: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], list[nn.Parameter]]
+    ) -> None:
+        """Hand a call to the sink, or keep it until those that it is joined with are there."""
+        self._kept.append((x, gradient))
+        if len(self._kept) < self.n_joined:
+            return
+        kept, self._kept = self._kept, []
+
+        def pending() -> list[nn.Parameter]:
+            if len(kept) == 1:
+                return add(*kept[0])
+            xs, gradients = zip(*kept, strict=True)
+            kept.clear()
+            return add(torch.cat(xs), torch.cat(gradients))
+
+        self._sink.put(pending)
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:
@@ -284,20 +363,23 @@ class _Linear(torch.autograd.Function):
             ctx.put(x, gradient)
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = _rows(gradient)
         return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _add_linear(
     x: Tensor, gradient: Tensor, weight: Any, bias: Any, homes: GradientHomes | None
 ) -> list[nn.Parameter]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
     found = []
     if weight.requires_grad:
-        _add_product(weight, rows.t(), x.reshape(-1, x.shape[-1]), homes)
+        _add_product(weight, gradient.t(), x, homes)
         found.append(weight)
     if bias is not None and bias.requires_grad:
-        _accumulate(bias, rows.sum(0))
+        _accumulate(bias, gradient.sum(0))
         found.append(bias)
     return found
 

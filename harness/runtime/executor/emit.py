@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from harness.runtime.executor.deferred import (
     WeightQueue,
     defer,
     is_large_linear,
+    is_worth_joining,
 )
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.forms import (
@@ -71,6 +74,8 @@ class DeviceTasks:
         mean_over: samples that the loss is divided by.
         homes: where gradients of large weights stay.
         at_once: computes those of large linear layers; None where autograd does.
+        n_alike: microbatches of this size in a step, whose gradients may be joined.
+        joined: by stage, where joined gradients wait until others have what they wait for.
     """
 
     task: Task
@@ -83,6 +88,8 @@ class DeviceTasks:
     mean_over: int
     homes: GradientHomes
     at_once: AtOnce | None
+    n_alike: int
+    joined: Mapping[int, WeightQueue]
 
     @property
     def layout(self) -> Layout:
@@ -111,6 +118,7 @@ class SegmentBuilder:
         self._owned: dict[str, Any] = {}
         self._placeholders: dict[InputKey, fx.Node] = {}
         self._regions: dict[int, fx.Node] = {}
+        self._n_bytes: Counter[str] = Counter()
         self.values: dict[PartKey, fx.Node] = {}
 
     @property
@@ -136,6 +144,7 @@ class SegmentBuilder:
         self._device.weights.share(shard, shard.sources)
         node = self._layout.captured.nodes[part.operator]
         emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
+        self._n_bytes[str(emitted.target)] += self._bytes_of(part)
         self.values[self._first_key(part, node)] = emitted
 
     def _first_key(self, part: Part, node: fx.Node) -> PartKey:
@@ -218,6 +227,7 @@ class SegmentBuilder:
                 module.track_running_stats = False
                 emitted.target = path = f"{path}.{part.index}".replace(".", "_")
             self._owned[path] = module
+            self._n_bytes[path] += self._bytes_of(part)
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(self._graph, emitted, self._owned)
         self._keep(part, node, emitted, is_gathered=is_gathered)
@@ -276,6 +286,18 @@ class SegmentBuilder:
         region = layout.region(node, part)
         kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
         return self._call(f"{part.operator}.kept", kept, (emitted,))
+
+    def _bytes_of(self, part: Part) -> int:
+        """Of a task's inputs and outputs."""
+        layout = self._layout
+        regions = [(want.value, want.block) for _, want in layout.reads(part)]
+        node = layout.captured.nodes[part.operator]
+        if node in layout.values.tensors:
+            regions.append((node.name, layout.region(node, part)))
+        return sum(
+            math.prod(layout.sizes_of(value, region)) * layout.tensor(value).dtype.itemsize
+            for value, region in regions
+        )
 
     def _region(self, want: Want) -> fx.Node:
         """A want as a node of this graph."""
@@ -338,17 +360,26 @@ class SegmentBuilder:
             self._placeholders[key] = node
         return self._placeholders[key]
 
-    def finish(self, outputs: list[PartKey], queue: WeightQueue | None) -> fx.GraphModule:
+    def finish(
+        self, outputs: list[PartKey], queue: WeightQueue | None, stage: int
+    ) -> fx.GraphModule:
         """Close the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
         for path, module in self._owned.items():
             if isinstance(module, nn.Module):
-                self._owned[path] = self._with_own_backward(module, queue)
+                self._owned[path] = self._with_own_backward(path, module, queue, stage)
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")
 
-    def _with_own_backward(self, module: nn.Module, queue: WeightQueue | None) -> nn.Module:
+    def _with_own_backward(
+        self, path: str, module: nn.Module, queue: WeightQueue | None, stage: int
+    ) -> nn.Module:
         """The module with its weights' gradients computed by us, where there is a reason."""
-        device = self._device
+        device, n_alike = self._device, self._device.n_alike
+        n_calls = sum(node.target == path for node in self._graph.nodes)
+        if device.at_once is not None and n_calls == 1 and n_alike > 1:
+            sink = queue or device.joined.get(stage) or device.at_once
+            if is_worth_joining(module, n_alike * self._n_bytes[path]):
+                return defer(module, sink, device.homes, n_joined=n_alike) or module
         if queue is not None:
             return defer(module, queue, device.homes) or module
         if device.at_once is not None and is_large_linear(module):

@@ -97,6 +97,8 @@ class ExecutorEngine:
         stages = range(1, len(plan.strategy.stages))
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
+        # Gradients of joined microbatches come after what the stage before waits for.
+        self._joined = {stage: WeightQueue() for stage in stages if not is_split}
         self._homes = GradientHomes()
         meta = MetaModel(captured, task.inputs, world.device)
         check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
@@ -158,6 +160,8 @@ class ExecutorEngine:
             mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
             homes=self._homes,
             at_once=self._at_once(),
+            n_alike=self.plan.strategy.microbatch_sizes().count(size),
+            joined=self._joined,
         )
         return Lowering(tasks, self._queues).program()
 
@@ -217,17 +221,28 @@ class ExecutorEngine:
             precision,
             [stage.recompute for stage in strategy.stages],
             self._queues,
+            self._joined,
+            self._keeping_stages(),
             self._random,
             lambda parameter: self._sync.reached(parameter),
             self._stash,
             self._update_microbatch,
         )
 
+    def _keeping_stages(self) -> set[int]:
+        """Stages that need what they were sent after their backward, for gradients of weights."""
+        return set(self._queues) | {
+            stage
+            for program, _ in self._programs.values()
+            for stage, segments in program.stages.items()
+            if any(backward_calls(segment.module).joined for segment in segments)
+        }
+
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         uses: Counter[nn.Parameter] = Counter()
-        for size in self.plan.strategy.microbatch_sizes():
+        for size, n in Counter(self.plan.strategy.microbatch_sizes()).items():
             for segments in self._programs[size][0].stages.values():
-                uses.update(_backward_uses(segments))
+                _count_uses(segments, n, uses)
         trained = self.weights.trainable()
         return GradientSync(
             [(parameter, self.holders.of(piece)) for piece, parameter in trained.items()],
@@ -372,17 +387,16 @@ class ExecutorEngine:
         return flights
 
 
-def _backward_uses(segments: Sequence[Segment]) -> Counter[nn.Parameter]:
-    """How often one microbatch's backward reaches each parameter of a stage."""
-    uses: Counter[nn.Parameter] = Counter()
+def _count_uses(segments: Sequence[Segment], n: int, uses: Counter[nn.Parameter]) -> None:
+    """Add how often the backward of `n` microbatches reaches each parameter of a stage."""
     waiting: set[nn.Parameter] = set()
     for segment in segments:
         if segment.is_differentiable:
-            found, of_queue = backward_calls(segment.module)
-            uses.update(found)
-            waiting |= of_queue
-    uses.update(waiting)
-    return uses
+            calls = backward_calls(segment.module)
+            uses.update({parameter: n * k for parameter, k in calls.each.items()})
+            uses.update(calls.joined)
+            waiting |= calls.waiting
+    uses.update(dict.fromkeys(waiting, n))
 
 
 def _check_asynchronous(plan: ExecutorPlan) -> None:

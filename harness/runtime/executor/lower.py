@@ -59,13 +59,14 @@ class Lowering:
 
     def _segment(self, draft: Draft, needed: set[PartKey]) -> Segment:
         builder = SegmentBuilder(self._tasks, needed)
+        stage = draft.parts[0].stage
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [key for key in builder.values if key.value == "loss"]
         return Segment(
-            module=builder.finish(outputs, self._queues.get(draft.parts[0].stage)),
+            module=builder.finish(outputs, self._queues.get(stage), stage),
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),

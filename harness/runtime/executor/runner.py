@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ class Runner:
         programs: by size of microbatch, each with its moves.
         sizes: samples of each microbatch.
         recompute: by stage, whether its forward is run again before its backward.
+        queues: by stage, gradients of weights that wait for an action of their own.
+        joined: by stage, those of joined microbatches, which wait for the end of a backward.
+        keeping: stages that still need what they fetched after its backward.
         reached: called with parameters whose weight gradients were computed apart.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward when there are versions.
@@ -52,6 +55,8 @@ class Runner:
         precision: Precision,
         recompute: Sequence[bool],
         queues: Mapping[int, WeightQueue],
+        joined: Mapping[int, WeightQueue],
+        keeping: Collection[int],
         random: RandomState,
         reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
@@ -61,6 +66,7 @@ class Runner:
         self._programs, self._sizes, self._actions = programs, list(sizes), list(actions)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
+        self._joined, self._keeping = joined, keeping
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases)
@@ -91,6 +97,8 @@ class Runner:
             elif action.kind == "backward":
                 self._phases.begin("backward", name)
                 self._backward(action, name)
+                for parameter in self._joined_gradients(action.stage):
+                    self._reached(parameter)
                 self._apply(flights[action.microbatch])
             else:
                 self._phases.begin("backward", f"{name} weights")
@@ -98,6 +106,10 @@ class Runner:
                     self._reached(parameter)
         assert not self._transfers, "every receive that was posted is waited for"
         self._flights = []
+
+    def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
+        """Compute those that are due; the parameters that have them now."""
+        return self._joined[stage].flush() if stage in self._joined else []
 
     def _apply(self, flight: Flight) -> None:
         """With versions, update the weights by this microbatch alone."""
@@ -330,7 +342,7 @@ class Runner:
             leaf = flight.leaves.pop(fetch.key)
             if fetch.is_borrowed:
                 continue
-            if fetch.want.stage not in self._queues:  # else gradients of weights still need it
+            if fetch.want.stage not in self._keeping:
                 self._channels.buffers.give_back(leaf.detach())
 
     def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:

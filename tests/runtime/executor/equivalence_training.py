@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -47,7 +48,12 @@ def make_engine(case: Case, task: Task, world: World) -> ExecutorEngine:
     )
     # By every second batch size all linear layers write their gradients where they stay.
     least = deferred.LARGE_ELEMENTS if case.strategy.batch % 2 else 1
-    with mock.patch.object(deferred, "LARGE_ELEMENTS", least):
+    joined = (1, math.inf) if case.seed % 2 else (deferred.JOINED_ELEMENTS, deferred.KEPT_SHARE)
+    with (
+        mock.patch.object(deferred, "LARGE_ELEMENTS", least),
+        mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
+        mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
+    ):
         engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
     engine.keep_gradients = True
     return engine
