@@ -4,9 +4,11 @@ from hypothesis import strategies as st
 
 from harness.domain.partition import (
     blocks,
+    count_parts,
     cut_dim,
     input_interval,
     intersect,
+    nearest,
     overlaps,
     part_index,
     volume,
@@ -48,6 +50,20 @@ def test_blocks_are_numbered_row_major_over_the_dims():
         "sample": 1,
         "feature": 0,
     }
+
+
+def test_copies_of_a_block_are_numbered_one_after_another():
+    cuts = {"replica": 2, "sample": 2}
+    found = blocks(["sample", "feature"], [4, 3], cuts)
+    assert found == [((0, 2), (0, 3))] * 2 + [((2, 4), (0, 3))] * 2
+    assert count_parts(cuts) == len(found)
+    places = [part_index(["sample", "feature"], cuts, k)["sample"] for k in range(4)]
+    assert places == [0, 0, 1, 1]
+
+
+def test_a_reader_takes_its_own_copy_or_one_of_the_others_in_turn():
+    assert [nearest((1, 3), device) for device in range(4)] == [1, 1, 1, 3]
+    assert nearest((0, 2), 3) == 2
 
 
 def test_cut_of_a_dim_that_is_not_there_is_refused():

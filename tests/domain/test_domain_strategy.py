@@ -10,6 +10,7 @@ from harness.domain.strategy import (
     StaleStrategyError,
     Strategy,
     check_fresh,
+    copies_of,
     samples_per_device,
     validate,
 )
@@ -116,6 +117,50 @@ def test_samples_follow_the_shares():
 )
 def test_a_strategy_that_does_not_fit_is_refused(strategy, message):
     with pytest.raises(StrategyError, match=message):
+        validate(strategy, make_graph(), make_cluster())
+
+
+def copied(plan):
+    """A strategy whose activation after fc1 has a plan of its own."""
+    graph = make_graph()
+    relu = Operator(
+        name="relu", kind="elementwise", inputs=["fc1"], shape={"sample": 8, "feature": 6}
+    )
+    graph = msgspec.structs.replace(graph, operators=[*graph.operators[:2], relu])
+    operators = {"fc1": OperatorPlan({}, [0]), "relu": plan}
+    return Strategy(name="copies", batch=8, operators=operators), graph
+
+
+def test_copies_are_those_of_one_block_and_are_fed_all_of_it():
+    plan = OperatorPlan({"sample": 2, "replica": 2}, [0, 1, 3, 2])
+    strategy, graph = copied(plan)
+    validate(strategy, graph, make_cluster())
+    assert [copies_of(plan, k) for k in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert copies_of(OperatorPlan({"sample": 2}, [0, 1]), 1) == ()
+    assert samples_per_device(strategy, "relu") == {0: 4, 1: 4, 2: 4, 3: 4}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            OperatorPlan({"replica": 2}, [1, 1]),
+            r"2 copies of a block on devices \[1, 1\]",
+        ),
+        (OperatorPlan({"replica": 3}, [0, 1]), "3 blocks and 2 devices"),
+        (OperatorPlan({"replica": [2, 1]}, [0, 1]), r"\[2, 1\] copies of a block are not"),
+        (OperatorPlan({"replica": 0}, []), "0 copies of a block are not possible"),
+    ],
+)
+def test_copies_that_do_not_fit_are_refused(plan, message):
+    strategy, graph = copied(plan)
+    with pytest.raises(StrategyError, match=message):
+        validate(strategy, graph, make_cluster())
+
+
+def test_weights_have_no_copies():
+    strategy = with_plan("fc1", OperatorPlan({"replica": 2}, [0, 1]))
+    with pytest.raises(StrategyError, match=r"'fc1' \(linear\) cannot be cut along 'replica'"):
         validate(strategy, make_graph(), make_cluster())
 
 

@@ -192,12 +192,13 @@ def shared_sums(layout: Layout) -> dict[int, SharedSum]:
 
 def _shared_sum(wants: list[Want]) -> SharedSum | None:
     """None unless each of some devices holds a part, and wants all of it at the same place."""
+    if len(wants) < _FEWEST_DEVICES:
+        return None
     devices = tuple(sorted(want.device for want in wants))
     parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}
     stages = {want.stage for want in wants} | {part.stage for part in parts}
     is_alike = (
-        len(devices) >= _FEWEST_DEVICES
-        and tuple(sorted(part.device for part in parts)) == devices
+        tuple(sorted(part.device for part in parts)) == devices
         and all(region == wants[0].block for region in parts.values())
         and len({want.first_consumer for want in wants}) == len(stages) == 1
     )

@@ -7,6 +7,7 @@ from equivalence_cases import DTYPES, Case
 from equivalence_models import OwnPrecisionTask
 from torch import nn
 
+from harness.domain.partition import SAMPLE
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.runtime.capture import capture
@@ -33,9 +34,9 @@ class SumsCase(Case, frozen=True, kw_only=True):
         return towers(DTYPES[self.dtype])
 
 
-def by_sums(n_devices: int, batch: int, n_microbatches: int = 1) -> Strategy:
-    """Wide layers by features, narrow ones by contraction, the loss by samples."""
-    dims = iter(["feature", "feature", CONTRACTION] * 2 + ["sample"])
+def by_sums(n_devices: int, batch: int, n_microbatches: int = 1, *, loss: str = SAMPLE) -> Strategy:
+    """Wide layers by features, narrow ones by contraction, the loss by samples or by all."""
+    dims = iter(["feature", "feature", CONTRACTION] * 2 + [loss])
     plans = {
         operator.name: OperatorPlan({next(dims): n_devices}, list(range(n_devices)))
         for operator in capture(towers(), batch, "towers").graph.operators
