@@ -271,13 +271,18 @@ def _check_stages(strategy: Strategy, graph: Graph) -> None:
 
 
 def samples_per_device(strategy: Strategy, operator: str) -> dict[int, int]:
-    """Samples of the global batch that each device computes of one operator."""
+    """Samples of the global batch that each device computes of one operator; what copies compute
+    counts for the lowest device of them."""
     plan = strategy.operators[operator]
     counts: dict[int, int] = {}
     cut = plan.partition.get(SAMPLE, 1)
     n_rest = count_parts(plan.partition) // n_parts(cut)
+    n_copies = n_replicas(plan.partition)
     for size in strategy.microbatch_sizes():
         for k, (start, stop) in enumerate(cut_dim(size, cut)):
-            for device in dict.fromkeys(plan.devices[k * n_rest : (k + 1) * n_rest]):
+            first = k * n_rest
+            rest = plan.devices[first : first + n_rest]
+            counted = (min(rest[at : at + n_copies]) for at in range(0, n_rest, n_copies))
+            for device in dict.fromkeys(counted):
                 counts[device] = counts.get(device, 0) + stop - start
     return counts

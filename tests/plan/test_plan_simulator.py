@@ -388,23 +388,57 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
     assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
 
 
-def test_gradients_of_joined_microbatches_are_not_added_up_but_kept_for():
-    graph, profile, cluster, plans = two_linears(1)
-    fed = {"a": 32 + 32, "b": 32 + 32}  # 80 and 40 bytes of weights
-    added = {"a": 3 * 80 / 2, "b": 3 * 40 / 2}
-
-    def simulated(joined_weight_bytes, n_microbatches=2):
-        options = SimulatorOptions(stream_s_per_byte=0.01, joined_weight_bytes=joined_weight_bytes)
-        return simulate(
-            graph, profile, cluster, plans, n_microbatches=n_microbatches, options=options
+def simulated_joined(joined_weight_bytes, n_microbatches=2, *, n_stages=1):
+    """Two products of 80 bytes of weights, fed and giving 32 bytes in a microbatch of 4 samples."""
+    graph = two_linears(1)[0]
+    operators = [
+        msgspec.structs.replace(op, parameter_bytes=80) if op.name in ("a", "b") else op
+        for op in graph.operators
+    ]
+    graph = Graph(name="joined", batch=8, operators=operators)
+    points = [
+        Measurement(
+            device_kind="device", operator=op.profile_key, shape={"sample": n, "feature": 4},
+            forward_s=n / 4, backward_s={4: 2.0, 8: 2.75}[n],
         )
+        for op in {op.profile_key: op for op in operators[1:]}.values() for n in (4, 8)
+    ]  # fmt: skip
+    profile = Profile(model=graph.name, graph_hash=graph.content_hash(), measurements=points)
+    last = n_stages - 1
+    plans = {
+        "a": OperatorPlan({}, [0], 0),
+        "b": OperatorPlan({}, [last], last),
+        "c": OperatorPlan({}, [last], last),
+    }
+    return simulate(
+        graph,
+        profile,
+        cluster_of(2, bandwidth=1e12),
+        plans,
+        n_microbatches=n_microbatches,
+        stages=[Stage()] * n_stages,
+        options=SimulatorOptions(stream_s_per_byte=0.01, joined_weight_bytes=joined_weight_bytes),
+    )
 
-    apart, joined = simulated(1e9), simulated(1)
-    saved_s = 0.01 * (2 * added["a"] - 2 * fed["a"])  # b is fed more than its weights
-    assert apart.step_s - joined.step_s == pytest.approx(saved_s)
-    assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == fed["a"]
-    assert simulated(81).step_s == apart.step_s
-    assert simulated(1, 1).step_s == simulated(1e9, 1).step_s
+
+def test_gradients_of_joined_microbatches_are_computed_once_and_not_added_up():
+    apart, joined = simulated_joined(81), simulated_joined(80)
+    # Half of the 2 s of each backward was for the weights, both at once take 0.75 s.
+    added_s, copied_s = 0.01 * 3 * 80, 0.01 * 2 * 64
+    saved_s = added_s + 2 * 1.0 - 0.75 - copied_s
+    assert apart.step_s - joined.step_s == pytest.approx(2 * saved_s)
+    assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == 2 * 64
+    assert simulated_joined(80, 1).step_s == simulated_joined(81, 1).step_s
+
+
+def test_joined_gradients_come_after_what_the_stage_before_waits_for():
+    found = timeline(simulated_joined(80, n_stages=2))
+    (weights,) = [event for event in found if event[0].startswith("weights of")]
+    assert weights[0].startswith("weights of b")
+    assert weights[2] - weights[1] == pytest.approx(0.75 + 0.01 * 2 * 64)
+    # Meanwhile the first stage has its last backward, which began as soon as b's had ended.
+    backward = max((event for event in found if event[0].startswith("a ")), key=lambda e: e[1])
+    assert backward[1] == pytest.approx(weights[1])
 
 
 def test_gradients_in_place_are_added_up_within_their_backward():
@@ -566,6 +600,7 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
             overlap=case % 4 != 0,
             bucket_bytes=100,
             batch_norm=rng.choice(["local", "global"]),
+            joined_weight_bytes=rng.choice([40, 1e9]),
         )
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)

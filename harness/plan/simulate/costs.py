@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import Block, blocks, n_replicas, nearest, volume
+from harness.domain.partition import SAMPLE, Block, blocks, n_replicas, nearest, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     full_shape,
@@ -104,6 +104,7 @@ class Costs:
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
         self._index = graph.index()
+        self._joined: dict[object, Floats] = {}
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._fans: dict[object, Fan] = {}
@@ -160,6 +161,24 @@ class Costs:
                 share = volume(block) / self._full_volume(op)
             self._seconds[key] = (time.forward_s * share / speed, time.backward_s * share / speed)
         return self._seconds[key]
+
+    def joined_s(self, op: int, plan: OperatorPlan, n: int) -> Floats:
+        """(n_devices,) seconds of the gradients of weights, computed together for `n` microbatches
+        (`runtime.executor.deferred`): what backward of all of them takes beyond their forward,
+        which is a product of the size of that of their inputs' gradients.
+        """
+        key = (op, self._key(plan), n)
+        found = self._joined.get(key)
+        if found is None:
+            found = np.zeros(self.n_devices)
+            at = list(self.shapes[op]).index(SAMPLE)
+            for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
+                start, stop = block[at]
+                all_n = (*block[:at], (start * n, stop * n), *block[at + 1 :])
+                each, together = self.block_s(op, block, device), self.block_s(op, all_n, device)
+                found[device] += max(0.0, min(together[1] - together[0], n * (each[1] - each[0])))
+            self._joined[key] = found
+        return found
 
     def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
         """Whether the gradients of a block's weights are written where they stay."""

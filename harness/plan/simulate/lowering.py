@@ -69,7 +69,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         flow.actions,
         flow.split_weight,
     )
-    triggers = _triggers(simulator, buckets, flow, last, row_at, len(rows))
+    gradients = _gradients(simulator, tables, flow, rows)
+    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
     sums = edges.sums
     prices = price_reductions(
         network, sums, zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True)
@@ -81,7 +82,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
         device_of=rows % n_devices,
-        seconds=_seconds(simulator, tables, flow, rows) + _streams(simulator, tables, rows, row_at),
+        seconds=_seconds(simulator, tables, flow, rows, gradients)
+        + _streams(simulator, tables, rows, row_at),
         following=following,
         first=first,
         gate=gate,
@@ -135,9 +137,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         peak=peak,
         held=held,
         joined=np.bincount(
-            rows % n_devices,
-            weights=_gradients(simulator, tables, flow, rows).kept_bytes,
-            minlength=n_devices,
+            rows % n_devices, weights=gradients.kept_bytes, minlength=n_devices
         ).astype(float),
     )
 
@@ -187,27 +187,39 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
     return np.stack([arriving, added, none, none]) * rates[rows % n_devices]
 
 
-def _seconds(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> Floats:
+def _seconds(
+    simulator: Simulator, tables: Tables, flow: Flow, rows: Ints, gradients: _Gradients
+) -> Floats:
     """(4, n_rows): forward, backward, weight pass and recomputation.
 
     A zero-bubble schedule gives half of the backward of an operator with weights to the
     weight pass: gradients of inputs and of weights are products of equal size. Adding gradients
-    up, from the second microbatch on, is shared out evenly over all of them, as is the one product
-    of joined microbatches; a product in place adds by itself, and is measured so.
+    up, from the second microbatch on, is shared out evenly over all of them; a product in place
+    adds by itself, and is measured so. The one product of joined microbatches has a weight pass of
+    its own where others wait for the gradients of inputs, and is else shared out, too.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
-    gradients = _gradients(simulator, tables, flow, rows)
+    rates = (np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds)[
+        rows % tables.n_devices
+    ]
     streamed = np.where(gradients.is_joined, 0.0, ADDS * weight_bytes * (n - 1) / n)
-    streamed += COPIES * (tables.shared_bytes.ravel()[rows] + gradients.kept_bytes) / n
-    streamed = np.where(gradients.in_place, 0.0, streamed)
-    rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
-    stream_s = streamed * rates[rows % tables.n_devices]
+    streamed += COPIES * tables.shared_bytes.ravel()[rows] / n
+    stream_s = np.where(gradients.in_place, 0.0, streamed) * rates
     if flow.split_weight:
         weight = weight + stream_s
-        return np.stack([forward, backward + stream_s - weight, weight, forward])
-    return np.stack([forward, backward + stream_s, weight, forward])
+    backward = backward + stream_s
+    for k in np.flatnonzero(gradients.is_joined).tolist():
+        op, device = divmod(int(rows[k]), tables.n_devices)
+        joined_s = tables.costs.joined_s(op, tables.plans[op], n)[device]
+        joined_s += COPIES * gradients.kept_bytes[k] * rates[k]
+        weight[k] = joined_s if gradients.waits[k] else joined_s / n * flow.split_weight
+        backward[k] = min(backward[k], forward[k] + stream_s[k])
+        backward[k] += 0.0 if gradients.waits[k] else joined_s / n
+    if flow.split_weight:
+        backward = backward - weight
+    return np.stack([forward, backward, weight, forward])
 
 
 class _Gradients(NamedTuple):
@@ -215,11 +227,13 @@ class _Gradients(NamedTuple):
 
     Attributes:
         kept_bytes: inputs and outputs of all microbatches, where these are joined.
+        waits: their one product comes after the last backward of its stage.
     """
 
     in_place: npt.NDArray[np.bool_]
     is_joined: npt.NDArray[np.bool_]
     kept_bytes: Floats
+    waits: npt.NDArray[np.bool_]
 
 
 def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> _Gradients:
@@ -228,19 +242,26 @@ def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> 
     in_place = simulator.is_linear[ops] & (weight_bytes >= options.in_place_bytes)
     is_joined = simulator.is_product[ops] & ~in_place & (kept <= weight_bytes)
     is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
-    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0))
+    waits = is_joined & (_stages(tables, flow)[ops] > 0) & (not flow.split_weight)
+    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), waits)
 
 
 def _triggers(
-    simulator: Simulator, buckets: Buckets, flow: Flow, last: Ints, row_at: Ints, n_rows: int
+    simulator: Simulator,
+    buckets: Buckets,
+    flow: Flow,
+    last: Ints,
+    row_at: Ints,
+    waits: npt.NDArray[np.bool_],
 ) -> tuple[Ints, Ints]:
     """(compute task, bucket that waits for it): the last microbatch's gradients, or,
     without overlap, the device's last task."""
     if not simulator.options.overlap:
         return last[buckets.end_device], buckets.end_bucket
-    which = order.WEIGHT if flow.split_weight else order.BACKWARD
-    base = ((which + 1) * flow.n_microbatches - 1) * n_rows
-    return base + row_at[buckets.trigger_place], buckets.trigger_bucket
+    found = row_at[buckets.trigger_place]
+    which = np.where(waits[found] | flow.split_weight, order.WEIGHT, order.BACKWARD)
+    base = ((which + 1) * flow.n_microbatches - 1) * len(waits)
+    return base + found, buckets.trigger_bucket
 
 
 def _lists(places: list[tuple[int, ...]], row_at: Ints) -> tuple[Ints, Ints]:

@@ -80,7 +80,7 @@ def order_tasks(
                         memory += kept_bytes[row]
                     elif what == RECOMPUTE:
                         memory += kept_bytes[row] - outside_bytes[row]
-                    elif what == WEIGHT or not split_weight:
+                    elif what == (WEIGHT if split_weight else BACKWARD):
                         freed = kept_bytes[row]
                     gate[task] = before_previous
                     held[task] = memory

@@ -41,7 +41,9 @@ def events(simulation: Simulation) -> Iterator[Event]:
     for task in np.argsort(start, kind="stable"):
         if np.isnan(start[task]):
             return
-        yield decode(simulation, int(task))
+        event = decode(simulation, int(task))
+        if event.duration_s or not event.name.startswith("weights of "):
+            yield event
 
 
 def decode(simulation: Simulation, task: int) -> Event:

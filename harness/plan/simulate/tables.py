@@ -102,25 +102,34 @@ def flow_of(
     schedule: ScheduleName,
     n_microbatches: int,
     n_devices: int,
+    *,
+    joins: bool,
 ) -> Flow:
-    """Lower stages and schedule; operators without tasks have stage -1."""
+    """Lower stages and schedule; operators without tasks have stage -1.
+
+    Args:
+        joins: gradients of weights may be computed together after the last backward of a stage
+            whose inputs' gradients others wait for.
+    """
+    has_weights = schedule == "zero_bubble"
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
     lists = []
     for rank in range(n_ranks):
         rank_of[list(stage_devices[rank])] = rank
-        lists.append(
-            [
-                (_PASS[action.kind], action.microbatch, action.stage)
-                for action in rank_actions(
-                    schedule,
-                    n_stages=len(stages),
-                    n_microbatches=n_microbatches,
-                    n_ranks=n_ranks,
-                    rank=rank,
-                )
-            ]
-        )
+        own: list[tuple[int, int, int]] = []
+        for action in rank_actions(
+            schedule,
+            n_stages=len(stages),
+            n_microbatches=n_microbatches,
+            n_ranks=n_ranks,
+            rank=rank,
+        ):
+            own.append((_PASS[action.kind], action.microbatch, action.stage))
+            is_last = action.kind == "backward" and action.microbatch == n_microbatches - 1
+            if joins and not has_weights and is_last and action.stage > 0 and n_microbatches > 1:
+                own.append((_PASS["weight"], action.microbatch, action.stage))
+        lists.append(own)
     return Flow(
         n_microbatches=n_microbatches,
         stage_ptr=_pointers(stage_ops),
@@ -129,7 +138,7 @@ def flow_of(
         rank_of=rank_of,
         action_ptr=_pointers(lists),
         actions=np.array([a for actions in lists for a in actions], dtype=np.int64).reshape(-1, 3),
-        split_weight=schedule == "zero_bubble",
+        split_weight=has_weights,
     )
 
 
