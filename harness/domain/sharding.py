@@ -24,6 +24,10 @@ HEADS = "heads"
 # Dims that an output does not show: their parts hold partial sums of all of it.
 PARTIAL_DIMS = (HEADS, CONTRACTION)
 
+# An output's partial sums are added up by one all-reduce from so many devices on. Between two an
+# exchange moves as many bytes and has half the latency.
+FEWEST_SUMMED = 3
+
 # Dims along which each kind of operator can be cut; every other kind along samples alone.
 _CUTTABLE: dict[str, tuple[str, ...]] = {
     "linear": (SAMPLE, "seq", "feature", CONTRACTION),

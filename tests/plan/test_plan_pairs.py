@@ -109,23 +109,18 @@ def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     assert list(plans["r1"].partition) == ["feature"]
 
 
-def test_the_space_has_copies_of_what_has_no_weights():
+def test_the_space_has_contraction_and_copies_alone_and_with_samples():
     graph = mlp(1)
     simulator = simulator_of(graph, CLUSTER)
     space = Space(simulator.costs(8), CLUSTER, simulator.placed)
-    four = [p.partition for p in space.menus[2] if p.devices == [0, 1, 2, 3]]
-    assert {"replica": 4} in four
-    assert {"sample": 2, "replica": 2} in four
+
+    def on_four(op):
+        return [p.partition for p in space.menus[op] if p.devices == [0, 1, 2, 3]]
+
+    for op, dim in ((1, "contraction"), (2, "replica")):
+        assert {dim: 4} in on_four(op)
+        assert {"sample": 2, dim: 2} in on_four(op)
     assert not [p for p in space.menus[1] if "replica" in p.partition]
-
-
-def test_the_space_has_contraction_alone_and_with_samples():
-    graph = mlp(1)
-    simulator = simulator_of(graph, CLUSTER)
-    space = Space(simulator.costs(8), CLUSTER, simulator.placed)
-    four = [p.partition for p in space.menus[1] if p.devices == [0, 1, 2, 3]]
-    assert {"contraction": 4} in four
-    assert {"sample": 2, "contraction": 2} in four
 
 
 def test_weights_are_held_by_feature_and_contraction():

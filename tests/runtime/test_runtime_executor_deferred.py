@@ -7,7 +7,6 @@ from torch import fx, nn
 from harness.domain.graph import Operator
 from harness.runtime.executor.deferred import (
     AtOnce,
-    GradientHomes,
     WeightQueue,
     backward_calls,
     defer,
@@ -15,6 +14,7 @@ from harness.runtime.executor.deferred import (
     is_worth_joining,
 )
 from harness.runtime.executor.shards import Wanted, make_shard
+from harness.runtime.executor.weight_gradients import GradientHomes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

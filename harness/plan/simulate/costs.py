@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, blocks, n_replicas, nearest, volume
+from harness.domain.partition import SAMPLE, Block, blocks, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     full_shape,
@@ -30,11 +30,8 @@ from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.fans import (
-    ADDS,
-    COPIES,
     Fan,
     Floats,
-    Ints,
     Reader,
     Shared,
     Sum,
@@ -42,11 +39,8 @@ from harness.plan.simulate.fans import (
     make_fan,
     norm_sums,
     shared_sums,
-    whole_bytes,
 )
-
-# Between two devices an exchange moves as many bytes as an all-reduce and has half the latency.
-_FEWEST_DEVICES = 3
+from harness.plan.simulate.pieces import Pieces
 
 PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
 
@@ -289,7 +283,7 @@ class Costs:
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
         maker = self.graph.operators[producer]
-        pieces = _Pieces(
+        pieces = Pieces(
             a,
             held,
             self.bytes_per_element(producer),
@@ -363,72 +357,6 @@ class Costs:
                 groups.setdefault((0, 1) if k is None else block[k], set()).add(device)
             return norm_sums(op, self.n_devices, groups)
         return shared_sums(op, self.n_devices, readers)
-
-
-class _Pieces:
-    """What wants are made of, by the rules of `runtime.executor.layout`.
-
-    Args:
-        held: (n_parts, n_dims, 2) bounds of the producer's blocks.
-    """
-
-    def __init__(
-        self, plan: OperatorPlan, held: Ints, bytes_per_element: float, *, is_summed: bool
-    ) -> None:
-        self._plan, self._held, self._bytes = plan, held, bytes_per_element
-        self._holders = np.array(plan.devices)
-        self._copies = [copies_of(plan, k) for k in range(len(plan.devices))]
-        self._has_copies = n_replicas(plan.partition) > 1
-        self._is_summed = is_summed
-        self._rows: list[tuple[float, ...]] = []
-
-    def add(self, number: int, bounds: Ints, device: int, copies: tuple[int, ...]) -> Shared | None:
-        """The pieces of one want that other devices hold, or give their gradients to.
-
-        Args:
-            bounds: (n_dims, 2) of what is wanted.
-            copies: devices of the readers, if they are copies of each other.
-
-        Returns:
-            what an all-reduce may do for it.
-        """
-        low = np.maximum(self._held[:, :, 0], bounds[:, 0])
-        high = np.minimum(self._held[:, :, 1], bounds[:, 1])
-        elements = np.maximum(high - low, 0).prod(axis=1)
-        goes = returns = elements > 0
-        if self._has_copies:
-            served = [nearest(own, device) for own in self._copies]
-            goes = goes & (self._holders == served)
-        if copies:
-            served = [nearest(copies, holder) for holder in self._holders.tolist()]
-            returns = returns & (np.array(served) == device)
-        n_pieces, is_remote = np.count_nonzero(goes), self._holders != device
-        sent = (elements * (goes & is_remote)).sum()
-        if n_pieces > 1:  # pieces that are here are put into their places too
-            each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
-        else:
-            each = 0.0
-        for part in np.flatnonzero((goes | returns) & is_remote).tolist():
-            n_bytes = float(elements[part]) * self._bytes
-            streamed = n_bytes * each if goes[part] else 0.0
-            self._rows.append(
-                (number, self._holders[part], n_bytes, streamed, goes[part], returns[part])
-            )
-        return self._shared(elements, volume(bounds.tolist()), copies)
-
-    def _shared(self, elements: Ints, whole: int, copies: tuple[int, ...]) -> Shared | None:
-        goes, returns = self._is_summed, not copies
-        if not (goes or (returns and self._has_copies)):
-            return None
-        devices = tuple(sorted(self._holders[elements > 0].tolist()))
-        is_all = bool((elements[elements > 0] == whole).all())
-        if len(set(devices)) < max(_FEWEST_DEVICES, len(devices)) or not is_all:
-            return None
-        return Shared(devices, whole_bytes(whole, self._bytes), goes, returns)
-
-    def columns(self) -> Floats:
-        """(6, n) want, source, bytes, bytes streamed, whether it goes, whether it returns."""
-        return np.array(self._rows, dtype=np.float64).reshape(-1, 6).T
 
 
 def is_product(operator: Operator) -> bool:

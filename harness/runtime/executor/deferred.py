@@ -21,48 +21,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
 
 from harness.runtime.executor.shards_conv import ConvShard, Pair
 from harness.runtime.executor.shards_dense import LinearShard
+from harness.runtime.executor.weight_gradients import (
+    GradientHomes,
+    add_conv2d,
+    add_linear,
+    conv2d,
+    linear,
+)
 
 # Computes gradients of parameters and adds them to `.grad`; keeps alive what it computes them from.
 Pending = Callable[[], list[nn.Parameter]]
-# Takes (input, gradient of the output) of one call in backward.
-_Put = Callable[[Tensor, Tensor], None]
 
 # Elements from which on a weight's gradient is worth an autograd function of ours: 4 MiB of fp32,
 # more than the cache of a core. At 1 MiB that function takes longer than the copies that it saves.
 LARGE_ELEMENTS = 1 << 20
-
-
 # From which on one product for all microbatches is worth ours: 1 MiB of fp32.
 JOINED_ELEMENTS = 1 << 18
 # What may be kept for that, over the weights: it costs copies and memory.
 KEPT_SHARE = 1.0
-
-
-class GradientHomes:
-    """Where the gradients of large weights stay, step after step, instead of in fresh memory."""
-
-    def __init__(self) -> None:
-        self._homes: dict[nn.Parameter, Tensor] = {}
-
-    def settle(self, parameter: nn.Parameter, home: Tensor) -> None:
-        """Let a gradient be written there, such as into its bucket."""
-        self._homes[parameter] = home
-
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._homes:
-            self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return self._homes[parameter]
 
 
 class Sink(Protocol):
@@ -115,24 +100,6 @@ class WeightQueue:
                 for parameter in pending():
                     touched[id(parameter)] = parameter
         return list(touched.values())
-
-
-def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.detach().to(parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
-
-
-def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHomes | None) -> None:
-    """Add the product of two matrices to a gradient, without a copy of it where it has a home."""
-    if homes is None or a.dtype != weight.dtype:
-        _accumulate(weight, a.mm(b))
-    elif weight.grad is None:
-        weight.grad = torch.mm(a, b, out=homes.of(weight))
-    else:
-        weight.grad.addmm_(a, b)
 
 
 def defer(
@@ -234,6 +201,19 @@ def backward_calls(module: fx.GraphModule) -> Calls:
     return found
 
 
+def count_uses(modules: Iterable[fx.GraphModule], n: int) -> Counter[nn.Parameter]:
+    """How often the backward of `n` microbatches of a stage's segments reaches each parameter."""
+    uses: Counter[nn.Parameter] = Counter()
+    waiting: set[nn.Parameter] = set()
+    for module in modules:
+        calls = backward_calls(module)
+        uses.update({parameter: n * k for parameter, k in calls.each.items()})
+        uses.update(calls.joined)
+        waiting |= calls.waiting
+    uses.update(dict.fromkeys(waiting, n))
+    return uses
+
+
 def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that autograd itself finds gradients for."""
     if not isinstance(module, _Deferred):
@@ -268,14 +248,10 @@ class _Deferred(nn.Module):
         return self._conv2d(inputs[0], inner.weight, inner.bias, *arguments)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        def put(saved: Tensor, gradient: Tensor) -> None:
-            self._put(_rows(saved), _rows(gradient), add)
-
         def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
-            return _add_linear(x, gradient, weight, bias, self._homes)
+            return add_linear(x, gradient, weight, bias, self._homes)
 
-        apply: Callable[..., Tensor] = _Linear.apply
-        return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
+        return linear(x, weight, bias, lambda x, gradient: self._put(x, gradient, add))
 
     def _conv2d(
         self,
@@ -289,15 +265,10 @@ class _Deferred(nn.Module):
     ) -> Tensor:
         options = stride, padding, dilation, groups
 
-        def put(saved: Tensor, gradient: Tensor) -> None:
-            self._put(saved, gradient, add)
-
         def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
-            return _add_conv2d(x, gradient, weight, bias, options)
+            return add_conv2d(x, gradient, weight, bias, options)
 
-        apply: Callable[..., Tensor] = _Conv2d.apply
-        anchor = _anchor(weight, bias)
-        return apply(_autocast(x), _detached(weight), _detached(bias), options, put, anchor)
+        return conv2d(x, weight, bias, options, lambda x, gradient: self._put(x, gradient, add))
 
     def _put(
         self, x: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], list[nn.Parameter]]
@@ -316,143 +287,3 @@ class _Deferred(nn.Module):
             return add(torch.cat(xs), torch.cat(gradients))
 
         self._sink.put(pending)
-
-
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    """Autograd calls a parameter's hooks even where a function gives it no gradient."""
-    return None if parameter is None else parameter.detach()
-
-
-def _anchor(*parameters: Tensor | None) -> Tensor:
-    """What makes an output differentiable in place of its parameters."""
-    first = next(p for p in parameters if p is not None)
-    is_trained = any(p is not None and p.requires_grad for p in parameters)
-    return torch.empty(0, device=first.device, requires_grad=is_trained)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """As autocast would cast the input of a product."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
-def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: _Put, anchor: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.put = put
-        # Autocast would keep casts of weights that carry no gradient, and hand them to others.
-        with torch.autocast(x.device.type, enabled=False):
-            own_weight, own_bias = _like(x, weight, bias)
-            assert own_weight is not None
-            return F.linear(x, own_weight, own_bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[4]:
-            ctx.put(x, gradient)
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 5
-        rows = _rows(gradient)
-        return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _add_linear(
-    x: Tensor, gradient: Tensor, weight: Any, bias: Any, homes: GradientHomes | None
-) -> list[nn.Parameter]:
-    found = []
-    if weight.requires_grad:
-        _add_product(weight, gradient.t(), x, homes)
-        found.append(weight)
-    if bias is not None and bias.requires_grad:
-        _accumulate(bias, gradient.sum(0))
-        found.append(bias)
-    return found
-
-
-_Options = tuple[Pair, Pair, Pair, int]
-
-
-class _Conv2d(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: _Options,
-        put: _Put,
-        anchor: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.options, ctx.put = options, put
-        with torch.autocast(x.device.type, enabled=False):
-            own_weight, own_bias = _like(x, weight, bias)
-            assert own_weight is not None
-            return F.conv2d(x, own_weight, own_bias, *options)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[5]:
-            ctx.put(x, gradient)
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 6
-        wanted = [True, False, False]
-        of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
-        return of_x, *(None,) * 5
-
-
-def _add_conv2d(
-    x: Tensor, gradient: Tensor, weight: Any, bias: Any, options: _Options
-) -> list[nn.Parameter]:
-    wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
-    found = _convolution_backward(x, gradient, weight, bias, options, wanted)
-    added = []
-    for parameter, of_it, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
-        if is_wanted:
-            _accumulate(parameter, of_it)
-            added.append(parameter)
-    return added
-
-
-def _convolution_backward(
-    x: Tensor,
-    gradient: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: _Options,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias, those that are wanted."""
-    stride, padding, dilation, groups = options
-    sizes = None if bias is None else list(bias.shape)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-        gradient,
-        x,
-        weight.to(gradient.dtype),
-        sizes,
-        stride,
-        padding,
-        dilation,
-        False,
-        [0, 0],
-        groups,
-        wanted,
-    )
-    return found

@@ -17,7 +17,6 @@ from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
 from harness.runtime.executor.batch_norm import BatchNormShard
 from harness.runtime.executor.deferred import (
     AtOnce,
-    GradientHomes,
     WeightQueue,
     defer,
     is_large_linear,
@@ -45,6 +44,7 @@ from harness.runtime.executor.program import (
 from harness.runtime.executor.shards import make_dropout
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
+from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Weights
 from harness.runtime.models.task import Task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.channels import Channels, action_order
 from harness.runtime.executor.deferred import (
     AtOnce,
-    GradientHomes,
     WeightQueue,
     backward_calls,
+    count_uses,
     in_place_bytes,
 )
 from harness.runtime.executor.dropout import RandomState
@@ -42,12 +42,13 @@ from harness.runtime.executor.messages import find_messages, shared_sums
 from harness.runtime.executor.moves import Moves
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import Program, Segment
+from harness.runtime.executor.program import Program
 from harness.runtime.executor.runner import Runner
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.stash import Stash
 from harness.runtime.executor.state import StateGatherer, save_sharded, verify_copies
 from harness.runtime.executor.values import MetaModel
+from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Holders, Weights
 from harness.runtime.models.task import Task
 from harness.runtime.optimizers import make_optimizer
@@ -82,7 +83,7 @@ class ExecutorEngine:
         self._random = RandomState(plan.seed)
         captured = capture(task, plan.strategy.batch, "model")
         validate(plan.strategy, captured.graph, _ranks_as_cluster(world))
-        _check_asynchronous(plan)
+        plan.check_schedule()
         self._captured = captured
         self._intervals = sample_intervals(captured.graph, plan.strategy, world.rank)
         self._starts = cut_dim(plan.strategy.batch, plan.strategy.n_microbatches)
@@ -242,7 +243,8 @@ class ExecutorEngine:
         uses: Counter[nn.Parameter] = Counter()
         for size, n in Counter(self.plan.strategy.microbatch_sizes()).items():
             for segments in self._programs[size][0].stages.values():
-                _count_uses(segments, n, uses)
+                modules = [s.module for s in segments if s.is_differentiable]
+                uses.update(count_uses(modules, n))
         trained = self.weights.trainable()
         return GradientSync(
             [(parameter, self.holders.of(piece)) for piece, parameter in trained.items()],
@@ -385,27 +387,6 @@ class ExecutorEngine:
             flights.append(Flight(part, (start - first, stop - first), self._input_names))
             at += n
         return flights
-
-
-def _count_uses(segments: Sequence[Segment], n: int, uses: Counter[nn.Parameter]) -> None:
-    """Add how often the backward of `n` microbatches reaches each parameter of a stage."""
-    waiting: set[nn.Parameter] = set()
-    for segment in segments:
-        if segment.is_differentiable:
-            calls = backward_calls(segment.module)
-            uses.update({parameter: n * k for parameter, k in calls.each.items()})
-            uses.update(calls.joined)
-            waiting |= calls.waiting
-    uses.update(dict.fromkeys(waiting, n))
-
-
-def _check_asynchronous(plan: ExecutorPlan) -> None:
-    strategy = plan.strategy
-    if plan.is_asynchronous and strategy.schedule != "1f1b":
-        raise StrategyError(
-            f"asynchronous training runs 1f1b, strategy {strategy.name!r} has schedule "
-            f"{strategy.schedule}: use --schedule 1f1b"
-        )
 
 
 def _ranks_as_cluster(world: World) -> Cluster:

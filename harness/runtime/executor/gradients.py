@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
-from harness.runtime.executor.deferred import GradientHomes
+from harness.runtime.executor.weight_gradients import GradientHomes
 
 # As DDP's: the first bucket is small, so that communication starts early.
 _FIRST_BUCKET_BYTES = 1 << 20

@@ -19,14 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+from harness.domain.sharding import FEWEST_SUMMED
 from harness.runtime.executor.drafts import Draft, draft_segments
 from harness.runtime.executor.forms import Forms
 from harness.runtime.executor.layout import Layout, Piece, Want
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.program import Send
-
-# Between two devices an exchange moves as many bytes as a sum and has half the latency.
-_FEWEST_DEVICES = 3
 
 Devices = tuple[int, ...]
 
@@ -192,7 +190,7 @@ def shared_sums(layout: Layout) -> dict[int, SharedSum]:
 
 def _shared_sum(wants: list[Want]) -> SharedSum | None:
     """None unless each of some devices holds a part, and wants all of it at the same place."""
-    if len(wants) < _FEWEST_DEVICES:
+    if len(wants) < FEWEST_SUMMED:
         return None
     devices = tuple(sorted(want.device for want in wants))
     parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}

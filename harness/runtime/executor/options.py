@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
 
 # A larger piece takes 0.5 ms and more on 1 Gbit/s, a message itself a few tenths of one: it leaves
 # at once.
@@ -34,3 +35,15 @@ class ExecutorPlan:
     is_asynchronous: bool = False
     seed: int = 0
     timeout_s: float = 300.0
+
+    def check_schedule(self) -> None:
+        """Refuse to train by another schedule than 1F1B without a flush.
+
+        Raises:
+            StrategyError: names the schedule.
+        """
+        if self.is_asynchronous and self.strategy.schedule != "1f1b":
+            raise StrategyError(
+                f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
+                f"{self.strategy.schedule}: use --schedule 1f1b"
+            )

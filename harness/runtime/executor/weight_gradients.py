@@ -1,0 +1,206 @@
+"""Products by weights whose backward leaves the gradients of the weights to somebody else.
+
+`linear` and `conv2d` hand (input, gradient of the output) on; `add_linear` and `add_conv2d` compute
+from them what is added to `.grad`, by the operations that autograd would use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from harness.runtime.executor.shards_conv import Pair
+
+# Takes (input, gradient of the output) of one call in backward.
+Put = Callable[[Tensor, Tensor], None]
+# Stride, padding, dilation, groups.
+Options = tuple[Pair, Pair, Pair, int]
+
+
+class GradientHomes:
+    """Where the gradients of large weights stay, step after step, instead of in fresh memory."""
+
+    def __init__(self) -> None:
+        self._homes: dict[nn.Parameter, Tensor] = {}
+
+    def settle(self, parameter: nn.Parameter, home: Tensor) -> None:
+        """Let a gradient be written there, such as into its bucket."""
+        self._homes[parameter] = home
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._homes:
+            self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._homes[parameter]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:
+    """A linear layer that gives rows of its input and of its output's gradient to `put`."""
+    apply: Callable[..., Tensor] = _Linear.apply
+    return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, put: Put) -> Tensor:
+    """A convolution that gives its input and its output's gradient to `put`."""
+    apply: Callable[..., Tensor] = _Conv2d.apply
+    anchor = _anchor(weight, bias)
+    return apply(_autocast(x), _detached(weight), _detached(bias), options, put, anchor)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.detach().to(parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHomes | None) -> None:
+    """Add the product of two matrices to a gradient, without a copy of it where it has a home."""
+    if homes is None or a.dtype != weight.dtype:
+        _accumulate(weight, a.mm(b))
+    elif weight.grad is None:
+        weight.grad = torch.mm(a, b, out=homes.of(weight))
+    else:
+        weight.grad.addmm_(a, b)
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    """Autograd calls a parameter's hooks even where a function gives it no gradient."""
+    return None if parameter is None else parameter.detach()
+
+
+def _anchor(*parameters: Tensor | None) -> Tensor:
+    """What makes an output differentiable in place of its parameters."""
+    first = next(p for p in parameters if p is not None)
+    is_trained = any(p is not None and p.requires_grad for p in parameters)
+    return torch.empty(0, device=first.device, requires_grad=is_trained)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """As autocast would cast the input of a product."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: Put, anchor: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.put = put
+        # Autocast would keep casts of weights that carry no gradient, and hand them to others.
+        with torch.autocast(x.device.type, enabled=False):
+            own_weight, own_bias = _like(x, weight, bias)
+            assert own_weight is not None
+            return F.linear(x, own_weight, own_bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[4]:
+            ctx.put(_rows(x), _rows(gradient))
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 5
+        rows = _rows(gradient)
+        return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def add_linear(
+    x: Tensor, gradient: Tensor, weight: Any, bias: Any, homes: GradientHomes | None
+) -> list[nn.Parameter]:
+    found = []
+    if weight.requires_grad:
+        _add_product(weight, gradient.t(), x, homes)
+        found.append(weight)
+    if bias is not None and bias.requires_grad:
+        _accumulate(bias, gradient.sum(0))
+        found.append(bias)
+    return found
+
+
+class _Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: Options,
+        put: Put,
+        anchor: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options, ctx.put = options, put
+        with torch.autocast(x.device.type, enabled=False):
+            own_weight, own_bias = _like(x, weight, bias)
+            assert own_weight is not None
+            return F.conv2d(x, own_weight, own_bias, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[5]:
+            ctx.put(x, gradient)
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        wanted = [True, False, False]
+        of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
+        return of_x, *(None,) * 5
+
+
+def add_conv2d(
+    x: Tensor, gradient: Tensor, weight: Any, bias: Any, options: Options
+) -> list[nn.Parameter]:
+    wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
+    found = _convolution_backward(x, gradient, weight, bias, options, wanted)
+    added = []
+    for parameter, of_it, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
+        if is_wanted:
+            _accumulate(parameter, of_it)
+            added.append(parameter)
+    return added
+
+
+def _convolution_backward(
+    x: Tensor,
+    gradient: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias, those that are wanted."""
+    stride, padding, dilation, groups = options
+    sizes = None if bias is None else list(bias.shape)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+        gradient,
+        x,
+        weight.to(gradient.dtype),
+        sizes,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0, 0],
+        groups,
+        wanted,
+    )
+    return found
