@@ -120,26 +120,39 @@ def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None)
         (run_dir / PREDICTION_FILE).write_bytes(prediction.to_json())
 
 
-def find_plan(results: Path, key: str, made_for: MadeFor) -> tuple[Strategy, Prediction] | None:
-    """What an earlier repeat of a training run planned for the same model, profile and cluster."""
+def find_plan(
+    results: Path, run: RunHeader, made_for: MadeFor
+) -> tuple[Strategy, Prediction] | None:
+    """What an earlier repeat of a training run planned for the same model, profile and cluster.
+
+    By the same code: another commit may predict and carry out otherwise.
+    """
     for header, path in finished_runs(results, "train"):
-        found = load_plan(path) if header.key == key else None
+        is_repeat = (header.key, header.commit) == (run.key, run.commit)
+        found = load_plan(path) if is_repeat else None
         if found is not None and found[0].made_for == made_for:
             return found
     return None
 
 
 def find_search(
-    results: Path, config: dict[str, Any], cluster: Cluster, made_for: MadeFor | None = None
+    results: Path,
+    config: dict[str, Any],
+    cluster: Cluster,
+    made_for: MadeFor | None = None,
+    commit: str | None = None,
 ) -> tuple[Strategy, Prediction] | None:
     """What the newest search for the same question found.
 
     Args:
         cluster: as a launch describes it.
         made_for: what the strategy must be planned for; None takes the newest.
+        commit: of the code that must have planned it; None takes any.
     """
     for header, path in finished_runs(results, "search"):
         if header.config != config or places(header.cluster) != places(cluster):
+            continue
+        if commit not in (None, header.commit):
             continue
         found = load_plan(path)
         if found is not None and made_for in (None, found[0].made_for):

@@ -233,4 +233,6 @@ def found_by_search(
 ) -> tuple[Strategy, Prediction] | None:
     """What a search has found for this question and these inputs; rank 0 only."""
     header = read_header(context.run_dir)
-    return find_search(context.run_dir.parent, plain(question), header.cluster, inputs.made_for)
+    return find_search(
+        context.run_dir.parent, plain(question), header.cluster, inputs.made_for, header.commit
+    )

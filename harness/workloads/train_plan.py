@@ -1,7 +1,7 @@
 """The strategy of a training run and its prediction, made on rank 0 and told to all.
 
 What is missing is measured before, as runs of their own (`train_needs`). A repeat takes what an
-earlier one planned, as long as model, profile and cluster are the same.
+earlier one planned, as long as model, profile, cluster and code are the same.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Planner:
         run_dir, case = self._context.run_dir, self._case
         if case.strategy == "searched":
             return found_by_search(question, self.inputs, self._context)
-        found = find_plan(run_dir.parent, read_header(run_dir).key, self.inputs.made_for)
+        found = find_plan(run_dir.parent, read_header(run_dir), self.inputs.made_for)
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None
         return found

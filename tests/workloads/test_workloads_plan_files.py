@@ -96,8 +96,8 @@ def write_run(results, path, workload: str, **told) -> RunHeader:
     cluster = results.launched_cluster(2)
     header = RunHeader(
         run_id=path.name, workload=workload, key=told.pop("key", ""), repeat=0, argv=[],
-        config=told.pop("config", {}), cluster=cluster, ranks=[], versions={}, commit="",
-        start_utc=told.pop("start_utc", "2026"), status=told.pop("status", "ok"),
+        config=told.pop("config", {}), cluster=cluster, ranks=[], versions={},
+        commit=told.pop("commit", ""), start_utc=told.pop("start_utc", "2026"), status=told.pop("status", "ok"),
     )  # fmt: skip
     write_header(path, header)
     return header
@@ -114,19 +114,21 @@ def planned(results) -> tuple[Strategy, Prediction]:
 def test_a_repeat_takes_the_plan_of_an_earlier_one(results, planned, tmp_path):
     strategy, prediction = planned
     run = tmp_path / "1-train-a"
-    write_run(results, run, "train", key="same")
+    header = write_run(results, run, "train", key="same", commit="abc")
     write_plan(run, strategy, prediction)
-    assert find_plan(tmp_path, "same", strategy.made_for) == planned
-    assert find_plan(tmp_path, "other", strategy.made_for) is None
+    assert find_plan(tmp_path, header, strategy.made_for) == planned
+    for changed in ({"key": "other"}, {"commit": "abd"}):
+        another = msgspec.structs.replace(header, **changed)
+        assert find_plan(tmp_path, another, strategy.made_for) is None
     other = msgspec.structs.replace(strategy.made_for, profile_hash="another profile")
-    assert find_plan(tmp_path, "same", other) is None
+    assert find_plan(tmp_path, header, other) is None
 
 
 def test_a_run_that_failed_plans_for_nobody(results, planned, tmp_path):
     run = tmp_path / "1-train-a"
-    write_run(results, run, "train", key="same", status="crash")
+    header = write_run(results, run, "train", key="same", status="crash")
     write_plan(run, *planned)
-    assert find_plan(tmp_path, "same", planned[0].made_for) is None
+    assert find_plan(tmp_path, header, planned[0].made_for) is None
 
 
 def test_a_search_answers_its_own_question(results, planned, tmp_path):
@@ -135,5 +137,7 @@ def test_a_search_answers_its_own_question(results, planned, tmp_path):
     write_plan(run, *planned)
     assert find_search(tmp_path, plain(QUESTION), here) == planned
     assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for) == planned
+    assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for, "") == planned
+    assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for, "abd") is None
     assert find_search(tmp_path, {**plain(QUESTION), "batch_size": 9}, here) is None
     assert find_search(tmp_path, plain(QUESTION), results.launched_cluster(3)) is None
