@@ -97,7 +97,8 @@ def write_run(results, path, workload: str, **told) -> RunHeader:
     header = RunHeader(
         run_id=path.name, workload=workload, key=told.pop("key", ""), repeat=0, argv=[],
         config=told.pop("config", {}), cluster=cluster, ranks=[], versions={},
-        commit=told.pop("commit", ""), start_utc=told.pop("start_utc", "2026"), status=told.pop("status", "ok"),
+        commit=told.pop("commit", ""), start_utc=told.pop("start_utc", "2026"),
+        status=told.pop("status", "ok"),
     )  # fmt: skip
     write_header(path, header)
     return header
