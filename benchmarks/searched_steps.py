@@ -5,8 +5,10 @@
 A machine whose speed drifts by 15 % within seconds says little when one run follows another. Here
 the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
 the executor's under the run's strategy.json), and train a block of steps each in a random order,
-again and again. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the slowest rank,
-by round. What takes twice as long as the fastest or more is measured in the first rounds only.
+again and again, after one that is not timed: in a run too a step begins on some ranks before the
+last one has ended on others. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the
+slowest rank, by round. What takes twice as long as the fastest or more is measured in the first
+rounds only.
 """
 
 from __future__ import annotations
@@ -97,19 +99,21 @@ class Stepper:
         self._world = world
 
     def block(self, n_steps: int) -> float:
-        """Seconds of a step on the slowest rank, after all have met."""
+        """Seconds of a step on the slowest rank, where one more came first, after all have met."""
         dist.barrier()
+        self._train(1)
         start_s = time.perf_counter()
-        for _ in range(n_steps if self._training is not None else 0):
-            self._step()
+        self._train(n_steps)
         seconds = (time.perf_counter() - start_s) / n_steps
-        self._recorder.discard()
         return agree_on_maximum([seconds], self._world)[0]
 
-    def _step(self) -> None:
+    def _train(self, n_steps: int) -> None:
         training = self._training
-        assert training is not None
-        training.engine.step(lambda: next(training.batches), self._share)
+        if training is None:
+            return
+        for _ in range(n_steps):
+            training.engine.step(lambda: next(training.batches), self._share)
+        self._recorder.discard()
 
 
 def measure(steppers: list[Stepper], options: Options, world: World) -> list[list[float]]:

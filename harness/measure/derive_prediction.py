@@ -134,7 +134,8 @@ def _mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _predicted_parts_of(spans: Sequence[Span], step_s: float) -> dict[str, float]:
-    whole = Span(kind="step", start_s=0.0, duration_s=step_s)
+    one_step = Span(kind="step", start_s=0.0, duration_s=step_s)
+    whole = next((span for span in spans if span.kind == "step"), one_step)
     compute_s = working_s(spans, whole, COMPUTING)
     optimizer_s = working_s(spans, whole, ("optimizer",))
     exposed_s = step_s - compute_s - optimizer_s

@@ -27,9 +27,9 @@ def _arrive(waits: Any, ready: Any, cause: Any, after: int, end: float, by: int)
     """Tell a task that something it waits for is done; whether that was the last."""
     waits[after] -= 1
     # Ties go to the lower number, whatever the order in which they are told.
-    is_later = end > ready[after] or (end == ready[after] and by < cause[after])
-    if cause[after] == NONE or is_later:
-        ready[after] = max(end, ready[after])
+    is_first = cause[after] == NONE or by < cause[after]
+    if end > ready[after] or (end == ready[after] and is_first):
+        ready[after] = end
         cause[after] = by
     return bool(waits[after] == 0)
 
@@ -223,6 +223,19 @@ def _load_hosts(
 
 
 @njit(cache=True)
+def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
+    """No device's first task, and no transfer to it, before the device begins."""
+    compute, back, sums = begins[0], begins[1], begins[2]
+    for device in range(len(device_begin)):
+        if work.first[device] != NONE:
+            ready[work.first[device]] = device_begin[device]
+    for move in range(compute, sums):
+        e = (move - compute) % len(work.edge_bytes)
+        row = work.edge_source[e] if move >= back else work.edge_target[e]
+        ready[move] = device_begin[work.device_of[row]]
+
+
+@njit(cache=True)
 def takes_computing(work: Any) -> bool:
     """Whether communication takes computing time from any device."""
     takes = work.host_s_per_byte.max() > 0 or work.host_s_per_message.max() > 0
@@ -230,11 +243,12 @@ def takes_computing(work: Any) -> bool:
 
 
 @njit(cache=True)
-def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
+def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: Any) -> Any:
     """Run all events.
 
     Args:
         n_waits: by task, how many others it waits for.
+        device_begin: by device, seconds before which it neither computes nor receives.
         prefix: tasks that are known to come first, in this order (see `restart`).
 
     Returns:
@@ -263,6 +277,7 @@ def run_events(work: Any, links: Any, n_waits: Any, prefix: Any) -> Any:
     stack, n_stack = np.empty(compute + 1, np.int64), 0
     keys, ids, n_heap = np.empty(3 * total + 1), np.empty(3 * total + 1, np.int64), 0
     n_freed = 0
+    _set_begin(work, begins, device_begin, ready)
     for device in range(n_devices):
         if work.first[device] != NONE and waits[work.first[device]] == 0:
             freed[n_freed] = work.first[device]

@@ -103,7 +103,10 @@ def _microbatch(microbatch: int, n_microbatches: int) -> str:
 
 
 def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
-    """Records of one step by rank, as a measured run writes them; times count from its start."""
+    """Records of one step by rank, as a measured run writes them.
+
+    Times count from where the first rank begins it.
+    """
     found: dict[int, list[Span]] = {rank: [] for rank in range(len(simulation.simulator.limits))}
     for event in events(simulation):
         for rank in event.ranks:
@@ -122,7 +125,8 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
         start, duration = float(out.device_end_s[rank]), float(out.optimizer_s[rank])
         if duration > 0:
             own.append(Span(kind="optimizer", step=step, start_s=start, duration_s=duration))
-        own.append(Span(kind="step", step=step, start_s=0.0, duration_s=out.step_s))
+        begin = float(out.device_begin_s[rank])
+        own.append(Span(kind="step", step=step, start_s=begin, duration_s=out.step_s))
     return found
 
 
@@ -152,10 +156,12 @@ def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
 
 
 def critical_path(simulation: Simulation) -> list[Event]:
-    """The chain of tasks that the step's length comes from, first to last."""
+    """The chain of tasks that the slowest device's step ends with, first to last.
+
+    It begins with a device that could begin; what that one had to end first is in the step before.
+    """
     out = simulation.outcome
-    ends = out.device_end_s + out.optimizer_s
-    slowest = int(ends.argmax())
+    slowest = _slowest(simulation)
     done = np.flatnonzero(out.finish == out.device_end_s[slowest])
     own = [task for task in done if slowest in decode(simulation, int(task)).ranks]
     path: list[Event] = []
@@ -167,30 +173,40 @@ def critical_path(simulation: Simulation) -> list[Event]:
 
 
 def binding(simulation: Simulation) -> dict[str, float]:
-    """Seconds of the critical path by what they were spent on, largest first.
+    """Seconds of the critical path by what they were spent on, largest first; they sum to the step.
 
-    A task counts from the end of the one before it, so that the shares sum to the path's length
-    (a transfer may hand its link on before it has arrived).
+    A task counts until the next one's start (a transfer may hand its link on before it has
+    arrived). What lies before the slowest device's step does not count; where the path begins
+    later, the step before, on the device that it begins with, is what took the time.
     """
     shares: dict[str, float] = defaultdict(float)
     path = critical_path(simulation)
-    out = simulation.outcome
-    slowest = int((out.device_end_s + out.optimizer_s).argmax())
+    out, names = simulation.outcome, simulation.simulator.network.names
+    slowest = _slowest(simulation)
+    begin = float(out.device_begin_s[slowest])
+    if path and path[0].start_s > begin:
+        where = ", ".join(names[rank] for rank in path[0].ranks)
+        shares[f"the step before on {where}"] = path[0].start_s - begin
     following = [event.start_s for event in path[1:]] + [float(out.device_end_s[slowest])]
     for event, until in zip(path, following, strict=True):
         end = min(event.start_s + event.duration_s, until)
-        shares[event.resource] += max(0.0, end - event.start_s)
+        shares[event.resource] += max(0.0, end - max(event.start_s, begin))
     if out.optimizer_s[slowest] > 0:
-        name = simulation.simulator.network.names[slowest]
-        shares[f"optimizer of {name}"] = float(out.optimizer_s[slowest])
+        shares[f"optimizer of {names[slowest]}"] = float(out.optimizer_s[slowest])
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def _slowest(simulation: Simulation) -> int:
+    """The device whose step is the longest."""
+    out = simulation.outcome
+    return int((out.device_end_s + out.optimizer_s - out.device_begin_s).argmax())
 
 
 def explain(simulation: Simulation) -> list[str]:
     """Lines for people: breakdown of the slowest device, what binds, memory."""
     out, simulator = simulation.outcome, simulation.simulator
     step = out.step_s or 1.0
-    device = int((out.device_end_s + out.optimizer_s).argmax())
+    device = _slowest(simulation)
     parts = device_seconds(simulation, device)
     shares = ", ".join(f"{name} {format_duration(s)} ({s / step:.0%})" for name, s in parts.items())
     lines = [f"step {format_duration(out.step_s)} on {simulator.network.names[device]}: {shares}"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +31,17 @@ from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 if TYPE_CHECKING:
     from harness.plan.simulate.lowering import Lowered
 
+_NO_EVENTS: Ints = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the event loop found, in arrays; numbers of tasks are those of `work`.
+    """What the event loop found of a step among others, in arrays; numbers of tasks are those of
+    `work`, times count from where the first device begins.
 
     Attributes:
-        step_s: from the first task to the last optimizer's end.
+        step_s: from a device's beginning to its last optimizer's end, where that is longest.
+        device_begin_s: (n_devices,) when each is done with the step before.
         memory_bytes: (n_devices,) peak: weights, gradients, optimizer state, activations.
         static_bytes: (n_devices,) of those, all but activations.
         device_end_s: (n_devices,) when a device may start its optimizer.
@@ -46,6 +50,7 @@ class Outcome:
     """
 
     step_s: float
+    device_begin_s: Floats
     memory_bytes: Floats
     static_bytes: Floats
     device_end_s: Floats
@@ -223,34 +228,44 @@ class Trial:
         return self._flow
 
     def outcome(self) -> Outcome:
-        """Run the events: only those from the first on that changes since the last call touch."""
-        from harness.plan.simulate import kernels, lowering
+        """Run the events of a step: only those from the first on that changes since the last call
+        touch.
+
+        Of a pipeline the step after it is run too, and that is the outcome: each device begins it
+        as soon as it is done with its own part of the one before, as the executor's ranks do, so
+        that the next step fills the pipeline while this one drains. Within one stage devices
+        exchange so much that they keep abreast.
+        """
+        from harness.plan.simulate import lowering
 
         tables, simulator = self.tables, self.simulator
         lowered = lowering.lower(simulator, tables, self._current_flow())
+        weights = tables.weight_bytes.sum(axis=0)
+        optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         prefix = self._prefix(lowered)
-        start, finish, cause, busy, log = kernels.run_events(
-            lowered.work, lowered.links, lowered.waits, prefix
-        )
+        begin: Floats = np.zeros(tables.n_devices)
+        ran, log = _run(lowered, begin, prefix)
         if self._restarts:
             self._last_run = lowered, log
         self.n_replayed, self.n_events = len(prefix), len(log)
-        ends = _device_ends(lowered.last, finish, lowered.buckets)
-        assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
-        weights = tables.weight_bytes.sum(axis=0)
-        optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
+        if len(self.stages) > 1:
+            works = lowered.work.first >= 0
+            done = ran.device_end_s + optimizer
+            begin = np.where(works, done - done[works].min(), 0.0)
+            ran, _ = _run(lowered, begin)
         static = weights * (2 + simulator.options.n_optimizer_states)
         edges = lowered.edges
         return Outcome(
-            step_s=float((ends + optimizer).max()),
+            step_s=float((ran.device_end_s + optimizer - begin).max()),
+            device_begin_s=begin,
             memory_bytes=static + lowered.peak + lowered.joined,
             static_bytes=static,
-            device_end_s=ends,
+            device_end_s=ran.device_end_s,
             optimizer_s=optimizer,
-            start=start,
-            finish=finish,
-            cause=cause,
-            busy=busy,
+            start=ran.start,
+            finish=ran.finish,
+            cause=ran.cause,
+            busy=ran.busy,
             held=lowered.held,
             rows=lowered.rows,
             edge_source=edges.source,
@@ -266,11 +281,33 @@ class Trial:
         from harness.plan.simulate import kernels, lowering
 
         if self._last_run is None or kernels.takes_computing(lowered.work):
-            return np.zeros(0, dtype=np.int64)
+            return _NO_EVENTS
         before, log = self._last_run
         if before.flow is not lowered.flow:
-            return np.zeros(0, dtype=np.int64)
+            return _NO_EVENTS
         return lowering.untouched(before, log, lowered)
+
+
+class _Ran(NamedTuple):
+    """Arrays of `Outcome` that a run of the event loop gives."""
+
+    start: Floats
+    finish: Floats
+    cause: Ints
+    busy: Floats
+    device_end_s: Floats
+
+
+def _run(lowered: Lowered, begin: Floats, prefix: Ints = _NO_EVENTS) -> tuple[_Ran, Ints]:
+    """Run the events where devices begin at given times; with the log for the next `_prefix`."""
+    from harness.plan.simulate import kernels
+
+    start, finish, cause, busy, log = kernels.run_events(
+        lowered.work, lowered.links, lowered.waits, begin, prefix
+    )
+    ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets))
+    assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
+    return _Ran(start, finish, cause, busy, ends), log
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
