@@ -185,8 +185,8 @@ def binding(simulation: Simulation) -> dict[str, float]:
     slowest = _slowest(simulation)
     begin = float(out.device_begin_s[slowest])
     if path and path[0].start_s > begin:
-        where = ", ".join(names[rank] for rank in path[0].ranks)
-        shares[f"the step before on {where}"] = path[0].start_s - begin
+        last = max(path[0].ranks, key=lambda rank: float(out.device_begin_s[rank]))
+        shares[f"the step before on {names[last]}"] = path[0].start_s - begin
     following = [event.start_s for event in path[1:]] + [float(out.device_end_s[slowest])]
     for event, until in zip(path, following, strict=True):
         end = min(event.start_s + event.duration_s, until)
