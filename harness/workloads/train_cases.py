@@ -66,6 +66,9 @@ def _check_numbers(config: TrainConfig) -> None:
             f"--learning-rate {config.learning_rate} and --bucket-mib {config.bucket_mib} must be "
             "above 0"
         )
+    for name in ("momentum", "weight_decay"):
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least 0")
     if config.dropout >= 1:
         raise ConfigError(f"--dropout {config.dropout} is a probability: give one below 1")
     if config.search_seconds <= 0 or (config.memory and parse_bytes(config.memory) < 1):

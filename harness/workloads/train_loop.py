@@ -35,6 +35,7 @@ class TrainLoop:
 
     def measure(self, n_steps: int) -> None:
         """Warm up, then train `n_steps` recorded steps."""
+        self._begin_epoch()
         measure_steps(
             self._step,
             self._context,
@@ -58,8 +59,11 @@ class TrainLoop:
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.append(loss)
         if index == -1:
-            self._nic.advance()
-            self._epoch_start_s = time.perf_counter()
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._nic.advance()
+        self._epoch_start_s = time.perf_counter()
 
     def _between(self, index: int) -> None:
         recorder = self._context.recorder
@@ -102,9 +106,7 @@ class TrainLoop:
         if not n_steps or not engine.can_skip_synchronisation:
             return
         self._context.flush()
-        plan = self._training.plan
-        n_fed = plan.n_fed(self._context.world.rank)
-        share = Share(n_local=n_fed, n_global=plan.global_batch)
+        share = self._share(-self._n_warm_up)
         dist.barrier()
         for recorder.step in range(-1, n_steps):
             with recorder.span("step"):
@@ -116,8 +118,8 @@ class TrainLoop:
                 recorder.sample("no_sync_compute_s", step.compute_s, step=step.step)
 
     def _full_batch(self) -> Batch:
-        n_local = self._training.plan.n_fed(self._context.world.rank)
+        n_fed = self._training.plan.n_fed(self._context.world.rank)
         while True:
             batch = next(self._training.batches)
-            if len(batch.targets) == n_local:
+            if len(batch.targets) == max(1, n_fed):  # a rank without samples gets a stand-in
                 return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -174,12 +175,21 @@ def test_unequal_replicas_make_the_run_invalid(run_on_ranks, ranks):
 
 
 def test_epochs_are_timed(run_on_ranks):
+    begin_s = time.perf_counter()
     _, run = run_on_ranks(run_train, replace(CASE, epochs=2), 1)
+    whole_s = time.perf_counter() - begin_s
     epochs = [r for r in run.ranks[0] if isinstance(r, Sample) and r.metric == "epoch_s"]
     steps = [r.duration_s for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
     assert [epoch.step for epoch in epochs] == [0, 1]
     assert len(steps) == 6
-    assert sum(epoch.value for epoch in epochs) >= sum(steps)
+    assert sum(steps) <= sum(epoch.value for epoch in epochs) < whole_s
+
+
+def test_a_rank_without_samples_is_timed_without_synchronisation_too(run_on_ranks):
+    _, run = run_on_ranks(run_train, replace(CASE, batch=4, n_samples=1, steps=2), 2)
+    for records in run.ranks.values():
+        found = [r for r in records if isinstance(r, Sample) and r.metric == "no_sync_step_s"]
+        assert len(found) == CASE.no_sync_steps
 
 
 def test_batch_norm_over_all_ranks_needs_gpus():

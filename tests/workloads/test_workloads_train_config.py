@@ -48,6 +48,8 @@ def test_a_per_device_batch_grows_with_the_ranks():
     [
         ({"steps": 0}, "--steps 0 must be at least 1"),
         ({"repeats": 0}, "--repeats 0"),
+        ({"momentum": -1.0}, "--momentum -1.0 must be at least 0"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
         ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 0 each"),
         ({"batch_size": (0,)}, "--batch-size"),
         ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
