@@ -360,7 +360,8 @@ def executed(
                 )
                 for span in executor_spans(strategy, spans)
             ]
-            own.append(Span(kind="data", step=step, start_s=origin, duration_s=1e-3))
+            begin_s = next(span.start_s for span in spans if span.kind == "step") * factor
+            own.append(Span(kind="data", step=step, start_s=origin + begin_s, duration_s=1e-3))
             own.append(Sample(metric="n_samples", value=CHAIN_BATCH / n_ranks, step=step))
         records[rank] = own
     return records
@@ -386,7 +387,8 @@ def executor_spans(strategy: Strategy, spans: list[Span]) -> list[Span]:
         for (kind, name), own in passes.items()
         for start, stop in [(own[0].start_s, own[-1].start_s + own[-1].duration_s)]
     ]
-    origin = Span(kind="step", start_s=0.0, duration_s=0.0)
+    begin_s = next(span.start_s for span in spans if span.kind == "step")
+    origin = Span(kind="step", start_s=begin_s, duration_s=0.0)
     work = [origin, *sorted(work, key=lambda span: span.start_s)]
     waits = [
         Span(
