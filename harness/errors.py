@@ -6,6 +6,8 @@ exit with `EXIT_CODE`; a traceback means a bug in the harness.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 EXIT_CODE = 2
 
 
@@ -62,4 +64,12 @@ class PlanError(HarnessError):
 
 
 class PeerError(HarnessError):
-    """Another rank stopped answering in the middle of a step."""
+    """Another rank stopped answering in the middle of a step.
+
+    Attributes:
+        peers: the ranks of which one did.
+    """
+
+    def __init__(self, message: str, peers: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.peers = tuple(peers)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.run import Status
-from harness.errors import HarnessError, VerificationError
+from harness.errors import HarnessError, PeerError, VerificationError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
@@ -45,10 +45,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's part of a run ended."""
+    """How one rank's part of a run ended.
+
+    Attributes:
+        peers: ranks of which one did not answer, where that is the reason.
+    """
 
     status: Status
     reason: str = ""
+    peers: tuple[int, ...] = ()
     summary: dict[str, Any] = {}
 
 
@@ -96,16 +101,32 @@ def _has_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _LOST_PEER)
 
 
-def _classify(error: BaseException) -> Outcome:
+_TIMED_OUT = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
+
+
+def _has_timed_out(error: BaseException) -> bool:
+    """Whether a collective of torch's own (its DDP's, for one) had no answer in time."""
+    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _TIMED_OUT)
+
+
+def _classify(error: BaseException, world: World) -> Outcome:
     if is_out_of_memory(error):
         return Outcome(status="oom", reason=str(error).splitlines()[0])
     if isinstance(error, VerificationError):
         return Outcome(status="invalid", reason=str(error))
     if isinstance(error, HarnessError):
-        return Outcome(status="crash", reason=str(error))
+        peers = error.peers if isinstance(error, PeerError) else ()
+        return Outcome(status="crash", reason=str(error), peers=peers)
     if _has_lost_peer(error):
         return Outcome(status="skipped", reason=f"lost its peer: {str(error).splitlines()[0]}")
     where = "".join(traceback.format_exception(error))
+    if _has_timed_out(error):
+        reason = (
+            f"a collective had no answer from another rank ({str(error).splitlines()[0]}): look at "
+            f"the other ranks' logs, or raise --collective-timeout-s\n{where}"
+        )
+        peers = tuple(rank for rank in range(world.size) if rank != world.rank)
+        return Outcome(status="crash", reason=reason, peers=peers)
     return Outcome(status="crash", reason=f"{type(error).__name__}: {error}\n{where}")
 
 
@@ -147,6 +168,6 @@ def run_case(body: Body, config: Any, world: World, spec: RunSpec) -> Outcome:
     except Exception as error:
         # Leaving the group's threads to the end of the process: destroying it could wait for a
         # peer that has failed.
-        return _classify(error)
+        return _classify(error, world)
     dist.destroy_process_group()
     return Outcome(status="ok", summary=summary)
