@@ -45,20 +45,36 @@ def _describe(device: Device) -> str:
     return words
 
 
-def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
-    """What a strategy for these carries."""
+def _links_hash(cluster: Cluster) -> str:
     nics = [node.nic_bytes_per_s for node in cluster.nodes]
     measured = [cluster.crowding] if cluster.crowding != 1 else []
-    links = _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives, *measured)
-    devices = {device.name: _describe(device) for device in cluster.devices}
+    return _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives, *measured)
+
+
+def _devices(cluster: Cluster) -> dict[str, str]:
+    return {device.name: _describe(device) for device in cluster.devices}
+
+
+def _cluster_hash(cluster: Cluster) -> str:
+    return _short_hash(_links_hash(cluster), list(_devices(cluster).items()))
+
+
+def is_by(made_for: MadeFor, cluster: Cluster, profile: Profile) -> bool:
+    """Whether a strategy was planned by just these measurements, whatever the model."""
+    measured = _cluster_hash(cluster), profile.content_hash()
+    return (made_for.cluster_hash, made_for.profile_hash) == measured
+
+
+def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
+    """What a strategy for these carries."""
     return MadeFor(
         model=graph.name,
         graph_hash=graph.content_hash(),
         profile_hash=profile.content_hash() if profile is not None else "",
-        cluster_hash=_short_hash(links, list(devices.items())),
-        links_hash=links,
+        cluster_hash=_cluster_hash(cluster),
+        links_hash=_links_hash(cluster),
         operators={op.name: _short_hash(op)[:8] for op in graph.operators},
-        devices=devices,
+        devices=_devices(cluster),
     )
 
 

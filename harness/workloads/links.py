@@ -171,8 +171,12 @@ def _write_cluster(
     cluster = build_cluster(header, pairs, points, rates, costs, crossing)
     if crossing is not None:
         context.recorder.sample("crowding", cluster.crowding, n_bytes=crossing.n_bytes)
-    beside = Path(config.cluster_file) if config.cluster_file else results / "cluster.json"
-    write_cluster(cluster, [context.run_dir / "cluster.json", beside])
+    written = [context.run_dir / "cluster.json"]
+    if config.cluster_file:
+        written.append(Path(config.cluster_file))
+    elif pairs:  # a cluster without links replaces none
+        written.append(results / "cluster.json")
+    write_cluster(cluster, written)
 
 
 LINKS = Workload(

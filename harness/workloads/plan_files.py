@@ -60,15 +60,25 @@ def first_devices(cluster: Cluster, n: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, links=links)
 
 
+def _is_whole(config: dict[str, Any]) -> bool:
+    """Whether a links run measured all that planning prices, over what training uses."""
+    is_narrow = config.get("sizes") or config.get("pair_sizes")
+    is_of_training = config.get("transport") != "mpi"
+    has_sums = "all_reduce" in config.get("operations", ["all_reduce"])
+    return config.get("measure", "all") == "all" and is_of_training and has_sums and not is_narrow
+
+
 def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
     """The newest measured cluster that is, or begins with, these devices; None without one.
+
+    Runs that were told to measure only some sizes, operations or transports do not count.
 
     Args:
         wanted: as a launch describes it, without links.
     """
     n = wanted.n_devices
     for header, path in finished_runs(results, "links"):
-        if places(header.cluster)[:n] != places(wanted):
+        if places(header.cluster)[:n] != places(wanted) or not _is_whole(header.config):
             continue
         try:
             return first_devices(Cluster.load(path / CLUSTER_FILE), n)
@@ -121,16 +131,24 @@ def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None)
 
 
 def find_plan(
-    results: Path, run: RunHeader, made_for: MadeFor
+    results: Path, run: RunHeader, made_for: MadeFor, *, any_profile: bool = False
 ) -> tuple[Strategy, Prediction] | None:
     """What an earlier repeat of a training run planned for the same model, profile and cluster.
 
     By the same code: another commit may predict and carry out otherwise.
+
+    Args:
+        any_profile: the profile may have changed since, as it does when shapes are added.
     """
     for header, path in finished_runs(results, "train"):
         is_repeat = (header.key, header.commit) == (run.key, run.commit)
         found = load_plan(path) if is_repeat else None
-        if found is not None and found[0].made_for == made_for:
+        if found is None:
+            continue
+        planned_for = found[0].made_for
+        if any_profile:
+            planned_for = msgspec.structs.replace(planned_for, profile_hash=made_for.profile_hash)
+        if planned_for == made_for:
             return found
     return None
 

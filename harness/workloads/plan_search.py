@@ -13,8 +13,11 @@ from typing import Any
 import msgspec
 
 from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import is_by
 from harness.domain.prediction import STRATEGY_FILE, Prediction
+from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
+from harness.errors import HarnessError
 from harness.measure.store import Run, read_header
 from harness.plan import builders
 from harness.plan.portfolio import Searched, search_portfolio
@@ -24,11 +27,12 @@ from harness.plan.request import Progress as PlanProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
+from harness.runtime.host import code_commit
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload
 from harness.workloads.plan_config import SearchConfig, search_cases
-from harness.workloads.plan_files import find_search, write_plan
+from harness.workloads.plan_files import find_cluster, find_search, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
 from harness.workloads.plan_needs import links_need, plain, profile_need
 from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_sizes
@@ -219,11 +223,17 @@ SEARCH = Workload(
 
 
 def search_need(question: SearchConfig) -> Need:
-    """A search for this question on these ranks."""
+    """A search for this question on these ranks, by this code and by what is measured now."""
     config = plain(question)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
-        return find_search(results, config, cluster) is not None
+        found = find_search(results, config, cluster, commit=code_commit())
+        measured = find_cluster(results, cluster) or cluster
+        try:
+            profile = Profile.load(question.profile_config().path(results))
+        except HarnessError:
+            return False
+        return found is not None and is_by(found[0].made_for, measured, profile)
 
     return Need(name="search", workload=SEARCH, config=question, is_met=is_met)
 

@@ -144,9 +144,14 @@ class _Planner:
         """What a search or an earlier repeat has planned for the same inputs."""
         assert self.inputs is not None
         run_dir, case = self._context.run_dir, self._case
+        header, made_for = read_header(run_dir), self.inputs.made_for
         if case.strategy == "searched":
-            return found_by_search(question, self.inputs, self._context)
-        found = find_plan(run_dir.parent, read_header(run_dir), self.inputs.made_for)
+            # Repeats train one plan, though a run between them has added to the profile.
+            repeated = header.repeat > 0 and find_plan(
+                run_dir.parent, header, made_for, any_profile=True
+            )
+            return repeated or found_by_search(question, self.inputs, self._context)
+        found = find_plan(run_dir.parent, header, made_for)
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None
         return found
@@ -176,15 +181,20 @@ class _Planner:
         case = self._case
         is_ours = case.engine == "executor"
         device = self._context.world.device if is_ours else None
-        simulator = self.inputs.simulator(question, rates, device)
-        if is_file(case.strategy):
-            strategy, method = self._load(), "file"
-        else:
-            strategy, method = build_strategy(case, simulator, self._shares), "builder"
-        is_known = is_predictable(case)
-        return self._tell(
-            strategy, predict(simulator, strategy, method=method) if is_known else None
-        )
+        try:
+            simulator = self.inputs.simulator(question, rates, device)
+            if is_file(case.strategy):
+                strategy, method = self._load(), "file"
+            else:
+                strategy, method = build_strategy(case, simulator, self._shares), "builder"
+            is_known = is_predictable(case)
+            prediction = predict(simulator, strategy, method=method) if is_known else None
+        except HarnessError as error:
+            if is_ours:
+                raise
+            _log.warning("the step is not predicted: %s", error)
+            return msgspec.json.encode(_Told())
+        return self._tell(strategy, prediction)
 
     def _load(self) -> Strategy:
         """The strategy of the user's file, as made for what was measured here."""

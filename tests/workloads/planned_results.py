@@ -31,8 +31,8 @@ def measured_cluster(size: int) -> Cluster:
     )
 
 
-def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 1.0) -> None:
-    """A finished links run over so many ranks."""
+def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 1.0) -> Path:
+    """A finished links run over so many ranks; its directory."""
     header = header_of([f"node{i}" for i in range(size)])
     path = results / f"run{start_utc}-links-{size}"
     told = {"run_id": path.name, "workload": "links", "start_utc": start_utc or header.start_utc}
@@ -43,6 +43,7 @@ def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 
         for link in cluster.links
     ]
     (path / CLUSTER_FILE).write_bytes(msgspec.structs.replace(cluster, links=links).to_json())
+    return path
 
 
 def write_profile(results: Path, question: SearchConfig, size: int) -> None:

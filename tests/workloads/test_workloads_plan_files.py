@@ -10,10 +10,12 @@ from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
-from harness.measure.store import write_header
+from harness.measure.store import read_header, write_header
 from harness.plan import builders
+from harness.runtime.host import code_commit
 from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import (
+    CLUSTER_FILE,
     find_cluster,
     find_plan,
     find_search,
@@ -23,6 +25,7 @@ from harness.workloads.plan_files import (
 )
 from harness.workloads.plan_inputs import capture_graph
 from harness.workloads.plan_needs import plain
+from harness.workloads.plan_search import search_need
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
 
@@ -52,6 +55,17 @@ def test_the_first_ranks_of_a_measured_cluster_are_known_too(results, tmp_path):
     assert [device.name for device in found.devices] == ["node0:0", "node1:0"]
     assert len(found.links) == 2
     assert find_cluster(tmp_path, results.launched_cluster(4)) is None
+
+
+@pytest.mark.parametrize(
+    "told", [{"measure": "collectives"}, {"transport": "mpi"}, {"pair_sizes": ["1KiB"]}]
+)
+def test_links_of_which_a_part_was_measured_do_not_count(results, tmp_path, told):
+    results.write_links(tmp_path, 2, start_utc="2026-01-01")
+    newer = results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
+    write_header(newer, msgspec.structs.replace(read_header(newer), config=told))
+    found = find_cluster(tmp_path, results.launched_cluster(2))
+    assert {link.bandwidth_bytes_per_s for link in found.links} == {125e6}
 
 
 @pytest.mark.parametrize("change", ["name", "nic", "kind"])
@@ -123,6 +137,35 @@ def test_a_repeat_takes_the_plan_of_an_earlier_one(results, planned, tmp_path):
         assert find_plan(tmp_path, another, strategy.made_for) is None
     other = msgspec.structs.replace(strategy.made_for, profile_hash="another profile")
     assert find_plan(tmp_path, header, other) is None
+    assert find_plan(tmp_path, header, other, any_profile=True) == planned
+    other = msgspec.structs.replace(other, graph_hash="another model")
+    assert find_plan(tmp_path, header, other, any_profile=True) is None
+
+
+def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tmp_path):
+    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
+    results.write_profile(tmp_path, QUESTION, 2)
+    file = QUESTION.profile_config().path(tmp_path)
+    graph, cluster = capture_graph(QUESTION), find_cluster(tmp_path, here)
+    made_for = fingerprint(graph, cluster, Profile.load(file))
+    strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
+    run = tmp_path / "1-search-a"
+    header = write_run(results, run, "search", config=plain(QUESTION), commit=code_commit())
+    write_plan(run, strategy, Prediction(strategy="ddp", method="builder", step_s=0.25))
+    need = search_need(QUESTION)
+    assert need.is_met(tmp_path, here)
+    write_header(run, msgspec.structs.replace(header, commit="older"))
+    assert not need.is_met(tmp_path, here)
+    write_header(run, header)
+    faster = [msgspec.structs.replace(link, latency_s=1e-6) for link in cluster.links]
+    measured = (links / CLUSTER_FILE).read_bytes()
+    (links / CLUSTER_FILE).write_bytes(msgspec.structs.replace(cluster, links=faster).to_json())
+    assert not need.is_met(tmp_path, here)
+    (links / CLUSTER_FILE).write_bytes(measured)
+    assert need.is_met(tmp_path, here)
+    left = Profile.load(file).measurements[1:]
+    file.write_bytes(msgspec.structs.replace(Profile.load(file), measurements=left).to_json())
+    assert not need.is_met(tmp_path, here)
 
 
 def test_a_run_that_failed_plans_for_nobody(results, planned, tmp_path):
