@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from harness.measure.derive_training import TrainingSummary
+from harness.measure.derive_training import TrainingSummary, configured
 from harness.measure.statistics import Verdict, verdict
 from harness.measure.store import Run
 
 # What tells strategies apart, or how they are found; every other setting must be equal.
 _COMPARED = (
-    "strategy", "engine", "n_ranks", "schedule", "microbatches", "asynchronous", "recompute",
-    "predict", "search_seconds", "search_budget", "trials", "memory",
+    "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
+    "recompute", "predict", "search_seconds", "search_budget", "trials", "memory",
 )  # fmt: skip
 
 
@@ -69,10 +69,11 @@ def _kind_of(run: Run) -> str:
 
 
 def _compared(group: Sequence[tuple[Run, TrainingSummary]], at_least: int) -> list[StrategyRow]:
-    by_strategy: dict[tuple[bool, str, int], list[tuple[Run, TrainingSummary]]] = {}
+    by_strategy: dict[tuple[bool, str, int, str], list[tuple[Run, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name: repeats are carried out in random order.
-        place = (summary.strategy != "single", summary.strategy, summary.n_ranks)
+        name, digest = summary.strategy, configured(run, "strategy_digest")
+        place = (name != "single", name, summary.n_ranks, digest)
         by_strategy.setdefault(place, []).append((run, summary))
     if len(by_strategy) < at_least:
         return []

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Record, Sample
 from harness.domain.run import RankInfo, Status
 from harness.measure.derive_devices import PeakKey, info_of, sum_of_peaks
@@ -116,11 +117,16 @@ def _strategy_name(run: Run) -> str:
     before a pipeline's schedule, and the microbatches that were asked for; one that was read from
     a file is called by the file's name."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
+    is_file = strategy.endswith(".json")
     if strategy == "pipeline" and engine == "executor":
         strategy += _flow_name(run)
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
-    name = PurePath(strategy).stem if strategy.endswith(".json") else strategy
-    return name if is_usual else f"{engine}-{name}"
+    if is_file:
+        # Runs write theirs as strategy.json: the run's name tells them apart.
+        path = PurePath(strategy)
+        strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
+        strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
+    return strategy if is_usual else f"{engine}-{strategy}"
 
 
 def _flow_name(run: Run) -> str:

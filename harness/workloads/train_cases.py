@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
+from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
@@ -176,6 +178,13 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
+def _digest(strategy: str) -> str:
+    """Of a strategy's file, so that runs by another content are no repeats; empty without one."""
+    if not is_file(strategy) or not Path(strategy).is_file():
+        return ""
+    return hashlib.sha256(Path(strategy).read_bytes()).hexdigest()[:12]
+
+
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -186,6 +195,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
             cases += [
                 TrainCase(
                     strategy=strategy,
+                    strategy_digest=_digest(strategy),
                     engine=engine,
                     dtype=dtype,
                     batch=batch,

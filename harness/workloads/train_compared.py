@@ -16,6 +16,7 @@ from harness.measure.statistics import summarize
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.units import format_bytes, format_duration
+from harness.workloads.train_config import is_file
 
 _HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
           "bubble", "memory", "predicted", "error", "speed-up"]  # fmt: skip
@@ -86,10 +87,9 @@ def _memory(summary: TrainingSummary) -> float | None:
 
 
 def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
-    return any(
-        run.header.config.get("asynchronous") and run.header.config.get("strategy") == "pipeline"
-        for run, _ in repeats
-    )
+    configs = [run.header.config for run, _ in repeats]
+    trained = [c.get("strategy", "") for c in configs if c.get("asynchronous")]
+    return any(strategy == "pipeline" or is_file(strategy) for strategy in trained)
 
 
 def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
@@ -97,7 +97,7 @@ def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
     return (
         f"{row.strategy} does not train what one device does: every microbatch is a minibatch, and "
         f"stage s of {n_stages} (from 0) has gradients by weights that are {n_stages} - 1 - s "
-        "updates old"
+        "updates old (fewer in the first minibatches of a batch)"
     )
 
 

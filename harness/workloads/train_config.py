@@ -70,9 +70,10 @@ class TrainSettings(ModelFlags):
     recompute: bool = False
     """pipeline: keep only each stage's input, and run its forward again before its backward."""
     asynchronous: bool = False
-    """pipeline by 1f1b: never drain. Every microbatch is a minibatch of its own with an optimizer
-    step, on stashed weights, as PipeDream trains: stage s of S (from 0) computes gradients with
-    weights that are S - 1 - s updates old. That is not what one device trains."""
+    """pipeline or a strategy's FILE, by 1f1b: every microbatch is a minibatch of its own with an
+    optimizer step, on stashed weights, as PipeDream trains: stage s of S (from 0) computes
+    gradients with weights that are S - 1 - s updates old, those of a batch's first minibatches
+    fewer, for the pipeline drains at its end. That is not what one device trains."""
     predict: bool = False
     """Measure links and operators that are not known yet, so that single and ddp are predicted
     too. Other strategies need both anyway; what is known is used in any case."""
@@ -135,17 +136,24 @@ class TrainCase(TrainSettings):
 
     Attributes:
         engine: the one that carries the strategy out, never `auto`.
+        strategy_digest: of the content of a strategy's file, as rank 0 has it.
         batch: the global batch.
         schedule, microbatches: of a pipeline.
     """
 
     engine: EngineName = "torch"
     strategy: str = "ddp"
+    strategy_digest: str = ""
     schedule: ScheduleName = "1f1b"
     microbatches: int = 0
     dtype: str = "fp32"
     batch: int = 32
     n_ranks: int = 1
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether microbatches update the weights one by one; of a file's strategy too."""
+        return self.asynchronous and (self.strategy == "pipeline" or is_file(self.strategy))
 
     @property
     def zero_stage(self) -> int:

@@ -67,8 +67,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_predictable(case: TrainCase) -> bool:
     """Whether the simulator knows how the run trains: steps that end with all gradients summed."""
-    is_asynchronous = case.asynchronous and case.strategy == "pipeline"
-    return not case.zero_stage and case.engine != "deepspeed" and not is_asynchronous
+    return not case.zero_stage and case.engine != "deepspeed" and not case.is_asynchronous
 
 
 def train_needs(case: TrainCase) -> list[Need]:

@@ -155,7 +155,7 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
         strategy=strategy,
         batch_norm="global" if case.batch_norm == "global" else "local",
         dropout="exact" if case.exact_dropout else "local",
-        is_asynchronous=case.asynchronous and case.strategy == "pipeline",
+        is_asynchronous=case.is_asynchronous,
         seed=case.seed,
         timeout_s=timeout_s,
     )

@@ -105,6 +105,14 @@ def test_microbatches_that_were_asked_for_are_rows_of_their_own(make_run):
     assert found == {"pipeline-8-microbatches on 2", "pipeline on 2"}
 
 
+def test_files_of_one_name_are_told_apart(make_run):
+    files = ["results/a-search/strategy.json", "results/b-search/strategy.json", "plan.json"]
+    runs = [make_run(file, 0, engine="executor") for file in files]
+    runs += [make_run("plan.json", 1, engine="executor", strategy_digest="edited since")]
+    names = [row[1] for row in rows(runs)[1:5]]
+    assert names == ["a-search on 2", "b-search on 2", "plan on 2", "plan on 2"]
+
+
 def test_a_run_that_failed_keeps_its_row(make_run):
     run = make_run("pipeline", 0)
     failed = msgspec.structs.replace(run.header, status="crash", run_id="other")

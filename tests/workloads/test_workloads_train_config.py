@@ -105,6 +105,20 @@ def test_models_refuse_what_they_cannot_take(flags, message):
         train_cases(TrainConfig(**flags), 4)
 
 
+def test_a_strategys_file_is_known_by_its_content(tmp_path):
+    file = tmp_path / "plan.json"
+    config = TrainConfig(strategy=(str(file),), asynchronous=True)
+    (missing,) = train_cases(config, 4)
+    file.write_text("{}")
+    (first,) = train_cases(config, 4)
+    file.write_text("{ }")
+    (second,) = train_cases(config, 4)
+    assert len({case.strategy_digest for case in (missing, first, second)}) == 3
+    assert first.is_asynchronous
+    (named,) = train_cases(TrainConfig(strategy=("ddp",), asynchronous=True), 4)
+    assert not named.is_asynchronous
+
+
 @pytest.mark.parametrize(
     ("strategy", "engine", "is_exact", "chosen"),
     [

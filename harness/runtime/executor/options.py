@@ -25,7 +25,7 @@ class ExecutorPlan:
             whole tensor would have drawn, so that every strategy trains the same.
         is_asynchronous: 1F1B without a flush between microbatches, each of which is a minibatch of
             its own with an optimizer step, and weights stashed, as PipeDream trains: stage s of S
-            computes gradients with weights S - 1 - s updates old.
+            computes gradients with weights S - 1 - s updates old, a step's first ones fewer.
         timeout_s: how long a rank waits for another before it gives up.
     """
 
@@ -37,13 +37,19 @@ class ExecutorPlan:
     timeout_s: float = 300.0
 
     def check_schedule(self) -> None:
-        """Refuse to train by another schedule than 1F1B without a flush.
+        """Refuse to update after each microbatch but by 1F1B that keeps what it computed.
 
         Raises:
-            StrategyError: names the schedule.
+            StrategyError: names the schedule, or the stage that computes again.
         """
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
                 f"{self.strategy.schedule}: use --schedule 1f1b"
+            )
+        again = [k for k, stage in enumerate(self.strategy.stages) if stage.recompute]
+        if self.is_asynchronous and again:
+            raise StrategyError(
+                "asynchronous training keeps what it computed, strategy "
+                f"{self.strategy.name!r} computes stage {again[0]} again: drop its recompute"
             )
