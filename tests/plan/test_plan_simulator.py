@@ -415,11 +415,13 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
     assert added_s(OperatorPlan({"sample": 2}, [0, 1]), 1) == pytest.approx(2 * 120 * 0.01)
 
 
-def simulated_joined(joined_weight_bytes, n_microbatches=2, *, n_stages=1):
-    """Two products of 80 bytes of weights, fed and giving 32 bytes in a microbatch of 4 samples."""
+def simulated_joined(
+    joined_weight_bytes, n_microbatches=2, *, n_stages=1, weight_bytes=80, first=None
+):
+    """Two products with weights, fed and giving 32 bytes in a microbatch of 4 samples."""
     graph = two_linears(1)[0]
     operators = [
-        msgspec.structs.replace(op, parameter_bytes=80) if op.name in ("a", "b") else op
+        msgspec.structs.replace(op, parameter_bytes=weight_bytes) if op.name in ("a", "b") else op
         for op in graph.operators
     ]
     graph = Graph(name="joined", batch=8, operators=operators)
@@ -433,7 +435,7 @@ def simulated_joined(joined_weight_bytes, n_microbatches=2, *, n_stages=1):
     profile = Profile(model=graph.name, graph_hash=graph.content_hash(), measurements=points)
     last = n_stages - 1
     plans = {
-        "a": OperatorPlan({}, [0], 0),
+        "a": first or OperatorPlan({}, [0], 0),
         "b": OperatorPlan({}, [last], last),
         "c": OperatorPlan({}, [last], last),
     }
@@ -456,6 +458,21 @@ def test_gradients_of_joined_microbatches_are_computed_once_and_not_added_up():
     assert apart.step_s - joined.step_s == pytest.approx(2 * saved_s)
     assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == 2 * 64
     assert simulated_joined(80, 1).step_s == simulated_joined(81, 1).step_s
+
+
+def test_microbatches_are_joined_on_all_devices_of_an_operator_or_on_none():
+    # Of its 64 bytes the devices keep 48 and 16; b keeps 64 on the first.
+    def joined_bytes(weight_bytes):
+        first = OperatorPlan({"sample": [3, 1]}, [0, 1])
+        apart, joined = (
+            simulated_joined(least, weight_bytes=weight_bytes, first=first).memory_bytes
+            for least in (np.inf, 1)
+        )
+        return [joined[device] - apart[device] for device in ("node0:0", "node0:1")]
+
+    assert joined_bytes(47) == [0, 0]
+    assert joined_bytes(48) == [48, 16]
+    assert joined_bytes(64) == [48 + 64, 16]
 
 
 def test_joined_gradients_come_after_what_the_stage_before_waits_for():

@@ -239,8 +239,9 @@ class _Gradients(NamedTuple):
 def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> _Gradients:
     ops, weight_bytes = rows // tables.n_devices, tables.weight_bytes.ravel()[rows]
     options, kept = simulator.options, tables.fed_bytes.ravel()[rows] * flow.n_microbatches
+    most_kept = tables.fed_bytes.max(axis=1)[ops] * flow.n_microbatches  # decided for all devices
     in_place = simulator.is_linear[ops] & (weight_bytes >= options.in_place_bytes)
-    is_joined = simulator.is_product[ops] & ~in_place & (kept <= weight_bytes)
+    is_joined = simulator.is_product[ops] & ~in_place & (most_kept <= weight_bytes)
     is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
     waits = is_joined & (_stages(tables, flow)[ops] > 0) & (not flow.split_weight)
     return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), waits)

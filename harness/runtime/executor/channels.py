@@ -122,20 +122,40 @@ class Channels:
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
         self._groups: dict[_Pair, Any] = {}
         self._sum_groups: dict[tuple[int, ...], Any] = {}
+        self._norm_groups: dict[tuple[int, ...], Any] = {}
         routes = list(messages)
         self._n_messages = 1 + max((message.number for message in routes), default=0)
         if world.backend == "nccl":
             for key in sorted({_pair(m, is_backward) for m in routes for is_backward in _WAYS}):
-                self._groups[key] = dist.new_group([key[0], key[1]])
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
+                self._groups[key] = dist.new_group([key[0], key[1]], timeout=self._timeout)
 
     def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Let these sets of devices add up; all ranks must call it with the same sets."""
-        for devices in sorted(set(sets)):
-            self._sum_groups[devices] = dist.new_group(list(devices), timeout=self._timeout)
+        self._sum_groups = self._make_groups(sets)
+
+    def make_groups_of_norms(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """The same for the statistics of batch norms; a device by itself needs no group.
+
+        In groups of gradients they would meet buckets, which start when each device gets to them.
+        """
+        self._norm_groups = self._make_groups(one for one in sets if len(one) > 1)
+
+    def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        return {
+            devices: dist.new_group(list(devices), timeout=self._timeout)
+            for devices in sorted(set(sets))
+        }
+
+    def add_up_norm(self, tensor: Tensor, devices: tuple[int, ...]) -> None:
+        """Sum statistics over devices, in place, and wait for them; each of them calls it.
+
+        Raises:
+            PeerError: as for `wait_for_sum`.
+        """
+        try:
+            dist.all_reduce(tensor, group=self._norm_groups[devices])
+        except RuntimeError as error:
+            raise self._no_sum("batch norm statistics", devices, error) from error
 
     def add_up(self, tensor: Tensor, devices: tuple[int, ...]) -> Any:
         """Start a sum over devices, in place; each of them calls it."""
@@ -150,12 +170,15 @@ class Channels:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self._world.rank} waited for the sum of {what} over ranks "
-                f"{list(devices)}, one of which died or did not answer within "
-                f"{self._timeout_s:g} s ({_first_line(error)}): look at their logs, or raise the "
-                "timeout"
-            ) from error
+            raise self._no_sum(what, devices, error) from error
+
+    def _no_sum(self, what: str, devices: tuple[int, ...], error: Exception) -> PeerError:
+        return PeerError(
+            f"rank {self._world.rank} waited for the sum of {what} over ranks "
+            f"{list(devices)}, one of which died or did not answer within "
+            f"{self._timeout_s:g} s ({first_line(error)}): look at their logs, or raise the "
+            "timeout"
+        )
 
     def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
         if self._groups:
@@ -228,7 +251,7 @@ class Channels:
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self._world.rank} waited for {what} {direction} rank {peer}, which died or "
-                f"did not answer within {self._timeout_s:g} s ({_first_line(error)}): look at rank "
+                f"did not answer within {self._timeout_s:g} s ({first_line(error)}): look at rank "
                 f"{peer}'s log, or raise the timeout"
             ) from error
 
@@ -255,5 +278,6 @@ def _words(message: Message, microbatch: int, is_backward: bool) -> str:
     return f"{kind} {message.words} (microbatch {microbatch})"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in short; its type where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0]

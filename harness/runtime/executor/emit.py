@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,6 @@ from harness.runtime.executor.deferred import (
     WeightQueue,
     defer,
     is_large_linear,
-    is_worth_joining,
 )
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.forms import (
@@ -33,6 +30,7 @@ from harness.runtime.executor.forms import (
     wanted_of,
 )
 from harness.runtime.executor.inplace import out_of_place
+from harness.runtime.executor.joining import is_joined
 from harness.runtime.executor.layout import Layout, Part, Want
 from harness.runtime.executor.program import (
     DataKey,
@@ -118,7 +116,7 @@ class SegmentBuilder:
         self._owned: dict[str, Any] = {}
         self._placeholders: dict[InputKey, fx.Node] = {}
         self._regions: dict[int, fx.Node] = {}
-        self._n_bytes: Counter[str] = Counter()
+        self._operator_of: dict[str, str] = {}  # by path of a module
         self.values: dict[PartKey, fx.Node] = {}
 
     @property
@@ -144,7 +142,7 @@ class SegmentBuilder:
         self._device.weights.share(shard, shard.sources)
         node = self._layout.captured.nodes[part.operator]
         emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
-        self._n_bytes[str(emitted.target)] += self._bytes_of(part)
+        self._operator_of[str(emitted.target)] = part.operator
         self.values[self._first_key(part, node)] = emitted
 
     def _first_key(self, part: Part, node: fx.Node) -> PartKey:
@@ -227,7 +225,7 @@ class SegmentBuilder:
                 module.track_running_stats = False
                 emitted.target = path = f"{path}.{part.index}".replace(".", "_")
             self._owned[path] = module
-            self._n_bytes[path] += self._bytes_of(part)
+            self._operator_of[path] = part.operator
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(self._graph, emitted, self._owned)
         self._keep(part, node, emitted, is_gathered=is_gathered)
@@ -286,18 +284,6 @@ class SegmentBuilder:
         region = layout.region(node, part)
         kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
         return self._call(f"{part.operator}.kept", kept, (emitted,))
-
-    def _bytes_of(self, part: Part) -> int:
-        """Of a task's inputs and outputs."""
-        layout = self._layout
-        regions = [(want.value, want.block) for _, want in layout.reads(part)]
-        node = layout.captured.nodes[part.operator]
-        if node in layout.values.tensors:
-            regions.append((node.name, layout.region(node, part)))
-        return sum(
-            math.prod(layout.sizes_of(value, region)) * layout.tensor(value).dtype.itemsize
-            for value, region in regions
-        )
 
     def _region(self, want: Want) -> fx.Node:
         """A want as a node of this graph."""
@@ -374,11 +360,10 @@ class SegmentBuilder:
         self, path: str, module: nn.Module, queue: WeightQueue | None, stage: int
     ) -> nn.Module:
         """The module with its weights' gradients computed by us, where there is a reason."""
-        device, n_alike = self._device, self._device.n_alike
-        n_calls = sum(node.target == path for node in self._graph.nodes)
-        if device.at_once is not None and n_calls == 1 and n_alike > 1:
-            sink = queue or device.joined.get(stage) or device.at_once
-            if is_worth_joining(module, n_alike * self._n_bytes[path]):
+        device, operator = self._device, self._operator_of.get(path)
+        if device.at_once is not None and operator is not None:
+            sink, n_alike = queue or device.joined.get(stage) or device.at_once, device.n_alike
+            if is_joined(self._layout, operator, path, module, n_alike):
                 return defer(module, sink, device.homes, n_joined=n_alike) or module
         if queue is not None:
             return defer(module, queue, device.homes) or module

@@ -124,8 +124,7 @@ class ExecutorEngine:
         forms = choose_forms(self._captured, meta, self.plan, sizes)
         for form in forms.values():
             self.holders.merge(form.holders)
-        statistics = {s for form in forms.values() for s in form.norm_groups()}
-        for devices in sorted(set(self.holders.groups()) | statistics):
+        for devices in self.holders.groups():
             self._groups[devices] = self._new_group(devices)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
@@ -141,6 +140,9 @@ class ExecutorEngine:
         )
         self._channels.make_groups_of_sums(
             {one.devices for form in forms.values() for one in shared_sums(form.layout).values()}
+        )
+        self._channels.make_groups_of_norms(
+            {devices for form in forms.values() for devices in form.norm_groups()}
         )
         found: dict[int, tuple[Program, Moves]] = {}
         for size, form in forms.items():
@@ -178,19 +180,15 @@ class ExecutorEngine:
         return AtOnce(lambda parameter: self._sync.reached(parameter))
 
     def _new_group(self, devices: tuple[int, ...]) -> Any:
-        if len(devices) == 1:
-            return None
         if len(devices) == self._world.size:
             return dist.group.WORLD
         return dist.new_group(list(devices), timeout=timedelta(seconds=self.plan.timeout_s))
 
     def _reduce_over(self, devices: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        group = self._groups[devices]
-
         def reduce(x: Tensor) -> Tensor:
             if len(devices) > 1:
                 name = f"batch norm over ranks {list(devices)}"
-                self._phases.wait(name, lambda: dist.all_reduce(x, group=group))
+                self._phases.wait(name, lambda: self._channels.add_up_norm(x, devices))
             return x
 
         return reduce

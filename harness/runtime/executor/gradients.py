@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
+from harness.runtime.executor.channels import first_line
 from harness.runtime.executor.weight_gradients import GradientHomes
 
 # As DDP's: the first bucket is small, so that communication starts early.
@@ -166,7 +167,7 @@ class GradientSync:
                 except RuntimeError as error:
                     raise PeerError(
                         f"the sum of {bucket.name} over ranks {list(devices)} failed "
-                        f"({str(error).splitlines()[0]}): a rank died or hangs"
+                        f"({first_line(error)}): a rank died or hangs"
                     ) from error
 
 
