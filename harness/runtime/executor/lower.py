@@ -63,15 +63,18 @@ class Lowering:
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
+        is_norm = self._tasks.forms.of[draft.parts[0].operator] == "norm"  # by itself, then
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
-        outputs += [key for key in builder.values if key.value == "loss"]
+        outputs += [
+            key for key in builder.values if key.value == "loss" or (is_norm and key not in needed)
+        ]
         return Segment(
             module=builder.finish(outputs, self._queues.get(stage), stage),
             inputs=tuple(builder.inputs),
             outputs=tuple(outputs),
             fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
             sends=tuple(draft.sends),
-            operators=tuple(dict.fromkeys(part.operator for part in draft.parts)),
+            is_norm=is_norm,
             is_differentiable=any(
                 key.value == "loss" or key.value in self._layout.differentiable for key in outputs
             ),

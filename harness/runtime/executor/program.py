@@ -68,7 +68,8 @@ class Segment:
         module: called with the inputs in order; returns the outputs as a tuple.
         fetches: wants that must have arrived before it, first used here.
         sends: pieces of its outputs that other devices read, in order.
-        operators: whose tasks it holds.
+        is_norm: it is a batch norm by statistics of all samples: others wait for it, forward and
+            backward, also where nobody reads it.
         is_differentiable: whether a gradient flows back through it.
     """
 
@@ -77,7 +78,7 @@ class Segment:
     outputs: tuple[PartKey, ...]
     fetches: tuple[Want, ...]
     sends: tuple[Send, ...]
-    operators: tuple[str, ...]
+    is_norm: bool
     is_differentiable: bool
 
 

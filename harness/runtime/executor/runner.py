@@ -322,9 +322,9 @@ class Runner:
             if key.value == "loss":
                 outputs.append(output)
                 gradients.append(None)
-            elif flight.leaves[key].grad is not None:
+            elif flight.leaves[key].grad is not None or segment.is_norm:
                 outputs.append(output)
-                gradients.append(flight.leaves[key].grad)
+                gradients.append(flight.gradient(key))
         if not outputs:
             return
         queue = self._queues.get(action.stage)

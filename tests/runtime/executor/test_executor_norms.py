@@ -33,3 +33,10 @@ def test_microbatches_are_joined_alike_where_weights_are_held_together(uneven_ca
 def test_statistics_do_not_meet_gradients_that_start_when_each_device_has_them(uneven_case, ranks):
     found = merged(ranks.run(2, train_joined_on_rank_1, uneven_case))
     assert first_beyond(found, train_alone(uneven_case), FLOAT64_TOLERANCES["sgd"]) is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_block_of_a_norm_that_nobody_reads_takes_part_in_its_sums(recompute, ranks):
+    norm = {"norm": OperatorPlan({"height": [6, 1]}, [0, 1])}
+    case = norms_case("unread row", norm, 4, stages=[Stage(recompute)])
+    assert_equal(case, ranks)
