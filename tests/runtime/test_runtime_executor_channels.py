@@ -42,7 +42,7 @@ class LostWork:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_of_the_plan(backend):
     message = Message(
-        number=0, source=0, target=1, source_stage=0, target_stage=1, after=0, before=0,
+        number=0, source=0, target=1, source_stage=0, target_stage=1, after=0, last=0, before=0,
         dtype=torch.float32, entries=(), returning=(),
     )  # fmt: skip
     with mock.patch.object(dist, "new_group") as made:

@@ -52,6 +52,8 @@ class Message:
     Attributes:
         number: unique over all devices of a layout; equal on every rank.
         after: position of the segment of the sender's stage after which it leaves.
+        last: position of the operator that gives the last of its pieces, those of which the
+            gradient alone travels included.
         before: position of the segment of the receiver's stage that waits for it.
         entries: what goes, in the order in which it is computed.
         returning: that of which gradients come back, with their places in that message.
@@ -63,6 +65,7 @@ class Message:
     source_stage: int
     target_stage: int
     after: int
+    last: int
     before: int
     dtype: torch.dtype
     entries: tuple[Entry, ...]
@@ -141,7 +144,8 @@ def _message(
         target=first.want.device,
         source_stage=first.piece.part.stage,
         target_stage=stage,
-        after=max(piece.after for piece in pieces),
+        after=pieces[-1].after,
+        last=layout.position[pieces[-1].send.piece.part.operator],
         before=position,
         dtype=layout.tensor(first.want.value).dtype,
         entries=_entries(layout, [one.send for one in pieces if one.send.goes]),

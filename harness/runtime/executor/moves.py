@@ -66,6 +66,7 @@ class Fetch:
         placements: what it is put together from; none where it is summed.
         is_whole: one placement is all of it.
         kept: the parts of this device that its gradient goes to; none where that is summed.
+        readers: stages of this device that read it.
     """
 
     want: Want
@@ -78,6 +79,7 @@ class Fetch:
     returns_summed: bool
     placements: tuple[Placement, ...]
     kept: tuple[Placed, ...]
+    readers: frozenset[int]
 
     @property
     def is_whole(self) -> bool:
@@ -132,11 +134,14 @@ class Moves:
         self._messages = [m for m in messages if device in (m.source, m.target)]
         self._forward = _by_piece(self._messages, is_backward=False)
         self._backward = _by_piece(self._messages, is_backward=True)
+        readers = self._readers()
         self.fetches: dict[Place, tuple[Fetch, ...]] = {}
         self.collected: dict[Place, tuple[Return, ...]] = {}
         for stage, segments in program.stages.items():
             for position, segment in enumerate(segments):
-                self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
+                self.fetches[stage, position] = tuple(
+                    self._fetch(want, frozenset(readers[want.number])) for want in segment.fetches
+                )
                 self.collected[stage, position] = self._collected(segment)
         self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
         for fetch in (fetch for own in self.fetches.values() for fetch in own):
@@ -156,7 +161,6 @@ class Moves:
 
     def received(self, stage: int, *, is_backward: bool) -> list[Message]:
         """What a stage waits for, in the order in which the others send it."""
-        position = self._layout.position
         if is_backward:
             mine = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
             return sorted(
@@ -166,13 +170,22 @@ class Moves:
         mine = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
         return sorted(
             (m for m in mine if m.entries),
-            key=lambda m: (position[m.entries[-1].piece.part.operator], m.after, m.number),
+            key=lambda m: (m.last, m.after, m.number),
         )
 
     def _at(self, stage: int) -> tuple[int, int]:
         return self._device, stage
 
-    def _fetch(self, want: Want) -> Fetch:
+    def _readers(self) -> dict[int, set[int]]:
+        """By want, the stages of this device that read it."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for stage in self._program.stages:
+            for part in self._layout.tasks(self._device, stage):
+                for _, want in self._layout.reads(part):
+                    found[want.number].add(stage)
+        return found
+
+    def _fetch(self, want: Want, readers: frozenset[int]) -> Fetch:
         total = self._summed.get(want.number, SharedSum((), goes=False, returns=False))
         returns = [p for p in want.returns if p.part.device == self._device]
         return Fetch(
@@ -191,6 +204,7 @@ class Moves:
                 Placed(Relative.of(piece.region, want.block), self._held(want, piece))
                 for piece in returns
             ),
+            readers=readers,
         )
 
     def _placements(self, want: Want) -> list[Placement]:

@@ -342,7 +342,7 @@ class Runner:
             leaf = flight.leaves.pop(fetch.key)
             if fetch.is_borrowed:
                 continue
-            if fetch.want.stage not in self._keeping:
+            if fetch.readers.isdisjoint(self._keeping):
                 self._channels.buffers.give_back(leaf.detach())
 
     def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:

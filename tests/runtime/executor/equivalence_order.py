@@ -1,0 +1,97 @@
+"""Models whose stages and copies bring the orders of messages and of readers apart."""
+
+from __future__ import annotations
+
+import torch
+from equivalence_cases import DTYPES, Case
+from equivalence_models import OwnPrecisionTask
+from equivalence_training import make_engine
+from torch import Tensor, nn
+
+from harness.domain.partition import REPLICA
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.world import World
+
+WIDTH = 4
+
+
+class Branches(nn.Module):
+    """Three functions of one value, the first and the last of which are read together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        first, second, third = x.relu(), x.tanh(), x.sigmoid()
+        return (first + third) * second
+
+
+class ReadTwice(nn.Module):
+    """A value that is read early by what keeps nothing, and late by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return x.relu().tanh() + self.late(x)
+
+
+_MODELS = {"branches": Branches, "read twice": ReadTwice}
+
+
+class OrderCase(Case, frozen=True, kw_only=True):
+    """A case of one of these models."""
+
+    def make_task(self) -> Task:
+        torch.manual_seed(0)
+        dtype = DTYPES[self.dtype]
+        spec = InputSpec(name="x", shape=(WIDTH,), dtype=dtype)
+        return OwnPrecisionTask(
+            model=_MODELS[self.model]().to(dtype), inputs=(spec,), n_classes=WIDTH
+        )
+
+
+def third_branch_copied() -> OrderCase:
+    """The branches on device 0, what reads them on device 1, with a copy of the third branch."""
+    plans = {name: OperatorPlan({}, [0]) for name in ("stem", "relu", "tanh")}
+    plans["sigmoid"] = OperatorPlan({REPLICA: 2}, [0, 1])
+    plans |= {name: OperatorPlan({}, [1]) for name in ("add", "mul", "loss")}
+    strategy = Strategy(name="branches", batch=4, operators=plans)
+    return OrderCase(name="branches", model="branches", n_ranks=2, strategy=strategy)
+
+
+def read_by_two_stages() -> OrderCase:
+    """Device 1 has stages 1 and 3, which read one value; the later one joins its microbatches."""
+    stage_of = {"stem": 0, "relu": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
+    strategy = Strategy(
+        name="read twice",
+        batch=9,  # no linear layer counts as large, then, and three microbatches are alike
+        operators={name: OperatorPlan({}, [s % 2], s) for name, s in stage_of.items()},
+        n_microbatches=4,
+        schedule="interleaved",
+        stages=[Stage()] * 4,
+    )
+    return OrderCase(name="read twice", model="read twice", n_ranks=2, strategy=strategy, seed=1)
+
+
+Order = list[int]
+
+
+def order_of_messages(case: Case, world: World) -> dict[str, tuple[Order, Order]]:
+    """Numbers of the messages that this rank sends and receives, forward and backward, in order."""
+    engine = make_engine(case, case.make_task(), world)
+    ((_, moves),) = engine._programs.values()
+    leaving, returning = sorted(moves.leaving.items()), sorted(moves.returning.items())[::-1]
+    sent = {
+        "forward": [one.message.number for _, own in leaving for one in own],
+        "backward": [one.message.number for _, own in returning for one in own],
+    }
+    return {
+        way: (numbers, [m.number for m in moves.received(0, is_backward=way == "backward")])
+        for way, numbers in sent.items()
+    }
