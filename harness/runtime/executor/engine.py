@@ -267,12 +267,16 @@ class ExecutorEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        return self._sync.n_buckets
+        n_updates = self.plan.strategy.n_microbatches if self.plan.is_asynchronous else 1
+        return n_updates * self._sync.n_buckets
 
     @property
     def can_skip_synchronisation(self) -> bool:
-        """Whether any device has gradients to sum with others: all ranks say the same."""
-        return bool(self.holders.groups())
+        """Whether any device has gradients to sum with others: all ranks say the same.
+
+        Not without a flush: the updates of a step's microbatches sum them one by one.
+        """
+        return bool(self.holders.groups()) and not self.plan.is_asynchronous
 
     def step(
         self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
@@ -326,9 +330,7 @@ class ExecutorEngine:
     def _loss(self) -> Tensor:
         """This rank's part of the mean loss."""
         loss = self._runner.loss
-        if loss is None:
-            return torch.zeros((), device=self._world.device)
-        return loss / self.plan.strategy.n_microbatches if self.plan.is_asynchronous else loss
+        return torch.zeros((), device=self._world.device) if loss is None else loss
 
     # State
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE, count_parts, n_parts, n_replicas
 from harness.domain.sharding import has_tasks
@@ -28,6 +29,7 @@ from harness.runtime.executor.shards import Shard, Wanted, make_batch_norm, make
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weights import Holders, canonical_names
+from harness.runtime.operators import function_name
 
 _log = logging.getLogger(__name__)
 
@@ -152,11 +154,10 @@ class _Chooser:
         operator = self._captured.graph.operators[self._captured.graph.index()[name]]
         if operator.kind != "batch_norm" or self._plan.batch_norm != "global":
             return False
-        module = self._captured.module.get_submodule(str(operator.attrs.get("module", "")))
-        if not module.training:
-            return False
         cuts = self._strategy.operators[name].partition
-        return any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature")
+        if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
+            return False
+        return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
 
     def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
         """The shards of all of an operator's tasks, without memory."""
@@ -242,6 +243,21 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
         raise StrategyError(
             f"operator {name!r} has copies, but uses the weights {min(weights)}: cut it by samples"
         )
+
+
+def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
+    """Whether a batch norm has statistics of what it is given; refuses one that is a function."""
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, _BatchNorm):
+        return module.training
+    is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    if is_training:
+        raise ModelError(
+            f"operator {name!r} is a batch norm by a function ({function_name(node.target)}), "
+            "whose statistics are of each block alone, but global ones are asked for: make it an "
+            "nn.BatchNorm module, or use --batch-norm local"
+        )
+    return False
 
 
 def _drops(node: fx.Node) -> bool:

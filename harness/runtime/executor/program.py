@@ -90,9 +90,11 @@ class Program:
         differentiable: values that a gradient flows back to.
         blocks: what each part of this device holds of each of its values.
         counted: parts of the loss that are this device's to report; copies are counted once.
+        loss_weight: of a microbatch's loss in that of the step.
     """
 
     stages: dict[int, tuple[Segment, ...]]
     differentiable: frozenset[str]
     blocks: dict[PartKey, Block] = field(default_factory=dict)
     counted: frozenset[PartKey] = frozenset()
+    loss_weight: float = 1.0

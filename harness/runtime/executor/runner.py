@@ -207,7 +207,8 @@ class Runner:
         leaf = output.detach()
         if key.value == "loss":
             if key in program.counted:
-                self.loss = leaf if self.loss is None else self.loss + leaf
+                weighed = leaf * program.loss_weight
+                self.loss = weighed if self.loss is None else self.loss + weighed
         elif key.value in program.differentiable and leaf.is_floating_point():
             leaf.requires_grad_()
         flight.leaves[key] = leaf

@@ -100,7 +100,7 @@ def train_alone_asynchronously(case: Case) -> Trace:
             outputs = functional_call(task.model, used, tuple(x[part] for x in batch.inputs))
             loss = task.sum_loss(outputs, batch.targets[part]) / sizes[microbatch]
             found = torch.autograd.grad(loss, list(used.values()))
-            mean += float(loss.detach()) / len(sizes)
+            mean += float(loss.detach()) * sizes[microbatch] / sum(sizes)
             for name, gradient in zip(used, found, strict=True):
                 task.model.get_parameter(name).grad = gradient
             gradients_now = gradients_of(task.model)

@@ -135,6 +135,15 @@ def test_all_ranks_know_that_some_sum_gradients(ranks):
     assert [n_sums > 0 for _, n_sums in found] == [True, True, False]
 
 
+def test_without_a_flush_every_microbatch_sums_gradients_and_none_can_skip_it(ranks):
+    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
+    case = make_case("lenet", strategy, 3)
+    (_, n_sums), *_ = ranks.run(3, can_skip_synchronisation, case)
+    case = msgspec.structs.replace(case, is_asynchronous=True)
+    found = ranks.run(3, can_skip_synchronisation, case)
+    assert found == [(False, 3 * n_sums), (False, 3 * n_sums), (False, 0)]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_what_has_been_read_is_not_kept_until_the_step_ends(schedule, ranks):
     strategy = replicated_pipeline(
