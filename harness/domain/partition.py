@@ -16,7 +16,7 @@ The same formula is used by the simulator, the executor and the importers of oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
 from harness.errors import StrategyError
@@ -119,17 +119,6 @@ def volume(block: Block) -> int:
     for start, stop in block:
         count *= stop - start
     return count
-
-
-def overlaps(
-    producers: Sequence[Block], consumers: Sequence[Block]
-) -> Iterator[tuple[int, int, Block]]:
-    """Every (producer part, consumer part, common block), in order of consumer then producer."""
-    for to, wanted in enumerate(consumers):
-        for source, held in enumerate(producers):
-            common = intersect(held, wanted)
-            if common is not None:
-                yield source, to, common
 
 
 def input_interval(
