@@ -68,9 +68,11 @@ def test_a_batch_norm_that_waits_in_vain_says_for_whom():
 def test_a_sum_of_gradients_may_fail_without_a_word():
     parameter = nn.Parameter(torch.ones(2))
     recorder, homes = Recorder(HostClock()), GradientHomes()
-    sync = GradientSync([(parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8, homes)
+    sync = GradientSync(
+        [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8, homes
+    )
     sync.start_step()
     with mock.patch.object(dist, "all_reduce", return_value=LostWork()):
         (2 * parameter).sum().backward()
-    with pytest.raises(PeerError, match=r"the sum of bucket0 over ranks \[0, 1\].*RuntimeError"):
+    with pytest.raises(PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"):
         sync.finish()

@@ -1,4 +1,4 @@
-"""A rank's program for the tests: trains a pipeline in which rank 1 fails in the third step.
+"""A rank's program for the tests: trains a pipeline whose last rank fails in the third step.
 
 usage: faulty_training.py RESULTS FAULT      (started by mpirun; FAULT is killed, error or hang)
 """
@@ -38,8 +38,8 @@ _calls = []
 
 @fx.wrap
 def troubled(x):
-    """Does nothing, until rank 1 has come to it often enough."""
-    if x.device.type == "meta" or os.environ["OMPI_COMM_WORLD_RANK"] != "1":
+    """Does nothing, until the last rank has come to it often enough."""
+    if x.device.type == "meta" or os.environ["OMPI_COMM_WORLD_RANK"] != "2":
         return x * 1.0
     _calls.append(len(x))
     if len(_calls) == _FIFTH:
@@ -48,7 +48,7 @@ def troubled(x):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hang":
             time.sleep(600)
-        raise RuntimeError("rank 1 has a bug")
+        raise RuntimeError("rank 2 has a bug")
     return x * 1.0
 
 
@@ -68,7 +68,7 @@ def model(n_classes, n_channels, image_size):
 
 CASE = TrainCase(
     model="faulty_training:model", strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json",
-    engine="executor", batch=8, image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=2,
+    engine="executor", batch=8, image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,
 )  # fmt: skip
 
 
@@ -79,20 +79,20 @@ def header(cluster, workload, config):
     )  # fmt: skip
 
 
-def two_stages() -> Strategy:
-    """The operator that fails is the first on rank 1."""
-    stages = {0: ("flatten", "first", "relu"), 1: ("troubled", "second", "loss")}
+def three_stages() -> Strategy:
+    """The operator that fails is the first on rank 2."""
+    stages = {0: ("flatten", "first"), 1: ("relu",), 2: ("troubled", "second", "loss")}
     operators = {
         name: OperatorPlan({}, [stage], stage) for stage, names in stages.items() for name in names
     }
     return Strategy(
-        name="two stages", batch=8, operators=operators, n_microbatches=2, schedule="1f1b",
-        stages=[Stage(), Stage()],
+        name="three stages", batch=8, operators=operators, n_microbatches=2, schedule="1f1b",
+        stages=[Stage()] * 3,
     )  # fmt: skip
 
 
 def prepare(results, cluster: Cluster):
-    """Write what links and profile would have: two ranks of one host."""
+    """Write what links and profile would have: three ranks of one host."""
     names = [device.name for device in cluster.devices]
     links = [
         Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
@@ -103,7 +103,7 @@ def prepare(results, cluster: Cluster):
     write_header(results / "1-links-0", header(cluster, "links", {}))
     measured = msgspec.structs.replace(cluster, links=links)
     (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())
-    (results / "plan.json").write_bytes(two_stages().to_json())
+    (results / "plan.json").write_bytes(three_stages().to_json())
     question = question_of(CASE)
     rates = {
         d.kind: DeviceRates(flops_per_s=1e10, memory_bytes_per_s=1e10) for d in cluster.devices

@@ -177,7 +177,8 @@ class Channels:
             f"rank {self._world.rank} waited for the sum of {what} over ranks "
             f"{list(devices)}, one of which died or did not answer within "
             f"{self._timeout_s:g} s ({first_line(error)}): look at their logs, or raise the "
-            "timeout"
+            "timeout",
+            devices,
         )
 
     def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
@@ -252,7 +253,8 @@ class Channels:
             raise PeerError(
                 f"rank {self._world.rank} waited for {what} {direction} rank {peer}, which died or "
                 f"did not answer within {self._timeout_s:g} s ({first_line(error)}): look at rank "
-                f"{peer}'s log, or raise the timeout"
+                f"{peer}'s log, or raise the timeout",
+                [peer],
             ) from error
 
 

@@ -245,7 +245,7 @@ class ExecutorEngine:
                 uses.update(count_uses(modules, n))
         trained = self.weights.trainable()
         return GradientSync(
-            [(parameter, self.holders.of(piece)) for piece, parameter in trained.items()],
+            [(piece.name, weight, self.holders.of(piece)) for piece, weight in trained.items()],
             self._groups,
             uses,
             self._recorder,

@@ -67,7 +67,8 @@ class GradientSync:
     """Sums gradients over the devices that hold the same weights.
 
     Args:
-        parameters: this device's, each with the devices that hold it, in the order of the model.
+        parameters: this device's, each with its name and the devices that hold it, in the order of
+            the model.
         groups: process groups by their devices.
         n_uses: how often backward reaches each parameter in a step, over all microbatches.
         homes: told where in the buckets gradients may be written straight away.
@@ -75,7 +76,7 @@ class GradientSync:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[nn.Parameter, Group]],
+        parameters: Sequence[tuple[str, nn.Parameter, Group]],
         groups: Mapping[Group, Any],
         n_uses: Mapping[nn.Parameter, int],
         recorder: Recorder,
@@ -85,7 +86,8 @@ class GradientSync:
         self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
         self._queues: dict[Group, list[_Bucket]] = {}
         shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-        for parameter, devices in parameters:
+        self._name_of = {parameter: name for name, parameter, _ in parameters}
+        for _, parameter, devices in parameters:
             if len(devices) > 1:
                 shared[devices, parameter.dtype].append(parameter)
         self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
@@ -166,9 +168,15 @@ class GradientSync:
                     bucket.work.wait()
                 except RuntimeError as error:
                     raise PeerError(
-                        f"the sum of {bucket.name} over ranks {list(devices)} failed "
-                        f"({first_line(error)}): a rank died or hangs"
+                        f"the sum of the gradients of {self._words(bucket)} over ranks "
+                        f"{list(devices)} failed ({first_line(error)}): one of them died or hangs, "
+                        "look at their logs",
+                        devices,
                     ) from error
+
+    def _words(self, bucket: _Bucket) -> str:
+        names = [self._name_of[parameter] for parameter in bucket.parameters]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
 
 
 def _chunks(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
