@@ -82,9 +82,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     return name, parsed.workload, parsed.run
 
 
-def _cases(name: str, config: Any, launch: Launch) -> list[Any]:
-    import torch
-
+def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
     from harness.launch import Case
     from harness.workloads import WORKLOADS
     from harness.workloads.comparison import comparison
@@ -97,7 +95,7 @@ def _cases(name: str, config: Any, launch: Launch) -> list[Any]:
         ]
     return [
         Case(name=one, workload=WORKLOADS[one], config=case)
-        for one, part in comparison(has_gpu=torch.cuda.device_count() > 0, n_ranks=launch.size)
+        for one, part in comparison(has_gpu=has_gpu, n_ranks=launch.size)
         for case in WORKLOADS[one].cases(part, launch.size)
     ]
 
@@ -167,6 +165,9 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
+    if not name:  # the models depend on what the slowest rank has, and must be alike on all
+        has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
+        cases = _cases(name, None, launch, has_gpu=has_gpus)
     if problem := launcher.results_problem():
         meeting.control.leave()
         if world.is_first:
@@ -198,13 +199,15 @@ def _silent(is_silent: bool) -> Iterator[None]:
 
 def main(argv: list[str]) -> int:
     """Run this rank's program; returns its exit code."""
+    import torch
+
     launch = read_launch(os.environ)
     _set_up_logging(launch.rank)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)
-            cases = _cases(name, config, launch)
+            cases = _cases(name, config, launch, has_gpu=torch.cuda.device_count() > 0)
     except (SystemExit, HarnessError):
         if launch.rank != 0:
             return 0

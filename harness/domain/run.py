@@ -52,7 +52,6 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
         reason: why the status is not ok, in one sentence.
         backend: nccl or gloo.
         duration_s: wall seconds from start to status, None while running.
-        n_wrong: verification failures; a run with any is invalid.
         summary: a few derived numbers, for reading by eye; figures derive theirs from records.
     """
 

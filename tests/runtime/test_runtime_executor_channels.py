@@ -74,5 +74,7 @@ def test_a_sum_of_gradients_may_fail_without_a_word():
     sync.start_step()
     with mock.patch.object(dist, "all_reduce", return_value=LostWork()):
         (2 * parameter).sum().backward()
-    with pytest.raises(PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"):
+    with pytest.raises(
+        PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"
+    ):
         sync.finish()
