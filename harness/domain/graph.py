@@ -46,6 +46,7 @@ class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         attrs: what partitioning needs: kernel, stride, padding, groups, in_features,
             out_features, n_heads, n_rows, n_normalized (last dims that a layer norm runs over),
             is_cut_by_samples (false where a part of the samples cannot be computed alone),
+            is_repeatable (false where two devices may compute unlike values of one block),
             function (relu, add, ...), description.
     """
 

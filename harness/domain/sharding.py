@@ -109,9 +109,11 @@ def may_have_copies(operator: Operator) -> bool:
     """Whether several devices may compute one block of it: where none has weights to keep equal.
 
     A second user of tied weights has no bytes of its own, so kinds that have weights never may.
+    Nor may what draws random numbers of its own on each device, as an unknown function might.
     """
     is_free = operator.parameter_bytes == 0 and has_tasks(operator)
-    return is_free and operator.kind not in _WITH_WEIGHTS
+    is_repeatable = operator.attrs.get("is_repeatable") is not False
+    return is_free and is_repeatable and operator.kind not in _WITH_WEIGHTS
 
 
 def _fixed_dims(operator: Operator) -> set[str]:

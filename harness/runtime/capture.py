@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.domain.graph import Graph, Operator
 from harness.errors import ModelError
+from harness.runtime.draws import draws, is_dropout
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.operators import describe_node, function_name, is_known
 from harness.runtime.sample_dims import (
@@ -50,22 +51,53 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     """Trace by torch.fx, or by torch.export where its control flow depends on values.
 
     Raises:
-        ModelError: neither can follow the model.
+        ModelError: neither can follow the model, or exporting it leaves one batch size only.
     """
     try:
         return fx.symbolic_trace(model)
     except Exception as error:
         _log.info("torch.fx cannot trace the model (%s): exporting it", error)
         reason = error
+    # Sizes of 1 are never left open.
+    open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
+    sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
     try:
-        exported = torch.export.export(copy.deepcopy(model), examples)
+        exported = torch.export.export(
+            copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
+        )
         module: fx.GraphModule = exported.module()
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} can be captured neither by torch.fx ({reason}) nor by "
             f"torch.export ({error}): remove control flow that depends on values"
         ) from error
+    _check_batch_is_open(model, module)
+    _register_constants(module)
     return module
+
+
+def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # takes half a second
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        size = node.meta["val"].shape[0]
+        if is_concrete_int(size):
+            raise ModelError(
+                f"{type(model).__name__} was exported for one batch size only: its input "
+                f"{node.name!r} must have {size} samples; compute on all samples at once, without "
+                "loops over them or sizes written out"
+            )
+
+
+def _register_constants(module: fx.GraphModule) -> None:
+    """Make buffers of plain tensors, as torch.fx does, so that they move with the module."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        path, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(path)
+        value = getattr(owner, name)
+        if isinstance(value, Tensor) and name not in {**owner._parameters, **owner._buffers}:
+            delattr(owner, name)
+            owner.register_buffer(name, value)
 
 
 class _Measured:
@@ -247,7 +279,8 @@ class _Builder:
         sources = [n for n in _arguments(node) if n in self._name_of]
         inputs = [_tensors(self._measured[n].value)[0] for n in sources]
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
-        if not is_known(kind, str(attrs.get("function"))):
+        is_unknown = not is_known(kind, str(attrs.get("function")))
+        if is_unknown:
             _log.warning(
                 "operator %s (%s) is not known: it is planned as cut by samples or not at all",
                 node.name, attrs.get("function"),
@@ -258,6 +291,8 @@ class _Builder:
         signature = _signature(kind, attrs, inputs, value)
         if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
             attrs["is_cut_by_samples"] = False
+        if is_unknown or (draws(node, self._module) and not is_dropout(node, self._module)):
+            attrs["is_repeatable"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)
         if parameters:

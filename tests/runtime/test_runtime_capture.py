@@ -110,6 +110,26 @@ def test_what_fx_cannot_trace_is_exported():
     assert sum(o.kind == "linear" for o in graph.operators) == 1
 
 
+class ByRows(nn.Module):
+    """A loop over samples, which exporting unrolls."""
+
+    def forward(self, x):
+        return torch.stack([row * 2 for row in x.unbind(0)])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_an_exported_model_takes_batches_of_any_size(batch):
+    module = trace(Looping(), (torch.ones(batch, 4),))
+    assert [module(torch.ones(n, 4)).shape[0] for n in (1, 3, 12)] == [1, 3, 12]
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
+    task = Task(model=ByRows(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    with pytest.raises(ModelError, match="exported for one batch size only: its input 'x'"):
+        capture(task, batch, "rows")
+
+
 class Deciding(nn.Module):
     def forward(self, x):
         return x if x.sum().item() > 0 else -x

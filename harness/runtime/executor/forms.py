@@ -22,6 +22,7 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import Captured
+from harness.runtime.draws import draws, is_dropout
 from harness.runtime.executor.batch_norm import GlobalBatchNorm
 from harness.runtime.executor.layout import Layout, Part, check_samples
 from harness.runtime.executor.options import ExecutorPlan
@@ -141,7 +142,7 @@ class _Chooser:
         if self._plan.dropout == "exact" or has_copies:  # which must drop the same
             if is_dropout(node, self._captured.module):
                 return "dropout"
-            _check_drops_nothing_within(name, node, self._captured.module)
+            _check_draws_nothing(name, node, self._captured.module)
         if self._needs_global_statistics(name):
             # Two tasks on one device would wait for each other in the same reduction.
             devices = self._strategy.operators[name].devices
@@ -210,28 +211,20 @@ def _warn(chosen: Forms) -> None:
         )  # fmt: skip
 
 
-def is_dropout(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node is a dropout that drops."""
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return bool(isinstance(module, nn.Dropout | nn.Dropout2d) and _is_dropping(module))
-    return getattr(node.target, "__name__", "") == "dropout" and _drops(node)
+def _is_training_norm(node: fx.Node) -> bool:
+    """Whether a batch norm's function, of torch or aten, normalises by the batch."""
+    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False))
 
 
-def _is_dropping(module: nn.Dropout | nn.Dropout2d) -> bool:
-    return bool(module.training and module.p > 0)
-
-
-def _check_drops_nothing_within(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse attention and recurrence that drop: their masks depend on who draws them."""
-    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-    probability = node.kwargs.get("dropout_p", 0.0)
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.training:
-        probability = module.dropout
-    if probability:
+def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
+    if draws(node, root):
+        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        function = function_name(node.target) if module is None else type(module).__name__
         raise ModelError(
-            f"operator {name!r} drops within itself (probability {probability}), which exact "
-            "dropout cannot draw block by block: set that probability to 0, or use local dropout"
+            f"operator {name!r} ({function}) draws random numbers, which exact dropout and copies "
+            "can repeat block by block for Dropout, Dropout2d and F.dropout alone: replace it by "
+            "one of these, set its probability to 0, or use local dropout without copies"
         )
 
 
@@ -258,11 +251,6 @@ def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
             "nn.BatchNorm module, or use --batch-norm local"
         )
     return False
-
-
-def _drops(node: fx.Node) -> bool:
-    arguments = dict(zip(("p", "training"), node.args[1:], strict=False)) | dict(node.kwargs)
-    return bool(arguments.get("training", True) and arguments.get("p", 0.5) != 0)
 
 
 def wanted_of(layout: Layout, part: Part) -> list[Wanted]:

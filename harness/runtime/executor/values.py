@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from harness.errors import ModelError
 from harness.runtime.capture import Captured
 from harness.runtime.executor.weights import canonical_names
 from harness.runtime.models.task import InputSpec
@@ -84,12 +85,17 @@ class MetaModel:
 
     def _run(self, samples: int) -> Values:
         recording = _Recording(self.module)
-        recording.run(
-            *(
-                torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
-                for spec in self._inputs
-            )
+        inputs = (
+            torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
+            for spec in self._inputs
         )
+        try:
+            recording.run(*inputs)
+        except Exception as error:
+            raise ModelError(
+                f"the model was captured for other batch sizes than {samples} samples, which its "
+                f"strategy is laid out with: {error}"
+            ) from error
         tensors: dict[fx.Node, TensorMeta] = {}
         constants: dict[fx.Node, Any] = {}
         for node, twin in zip(self._nodes, self.module.graph.nodes, strict=True):

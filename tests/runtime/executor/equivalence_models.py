@@ -124,6 +124,41 @@ class Perceptron(nn.Module):
         return self.layers(x)
 
 
+class Disordered(nn.Module):
+    """Parts are used in another order than they are defined in, one never; a weight is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, N_CLASSES)
+        self.never = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.first = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.last.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.tied(torch.relu(self.first(x)))) * self.scale
+        return self.head(self.last(x))
+
+
+class Exported(nn.Module):
+    """What torch.fx cannot trace, out of order too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, N_CLASSES)
+        self.never = nn.Linear(3, 3)
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([2 * column for column in x.unbind(1)], dim=1) + torch.tensor([1, 2] * 3)
+        x = self.dropout(torch.relu(self.norm(self.body(x))))
+        return self.head(x.reshape(x.shape[0], -1))
+
+
 def _narrowed(module: nn.Module, width: Callable[[int], int]) -> nn.Module | None:
     """A fresh module like `module` with narrower channels; None if it has none."""
     if isinstance(module, nn.Conv2d):
@@ -260,7 +295,12 @@ DEEP_MODELS: dict[str, SmallModel] = {
         min_microbatch=2,
     ),
 }
-_ALL = {**SMALL_MODELS, **DEEP_MODELS}
+# What only some tests train.
+ODD_MODELS: dict[str, SmallModel] = {
+    "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
+    "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
+}
+_ALL = {**SMALL_MODELS, **DEEP_MODELS, **ODD_MODELS}
 
 
 def _draw_weights(model: nn.Module) -> None:
