@@ -6,8 +6,9 @@ line by line, the header is replaced whole. Reading skips and names what it cann
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,14 +25,20 @@ _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
 _DECODER = msgspec.json.Decoder(Record)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file whole: readers see the old bytes or the new ones, never a part."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write instead, which then replaces `path` whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
+    yield temporary
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file whole: readers see the old bytes or the new ones, never a part."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_header(run_dir: Path, header: RunHeader) -> None:

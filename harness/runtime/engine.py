@@ -88,6 +88,10 @@ class Engine(Protocol):
         """Whether `step` takes `is_synchronised=False`."""
         ...
 
+    def model_state(self) -> dict[str, Tensor]:
+        """The model's state as one device has it."""
+        ...
+
     def full_state(self) -> dict[str, Any]:
         """Model and optimizer state as one device has them, under `model` and `optimizer`."""
         ...

@@ -193,8 +193,12 @@ class DeepSpeedEngine:
         ]
         return self._task.sum_loss(self._engine(*inputs), batch.targets) * share.weight
 
+    def model_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
     def full_state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state()}
+        return {"model": self.model_state(), "optimizer": self._optimizer_state()}
 
     def _optimizer_state(self) -> dict[str, Any]:
         """As the torch optimizer gives it; ZeRO gathers its parts, so all ranks must call it."""

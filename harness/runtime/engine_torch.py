@@ -136,8 +136,12 @@ class TorchEngine:
         scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
 
+    def model_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._task.model.state_dict()
+        return state
+
     def full_state(self) -> dict[str, Any]:
         return {
-            "model": self._task.model.state_dict(),
+            "model": self.model_state(),
             "optimizer": self._optimizer.state_dict(),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.measure.store import replacing
 from harness.runtime.context import Context
 from harness.runtime.memory import peak_bytes, reset_peak
 from harness.runtime.telemetry import watched_device
@@ -33,10 +34,25 @@ def _save_model(training: Training, context: Context) -> None:
     """Rank 0 writes the model; all ranks must call it, since an engine may have to gather it."""
     from safetensors.torch import save_file
 
-    state = training.engine.full_state()["model"]
+    state = training.engine.model_state()
     if context.world.is_first:
+        # Tensors with several names, such as tied weights, are written under each.
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        save_file(whole, str(context.run_dir / "model.safetensors"))
+        first = {tensor.data_ptr(): name for name, tensor in reversed(whole.items())}
+        for name, tensor in whole.items():
+            if first[tensor.data_ptr()] != name:
+                whole[name] = tensor.clone()
+        with replacing(context.run_dir / "model.safetensors") as temporary:
+            save_file(whole, str(temporary))
+
+
+def _save(case: TrainCase, training: Training, context: Context) -> None:
+    if case.save_model:
+        _save_model(training, context)
+    if case.save_sharded:
+        save_sharded = training.trainer.save_sharded
+        assert save_sharded is not None, "other engines were refused"
+        save_sharded(context.run_dir / "state")
 
 
 def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:
@@ -81,8 +97,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "shares": list(training.plan.shares),
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
-    if case.save_model:
-        _save_model(training, context)
+    _save(case, training, context)
     loop.measure_without_synchronisation(case.no_sync_steps)
     return summary
 

@@ -92,6 +92,9 @@ class TrainSettings(ModelFlags):
     """Processes that load data ahead; 0 loads in the training process."""
     save_model: bool = False
     """Write the trained parameters to the run's directory as model.safetensors."""
+    save_sharded: bool = False
+    """Each rank writes its own parts of the model's and the optimizer's state to the run's
+    directory, as state/shardRANK.safetensors (executor)."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which tensor cores prefer."""
     seed: int = 0

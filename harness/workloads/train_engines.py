@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -26,11 +27,14 @@ class Trainer:
             share a batch out among them.
         verify: a digest of the parameters, equal for equal training by the same strategy; all ranks
             must call it; raises VerificationError where copies differ.
+        save_sharded: writes each rank's own parts of the whole state into a directory; None where
+            the engine has no such form.
     """
 
     engine: Engine
     samples: tuple[int, ...] | None
     verify: Callable[[], str]
+    save_sharded: Callable[[Path], None] | None = None
 
 
 def _whole(engine: Engine, world: World) -> Trainer:
@@ -65,7 +69,12 @@ def _executor(
 
     assert plan is not None
     engine = ExecutorEngine(task, world, recorder, options, plan)
-    return Trainer(engine=engine, samples=tuple(engine.samples), verify=engine.verify_replicas)
+    return Trainer(
+        engine=engine,
+        samples=tuple(engine.samples),
+        verify=engine.verify_replicas,
+        save_sharded=engine.save_sharded,
+    )
 
 
 MakeTrainer = Callable[[Task, World, Recorder, EngineOptions, ExecutorPlan | None], Trainer]

@@ -75,6 +75,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"strategy": ("zero1",), "exact_dropout": True},
             "--exact-dropout needs the executor, zero1 is trained by deepspeed",
         ),
+        ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),

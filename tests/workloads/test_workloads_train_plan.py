@@ -30,7 +30,7 @@ CASES = {
     "single": replace(CASE, strategy="single", engine="executor"),
     "ddp": replace(CASE, strategy="ddp", engine="executor"),
     "torch ddp": replace(CASE, strategy="ddp", n_samples=24),
-    "tensor": replace(CASE, strategy="tensor", engine="executor"),
+    "tensor": replace(CASE, strategy="tensor", engine="executor", save_sharded=True),
     "hybrid": replace(CASE, strategy="hybrid", engine="executor"),
     "searched": replace(CASE, strategy="searched", engine="executor"),
     "pipeline": replace(CASE, strategy="pipeline", engine="executor", microbatches=3),
@@ -88,6 +88,13 @@ def test_every_strategy_trains_what_one_device_trains(trained, name):
     expected, found = trained[0]["single"], trained[0][name]
     assert found["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
     assert largest_difference(found["state"], expected["state"]) < TOLERANCE
+
+
+def test_the_parts_that_ranks_wrote_are_the_model_and_its_momenta(trained):
+    state, sharded = trained[0]["tensor"]["state"], trained[0]["tensor"]["sharded"]
+    assert largest_difference(sharded["model"], state) == 0
+    momenta = [values["momentum_buffer"].shape for values in sharded["optimizer"]["state"].values()]
+    assert momenta == [tensor.shape for tensor in sharded["model"].values()]
 
 
 def test_weights_that_are_updated_between_microbatches_train_another_model(trained):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from harness.domain.record import Sample
 from harness.errors import HarnessError
 from harness.runtime.context import Context
 from harness.runtime.engine_torch import TorchEngine
+from harness.runtime.executor.state_files import load_sharded
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_loop import TrainLoop
@@ -97,7 +99,11 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     ]
     path = context.run_dir / "model.safetensors"
     state = load_file(path) if context.world.is_first else {}
-    return {"summary": summary, "losses": losses, "state": state}
+    found = {"summary": summary, "losses": losses, "state": state}
+    if case.save_sharded:
+        dist.barrier()  # all ranks have written
+        found["sharded"] = load_sharded(context.run_dir / "state")
+    return found
 
 
 def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.cluster import Cluster
 from harness.domain.partition import cut_dim
 from harness.domain.schedule import Action, rank_actions
-from harness.domain.strategy import validate
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture import capture
@@ -46,7 +44,8 @@ from harness.runtime.executor.program import Program
 from harness.runtime.executor.runner import Runner
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.stash import Stash
-from harness.runtime.executor.state import StateGatherer, save_sharded, verify_copies
+from harness.runtime.executor.state import StateGatherer, verify_copies
+from harness.runtime.executor.state_files import save_sharded
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Holders, Weights
@@ -82,8 +81,7 @@ class ExecutorEngine:
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
         captured = capture(task, plan.strategy.batch, "model")
-        validate(plan.strategy, captured.graph, _ranks_as_cluster(world))
-        plan.check_schedule()
+        plan.check(captured.graph, world.size)
         self._captured = captured
         self._intervals = sample_intervals(captured.graph, plan.strategy, world.rank)
         self._starts = cut_dim(plan.strategy.batch, plan.strategy.n_microbatches)
@@ -104,7 +102,7 @@ class ExecutorEngine:
         meta = MetaModel(captured, task.inputs, world.device)
         check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
         self._programs = self._lower(meta)
-        self._gatherer = StateGatherer(meta, self.weights, self.holders, world)
+        self._gatherer = StateGatherer(task.model, meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)
@@ -113,6 +111,7 @@ class ExecutorEngine:
             self.weights if self._has_weights else nn.Linear(1, 1), options.optimizer, world.device
         )
         self.weights.release_others(captured.module)
+        self.weights.release_others(task.model)  # whose export has weights of its own
         self.keep_gradients = False
         self._gradients: dict[WeightSlice, Tensor] = {}
 
@@ -338,22 +337,28 @@ class ExecutorEngine:
         """The last step's gradients, whole, if `keep_gradients` was set; all ranks must call it."""
         return self._gatherer.whole(self._gradients)
 
+    def model_state(self) -> dict[str, Tensor]:
+        """The model as one device has it, on every rank; all must call it."""
+        return self._gatherer.model_state()
+
     def full_state(self) -> dict[str, Any]:
         """Model and optimizer as one device has them, on every rank; all must call it."""
         return {
-            "model": self._gatherer.model_state(),
+            "model": self.model_state(),
             "optimizer": self._gatherer.optimizer_state(self._optimizer),
+            "step": self._random.step,
         }
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Take over a whole state, of this or another strategy or engine."""
         self._gatherer.load(state, self._optimizer)
+        self._random.step = state.get("step", self._random.step)
         if self._stash is not None:
             self._stash.updated()
 
     def save_sharded(self, directory: Path) -> None:
-        """Each rank writes its parts of the model; `state.load_sharded` puts them together."""
-        save_sharded(self.weights, self.holders, self._world, directory)
+        """Each rank writes its parts of the whole state, for `state_files.load_sharded`."""
+        save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
 
     def verify_replicas(self) -> str:
         """Check that weights held by several ranks are equal, bit by bit; all must call it.
@@ -387,8 +392,3 @@ class ExecutorEngine:
             flights.append(Flight(part, (start - first, stop - first), self._input_names))
             at += n
         return flights
-
-
-def _ranks_as_cluster(world: World) -> Cluster:
-    """As many devices as ranks, to validate a strategy's device numbers against."""
-    return Cluster.uniform(1, world.size, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.domain.strategy import Strategy
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.strategy import Strategy, validate
 from harness.errors import StrategyError
 
 # A larger piece takes 0.5 ms and more on 1 Gbit/s, a message itself a few tenths of one: it leaves
@@ -36,12 +38,15 @@ class ExecutorPlan:
     seed: int = 0
     timeout_s: float = 300.0
 
-    def check_schedule(self) -> None:
-        """Refuse to update after each microbatch but by 1F1B that keeps what it computed.
+    def check(self, graph: Graph, n_ranks: int) -> None:
+        """Refuse what cannot be trained.
 
         Raises:
-            StrategyError: names the schedule, or the stage that computes again.
+            StrategyError: the strategy does not fit the model or the ranks, or updates after each
+                microbatch but not by 1F1B that keeps what it computed.
         """
+        ranks = Cluster.uniform(1, n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
+        validate(self.strategy, graph, ranks)
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "

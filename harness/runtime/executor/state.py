@@ -1,4 +1,4 @@
-"""A model's whole state from the parts that the ranks hold, and back; as files too.
+"""A model's whole state from the parts that the ranks hold, and back.
 
 Whole tensors have the names, and the optimizer's state the numbers, that one device would give
 them, so that a run can go on under another strategy or without the executor.
@@ -9,41 +9,69 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.errors import ResultsError, VerificationError
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
-from harness.runtime.executor.weights import Holders, Weights
+from harness.runtime.executor.weights import Holders, Weights, canonical_names
 from harness.runtime.replicas import fingerprint_of
 from harness.runtime.world import World
 
 Parts = Mapping[WeightSlice, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnParts:
+    """One rank's share of a whole state, in which every slice occurs once.
+
+    Attributes:
+        optimizer: by key of its state, slices as those of the parameters.
+        single: by parameter and key, what is not cut as the parameter is.
+    """
+
+    model: dict[WeightSlice, Tensor]
+    optimizer: dict[str, dict[WeightSlice, Tensor]]
+    single: dict[str, dict[str, Any]]
+
+
 class StateGatherer:
     """Puts tensors of the model together from the slices of all ranks.
 
     Args:
-        model: without memory; says which tensors there are.
+        model: as it was built, before anything of it is released; says names, their order, and
+            the values of what no device holds.
+        meta: the captured model, without memory; says shapes.
     """
 
-    def __init__(self, meta: MetaModel, weights: Weights, holders: Holders, world: World) -> None:
-        self._model, self._weights, self._holders, self._world = (
-            meta.module, weights, holders, world,
-        )  # fmt: skip
+    def __init__(
+        self, model: nn.Module, meta: MetaModel, weights: Weights, holders: Holders, world: World
+    ) -> None:
+        self._weights, self._holders, self._world = weights, holders, world
+        tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
+        self._shapes = {name: tensor.shape for name, tensor in tensors}
+        self.parameters = [name for name, _ in model.named_parameters()]
+        names = canonical_names(model)
+        state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
+        # What a state has, in order, with the first name of the same tensor.
+        self.names = {name: names[name] for name in state}
+        # Capture lists tensors in the order of their use, so another name may come first there.
+        self._own_names = {weights.names[n]: names[n] for n in names if n in weights.names}
+        held = {self._own_name(piece) for piece, _ in holders.items()}
+        self._unused = {names[n]: t.cpu() for n, t in state.items() if names[n] not in held}
+
+    def _own_name(self, piece: WeightSlice) -> str:
+        """The model's name of a slice's tensor; constants that capture added keep theirs."""
+        return self._own_names.get(piece.name, piece.name)
 
     def whole(self, parts: Parts) -> dict[str, Tensor]:
         """Every tensor that any rank has parts of, on the host of every rank; all must call it."""
-        known = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         places: list[dict[WeightSlice, torch.dtype]] = [{} for _ in range(self._world.size)]
         own = {piece: tensor.dtype for piece, tensor in parts.items()}
         if self._world.size > 1:
@@ -59,35 +87,27 @@ class StateGatherer:
                 buffer.copy_(parts[piece])
             if self._world.size > 1:
                 dist.broadcast(buffer, source)
-            if piece.name not in found:
-                whole = torch.zeros(known[piece.name].shape, dtype=buffer.dtype)
-                found[piece.name] = whole
-            piece.take(found[piece.name]).copy_(buffer)
+            name = self._own_name(piece)
+            if name not in found:
+                found[name] = torch.zeros(self._shapes[piece.name], dtype=buffer.dtype)
+            piece.take(found[name]).copy_(buffer)
         return found
 
     def model_state(self) -> dict[str, Tensor]:
         """Parameters and buffers under all their names, in the order of the model."""
-        parts = {piece: tensor.detach() for piece, tensor in self._weights.held.items()}
-        whole = self.whole(parts)
-        names = self._weights.names
-        return {
-            name: whole[first]
-            for name, first in names.items()
-            if first in whole and name in self._model.state_dict()
-        }
+        known = {**self._unused, **self.whole(self._model_parts())}
+        return {name: known[first] for name, first in self.names.items()}
+
+    def _model_parts(self) -> dict[WeightSlice, Tensor]:
+        """What this rank holds of the model's state."""
+        known = set(self.names.values())
+        held = self._weights.held.items()
+        return {p: tensor.detach() for p, tensor in held if self._own_name(p) in known}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As `Optimizer.state_dict` of an optimizer over all parameters of the model."""
-        numbers = _numbers(self._model)
-        trained = self._weights.trainable()
-        by_key: dict[str, dict[WeightSlice, Tensor]] = {}
-        single: dict[str, dict[str, Any]] = {}
-        for piece, parameter in trained.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    by_key.setdefault(key, {})[piece] = value
-                else:
-                    single.setdefault(piece.name, {})[key] = value
+        numbers = {name: index for index, name in enumerate(self.parameters)}
+        by_key, single = self._optimizer_parts(optimizer)
         keys = _union(self._world, list(by_key))
         state: dict[int, dict[str, Any]] = {}
         for key in keys:
@@ -101,34 +121,79 @@ class StateGatherer:
         ]
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
+    def _optimizer_parts(
+        self, optimizer: Optimizer
+    ) -> tuple[dict[str, dict[WeightSlice, Tensor]], dict[str, dict[str, Any]]]:
+        """By key what has a parameter's shape; by parameter what has not, such as a counter."""
+        by_key: dict[str, dict[WeightSlice, Tensor]] = {}
+        single: dict[str, dict[str, Any]] = {}
+        for piece, parameter in self._weights.trainable().items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    by_key.setdefault(key, {})[piece] = value
+                else:
+                    single.setdefault(self._own_name(piece), {})[key] = value
+        return by_key, single
+
+    def own_parts(self, optimizer: Optimizer) -> OwnParts:
+        """What this rank writes, under the model's names: each slice is one rank's to write."""
+
+        def first(parts: Parts) -> dict[WeightSlice, Tensor]:
+            return {
+                replace(piece, name=self._own_name(piece)): tensor
+                for piece, tensor in parts.items()
+                if self._holders.of(piece)[0] == self._world.rank
+            }
+
+        model = first(self._model_parts())
+        if self._world.is_first:
+            model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
+        by_key, single = self._optimizer_parts(optimizer)
+        return OwnParts(
+            model=model,
+            optimizer={key: first(parts) for key, parts in by_key.items()},
+            single=single,
+        )
+
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Take this rank's parts of a whole state."""
-        names = self._weights.names
-        model = {names.get(name, name): tensor for name, tensor in state["model"].items()}
-        with torch.no_grad():
-            for piece, tensor in self._weights.held.items():
-                tensor.copy_(piece.take(model[piece.name]))
-        numbers = _numbers(self._model)
+        """Take this rank's parts of a whole state.
+
+        Raises:
+            ResultsError: the state is of another model.
+        """
+        model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
+        for piece, part in self._model_parts().items():
+            whole = _tensor_of(model, self._own_name(piece), self._shapes[piece.name])
+            part.copy_(piece.take(whole))
+        for name, tensor in self._unused.items():
+            tensor.copy_(_tensor_of(model, name, tensor.shape))
+        numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
         own: dict[int, dict[str, Any]] = {}
-        for index, (piece, parameter) in enumerate(self._weights.trainable().items()):
-            values = stored.get(numbers[piece.name], {})
-            whole = self._model.get_parameter(piece.name).shape
-            own[index] = {
-                key: _part_of(value, piece, whole, parameter) for key, value in values.items()
-            }
+        for index, piece in enumerate(self._weights.trainable()):
+            values = stored.get(numbers[self._own_name(piece)], {})
+            shape = self._shapes[piece.name]
+            own[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": own, "param_groups": groups})
 
 
-def _part_of(value: Any, piece: WeightSlice, whole: torch.Size, parameter: nn.Parameter) -> Any:
-    if isinstance(value, Tensor) and value.shape == whole:
-        return piece.take(value).clone()
-    return value
+def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    found = model.get(name)
+    if found is None or found.shape != shape:
+        has = "no such tensor" if found is None else f"one of {tuple(found.shape)}"
+        raise ResultsError(
+            f"the model's {name} is of {tuple(shape)}, the state has {has}: load the state of the "
+            "same model"
+        )
+    return found
 
 
-def _numbers(model: nn.Module) -> dict[str, int]:
-    return {name: index for index, (name, _) in enumerate(model.named_parameters())}
+def _part_of(value: Any, piece: WeightSlice, whole: torch.Size) -> Any:
+    """A copy, since slices of one parameter each count their steps."""
+    if not isinstance(value, Tensor):
+        return value
+    return piece.take(value).clone() if value.shape == whole else value.clone()
 
 
 def _in_order(piece: WeightSlice) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -176,58 +241,3 @@ def verify_copies(weights: Weights, world: World) -> str:
                 )
     listed = [(_in_order(piece), first[piece][1]) for piece in sorted(first, key=_in_order)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
-
-
-def save_sharded(weights: Weights, holders: Holders, world: World, directory: Path) -> None:
-    """Each rank writes the slices that it is the first to hold: `shard<rank>.safetensors`."""
-    tensors = {
-        _file_key(piece): tensor.detach().cpu().contiguous()
-        for piece, tensor in weights.held.items()
-        if holders.of(piece)[0] == world.rank
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(directory / f"shard{world.rank}.safetensors"))
-
-
-def load_sharded(directory: Path) -> dict[str, Tensor]:
-    """The whole tensors of a directory that `save_sharded` wrote.
-
-    Raises:
-        ResultsError: no shard there, or a tensor has gaps.
-    """
-    pieces: dict[str, list[tuple[WeightSlice, Tensor]]] = {}
-    for path in sorted(directory.glob("shard*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                piece = _from_file_key(key)
-                pieces.setdefault(piece.name, []).append((piece, file.get_tensor(key)))
-    if not pieces:
-        raise ResultsError(f"{directory} holds no shard*.safetensors: give a run's directory")
-    return {name: _join(name, parts, directory) for name, parts in pieces.items()}
-
-
-def _join(name: str, parts: list[tuple[WeightSlice, Tensor]], directory: Path) -> Tensor:
-    shape = [max(p.intervals[dim][1] for p, _ in parts) for dim in range(parts[0][1].dim())]
-    whole = torch.empty(shape, dtype=parts[0][1].dtype)
-    for piece, tensor in parts:
-        piece.take(whole).copy_(tensor)
-    n_found = sum(tensor.numel() for _, tensor in parts)
-    if n_found != whole.numel():
-        raise ResultsError(
-            f"{directory} holds {n_found} of the {whole.numel()} elements of {name}: a shard is "
-            "missing"
-        )
-    return whole
-
-
-def _file_key(piece: WeightSlice) -> str:
-    return f"{piece.name} {','.join(f'{start}:{stop}' for start, stop in piece.intervals)}"
-
-
-def _from_file_key(key: str) -> WeightSlice:
-    name, _, text = key.partition(" ")
-    intervals = []
-    for interval in filter(None, text.split(",")):
-        start, _, stop = interval.partition(":")
-        intervals.append((int(start), int(stop)))
-    return WeightSlice(name, tuple(intervals))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from harness.runtime.executor import deferred
 from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.state_files import load_sharded
 from harness.runtime.models.task import Task
 from harness.runtime.optimizers import make_optimizer
 from harness.runtime.replicas import verify_replicas
@@ -122,25 +124,52 @@ def merged(traces: list[Trace]) -> Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A training that goes on under another strategy after `n_before` steps."""
+    """A training that goes on under another strategy after `n_before` steps.
+
+    Attributes:
+        directory: of the files in between, where it is other ranks that go on.
+    """
 
     case: Case
     after: Strategy
     n_before: int
+    directory: str = ""
 
 
 def train_and_move(move: Move, world: World) -> Trace:
     """Train under one strategy, rebuild from the state under another, and train on."""
+    losses, engine = _train_before(move, world)
+    found = _train_after(move, engine.full_state(), world)
+    return Trace(losses=losses + found.losses, gradients=found.gradients, state=found.state)
+
+
+def train_and_save(move: Move, world: World) -> list[float]:
+    """Train the first steps and write every rank's part; their losses."""
+    losses, engine = _train_before(move, world)
+    engine.save_sharded(Path(move.directory))
+    return losses
+
+
+def load_and_train(move: Move, world: World) -> Trace:
+    """Train the steps that follow."""
+    return _train_after(move, load_sharded(Path(move.directory)), world)
+
+
+def _train_before(move: Move, world: World) -> tuple[list[float], ExecutorEngine]:
+    task = move.case.make_task()
+    engine = make_engine(move.case, task, world)
+    losses = [train_step(engine, move.case, task, step) for step in range(move.n_before)]
+    return losses, engine
+
+
+def _train_after(move: Move, state: dict[str, Any], world: World) -> Trace:
     case = move.case
-    task = case.make_task()
-    engine = make_engine(case, task, world)
-    losses = [train_step(engine, case, task, step) for step in range(move.n_before)]
-    state = engine.full_state()
     # Other weights, so that nothing but the state can carry them over.
     fresh = msgspec.structs.replace(case, seed=case.seed + 1).make_task()
     moved = make_engine(msgspec.structs.replace(case, strategy=move.after), fresh, world)
     moved.load_full_state(state)
-    losses += [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
+    task = case.make_task()
+    losses = [train_step(moved, case, task, s) for s in range(move.n_before, case.n_steps)]
     gradients = _copied(moved.full_gradients())
     moved.verify_replicas()
     return Trace(losses=losses, gradients=[gradients], state=_copied(moved.full_state()["model"]))
