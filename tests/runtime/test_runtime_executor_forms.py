@@ -60,7 +60,7 @@ def test_a_functions_batch_norm_is_computed_as_it_is(training, batch_norm):
 
 
 def test_global_statistics_of_a_functions_batch_norm_are_refused():
-    with pytest.raises(ModelError, match="'batch_norm' is batch norm by a function"):
+    with pytest.raises(ModelError, match="'batch_norm' is a batch norm by a function"):
         forms_of(lambda x: _norm(x, True), batch_norm="global")
 
 

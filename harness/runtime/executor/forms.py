@@ -211,11 +211,6 @@ def _warn(chosen: Forms) -> None:
         )  # fmt: skip
 
 
-def _is_training_norm(node: fx.Node) -> bool:
-    """Whether a batch norm's function, of torch or aten, normalises by the batch."""
-    return bool(node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False))
-
-
 def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
     if draws(node, root):

@@ -47,6 +47,14 @@ class ExecutorPlan:
         """
         ranks = Cluster.uniform(1, n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
         validate(self.strategy, graph, ranks)
+        self.check_schedule()
+
+    def check_schedule(self) -> None:
+        """Refuse to train by another schedule than 1F1B without a flush.
+
+        Raises:
+            StrategyError: names the schedule.
+        """
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "

@@ -295,12 +295,12 @@ DEEP_MODELS: dict[str, SmallModel] = {
         min_microbatch=2,
     ),
 }
-# What only some tests train.
-ODD_MODELS: dict[str, SmallModel] = {
+# Not among those that `random_case` takes in turn.
+OTHER_MODELS: dict[str, SmallModel] = {
     "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
     "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
 }
-_ALL = {**SMALL_MODELS, **DEEP_MODELS, **ODD_MODELS}
+_ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 
 
 def _draw_weights(model: nn.Module) -> None:
