@@ -97,6 +97,9 @@ class Holders:
         """Ascending."""
         return tuple(sorted(self._devices[piece]))
 
+    def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
+        return [(piece, self.of(piece)) for piece in self._devices]
+
     def groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of several devices, in an order that is the same on every rank."""
         return sorted({self.of(piece) for piece in self._devices if len(self.of(piece)) > 1})
