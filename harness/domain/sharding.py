@@ -14,6 +14,7 @@ from harness.domain.partition import (
     Block,
     Cut,
     Interval,
+    blocks,
     input_interval,
     n_parts,
     part_index,
@@ -81,6 +82,31 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
     if _sums_up(operator) and isinstance(in_features, int):
         shape[CONTRACTION] = in_features
     return shape
+
+
+def full_units(operator: Operator, *, batch: int, graph_batch: int | None) -> dict[str, int]:
+    """As `full_shape`, in what a cut counts: samples, where each has several of the rows."""
+    shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
+    if graph_batch and shape.get(SAMPLE, 1) % batch == 0:
+        return {dim: batch if dim == SAMPLE else size for dim, size in shape.items()}
+    return shape
+
+
+def full_blocks(
+    operator: Operator, cuts: Mapping[str, Cut], *, batch: int, graph_batch: int | None
+) -> list[Block]:
+    """The blocks of an operator (`partition.blocks`) over its `full_shape`, of whole samples.
+
+    Raises:
+        StrategyError: as `partition.blocks`.
+    """
+    shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
+    units = full_units(operator, batch=batch, graph_batch=graph_batch)
+    each = [size // units[dim] for dim, size in shape.items()]
+    return [
+        tuple((start * n, stop * n) for (start, stop), n in zip(block, each, strict=True))
+        for block in blocks(list(units), list(units.values()), cuts)
+    ]
 
 
 def _sums_up(operator: Operator) -> bool:

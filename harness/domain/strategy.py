@@ -25,7 +25,6 @@ from harness.domain.partition import (
     REPLICA,
     SAMPLE,
     Cut,
-    blocks,
     count_parts,
     cut_dim,
     n_parts,
@@ -33,7 +32,13 @@ from harness.domain.partition import (
 )
 from harness.domain.profile import Profile
 from harness.domain.schedule import ScheduleName, check_schedule
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks, may_have_copies
+from harness.domain.sharding import (
+    cuttable_dims,
+    full_blocks,
+    full_shape,
+    has_tasks,
+    may_have_copies,
+)
 from harness.errors import StrategyError
 
 SCHEMA = "harness-strategy"
@@ -208,7 +213,7 @@ def _check_plan(
                 f"it can along {', '.join(allowed) or 'nothing'}"
             )
     try:
-        blocks(list(shape), list(shape.values()), plan.partition)
+        full_blocks(operator, plan.partition, batch=microbatch, graph_batch=graph_batch)
     except StrategyError as error:
         raise StrategyError(
             f"operator {operator.name!r} at microbatch {microbatch}: {error}"

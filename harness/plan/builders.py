@@ -17,7 +17,7 @@ from harness.domain.schedule import ScheduleName
 from harness.domain.sharding import (
     CONTRACTION,
     cuttable_dims,
-    full_shape,
+    full_units,
     has_tasks,
     is_partial,
     may_have_copies,
@@ -40,7 +40,7 @@ def cut_or_whole(
     operator: Operator, graph: Graph, batch: int, dim: str, cut: Cut, devices: Sequence[int]
 ) -> OperatorPlan:
     """Cut along `dim` over the devices where that is possible; else by samples; else whole."""
-    shape = full_shape(operator, batch=batch, graph_batch=graph.batch)
+    shape = full_units(operator, batch=batch, graph_batch=graph.batch)
     allowed = cuttable_dims(operator, shape)
     n = len(devices)
     if n > 1 and dim in allowed and shape[dim] >= n:
@@ -56,23 +56,17 @@ def single(graph: Graph, batch: int, *, device: int = 0) -> Strategy:
 
 
 def ddp(
-    graph: Graph,
-    cluster: Cluster,
-    batch: int,
-    *,
-    shares: Sequence[int] | None = None,
-    devices: Sequence[int] | None = None,
+    graph: Graph, cluster: Cluster, batch: int, *, shares: Sequence[int] | None = None
 ) -> Strategy:
     """Every operator cut by samples over all devices.
 
     Args:
         shares: samples in proportion, for unlike devices; equal when None.
-        devices: which ones; all when None.
 
     Raises:
         StrategyError: fewer samples than devices.
     """
-    used = list(range(cluster.n_devices)) if devices is None else list(devices)
+    used = list(range(cluster.n_devices))
     if batch < len(used):
         raise StrategyError(
             f"data parallel needs a sample per device: batch {batch} on {len(used)} devices"
@@ -138,7 +132,7 @@ def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
             if sources and copied.union(sums).issuperset(sources)
             if copied.union(whole).issuperset(readers[name])
         }
-    for name in copied:
+    for name in filter(copied.__contains__, placed):  # producers first: their plans change too
         devices = sorted(set(itertools.chain(*(plans[n].devices for n in placed[name].inputs))))
         plans[name] = OperatorPlan({REPLICA: len(devices)}, devices)
     return msgspec.structs.replace(strategy, operators=plans)

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.graph import Graph
-from harness.domain.partition import blocks, n_replicas, volume
+from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
-from harness.domain.sharding import full_shape, has_tasks
+from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import read_header
@@ -222,7 +222,7 @@ def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float
         plan = strategy.operators[operator.name]
         shape = full_shape(operator, batch=strategy.batch, graph_batch=graph.batch)
         whole = operator.forward_flops + operator.backward_flops
-        parts = blocks(list(shape), list(shape.values()), plan.partition)
+        parts = full_blocks(operator, plan.partition, batch=strategy.batch, graph_batch=graph.batch)
         for block, device in zip(parts, plan.devices, strict=True):
             own = whole * volume(block) / math.prod(shape.values())
             flops[device] += own / n_replicas(plan.partition)

@@ -3,12 +3,14 @@ import pytest
 from harness.domain.graph import Operator
 from harness.domain.sharding import (
     cuttable_dims,
+    full_blocks,
     full_shape,
     input_block,
     is_partial,
     weight_dims,
     weight_part,
 )
+from harness.errors import StrategyError
 
 
 def op(kind, shape, **attrs):
@@ -21,6 +23,16 @@ def test_samples_scale_from_the_graphs_batch():
         "feature": 3,
     }
     assert full_shape(op("other", {}), batch=10, graph_batch=None) == {"sample": 10}
+
+
+def test_rows_of_several_samples_are_cut_between_samples():
+    merged = op("linear", {"sample": 512, "feature": 6})  # 32 samples of 16 rows
+    found = full_blocks(merged, {"sample": 3}, batch=32, graph_batch=32)
+    assert [block[0] for block in found] == [(0, 160), (160, 336), (336, 512)]
+    found = full_blocks(merged, {"sample": [1, 2], "feature": 2}, batch=4, graph_batch=32)
+    assert [block[0] for block in found] == [(0, 16), (0, 16), (16, 64), (16, 64)]
+    with pytest.raises(StrategyError, match="a dim of 2 elements cut into 3"):
+        full_blocks(merged, {"sample": 3}, batch=2, graph_batch=32)
 
 
 def test_linear_block_reads_all_features_of_its_samples():

@@ -109,6 +109,21 @@ def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     assert list(plans["r1"].partition) == ["feature"]
 
 
+def test_copies_after_sums_follow_copies_before_them():
+    # Too few samples and features to be cut over four: whole on one device until copied.
+    shape = {"sample": 2, "feature": 2}
+    graph = mlp(2, batch=2)
+    after = Operator(name="l1", kind="linear", inputs=["r0"], shape=shape, parameter_bytes=64,
+                     attrs={"in_features": 8, "out_features": 2})  # fmt: skip
+    operators = [*graph.operators[:3], after]
+    for i in range(6):
+        name, source = f"e{i}", operators[-1].name
+        operators.append(Operator(name=name, kind="elementwise", inputs=[source], shape=shape))
+    graph = Graph(name="after", batch=2, operators=operators)
+    plans = builders.tensor_parallel(graph, CLUSTER, 2).operators
+    assert [plans[f"e{i}"] for i in range(6)] == [OperatorPlan({"replica": 4}, [0, 1, 2, 3])] * 6
+
+
 def test_the_space_has_contraction_and_copies_alone_and_with_samples():
     graph = mlp(1)
     simulator = simulator_of(graph, CLUSTER)

@@ -10,7 +10,13 @@ import pytest
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.domain.strategy import Stage, StaleStrategyError, check_fresh, validate
+from harness.domain.strategy import (
+    Stage,
+    StaleStrategyError,
+    Strategy,
+    check_fresh,
+    validate,
+)
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.describe import describe_strategy
@@ -18,7 +24,7 @@ from harness.plan.portfolio import plan_with_simulator
 from harness.plan.request import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
-from harness.plan.search.space import device_sets, proportional_shares
+from harness.plan.search.space import Space, device_sets, proportional_shares
 from harness.plan.search.standard import standard_strategies
 from harness.plan.simulate.simulator import Simulator, Trial
 
@@ -161,11 +167,105 @@ def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
                 search.judge(p, objective, schedule)
                 for p in pipelines
                 for schedule in schedules_for(n_microbatches)
-                if all(len(g) <= search.samples for g in p.groups)
+                if all(len(g) <= search.fewest for g in p.groups)
             ),
         )
 
     assert best(search.candidates(120)) == best(every_pipeline(search, 3))
+
+
+def strategy_of(search, pipeline):
+    """A pipeline as a file has it."""
+    operators = search.simulator.graph.operators
+    return Strategy(
+        name="pipeline",
+        batch=search.batch,
+        operators={operators[op].name: plan for op, plan in search.plans(pipeline).items()},
+        n_microbatches=search.n_microbatches,
+        schedule="1f1b",
+        stages=[Stage()] * len(pipeline.groups),
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "speeds"),
+    [
+        (20, [1.0, 1.0, 1.0, 1.0]),  # microbatches of 2 and 3: no group of three
+        (100, [1.0, 6.5, 6.5, 1.0]),  # of 12 and 13: [1, 6, 6] would leave a part of 12 empty
+    ],
+)
+def test_pipelines_suit_the_smallest_microbatch_too(batch, speeds):
+    graph, profile = layers(4, batch=batch)
+    cluster = Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
+    devices = [
+        msgspec.structs.replace(device, speed=speed)
+        for device, speed in zip(cluster.devices, speeds, strict=True)
+    ]
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    search = PipelineSearch(Simulator(graph, profile, cluster), batch, 8)
+    found = search.candidates(10_000)
+    near = [neighbour for pipeline in found for neighbour in search._neighbours(pipeline)]
+    assert found
+    assert near
+    for pipeline in (*found, *near):
+        validate(strategy_of(search, pipeline), graph, cluster)
+
+
+def merged_rows(*, batch=32, n_rows=16):
+    """Layers of which the second has a row for each step of each sample."""
+    graph, profile = layers(4, batch=batch)
+    shape = {"sample": batch * n_rows, "feature": 8}
+    operators = [
+        msgspec.structs.replace(op, shape=shape) if op.name == "fc1" else op
+        for op in graph.operators
+    ]
+    points = [
+        msgspec.structs.replace(p, shape=shape) if p.operator == "fc1" else p
+        for p in profile.measurements
+    ]
+    return (
+        msgspec.structs.replace(graph, operators=operators),
+        msgspec.structs.replace(profile, measurements=points),
+    )
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.8)])
+def test_every_plan_cuts_merged_rows_between_samples(speeds):
+    graph, profile = merged_rows()
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    devices = [
+        msgspec.structs.replace(device, speed=speed)
+        for device, speed in zip(cluster.devices, speeds, strict=True)
+    ]
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    simulator = Simulator(graph, profile, cluster)
+    op = graph.index()["fc1"]
+    for batch, samples in ((32, 32), (32, 2)):
+        costs = simulator.costs(samples)
+        menu = Space(costs, cluster, simulator.placed).menus[op]
+        blocks = [block for plan in menu for block in costs.blocks(op, plan)]
+        assert all(bound % 16 == 0 for (rows, *_) in blocks for bound in rows)
+        assert any(plan.partition == {"sample": 3} for plan in menu) == (samples >= 3)
+        search = PipelineSearch(simulator, batch, batch // samples)
+        for pipeline in search.candidates(1000):
+            validate(strategy_of(search, pipeline), graph, cluster)
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    validate(found.strategy, graph, cluster)
+
+
+def test_pipelines_leave_whole_what_cannot_be_cut_by_samples():
+    graph, profile = layers(4)
+    operators = [
+        msgspec.structs.replace(op, attrs={"is_cut_by_samples": False}) if op.name == "fc1" else op
+        for op in graph.operators
+    ]
+    graph = msgspec.structs.replace(graph, operators=operators)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    search = PipelineSearch(Simulator(graph, profile, cluster), 8, 2)
+    for pipeline in search.candidates(1000):
+        validate(strategy_of(search, pipeline), graph, cluster)
 
 
 def test_the_result_is_never_worse_than_a_standard_strategy():

@@ -30,6 +30,7 @@ import numpy as np
 
 from harness.domain.partition import SAMPLE
 from harness.domain.schedule import ScheduleName
+from harness.domain.sharding import cuttable_dims
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
@@ -104,8 +105,8 @@ class PipelineSearch:
 
     def __init__(self, simulator: Simulator, batch: int, n_microbatches: int) -> None:
         self.simulator, self.batch, self.n_microbatches = simulator, batch, n_microbatches
-        self.samples = -(-batch // n_microbatches)
-        self.costs: Costs = simulator.costs(self.samples)
+        self.costs: Costs = simulator.costs(-(-batch // n_microbatches))
+        self.fewest = batch // n_microbatches  # samples of the smallest microbatch
         self.segments = merge_operators(simulator, self.costs)
         self._cut_bytes = self._bytes_at_cuts()
         self._seconds = self._segment_seconds()
@@ -232,7 +233,7 @@ class PipelineSearch:
                 if not kept or m * self._rest_s(a, used) > limit_s:
                     continue
                 for group in self._groups(order, used):
-                    if len(group) > self.samples:
+                    if len(group) > self.fewest:
                         continue
                     mask = used | sum(1 << d for d in group)
                     crossings = [crossing(p.last_start, a, last, group) for p in kept]
@@ -266,19 +267,23 @@ class PipelineSearch:
         start = 0
         for stage, (end, group) in enumerate(zip(pipeline.ends, pipeline.groups, strict=True)):
             seconds = [float(self._seconds[end, d] - self._seconds[start, d]) for d in group]
-            shares = proportional_shares(seconds, self.samples) if len(group) > 1 else None
+            shares = proportional_shares(seconds, self.fewest) if len(group) > 1 else None
             for ops in self.segments[start:end]:
                 for op in ops:
-                    samples = self.costs.shapes[op].get(SAMPLE, 0)
+                    samples = self._samples_of(op)
                     if len(group) > 1 and samples >= len(group):
-                        cut = (
-                            shares if shares is not None and samples == self.samples else len(group)
-                        )
+                        cut = shares if shares and samples == self.fewest else len(group)
                         found[op] = OperatorPlan({SAMPLE: cut}, list(group), stage)
                     else:
                         found[op] = OperatorPlan({}, [group[0]], stage)
             start = end
         return found
+
+    def _samples_of(self, op: int) -> int:
+        """Into how many parts an operator's samples of the smallest microbatch can be cut."""
+        units = self.simulator.costs(self.fewest).units(op)
+        is_cut = SAMPLE in cuttable_dims(self.simulator.graph.operators[op], units)
+        return units[SAMPLE] if is_cut else 1
 
     def refine(
         self, start: Pipeline, objective: Objective, schedule: ScheduleName = "1f1b"
@@ -305,7 +310,7 @@ class PipelineSearch:
                     yield Pipeline(0.0, (*ends[:k], end, *ends[k + 1 :]), groups)
         for a, b in [(k, k + 1) for k in range(len(ends) - 1)]:
             for source, target in ((a, b), (b, a)):
-                if len(groups[source]) > 1 and len(groups[target]) < self.samples:
+                if len(groups[source]) > 1 and len(groups[target]) < self.fewest:
                     moved = groups[source][-1 if source == a else 0]
                     changed = list(groups)
                     changed[source] = tuple(d for d in groups[source] if d != moved)

@@ -88,7 +88,7 @@ class Space:
         return whole + spread
 
     def _cuts(self, op: int, devices: tuple[int, ...]) -> Iterator[dict[str, Cut]]:
-        shape, n = self._costs.shapes[op], len(devices)
+        shape, n = self._costs.units(op), len(devices)
         dims = cuttable_dims(self._costs.graph.operators[op], shape)
         for dim in dims:
             if shape[dim] >= n and dim != "width":
@@ -111,7 +111,7 @@ class Space:
     def _shares(self, op: int, devices: tuple[int, ...]) -> list[int] | None:
         """Samples in proportion to how fast each device runs this operator; None when alike."""
         whole = tuple((0, size) for size in self._costs.shapes[op].values())
-        samples = self._costs.shapes[op].get(SAMPLE, 1)
+        samples = self._costs.units(op).get(SAMPLE, 1)
         if samples < len(devices):
             return None
         seconds = [sum(self._costs.block_s(op, whole, d)) for d in devices]

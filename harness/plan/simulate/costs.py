@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, blocks, volume
+from harness.domain.partition import SAMPLE, Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
+    full_blocks,
     full_shape,
+    full_units,
     input_block,
     is_partial,
     output_sizes,
@@ -123,9 +125,18 @@ class Costs:
         """The blocks of an operator's output, in the order of its devices."""
         key = (op, self._key(plan)[0])
         if key not in self._blocks:
-            shape = self.shapes[op]
-            self._blocks[key] = blocks(list(shape), list(shape.values()), plan.partition)
+            self._blocks[key] = full_blocks(
+                self.graph.operators[op],
+                plan.partition,
+                batch=self.samples,
+                graph_batch=self.graph.batch,
+            )
         return self._blocks[key]
+
+    def units(self, op: int) -> dict[str, int]:
+        """Into how many parts each dim can be cut."""
+        operator, batch = self.graph.operators[op], self.graph.batch
+        return full_units(operator, batch=self.samples, graph_batch=batch)
 
     def block_s(self, op: int, block: Block, device: int) -> tuple[float, float]:
         """Forward and backward seconds of one block on one device."""

@@ -32,12 +32,18 @@ from harness.domain.partition import (
     SAMPLE,
     Block,
     Interval,
-    blocks,
     cut_dim,
     intersect,
     nearest,
 )
-from harness.domain.sharding import full_shape, has_tasks, input_block, is_partial, output_sizes
+from harness.domain.sharding import (
+    full_blocks,
+    full_shape,
+    has_tasks,
+    input_block,
+    is_partial,
+    output_sizes,
+)
 from harness.domain.strategy import OperatorPlan, Strategy, copies_of
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import Captured
@@ -167,8 +173,10 @@ class Layout:
         return self.values.tensors[self._nodes[value]]
 
     def _parts_of(self, name: str) -> list[Part]:
-        shape, plan = self.shapes[name], self.plan(name)
-        found = blocks(list(shape), list(shape.values()), plan.partition)
+        operator, plan = self.operators[name], self.plan(name)
+        found = full_blocks(
+            operator, plan.partition, batch=self.samples, graph_batch=self.graph.batch
+        )
         return [
             Part(name, k, device, plan.stage, block, copies_of(plan, k))
             for k, (block, device) in enumerate(zip(found, plan.devices, strict=True))
@@ -376,7 +384,7 @@ def _read_samples(
     operator: Operator, cuts: dict[str, int | list[int]], k: int, graph: Graph, samples: int
 ) -> Interval:
     shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
-    block = blocks(list(shape), list(shape.values()), cuts)[k]
+    block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
     own = dict(zip(shape, block, strict=True))
     if SAMPLE not in own:
         return 0, samples

@@ -109,6 +109,19 @@ class Tokens(nn.Module):
         return self.decoder(x).mean(dim=1)
 
 
+class MergedRows(nn.Module):
+    """Steps of all samples as rows of one matrix, and apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(5, 8)
+        self.head = nn.Linear(8, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = F.gelu(self.hidden(x.reshape(-1, 5)))
+        return self.head(rows.reshape(-1, 7, 8).mean(dim=1))
+
+
 class Perceptron(nn.Module):
     """Linear layers with dropout between them."""
 
@@ -299,6 +312,7 @@ DEEP_MODELS: dict[str, SmallModel] = {
 OTHER_MODELS: dict[str, SmallModel] = {
     "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
     "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
+    "merged_rows": SmallModel(build=lambda: _classifier(MergedRows(), 7, 5)),
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 

@@ -112,6 +112,11 @@ def test_a_model_that_must_be_exported(name, dropout, ranks):
     assert_equal(make_case("exported", named("exported", 2, 8, name), 2, dropout=dropout), ranks)
 
 
+@pytest.mark.parametrize("name", ["ddp", "ddp by speed", "2-1 1f1b"])
+def test_rows_of_several_samples_are_cut_between_samples(name, ranks):
+    assert_equal(make_case("merged_rows", named("merged_rows", 3, 10, name), 3), ranks)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])  # gradients of microbatches apart, and joined
