@@ -156,7 +156,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
         StrategyError: the first thing that is wrong, with the two values that disagree.
     """
     _check_numbers(strategy)
-    _check_names(strategy, graph)
+    check_names(strategy, graph)
     sizes = sorted(set(strategy.microbatch_sizes()))
     for operator in graph.operators:
         if has_tasks(operator):
@@ -181,18 +181,30 @@ def _check_numbers(strategy: Strategy) -> None:
         raise StrategyError(f"strategy {strategy.name!r} has no stage: it needs at least one")
 
 
-def _check_names(strategy: Strategy, graph: Graph) -> None:
+def check_names(strategy: Strategy, graph: Graph) -> None:
+    """Refuse a strategy that does not place all operators of a graph but its inputs, and no others.
+
+    Raises:
+        StrategyError: names one that is foreign, an input or missing.
+    """
     wanted = [op.name for op in graph.operators if has_tasks(op)]
     if not wanted:
         raise StrategyError(f"graph {graph.name!r} has only inputs: there is nothing to place")
     known = set(graph.index())
     foreign = [name for name in strategy.operators if name not in known]
+    inputs = [op.name for op in graph.operators if not has_tasks(op)]
+    placed_inputs = [name for name in inputs if name in strategy.operators]
     missing = [name for name in wanted if name not in strategy.operators]
     if foreign:
         raise StrategyError(
             f"strategy {strategy.name!r} places operator {foreign[0]!r}, which graph "
             f"{graph.name!r} does not have ({len(foreign)} of {len(strategy.operators)} unknown): "
             "it is for another model"
+        )
+    if placed_inputs:
+        raise StrategyError(
+            f"strategy {strategy.name!r} places {placed_inputs[0]!r}, which is an input of graph "
+            f"{graph.name!r}: remove its entry, every device loads the samples that it reads"
         )
     if missing:
         raise StrategyError(

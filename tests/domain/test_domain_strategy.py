@@ -101,6 +101,7 @@ def test_samples_follow_the_shares():
         (with_plan("fc1", OperatorPlan({"height": 2}, [0, 1])), "cannot be cut along 'height'"),
         (with_plan("fc1", OperatorPlan({"sample": 5}, [0] * 5)), "leaves an empty part"),
         (with_plan("conv9", OperatorPlan({}, [0])), "'conv9'.*another model"),
+        (with_plan("x", OperatorPlan({}, [9], 7)), "places 'x', which is an input of graph 'tiny'"),
         (make_strategy(operators={"fc1": OperatorPlan({}, [0])}), "does not place operator 'fc2'"),
         (make_strategy(n_microbatches=9), "8 into 9 microbatches"),
         (make_strategy(stages=[Stage()]), "in stage 1, the strategy has stages 0 to 0"),
