@@ -239,6 +239,8 @@ class OperatorTimes:
         for point in profile.measurements:
             groups.setdefault((point.device_kind, point.operator, point.dtype), []).append(point)
         self._curves = {key: _Curve(points) for key, points in groups.items()}
+        dtypes = {point.dtype for point in profile.measurements}
+        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     def lookup(
         self,
@@ -253,7 +255,7 @@ class OperatorTimes:
 
         Args:
             shape: of the shard's output; the operator's whole output when None.
-            dtype: that was profiled; the operator's own when None.
+            dtype: that was profiled; the profile's only one when None, else the operator's own.
             in_place: its gradients are written where they stay.
 
         Raises:
@@ -262,13 +264,19 @@ class OperatorTimes:
         if operator.kind == "input":
             return OperatorTime(0.0, 0.0, fitted=False)
         shape = operator.shape if shape is None else shape
-        dtype = operator.dtype if dtype is None else dtype
-        curve = self._curves.get((device_kind, operator.profile_key, dtype))
+        curve = self._curve(operator, device_kind, dtype)
         if curve is None:
-            raise PlanError(self._unknown(operator, device_kind, dtype))
+            raise PlanError(self._unknown(operator, device_kind, self._dtype(operator, dtype)))
         found = self._found(curve, operator, shape)
         backward = curve.in_place(operator) if in_place else None
         return found if backward is None else found._replace(backward_s=backward.at(shape))
+
+    def _dtype(self, operator: Operator, dtype: str | None) -> str:
+        return dtype or self._only_dtype or operator.dtype
+
+    def _curve(self, operator: Operator, device_kind: str, dtype: str | None) -> _Curve | None:
+        key = device_kind, operator.profile_key, self._dtype(operator, dtype)
+        return self._curves.get(key)
 
     def _found(self, curve: _Curve, operator: Operator, shape: dict[str, int]) -> OperatorTime:
         point = curve.exact.get(tuple(shape.items()))
@@ -278,7 +286,8 @@ class OperatorTimes:
         if whole is not None:  # measured for the whole minibatch, of unknown shape
             if shape is operator.shape:
                 return OperatorTime(whole.forward_s, whole.backward_s, fitted=True)
-            share = math.prod(shape.values()) / operator.n_elements
+            full = full_shape(operator, batch=1, graph_batch=None)
+            share = math.prod(shape.values()) / math.prod(full[dim] for dim in shape)
             return OperatorTime(whole.forward_s * share, whole.backward_s * share, fitted=True)
         forward, backward = curve.passes(operator)
         return OperatorTime(forward.at(shape), backward.at(shape), fitted=True)
@@ -295,13 +304,14 @@ class OperatorTimes:
         self, operator: Operator, device_kind: str, shape: dict[str, int], dtype: str | None = None
     ) -> bool:
         """Whether `lookup` would return a measurement rather than a fit."""
-        key = (device_kind, operator.profile_key, operator.dtype if dtype is None else dtype)
-        curve = self._curves.get(key)
+        curve = self._curve(operator, device_kind, dtype)
         return curve is not None and tuple(shape.items()) in curve.exact
 
-    def relative_error(self, operator: Operator, device_kind: str, dtype: str) -> float | None:
+    def relative_error(
+        self, operator: Operator, device_kind: str, dtype: str | None = None
+    ) -> float | None:
         """Largest relative error of the operator's fits; None when there is nothing to compare."""
-        curve = self._curves.get((device_kind, operator.profile_key, dtype))
+        curve = self._curve(operator, device_kind, dtype)
         if curve is None or () in curve.exact:
             return None
         errors = [one.error for one in curve.passes(operator)]

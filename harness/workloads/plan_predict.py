@@ -36,8 +36,6 @@ def largest_fit_error(simulation: Simulation) -> float | None:
     """Of the operators whose shards were not measured; None when all were."""
     simulator, strategy = simulation.simulator, simulation.strategy
     times = OperatorTimes(simulator.profile)
-    dtypes = {point.dtype for point in simulator.profile.measurements}
-    dtype = min(dtypes) if len(dtypes) == 1 else "float32"
     costs = simulator.costs(-(-strategy.batch // strategy.n_microbatches))
     errors = []
     for op in simulator.placed:
@@ -48,6 +46,6 @@ def largest_fit_error(simulation: Simulation) -> float | None:
             shape = dict(zip(costs.shapes[op], sizes, strict=True))
             shape = {dim: n for dim, n in shape.items() if dim in operator.shape}
             kind = simulator.cluster.devices[device].kind
-            if not times.is_measured(operator, kind, shape, dtype):
-                errors.append(times.relative_error(operator, kind, dtype) or 0.0)
+            if not times.is_measured(operator, kind, shape):
+                errors.append(times.relative_error(operator, kind) or 0.0)
     return max(errors, default=None)

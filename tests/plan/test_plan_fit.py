@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from harness.domain.graph import Operator
+from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import PlanError
 from harness.plan.fit import OperatorTimes, fit_line
+from harness.plan.pipedream.workload import TICK_S, workload_from
 
 CONV = Operator(name="conv1", kind="conv2d", shape={"sample": 8, "feature": 4}, signature="conv")
 
@@ -104,6 +106,27 @@ def test_one_point_scales_in_proportion_and_knows_no_error() -> None:
 def test_time_of_the_whole_minibatch_scales_to_a_part() -> None:
     times = OperatorTimes(profile(({}, 1.0, 2.0)))
     assert times.lookup(CONV, "gpu", shape={"sample": 4, "feature": 4}).backward_s == 1.0
+
+
+def test_time_of_the_whole_scales_to_a_part_of_the_contraction() -> None:
+    times = OperatorTimes(profile(({}, 1.0, 2.0)))
+    shape = {"sample": 8, "feature": 4, "contraction": 3}
+    linear = msgspec.structs.replace(LINEAR, inputs=["x"])
+    assert times.lookup(linear, "gpu", shape=shape).backward_s == 1.0
+
+
+def test_the_only_dtype_of_a_profile_stands_for_any() -> None:
+    whole = profile(({"sample": 8, "feature": 4}, 1.0, 3.0))
+    half = [msgspec.structs.replace(point, dtype="bfloat16") for point in whole.measurements]
+    times = OperatorTimes(msgspec.structs.replace(whole, measurements=half))
+    assert times.lookup(CONV, "gpu").total_s == 4.0
+    assert times.is_measured(CONV, "gpu", CONV.shape)
+    double = [msgspec.structs.replace(point, forward_s=2.0, dtype="float32") for point in half]
+    times = OperatorTimes(msgspec.structs.replace(whole, measurements=half + double))
+    assert times.lookup(CONV, "gpu").total_s == 5.0
+    graph = Graph(name="m", operators=[CONV])
+    only = msgspec.structs.replace(whole, measurements=half)
+    assert workload_from(graph, only, "gpu").compute_ticks == [round(4.0 / TICK_S)]
 
 
 def test_unknown_operator_is_named() -> None:

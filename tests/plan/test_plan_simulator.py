@@ -138,6 +138,17 @@ def test_a_producer_elsewhere_sends_and_gets_gradients_back():
     assert found.memory_bytes == {"node0:0": 240 + 32, "node0:1": 120 + 16 + 32}
 
 
+@pytest.mark.parametrize("plan", [OperatorPlan({}, [1]), OperatorPlan({"sample": 2}, [0, 1])])
+def test_an_output_of_unknown_bytes_is_waited_for(plan):
+    graph, profile = chain()
+    operators = [msgspec.structs.replace(op, activation_bytes=0) for op in graph.operators]
+    graph = msgspec.structs.replace(graph, operators=operators)
+    plans = {"a": OperatorPlan({}, [0]), "b": plan}
+    found = simulate(graph, profile, cluster_of(latency=0.5), plans)
+    assert min(event.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
+    assert found.outcome.edge_bytes.tolist() == [0.0]
+
+
 def test_data_parallel_overlaps_buckets_with_the_backward_pass():
     graph, profile = chain()
     plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
@@ -473,6 +484,25 @@ def test_microbatches_are_joined_on_all_devices_of_an_operator_or_on_none():
     assert joined_bytes(47) == [0, 0]
     assert joined_bytes(48) == [48, 16]
     assert joined_bytes(64) == [48 + 64, 16]
+
+
+def test_a_product_without_samples_may_be_joined():
+    shape = {"seq": 4, "feature": 4}
+    query = Operator(name="q", kind="linear", inputs=[], shape=shape, parameter_bytes=800,
+                     activation_bytes=16)  # fmt: skip
+    graph = Graph(name="query", batch=8, operators=[op("x", [], 4, kind="input"), query])
+    steps = [
+        simulate(
+            graph,
+            profile_of(graph, {"q": (1.0, 3.0)}),
+            cluster_of(1),
+            {"q": OperatorPlan({}, [0])},
+            n_microbatches=2,
+            options=SimulatorOptions(joined_weight_bytes=least),
+        ).step_s
+        for least in (800, 801)
+    ]
+    assert steps == [2 * (1.0 + 3.0)] * 2
 
 
 def test_joined_gradients_come_after_what_the_stage_before_waits_for():

@@ -94,8 +94,6 @@ class Costs:
         self._node_of = np.array(cluster.node_of(), dtype=np.int64)
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
-        dtypes = {point.dtype for point in profile.measurements}
-        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
@@ -156,13 +154,12 @@ class Costs:
                     operator,
                     kind,
                     shape=shape,
-                    dtype=self._only_dtype,
                     in_place=self._is_in_place(op, sizes),
                 )
                 share = 1.0
             else:
                 # An unknown shape: in proportion.
-                time = self._times.lookup(operator, kind, dtype=self._only_dtype)
+                time = self._times.lookup(operator, kind)
                 share = volume(block) / self._full_volume(op)
             self._seconds[key] = (time.forward_s * share / speed, time.backward_s * share / speed)
         return self._seconds[key]
@@ -170,18 +167,25 @@ class Costs:
     def joined_s(self, op: int, plan: OperatorPlan, n: int) -> Floats:
         """(n_devices,) seconds of the gradients of weights, computed together for `n` microbatches
         (`runtime.executor.deferred`): what backward of all of them takes beyond their forward,
-        which is a product of the size of that of their inputs' gradients.
+        which is a product of the size of that of their inputs' gradients. Without samples its size
+        is not known, and it takes as long as they do one by one.
         """
         key = (op, self._key(plan), n)
         found = self._joined.get(key)
         if found is None:
             found = np.zeros(self.n_devices)
-            at = list(self.shapes[op]).index(SAMPLE)
+            dims = list(self.shapes[op])
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-                start, stop = block[at]
-                all_n = (*block[:at], (start * n, stop * n), *block[at + 1 :])
-                each, together = self.block_s(op, block, device), self.block_s(op, all_n, device)
-                found[device] += max(0.0, min(together[1] - together[0], n * (each[1] - each[0])))
+                forward_s, backward_s = self.block_s(op, block, device)
+                least_s = n * (backward_s - forward_s)
+                if SAMPLE in dims:
+                    all_n = tuple(
+                        (start * n, stop * n) if dim == SAMPLE else (start, stop)
+                        for dim, (start, stop) in zip(dims, block, strict=True)
+                    )
+                    forward_s, backward_s = self.block_s(op, all_n, device)
+                    least_s = min(least_s, backward_s - forward_s)
+                found[device] += max(0.0, least_s)
             self._joined[key] = found
         return found
 

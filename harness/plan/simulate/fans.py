@@ -83,9 +83,9 @@ class Wants:
             streamed, ways = streamed[chosen], ways[chosen]
         n = self.n_devices
         pair = (source * n + self.device[want]) * _N_WAYS + ways
-        amounts = np.bincount(pair, weights=n_bytes, minlength=n * n * _N_WAYS).astype(float)
-        found: Ints = np.flatnonzero(amounts)
-        copies = np.bincount(pair, weights=streamed, minlength=n * n * _N_WAYS).astype(float)
+        amounts = np.bincount(pair, weights=n_bytes).astype(float)
+        found: Ints = np.flatnonzero(np.bincount(pair))  # where bytes are unknown, they are 0
+        copies = np.bincount(pair, weights=streamed).astype(float)
         pairs, ways = np.divmod(found, _N_WAYS)
         return Moved(
             source=pairs // n,
