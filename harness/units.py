@@ -34,11 +34,14 @@ def parse_bytes(text: str) -> int:
     """Read a size such as `16MiB`, `4GB`, `4096`; returns bytes.
 
     Raises:
-        ConfigError: not a size.
+        ConfigError: not a size, or an infinite one.
     """
     number, unit = _split(text, "size", "16MiB or 4GB")
     prefix = unit.removesuffix("B").removesuffix("b")
-    return round(number * _scale(prefix, text, "size", "16MiB or 4GB"))
+    n_bytes = number * _scale(prefix, text, "size", "16MiB or 4GB")
+    if math.isinf(n_bytes):
+        raise ConfigError(f"size {text!r} is not finite: write it like 16MiB or 4GB")
+    return round(n_bytes)
 
 
 def parse_bandwidth(text: str) -> float:

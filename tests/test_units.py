@@ -42,6 +42,12 @@ def test_nonsense_is_refused_with_an_example(parse, text):
         parse(text)
 
 
+@pytest.mark.parametrize("text", ["1e400", "1e300TB"])
+def test_a_size_is_finite(text):
+    with pytest.raises(ConfigError, match=f"size '{text}' is not finite"):
+        parse_bytes(text)
+
+
 def test_printing():
     assert format_bytes(2**24) == "16 MiB"
     assert format_bandwidth(1.25e9) == "1.25 GB/s"

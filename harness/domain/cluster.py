@@ -118,6 +118,12 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
             raise ClusterError(f"device names must be unique, repeated: {sorted(twice)}")
         if not 1 <= self.crowding < math.inf:
             raise ClusterError(f"the cluster has crowding {self.crowding}: it must be >= 1")
+        for node in self.nodes:
+            if node.nic_bytes_per_s is not None and not node.nic_bytes_per_s > 0:
+                raise ClusterError(
+                    f"node {node.name} has nic_bytes_per_s {node.nic_bytes_per_s}: it must be "
+                    "above 0, or null where the interface does not limit"
+                )
         known = set(names)
         for device in self.devices:
             if device.memory_bytes <= 0 or not device.speed > 0:

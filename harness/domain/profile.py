@@ -107,6 +107,10 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
     latest_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise GraphError(
+                f"the whole step on {self.device_kind!r} has batch {self.batch}: it must be >= 1"
+            )
         for field in ("step_s", "latest_s"):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:

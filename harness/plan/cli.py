@@ -57,6 +57,7 @@ def request_from(
         HarnessError: a file is missing or malformed.
     """
     _check_numbers(args)
+    _check_model_flags(args)
     cluster = _cluster(args)
     graph, profile = None, None
     if COSTS[args.cost].needs_model:
@@ -82,6 +83,18 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} {value} must be above 0")
     if args.memory is not None and parse_bytes(args.memory) < 1:
         raise ConfigError(f"--memory {args.memory} must be above 0")
+
+
+def _check_model_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of a model for a cost that brings its own."""
+    if COSTS[args.cost].needs_model:
+        return
+    flags = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
+    given = [name for name in flags if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(
+            f"--cost {args.cost} plans a model of its own: leave out --{given[0].replace('_', '-')}"
+        )
 
 
 def parse_topology(text: str) -> tuple[int, int]:

@@ -7,9 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness.domain.graph import Graph
-from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
+from harness.errors import EXIT_CODE, ConfigError, EnvironmentSetupError, HarnessError
 from harness.measure.store import write_atomically
 from harness.plan import cli, flags
 from harness.plan.costs import run
@@ -32,7 +33,28 @@ def _capture_model(name: str, batch: int) -> Graph:
     return graph
 
 
+def _check_output(path: Path) -> None:
+    """Refuse a place where no file can be, before a search that may take long.
+
+    Raises:
+        ConfigError: its directory is missing, or it is one.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no directory {path.parent}: make it first")
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a directory: name a file")
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+
+
 def _search(args: argparse.Namespace) -> None:
+    if args.output is not None:
+        _check_output(args.output)
     progress = ProgressLine()
     try:
         request = cli.request_from(args, capture_model=_capture_model, progress=progress)
@@ -42,7 +64,7 @@ def _search(args: argparse.Namespace) -> None:
     finally:
         progress.clear()
     if args.output is not None:
-        write_atomically(args.output, cli.strategy_bytes(result.strategy))
+        _write(args.output, cli.strategy_bytes(result.strategy))
     print(json_line(result) if args.json else "\n".join(result_lines(result)))
 
 
@@ -53,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "search":
             _search(args)
         elif args.command == "convert":
+            _check_output(args.output)
             data, what = cli.converted(args)
-            write_atomically(args.output, data)
+            _write(args.output, data)
             print(f"{what}; wrote {args.output} ({args.to})")
         else:
             print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))

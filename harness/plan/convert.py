@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from harness.domain.graph import Graph
-from harness.domain.strategy import Strategy
+from harness.domain.strategy import Strategy, check_names
 from harness.errors import ConfigError
 from harness.plan.formats.convert import entries_from_strategy, strategy_from_entries
 from harness.plan.formats.detect import Imported
@@ -34,12 +34,12 @@ def convert(
 
     Args:
         graph: needed from or to harness; for a PipeDream plan it says each operator's stage.
-        batch: of the strategy; the graph's when None.
+        batch: of a strategy of another project; the graph's when None.
         order: of the dims of a FlexFlow file that is read.
 
     Raises:
-        ConfigError: the graph or the batch is needed and missing.
-        StrategyError: the format cannot hold the strategy.
+        ConfigError: the graph or the batch is needed and missing, or the strategy has another.
+        StrategyError: the format cannot hold the strategy, or it is for another graph.
     """
     content = imported.content
     if to in _FLEXFLOW and isinstance(content, list):
@@ -59,6 +59,13 @@ def _strategy(
     order: DimOrder,
 ) -> Strategy:
     if isinstance(content, Strategy):
+        if batch not in (None, content.batch):
+            raise ConfigError(
+                f"--batch {batch}: strategy {content.name!r} has a batch of {content.batch}: leave "
+                "out --batch"
+            )
+        if graph is not None:
+            check_names(content, graph)
         return content
     graph = _needed(graph, "a file of another project")
     batch = batch or graph.batch

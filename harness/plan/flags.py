@@ -132,7 +132,9 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument("file", type=Path)
     convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
     convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
-    convert.add_argument("--batch", type=int, metavar="B", help="default: the graph's")
+    convert.add_argument(
+        "--batch", type=int, metavar="B", help="of another project's file (default: the graph's)"
+    )
     convert.add_argument(
         "--dims",
         choices=["innermost_first", "samples_first"],

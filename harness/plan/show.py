@@ -46,7 +46,7 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
         graph = Graph.from_json(data, source=str(path))
         return graph_dot(graph) if dot else graph_lines(graph)
     if _is_graph_txt(data):
-        graph, profile = parse_graph_txt(data.decode(), name=path.stem, source=str(path))
+        graph, profile = _parse_graph_txt(data, path)
         return graph_dot(graph) if dot else graph_lines(graph, profile)
     if dot and schema == "harness-strategy" and graph_path is not None:
         return strategy_dot(Strategy.from_json(data, source=str(path)), load_graph(graph_path))
@@ -77,6 +77,14 @@ def _schema(data: bytes) -> str:
 def _is_graph_txt(data: bytes) -> bool:
     first = next((line for line in data.split(b"\n") if line.strip()), b"")
     return b" -- " in first and b"_compute_time=" in first
+
+
+def _parse_graph_txt(data: bytes, path: Path) -> tuple[Graph, Profile]:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise GraphError(f"{path} is not UTF-8 at byte {error.start}: save it as text") from None
+    return parse_graph_txt(text, name=path.stem, source=str(path))
 
 
 def _foreign_lines(content: object) -> list[str]:
@@ -267,5 +275,5 @@ def load_graph(path: Path) -> Graph:
     except OSError as error:
         raise GraphError(f"graph file {path}: {error.strerror}") from None
     if _is_graph_txt(data):
-        return parse_graph_txt(data.decode(), name=path.stem, source=str(path))[0]
+        return _parse_graph_txt(data, path)[0]
     return Graph.from_json(data, source=str(path))

@@ -34,6 +34,11 @@ def test_a_file_gives_the_same_cluster():
         ([Node(name="a", devices=[device(), device()])], [], "unique"),
         ([Node(name="a", devices=[device(speed=0.0)])], [], "speed 0.0"),
         (
+            [Node(name="a", devices=[device()], nic_bytes_per_s=0.0)],
+            [],
+            "node a has nic_bytes_per_s 0.0: it must be above 0",
+        ),
+        (
             [Node(name="a", devices=[device()])],
             [Link(source="a:0", target="b:0", latency_s=0, bandwidth_bytes_per_s=1)],
             "not in the cluster",

@@ -64,6 +64,11 @@ def test_point_measured_twice_is_refused() -> None:
         Profile(model="m", measurements=[point(), point(forward_s=3.0)])
 
 
+def test_a_whole_step_has_samples() -> None:
+    with pytest.raises(GraphError, match="'gpu' has batch 0: it must be >= 1"):
+        WholeStep(device_kind="gpu", batch=0, dtype="float32", step_s=1.0, operators_s=1.0)
+
+
 def test_a_whole_step_takes_time() -> None:
     with pytest.raises(GraphError, match=r"latest_s 0\.0: it must be above 0"):
         WholeStep(

@@ -30,6 +30,7 @@ _NAMED_DIMS: dict[int, tuple[str, ...]] = {
     3: ("sample", "seq", "feature"),
     4: ("sample", "feature", "height", "width"),
 }
+_MOST_DEVICES = 2**31  # FlexFlow counts them by int32
 _CONSOLE = re.compile(
     r"^\[(?P<name>[^\]]+)\] num_dims\((?P<n>\d+)\) dims\[(?P<dims>[\d,]*)\]"
     r" device_ids\[(?P<ids>[\d,]*)\]$"
@@ -57,6 +58,11 @@ class Entry(msgspec.Struct, frozen=True):
             raise StrategyError(
                 f"operator {self.name!r} has dims {list(self.dims)}: each must be >= 1, and "
                 "one be there"
+            )
+        if not all(0 <= device < _MOST_DEVICES for device in self.devices):
+            raise StrategyError(
+                f"operator {self.name!r} has devices {list(self.devices)}: each must be >= 0 and "
+                f"< {_MOST_DEVICES}"
             )
         if math.prod(self.dims) != len(self.devices):
             raise StrategyError(

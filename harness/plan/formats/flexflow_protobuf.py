@@ -34,9 +34,9 @@ _FIELDS: dict[Generation, tuple[int, int, int, int, int]] = {
 
 
 def parse_protobuf(
-    data: bytes, *, generation: Generation | None = None, source: str = "protobuf strategy"
+    data: bytes, *, source: str = "protobuf strategy"
 ) -> tuple[Generation, list[Entry]]:
-    """Read a strategy; the generation is found out unless it is given.
+    """Read a strategy; and find out its generation.
 
     Raises:
         StrategyError: not such a message, or of neither generation.
@@ -48,12 +48,12 @@ def parse_protobuf(
         operators.append(list(_fields(value, source)))
     if not operators:
         raise StrategyError(f"{source} holds no operator")
-    for candidate in GENERATIONS if generation is None else (generation,):
+    for candidate in GENERATIONS:
         if all(_fits(fields, candidate, source) for fields in operators):
             return candidate, [_entry(fields, candidate, source) for fields in operators]
-    tried = generation or " or ".join(GENERATIONS)
     raise StrategyError(
-        f"{source} is no FlexFlow strategy of generation {tried}: parts and devices differ"
+        f"{source} is no FlexFlow strategy of generation {' or '.join(GENERATIONS)}: parts and "
+        "devices differ"
     )
 
 

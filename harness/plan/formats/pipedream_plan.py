@@ -72,18 +72,12 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def to_strategy(
-    plan: PipeDreamPlan,
-    graph: Graph,
-    stage_of: Mapping[str, int],
-    *,
-    batch: int,
-    n_microbatches: int | None = None,
+    plan: PipeDreamPlan, graph: Graph, stage_of: Mapping[str, int], *, batch: int
 ) -> Strategy:
-    """The plan as a 1F1B strategy.
+    """The plan as a 1F1B strategy, with as many microbatches as keep every rank busy: one each.
 
     Args:
         stage_of: stage of each operator by name.
-        n_microbatches: default: as many as keep every rank busy (the number of ranks).
 
     Raises:
         StrategyError: an operator without a stage.
@@ -104,7 +98,7 @@ def to_strategy(
         name=f"pipedream {'-'.join(str(len(r)) for r in ranks)}",
         batch=batch,
         operators=operators,
-        n_microbatches=n_microbatches or sum(map(len, ranks)),
+        n_microbatches=sum(map(len, ranks)),
         schedule="1f1b",
         stages=[Stage() for _ in ranks],
     )
@@ -114,7 +108,8 @@ def from_strategy(strategy: Strategy) -> PipeDreamPlan:
     """One module per stage and one for the loss, as PipeDream generates them.
 
     Raises:
-        StrategyError: a stage that is more than replicated, which the format cannot hold.
+        StrategyError: a stage that is more than replicated, which the format cannot hold, or one
+            without operators.
     """
     ranks: dict[int, list[int]] = {}
     for name, plan in strategy.operators.items():
@@ -130,6 +125,11 @@ def from_strategy(strategy: Strategy) -> PipeDreamPlan:
                 f"{ranks[plan.stage]}: a PipeDream plan has one set per stage"
             )
     n_stages = len(strategy.stages)
+    if sorted(ranks) != list(range(n_stages)):
+        raise StrategyError(
+            f"strategy {strategy.name!r} has {n_stages} stages and operators in {sorted(ranks)}: "
+            "each stage needs some, counting from 0"
+        )
     return PipeDreamPlan(
         module_to_stage_map=[*range(n_stages), n_stages - 1],
         stage_to_rank_map={str(i): list(ranks[i]) for i in range(n_stages)},

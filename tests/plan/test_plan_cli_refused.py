@@ -1,0 +1,121 @@
+"""What `python -m harness.plan` refuses, each by one line and exit code 2, before it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.plan import commands
+from harness.plan.__main__ import main
+
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refuse:
+    def run(*flags: object) -> str:
+        assert main([str(flag) for flag in flags]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    return run
+
+
+SEARCH = ("search", "--cost", "flexflow2018", "--topology", "1x2")
+
+
+def test_a_missing_directory_is_refused_before_the_search(
+    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(commands, "run")
+    output = tmp_path / "absent" / "plan.json"
+    assert f"there is no directory {output.parent}" in refused(*SEARCH, "--output", output)
+    assert f"{tmp_path} is a directory" in refused(*SEARCH, "--output", tmp_path)
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, refused: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(commands, "write_atomically", fail)
+    output = tmp_path / "plan.json"
+    said = refused(*SEARCH, "--budget", 1, "--output", output)
+    assert f"--output {output}: No space left" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--model", "lenet"),
+        ("--profile", "p.json"),
+        ("--graph", "g.json"),
+        ("--rates", "1e12,1e11"),
+        ("--dlrm-tables", "8x10x4"),
+        ("--dtype", "bf16"),
+    ],
+)
+def test_a_cost_with_a_model_of_its_own_refuses_another(
+    flag: str, value: str, refused: Refuse
+) -> None:
+    said = refused(*SEARCH, flag, value)
+    assert f"--cost flexflow2018 plans a model of its own: leave out {flag}" in said
+
+
+def graph_file(tmp_path: Path, *names: str) -> Path:
+    operators = [Operator(name=n, kind="linear", shape={"sample": 8, "feature": 4}) for n in names]
+    path = tmp_path / f"{'-'.join(names)}.json"
+    path.write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    return path
+
+
+def strategy_file(tmp_path: Path, *, n_stages: int = 1, device: int = 0) -> Path:
+    strategy = Strategy(
+        name="s",
+        batch=8,
+        operators={"a": OperatorPlan({}, [device])},
+        stages=[Stage()] * n_stages,
+    )
+    path = tmp_path / "s.json"
+    path.write_bytes(strategy.to_json())
+    return path
+
+
+def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path: Path, refused: Refuse) -> None:
+    output, own = tmp_path / "out", graph_file(tmp_path, "a")
+    to = ("--output", output, "--graph")
+    flexflow = ("--to", "flexflow-v1", *to)
+    strategy = strategy_file(tmp_path)
+    other = graph_file(tmp_path, "b", "c")
+    assert "places operator 'a', which graph 'g' does not" in refused(
+        "convert", strategy, *flexflow, other
+    )
+    assert "does not place operator 'b'" in refused(
+        "convert", strategy, *to, graph_file(tmp_path, "a", "b")
+    )
+    assert "--batch 4: strategy 's' has a batch of 8" in refused(
+        "convert", strategy, *to, own, "--batch", 4
+    )
+    negative = strategy_file(tmp_path, device=-1)
+    assert "'a' has devices [-1]: each must be >= 0" in refused("convert", negative, *flexflow, own)
+    stages = strategy_file(tmp_path, n_stages=2)
+    assert "2 stages and operators in [0]" in refused(
+        "convert", stages, "--to", "pipedream", *to, own
+    )
+    assert not output.exists()
+
+
+def test_a_graph_that_is_no_text_is_refused(tmp_path: Path, refused: Refuse) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("caf\u00e9 -- Linear() -- forward_compute_time=1.0".encode("latin-1"))
+    assert "latin.txt is not UTF-8 at byte 3" in refused("show", path)
+    output = ("--output", tmp_path / "out")
+    strategy = strategy_file(tmp_path)
+    assert "latin.txt is not UTF-8" in refused("convert", strategy, "--graph", path, *output)
