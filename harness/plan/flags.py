@@ -103,7 +103,9 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     how = search.add_argument_group("search")
     how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
-    how.add_argument("--budget", type=int, metavar="N", help="most proposals")
+    how.add_argument(
+        "--budget", type=int, metavar="N", help="proposals of its searches (default: the cost's)"
+    )
     how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
     how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
     out = search.add_argument_group("output")

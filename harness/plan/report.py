@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TextIO
@@ -25,10 +26,12 @@ def result_lines(result: PlanResult) -> list[str]:
     title = f"best plan by {result.cost}: {format_duration(result.predicted_step_s)} per step"
     if result.interrupted:
         title += " (interrupted: best so far)"
+    ratios = f"{result.speedup_over_single:.2f} times one device"
+    if not math.isnan(result.speedup_over_ddp):
+        ratios += f", {result.speedup_over_ddp:.2f} times data parallel"
     lines = [
         title,
-        f"  {result.speedup_over_single:.2f} times one device, "
-        f"{result.speedup_over_ddp:.2f} times data parallel",
+        f"  {ratios}",
         f"  found by {result.method}; {result.n_proposals} judged, "
         f"{result.proposals_per_s:.0f}/s, {format_duration(result.search_cpu_s)} of CPU, "
         f"{format_bytes(result.peak_rss_bytes)} at most",

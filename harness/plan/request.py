@@ -44,7 +44,7 @@ class PlanRequest:
         cluster: devices in rank order; `--topology` becomes one by `Cluster.uniform`.
         batch: global batch, samples; None where the cost does not need it.
         memory_bytes: limit per device that replaces the cluster's; None keeps the cluster's.
-        budget: most proposals; None for the planner's default.
+        budget: proposals of the searches (see the cost's page); None for the planner's default.
         seconds: most wall seconds; None for no limit.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
@@ -76,7 +76,8 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         predicted_step_s: seconds per step of the global batch, by the cost that was asked for.
         speedup_over_single: predicted step of one device over this plan's.
-        speedup_over_ddp: the same against data parallel on all devices.
+        speedup_over_ddp: the same against data parallel on all devices; not a number (null in JSON)
+            where there are fewer samples than devices.
         method: which search found it, such as `pipeline dynamic programming`.
         memory_bytes: predicted peak per device name.
         strategy: a domain Strategy, or plain JSON values where the cost has its own plan format.

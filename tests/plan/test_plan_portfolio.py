@@ -20,7 +20,9 @@ from harness.domain.strategy import (
 from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.describe import describe_strategy
+from harness.plan.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.portfolio import plan_with_simulator
+from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
@@ -311,6 +313,43 @@ def test_recomputation_is_used_when_activations_alone_do_not_fit():
     # Eight outputs of 256 B do not fit at once in the only device.
     found = plan_with_simulator(request_of(graph, profile, cluster, memory_bytes=1000, batch=8))
     assert found.strategy.n_microbatches > 1 or found.strategy.stages == [Stage(recompute=True)]
+
+
+def test_small_microbatches_one_by_one_cost_nothing_where_memory_binds():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1e6, memory_bytes=500)
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    assert found.predicted_step_s == 8 * 3.0
+    assert (found.strategy.n_microbatches, found.strategy.schedule) == (8, "1f1b")
+
+
+def test_recomputation_is_tried_where_something_slower_fits():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=100, memory_bytes=200)
+    first = msgspec.structs.replace(cluster.devices[0], memory_bytes=GB)
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=[first, *cluster.devices[1:]])]
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    simulator = Simulator(graph, profile, cluster)
+    assert simulator.step_s(builders.single(graph, 8)) == 24.0
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    assert any(stage.recompute for stage in found.strategy.stages)
+    assert found.predicted_step_s < 16
+
+
+@pytest.mark.parametrize("planner", [plan_with_simulator, plan_by_pipedream])
+def test_times_of_zero_are_refused(planner):
+    graph, profile = layers(seconds=0.0)
+    with pytest.raises(PlanError, match="all operators of 'layers' take 0 s on 'device'"):
+        planner(request_of(graph, profile))
+
+
+def test_without_a_sample_for_each_device_nothing_is_compared_with_data_parallel():
+    graph, profile = layers(batch=2)
+    found = plan_with_simulator(request_of(graph, profile))
+    assert math.isnan(found.speedup_over_ddp)
+    text = "\n".join(result_lines(found))
+    assert "times one device" in text
+    assert "data parallel" not in text
 
 
 def test_an_interrupt_returns_the_best_found():

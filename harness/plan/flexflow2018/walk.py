@@ -33,7 +33,7 @@ from harness.plan.flexflow2018.timeline import remember, simulate_from, simulate
 from harness.plan.flexflow2018.transfers import count_parts
 
 CURRENT, BEST = 0, 1
-N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, N_BY_WAY, LAST_WAY = 0, 1, 2, 3, 4, 8
+N_VALID, CLEAN_TO, N_PROPOSED, N_BY_WAY, LAST_WAY = 0, 1, 2, 3, 7
 
 
 class Chain(NamedTuple):
@@ -45,7 +45,7 @@ class Chain(NamedTuple):
         base: (plane, layer, part), ready and finish of current's parts.
         best: (layer, n_devices + 1), the best plan.
         cost_ms: (2,), of CURRENT and BEST.
-        tally: (9,), N_VALID, CLEAN_TO, N_ACCEPTED, N_PROPOSED, then proposals by the way of
+        tally: (8,), N_VALID, CLEAN_TO, N_PROPOSED, then proposals by the way of
             `timeline` that settled them, and the LAST_WAY that settled an accepted one.
     """
 
@@ -73,7 +73,7 @@ def new_chain(tables: Tables, seed: int) -> Chain:
         base=new_base(tables),
         random=np.array([seed % 2**64], dtype=np.uint64),
         cost_ms=np.full(2, np.inf),
-        tally=np.zeros(9, dtype=np.int64),
+        tally=np.zeros(8, dtype=np.int64),
     )
 
 
@@ -156,7 +156,6 @@ def _accept(chain: Chain, first: int, last: int, cost_ms: float, way: int, n_val
     chain.cost_ms[CURRENT] = cost_ms
     chain.tally[N_VALID] = n_valid
     chain.tally[CLEAN_TO] = chain.tables.n_layers
-    chain.tally[N_ACCEPTED] += 1
     _keep_best(chain)
 
 

@@ -55,10 +55,6 @@ def levels_of(n_workers: Sequence[int], bandwidths: Sequence[float]) -> list[Lev
     return [Level(*each) for each in zip(n_workers, bandwidths, inner, strict=True)]
 
 
-def n_devices(levels: Sequence[Level]) -> int:
-    return math.prod(level.n_workers for level in levels)
-
-
 def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
     """Step time when every device holds the whole model."""
     time_s = compute_s

@@ -34,7 +34,8 @@ def plan(request: PlanRequest) -> PlanResult:
     """Plan by PipeDream's formula; times are per profiled minibatch, in steady state.
 
     Raises:
-        PlanError: no plan fits the memory, or the profile lacks an operator or device kind.
+        PlanError: no plan fits the memory, no operator takes time, or the profile lacks an operator
+            or device kind.
     """
     graph, profile, cluster = request.graph, request.profile, request.cluster
     if graph is None or profile is None:
@@ -61,12 +62,21 @@ def plan(request: PlanRequest) -> PlanResult:
 
 
 def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload) -> list[float]:
-    """Each device's speed relative to the first device's kind at speed 1."""
+    """Each device's speed relative to the first device's kind at speed 1.
+
+    Raises:
+        PlanError: no operator takes time on one kind.
+    """
     totals = {cluster.devices[0].kind: sum(workload.compute_ticks)}
     for kind in {device.kind for device in cluster.devices} - totals.keys():
         totals[kind] = sum(workload_from(graph, profile, kind).compute_ticks)
     base = totals[cluster.devices[0].kind]
-    return [device.speed * base / max(totals[device.kind], 1) for device in cluster.devices]
+    idle = [kind for kind, total in totals.items() if total == 0]
+    if idle:
+        raise PlanError(
+            f"all operators of {graph.name!r} take 0 s on {idle[0]!r}: give FLOPs or a profile"
+        )
+    return [device.speed * base / totals[device.kind] for device in cluster.devices]
 
 
 def _most_memory(workload: Workload, cluster: Cluster) -> float:

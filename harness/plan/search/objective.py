@@ -79,6 +79,7 @@ class Objective:
         self.best: Candidate | None = None
         self.best_of: dict[str, Candidate] = {}
         self.least_excess = math.inf
+        self._least_unfit_s = math.inf
         self.n_proposals = 0
         self.judging_s = 0.0
         self._method = ""
@@ -110,6 +111,11 @@ class Objective:
             return 0.0
         return min(1.0, 1 - (self._until - self.n_proposals) / self._of_budget)
 
+    @property
+    def memory_binds(self) -> bool:
+        """Whether nothing fits yet, or something faster than the best does not."""
+        return self.best is None or self._least_unfit_s < self.best.step_s
+
     def judge(self, trial: Trial) -> Judged:
         """Simulate what the trial holds now."""
         began = time.monotonic()
@@ -120,6 +126,8 @@ class Objective:
         self.least_excess = min(self.least_excess, excess)
         if excess == 0:
             self._remember(trial, out.step_s)
+        else:
+            self._least_unfit_s = min(self._least_unfit_s, out.step_s)
         self.judging_s += time.monotonic() - began
         self.tick()
         return Judged(out.step_s, excess)

@@ -1,0 +1,170 @@
+"""Which searches a request gets, and how they share its budget: pipelines, enumeration, chains."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+from harness.domain.schedule import ScheduleName
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.request import PlanRequest
+from harness.plan.search.exhaustive import search_exhaustively
+from harness.plan.search.mcmc import Chain, closest, descend
+from harness.plan.search.objective import Candidate, Objective
+from harness.plan.search.pipelines import PipelineSearch, schedules_for
+from harness.plan.search.space import Space
+from harness.plan.search.standard import microbatch_counts
+from harness.plan.simulate.simulator import Simulator, Trial
+
+MOST_PROPOSALS, LEAST_PROPOSALS = 12_000, 400
+WORK_PER_SEARCH = 1.5e7  # operator-device passes of all proposals: some seconds
+N_CHAINS = 3
+PIPELINES = "pipeline dynamic programming"
+
+
+class _Flow(NamedTuple):
+    """How microbatches go through a single stage."""
+
+    n_microbatches: int
+    stage: Stage = Stage()
+    schedule: ScheduleName = "gpipe"
+
+
+class Searches:
+    """The searches of one request, which share its objective."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        batch: int,
+        request: PlanRequest,
+        objective: Objective,
+        exhaustive_up_to: int,
+    ) -> None:
+        self.simulator, self.batch, self.objective = simulator, batch, objective
+        self.seed = request.seed
+        self.exhaustive_up_to = exhaustive_up_to
+        work = len(simulator.placed) * simulator.cluster.n_devices * 4
+        default = min(MOST_PROPOSALS, max(LEAST_PROPOSALS, int(WORK_PER_SEARCH / work)))
+        self.budget = default if request.budget is None else max(1, request.budget)
+        self.counts = microbatch_counts(simulator, batch)
+        self._spaces: dict[int, Space] = {}
+
+    def run(self) -> None:
+        """Pipelines, then per-operator searches for the most promising flows."""
+        if self.simulator.cluster.n_devices > 1:
+            self._pipelines(self.budget // 4)
+        flows = self._flows()
+        for flow in flows[:1]:
+            self._exhaust(flow)
+        for k, flow in enumerate(flows):
+            share = self.budget // 2 if k == 0 else self.budget // (4 * max(1, len(flows) - 1))
+            self._chains(flow, share)
+
+    def _flows(self) -> list[_Flow]:
+        """For single-stage strategies: whole batches first. Where memory binds, also two that hold
+        one small microbatch at a time."""
+        flows = [_Flow(n) for n in self.counts[:3]]
+        if self.objective.memory_binds and self.counts[-1] > 1:
+            flows += [
+                _Flow(self.counts[-1], schedule="1f1b"),
+                _Flow(self.counts[-1], Stage(recompute=True)),
+            ]
+        return flows
+
+    def _pipelines(self, budget: int) -> None:
+        """Simulate the programme's best pipelines for each number of microbatches."""
+        self.objective.start(PIPELINES, budget=budget)
+        for n_microbatches in self.counts:
+            search = PipelineSearch(self.simulator, self.batch, n_microbatches)
+            # The bound leaves out most of what makes pipelines slower, so above the best it is
+            # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
+            best = self.objective.best
+            n_judged = 3 + self.objective.memory_binds
+            each = max(4, budget // (n_judged * len(self.counts)))
+            limit_s = 1.1 * best.step_s if best is not None else math.inf
+            candidates = search.candidates(each, limit_s=limit_s, is_over=self.objective.tick)
+            before = self.objective.best_of.get(PIPELINES)
+            for pipeline in candidates:
+                for schedule in schedules_for(n_microbatches):
+                    if self.objective.is_over():
+                        return
+                    search.judge(pipeline, self.objective, schedule)
+                if self.objective.memory_binds:
+                    search.judge(pipeline, self.objective, recompute=True)
+            if candidates and self.objective.best_of.get(PIPELINES) is not before:
+                scores = [search.judge(pipeline, self.objective) for pipeline in candidates[:8]]
+                search.refine(candidates[scores.index(min(scores))], self.objective)
+
+    def _space(self, n_microbatches: int) -> Space:
+        samples = -(-self.batch // n_microbatches)
+        smallest = self.batch // n_microbatches
+        if n_microbatches not in self._spaces:
+            costs = self.simulator.costs(min(samples, smallest))
+            self._spaces[n_microbatches] = Space(
+                costs, self.simulator.cluster, self.simulator.placed
+            )
+        return self._spaces[n_microbatches]
+
+    def _trial(self, flow: _Flow) -> Trial:
+        space = self._space(flow.n_microbatches)
+        plans: dict[int, OperatorPlan] = {op: menu[0] for op, menu in space.menus.items()}
+        return Trial(
+            self.simulator,
+            plans,
+            batch=self.batch,
+            n_microbatches=flow.n_microbatches,
+            schedule=flow.schedule,
+            stages=[flow.stage],
+        )
+
+    def _exhaust(self, flow: _Flow) -> None:
+        space = self._space(flow.n_microbatches)
+        if space.size <= min(self.exhaustive_up_to, self.budget):
+            self.objective.start("exhaustive search")
+            search_exhaustively(self._trial(flow), space.menus, self.objective)
+
+    def _chains(self, flow: _Flow, budget: int) -> None:
+        """MCMC from the best single-stage strategies, each chain followed by a descent.
+
+        What the descents leave of the budget goes to chains from random starts.
+        """
+        space = self._space(flow.n_microbatches)
+        trial = self._trial(flow)
+        name = f"MCMC, {flow.n_microbatches} microbatches" if flow.n_microbatches > 1 else "MCMC"
+        starts = self._starts(space)
+        objective, end = self.objective, self.objective.n_proposals + max(1, budget)
+        # A small space is better served by many short chains than by few long ones.
+        n_choices = sum(map(len, space.menus.values()))
+        each = max(1, min(budget // (2 * N_CHAINS), max(200, 10 * n_choices)))
+        draw = random.Random(self.seed)
+        k = 0
+        while objective.n_proposals < end:
+            start = (
+                starts[k]
+                if k < len(starts)
+                else {op: draw.choice(menu) for op, menu in space.menus.items()}
+            )
+            objective.start(name, budget=min(each, end - objective.n_proposals))
+            chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k, turn=k)
+            reached = chain.run(start)
+            objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
+            descend(trial, space, objective, reached)
+            k += 1
+            if objective.is_out_of_time():
+                return
+
+    def _starts(self, space: Space) -> list[dict[int, OperatorPlan]]:
+        """The best single-stage strategies so far, as far as the space has their plans."""
+        known = [c for c in self.objective.best_of.values() if len(c.stages) == 1]
+        ranked = sorted(known, key=lambda c: c.step_s)[:N_CHAINS]
+        starts = [_project(candidate, space) for candidate in ranked]
+        if not starts:  # nothing fits yet: spread everything as far as it goes
+            starts = [{op: menu[-1] for op, menu in space.menus.items()}]
+        return starts
+
+
+def _project(candidate: Candidate, space: Space) -> dict[int, OperatorPlan]:
+    """A candidate's plans where the space's shapes allow them, else the nearest of the menu."""
+    return {op: closest(menu, candidate.plans[op]) for op, menu in space.menus.items()}
