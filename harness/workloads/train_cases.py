@@ -156,11 +156,12 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
             "--engine executor"
         )
-    if case.save_sharded and case.engine != "executor":
-        raise ConfigError(
-            f"--save-sharded needs the executor, {case.strategy} is trained by {case.engine}: add "
-            "--engine executor, or use --save-model"
-        )
+    for flag, is_set in (("save-sharded", case.save_sharded), ("load-state", case.load_state)):
+        if is_set and case.engine != "executor":
+            raise ConfigError(
+                f"--{flag} needs the executor, {case.strategy} is trained by {case.engine}: add "
+                "--engine executor"
+            )
     if case.engine == "executor" and case.balance == "speed":
         raise ConfigError(
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "

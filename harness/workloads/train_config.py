@@ -95,6 +95,9 @@ class TrainSettings(ModelFlags):
     save_sharded: bool = False
     """Each rank writes its own parts of the model's and the optimizer's state to the run's
     directory, as state/shardRANK.safetensors (executor)."""
+    load_state: Path | None = None
+    """Go on from the state that --save-sharded wrote into this directory, by this or another
+    strategy, on as many ranks or others (executor). The data begin anew."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which tensor cores prefer."""
     seed: int = 0

@@ -27,14 +27,15 @@ class Trainer:
             share a batch out among them.
         verify: a digest of the parameters, equal for equal training by the same strategy; all ranks
             must call it; raises VerificationError where copies differ.
-        save_sharded: writes each rank's own parts of the whole state into a directory; None where
-            the engine has no such form.
+        save_sharded, load_sharded: write each rank's own parts of the whole state into a directory,
+            go on from such files; None where the engine has no such form.
     """
 
     engine: Engine
     samples: tuple[int, ...] | None
     verify: Callable[[], str]
     save_sharded: Callable[[Path], None] | None = None
+    load_sharded: Callable[[Path], None] | None = None
 
 
 def _whole(engine: Engine, world: World) -> Trainer:
@@ -66,6 +67,7 @@ def _executor(
     task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
 ) -> Trainer:
     from harness.runtime.executor.engine import ExecutorEngine
+    from harness.runtime.executor.state_files import load_sharded
 
     assert plan is not None
     engine = ExecutorEngine(task, world, recorder, options, plan)
@@ -74,6 +76,7 @@ def _executor(
         samples=tuple(engine.samples),
         verify=engine.verify_replicas,
         save_sharded=engine.save_sharded,
+        load_sharded=lambda directory: engine.load_full_state(load_sharded(directory)),
     )
 
 

@@ -171,7 +171,12 @@ def _make_trainer(
 ) -> Trainer:
     # Each rank draws dropout masks of its own, as independent samples need.
     torch.manual_seed(case.seed * world.size + world.rank)
-    return ENGINES[case.engine](task, world, recorder, _engine_options(case, n_local), plan)
+    options = _engine_options(case, n_local)
+    trainer = ENGINES[case.engine](task, world, recorder, options, plan)
+    if case.load_state is not None:
+        assert trainer.load_sharded is not None, "other engines were refused"
+        trainer.load_sharded(case.load_state)
+    return trainer
 
 
 def _open(case: TrainCase, task: Task) -> Any:

@@ -25,12 +25,17 @@ CASE = TrainCase(
 # fp32 sums in another order: 5 steps of differences of 1e-7 stay far below.
 TOLERANCE = 1e-5
 
+# Stands for where the case before has saved its state.
+SAVED = Path("state")
+
 # 30 samples in batches of 12 leave 6, which the executor drops: `single` by it is the reference.
 CASES = {
     "single": replace(CASE, strategy="single", engine="executor"),
     "ddp": replace(CASE, strategy="ddp", engine="executor"),
     "torch ddp": replace(CASE, strategy="ddp", n_samples=24),
     "tensor": replace(CASE, strategy="tensor", engine="executor", save_sharded=True),
+    "single goes on": replace(CASE, strategy="single", engine="executor", load_state=SAVED),
+    "pipeline goes on": replace(CASE, strategy="pipeline", engine="executor", load_state=SAVED),
     "hybrid": replace(CASE, strategy="hybrid", engine="executor"),
     "searched": replace(CASE, strategy="searched", engine="executor"),
     "pipeline": replace(CASE, strategy="pipeline", engine="executor", microbatches=3),
@@ -95,6 +100,15 @@ def test_the_parts_that_ranks_wrote_are_the_model_and_its_momenta(trained):
     assert largest_difference(sharded["model"], state) == 0
     momenta = [values["momentum_buffer"].shape for values in sharded["optimizer"]["state"].values()]
     assert momenta == [tensor.shape for tensor in sharded["model"].values()]
+
+
+def test_training_goes_on_from_what_ranks_wrote(trained):
+    expected, found = trained[0]["single goes on"], trained[0]["pipeline goes on"]
+    assert found["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
+    assert largest_difference(found["state"], expected["state"]) < TOLERANCE
+    # The same data once more: what was learned from them is there.
+    before = trained[0]["single"]["losses"]
+    assert all(now < then for now, then in zip(found["losses"], before, strict=True))
 
 
 def test_weights_that_are_updated_between_microbatches_train_another_model(trained):

@@ -91,6 +91,8 @@ def train_with_a_changed_replica(case: TrainCase, context: Context) -> str:
 
 def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     """Plan and train; losses, parameters as one device has them, and the run's summary."""
+    if case.load_state is not None:
+        case = replace(case, load_state=context.run_dir / case.load_state)
     summary = run_train(case, context)
     losses = [
         record.value
