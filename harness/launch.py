@@ -113,9 +113,9 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
     return planned
 
 
-def finished_repeats(results: Path) -> Counter[str]:
-    """How many finished runs of each key a results directory holds."""
-    done: Counter[str] = Counter()
+def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
+    """The finished runs of each key that a results directory holds, oldest first."""
+    done: dict[str, list[RunHeader]] = {}
     if not results.is_dir():
         return done
     for entry in results.iterdir():
@@ -123,7 +123,10 @@ def finished_repeats(results: Path) -> Counter[str]:
             header = read_header(entry)
         except ResultsError:
             continue
-        done[header.key] += header.status in _FINISHED
+        if header.status in _FINISHED:
+            done.setdefault(header.key, []).append(header)
+    for repeats in done.values():
+        repeats.sort(key=lambda header: header.start_utc)
     return done
 
 
@@ -198,16 +201,21 @@ class Launcher:
         return self._control.broadcast("results problem", problem, str)
 
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
-        """Carry out every case in order; returns the headers (complete on rank 0)."""
+        """Carry out every case in order; returns the headers (complete on rank 0).
+
+        Those of runs that are skipped since they were finished before are among them.
+        """
         planned = plan_runs(cases, self.ranks)
-        done = finished_repeats(self._results) if self._options.resume else Counter[str]()
-        skipped = [plan.repeat < done[plan.key] for plan in planned]
+        done = finished_repeats(self._results) if self._options.resume else {}
+        skipped = [plan.repeat < len(done.get(plan.key, ())) for plan in planned]
         skipped = self._control.broadcast("skipped", skipped, list[bool])
         headers = []
         for number, (plan, is_done) in enumerate(zip(planned, skipped, strict=True), start=1):
             what = f"[{number}/{len(planned)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
             if is_done:
                 _log.info("%s: already in %s, skipped", what, self._results)
+                if self._world.is_first:
+                    headers.append(done[plan.key][plan.repeat])
                 continue
             headers += self._carry_out_needs(plan.case, str(number))
             headers.append(self._carry_out_logged(plan, str(number), what))
