@@ -138,8 +138,8 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
     keep_freed_memory(world.device)
     join_process_group(world, spec.address, spec.port, spec.name, spec.collective_timeout_s)
     # Ranks that have met can measure each other's clocks; the recorder's origin is taken with it.
-    host_clock = HostClock()
     recorder = Recorder(clock_for(world.device))
+    host_clock = HostClock()
     offset_s, error_s = measure_clock_offset(world, host_clock)
     recorder.sample("clock_offset_s", offset_s)
     recorder.sample("clock_offset_error_s", error_s)

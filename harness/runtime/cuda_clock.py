@@ -14,6 +14,7 @@ class CudaClock:
     """Marks are events of the current device's current stream; the origin is its creation."""
 
     def __init__(self) -> None:
+        torch.cuda.synchronize()  # so that the origin is now, not after the device's start-up
         self._anchor = self.mark()
         self._anchor_s = 0.0
 

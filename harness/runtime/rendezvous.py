@@ -216,7 +216,7 @@ def meet(launch: Launch, environ: Mapping[str, str]) -> Meeting:
 
 def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:
     """Start torch's process group under `name`; all ranks of the run must call it."""
-    if world.backend == "nccl":
+    if world.device.type == "cuda":  # under gloo too: events and streams are the current device's
         torch.cuda.set_device(world.device)
     store = connect_store(address, port, name)
     dist.init_process_group(

@@ -78,3 +78,12 @@ def test_a_sum_of_gradients_may_fail_without_a_word():
         PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"
     ):
         sync.finish()
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"), [("gloo", [mock.call(timedelta(seconds=7))]), ("nccl", [mock.call()])]
+)
+def test_the_host_waits_under_gloo_alone(backend, told):
+    channels, work = Channels(FakeWorld(backend), [], 7.0, {}), mock.Mock()
+    channels.wait_for_sum(work, "add", (0, 1))
+    assert work.wait.mock_calls == told

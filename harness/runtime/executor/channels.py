@@ -168,9 +168,17 @@ class Channels:
             PeerError: another rank died or took longer than the timeout.
         """
         try:
-            work.wait(self._timeout)
+            self._wait_for(work)
         except RuntimeError as error:
             raise self._no_sum(what, devices, error) from error
+
+    def _wait_for(self, work: Any) -> None:
+        """The stream waits under NCCL, the host under gloo: told a timeout, NCCL would block the
+        host too; its watchdog knows the group's."""
+        if self._world.backend == "nccl":
+            work.wait()
+        else:
+            work.wait(self._timeout)
 
     def _no_sum(self, what: str, devices: tuple[int, ...], error: Exception) -> PeerError:
         return PeerError(
@@ -248,7 +256,7 @@ class Channels:
 
     def _wait(self, work: Any, what: str, peer: int, direction: str) -> None:
         try:
-            work.wait(self._timeout)
+            self._wait_for(work)
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self._world.rank} waited for {what} {direction} rank {peer}, which died or "
