@@ -48,7 +48,7 @@ from harness.runtime.executor.state import StateGatherer, verify_copies
 from harness.runtime.executor.state_files import save_sharded
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
-from harness.runtime.executor.weights import Holders, Weights
+from harness.runtime.executor.weights import Holders, Weights, canonical_names
 from harness.runtime.models.task import Task
 from harness.runtime.optimizers import make_optimizer
 from harness.runtime.precision import Precision
@@ -101,8 +101,9 @@ class ExecutorEngine:
         self._homes = GradientHomes()
         meta = MetaModel(captured, task.inputs, world.device)
         check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
+        names = canonical_names(task.model)
         self._programs = self._lower(meta)
-        self._gatherer = StateGatherer(task.model, meta, self.weights, self.holders, world)
+        self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)

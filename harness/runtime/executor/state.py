@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from harness.errors import ResultsError, VerificationError
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
-from harness.runtime.executor.weights import Holders, Weights, canonical_names
+from harness.runtime.executor.weights import Holders, Weights
 from harness.runtime.replicas import fingerprint_of
 from harness.runtime.world import World
 
@@ -45,19 +45,27 @@ class StateGatherer:
     """Puts tensors of the model together from the slices of all ranks.
 
     Args:
-        model: as it was built, before anything of it is released; says names, their order, and
-            the values of what no device holds.
+        model: before anything of it is released; says the order of names, and the values of what no
+            device holds.
+        names: its `canonical_names` as it was built: once shards have tensors of their own, those
+            with several names are no longer one.
         meta: the captured model, without memory; says shapes.
     """
 
     def __init__(
-        self, model: nn.Module, meta: MetaModel, weights: Weights, holders: Holders, world: World
+        self,
+        model: nn.Module,
+        names: Mapping[str, str],
+        meta: MetaModel,
+        weights: Weights,
+        holders: Holders,
+        world: World,
     ) -> None:
         self._weights, self._holders, self._world = weights, holders, world
         tensors = (*meta.module.named_parameters(), *meta.module.named_buffers())
         self._shapes = {name: tensor.shape for name, tensor in tensors}
-        self.parameters = [name for name, _ in model.named_parameters()]
-        names = canonical_names(model)
+        parameters = model.named_parameters(remove_duplicate=False)
+        self.parameters = [name for name, _ in parameters if names[name] == name]
         state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
         # What a state has, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}

@@ -61,6 +61,7 @@ def test_random_strategies_train_what_one_device_trains(index, ranks):
         (41, "tokens"),  # deferred gradients of weights that several devices hold
         (207, "lstm_time_first"),  # samples behind another dim
         (237, "tokens"),  # tied weights, one of them cut
+        (167, "tokens"),  # tied weights, which a shard has a tensor of its own for
         (292, "branchy"),  # a value that several stages of a device fetch
         (18, "resnet18"),  # running statistics of tasks that share them
     ],
