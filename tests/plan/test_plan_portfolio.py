@@ -189,6 +189,17 @@ def strategy_of(search, pipeline):
     )
 
 
+def unlike_cluster(speeds):
+    """One node with a device of each speed."""
+    cluster = Cluster.uniform(1, len(speeds), inside_bytes_per_s=1e6, memory_bytes=GB)
+    devices = [
+        msgspec.structs.replace(device, speed=speed)
+        for device, speed in zip(cluster.devices, speeds, strict=True)
+    ]
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
+    return msgspec.structs.replace(cluster, nodes=nodes)
+
+
 @pytest.mark.parametrize(
     ("batch", "speeds"),
     [
@@ -198,13 +209,7 @@ def strategy_of(search, pipeline):
 )
 def test_pipelines_suit_the_smallest_microbatch_too(batch, speeds):
     graph, profile = layers(4, batch=batch)
-    cluster = Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
-    devices = [
-        msgspec.structs.replace(device, speed=speed)
-        for device, speed in zip(cluster.devices, speeds, strict=True)
-    ]
-    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
-    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    cluster = unlike_cluster(speeds)
     search = PipelineSearch(Simulator(graph, profile, cluster), batch, 8)
     found = search.candidates(10_000)
     near = [neighbour for pipeline in found for neighbour in search._neighbours(pipeline)]
@@ -235,13 +240,7 @@ def merged_rows(*, batch=32, n_rows=16):
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.8)])
 def test_every_plan_cuts_merged_rows_between_samples(speeds):
     graph, profile = merged_rows()
-    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
-    devices = [
-        msgspec.structs.replace(device, speed=speed)
-        for device, speed in zip(cluster.devices, speeds, strict=True)
-    ]
-    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
-    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    cluster = unlike_cluster(speeds)
     simulator = Simulator(graph, profile, cluster)
     op = graph.index()["fc1"]
     for batch, samples in ((32, 32), (32, 2)):
