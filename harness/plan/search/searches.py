@@ -98,10 +98,9 @@ class Searches:
                 search.refine(candidates[scores.index(min(scores))], self.objective)
 
     def _space(self, n_microbatches: int) -> Space:
-        samples = -(-self.batch // n_microbatches)
-        smallest = self.batch // n_microbatches
+        """What suits the smallest microbatch suits all."""
         if n_microbatches not in self._spaces:
-            costs = self.simulator.costs(min(samples, smallest))
+            costs = self.simulator.costs(self.batch // n_microbatches)
             self._spaces[n_microbatches] = Space(
                 costs, self.simulator.cluster, self.simulator.placed
             )
