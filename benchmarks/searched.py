@@ -132,7 +132,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
         "--schedule", "1f1b", "interleaved",
         "--microbatches", "0", str(cell.most_microbatches),
-        "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "0",
+        "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "2",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip
     return strategies_of(set(results.iterdir()) - known)

@@ -27,6 +27,8 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
         step_s: seconds.
         memory_bytes: peak by device name.
         spans: by rank (a decimal number, as JSON has it), of one step, from its start.
+        contention_s: by rank, what computing takes longer because transfers run beside it; None
+            when unknown.
         profile_fit_error: largest relative error of the fitted times that were used; None if
             all were measured.
         search_s: wall seconds of the search; None when nothing was searched.
@@ -39,6 +41,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     step_s: float
     memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     spans: dict[str, list[Span]] = msgspec.field(default_factory=dict)
+    contention_s: dict[str, float] | None = None
     profile_fit_error: float | None = None
     search_s: float | None = None
     schema: str = SCHEMA

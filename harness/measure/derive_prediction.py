@@ -3,9 +3,14 @@
 The parts of a step sum to it, predicted and measured alike, so that the differences of the parts
 sum to the error:
 
-    compute | exposed communication | optimizer | rest
-            |  what the simulator   |           |  data, copies and what no span explains:
-            |  leaves of its step   |           |  nothing of it is predicted
+    compute | contention   | exposed communication | optimizer | rest
+      alone |  what it     |  what the simulator   |           |  data, copies and what no span
+            |  takes more  |  leaves of its step   |           |  explains: none is predicted
+            |  beside      |
+            |  transfers   |
+
+Measured contention is computing in a step less computing in steps without communication. Where
+either side does not know it, compute holds it on both.
 """
 
 from __future__ import annotations
@@ -32,12 +37,12 @@ from harness.measure.derive_pipeline import (
     slowest_times,
     working_s,
 )
-from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step
+from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, samples_of, spans_by_step
 from harness.measure.derive_training import rank_memory, step_times
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
-PARTS = ("compute", "exposed_communication", "optimizer", "rest")
+PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
 COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
 
 # What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
@@ -61,6 +66,8 @@ class PredictedRun:
         plan: name of the strategy that was trained, as its file has it.
         measured: the step of the run; None when it gave no number that may be trusted.
         predicted_parts, measured_parts: seconds by the names of PARTS; empty when unknown.
+            Contention is in both or in neither; below 0, a step without communication computed
+            longer, for one because a CPU quota that is never idle is never saved up.
         predicted_bubble: idle share of the ranks that compute, mean; None without spans.
     """
 
@@ -114,13 +121,17 @@ def read_strategy(run_dir: Path) -> Strategy | None:
 def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
     """A run beside its prediction; a run that is not ok has no measured numbers."""
     times = step_times(run) if run.header.status == "ok" else {}
+    measured = measured_parts(run, times) if times else {}
+    predicted = predicted_parts(prediction)
+    if measured and not ("contention" in predicted and "contention" in measured):
+        predicted, measured = _without_contention(predicted), _without_contention(measured)
     return PredictedRun(
         plan=prediction.strategy,
         method=prediction.method,
         predicted_s=prediction.step_s,
         measured=summarize(list(times.values())) if times else None,
-        predicted_parts=predicted_parts(prediction),
-        measured_parts=measured_parts(run, times) if times else {},
+        predicted_parts=predicted,
+        measured_parts=measured,
         predicted_bubble=predicted_bubble(prediction),
         memory=_memory(run, prediction),
         profile_fit_error=prediction.profile_fit_error,
@@ -128,25 +139,52 @@ def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
     )
 
 
-def _mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of ranks or steps; contention only where all know it."""
     known = list(parts)
-    return {name: fmean(part[name] for part in known) for name in PARTS} if known else {}
+    if not all("contention" in part for part in known):
+        known = [_without_contention(part) for part in known]
+    names = [name for name in PARTS if known and name in known[0]]
+    return {name: fmean(part[name] for part in known) for name in names}
 
 
-def _predicted_parts_of(spans: Sequence[Span], step_s: float) -> dict[str, float]:
+def _without_contention(parts: Mapping[str, float]) -> dict[str, float]:
+    """With contention as a part of compute."""
+    joined = dict(parts)
+    joined["compute"] = joined["compute"] + joined.pop("contention", 0.0)
+    return joined
+
+
+def _parts(
+    compute_s: float,
+    contention_s: float | None,
+    exposed_s: float,
+    optimizer_s: float,
+    rest_s: float,
+) -> dict[str, float]:
+    """By the names of PARTS; `compute_s` includes contention."""
+    own_s = compute_s - (contention_s or 0.0)
+    found = dict(zip(PARTS, (own_s, contention_s, exposed_s, optimizer_s, rest_s), strict=True))
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def _predicted_parts_of(
+    spans: Sequence[Span], step_s: float, contention_s: float | None
+) -> dict[str, float]:
     one_step = Span(kind="step", start_s=0.0, duration_s=step_s)
     whole = next((span for span in spans if span.kind == "step"), one_step)
     compute_s = working_s(spans, whole, COMPUTING)
     optimizer_s = working_s(spans, whole, ("optimizer",))
     exposed_s = step_s - compute_s - optimizer_s
-    return dict(zip(PARTS, (compute_s, exposed_s, optimizer_s, 0.0), strict=True))
+    return _parts(compute_s, contention_s, exposed_s, optimizer_s, 0.0)
 
 
 def predicted_parts(prediction: Prediction) -> dict[str, float]:
     """Seconds by the names of PARTS, mean over the ranks that compute; empty without spans."""
-    return _mean_parts(
-        _predicted_parts_of(spans, prediction.step_s)
-        for spans in prediction.spans.values()
+    contention = prediction.contention_s or {}
+    return mean_parts(
+        _predicted_parts_of(spans, prediction.step_s, contention.get(rank))
+        for rank, spans in prediction.spans.items()
         if computes(spans)
     )
 
@@ -163,7 +201,8 @@ def middle_steps(times: Mapping[int, float]) -> set[int]:
     return {step for step, time in times.items() if first <= time <= third}
 
 
-def _measured_parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
+def _measured_parts_of(spans: Sequence[Span], alone_s: float | None) -> dict[str, float] | None:
+    """Of one step of a rank, which computes for `alone_s` in one without communication."""
     whole = next((span for span in spans if span.kind == "step"), None)
     if whole is None or not computes(spans):
         return None
@@ -172,18 +211,26 @@ def _measured_parts_of(spans: Sequence[Span]) -> dict[str, float] | None:
     active = [span for span in spans if span.kind in (*COMPUTE_KINDS, "communication")]
     exposed_s = covered_s(active, whole) - compute_s - optimizer_s
     rest_s = whole.duration_s - covered_s(active, whole)
-    return dict(zip(PARTS, (compute_s, exposed_s, optimizer_s, rest_s), strict=True))
+    contention_s = None if alone_s is None else compute_s + optimizer_s - alone_s
+    return _parts(compute_s, contention_s, exposed_s, optimizer_s, rest_s)
 
 
 def measured_parts(run: Run, times: Mapping[int, float]) -> dict[str, float]:
     """Seconds by the names of PARTS, mean over the middle steps and the ranks that compute."""
     wanted = middle_steps(times)
-    return _mean_parts(
+    return mean_parts(
         parts
         for records in run.ranks.values()
+        for alone_s in [_alone_s(records)]
         for step, spans in spans_by_step(records).items()
-        if step in wanted and (parts := _measured_parts_of(spans)) is not None
+        if step in wanted and (parts := _measured_parts_of(spans, alone_s)) is not None
     )
+
+
+def _alone_s(records: Iterable[Record]) -> float | None:
+    """What a rank computes for in steps without communication, median; None when unknown."""
+    alone = samples_of(records, "no_sync_compute_s")
+    return median(sample.value for sample in alone) if alone else None
 
 
 def device_names(header: RunHeader) -> dict[int, str]:

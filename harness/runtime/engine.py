@@ -64,8 +64,8 @@ class Engine(Protocol):
 
         Args:
             fetch: hands over this rank's next batch, on the host.
-            is_synchronised: False leaves gradients local, to read what synchronising costs; the
-                replicas differ from then on.
+            is_synchronised: False leaves out what ranks tell each other in a step, to read what
+                that costs; what is computed means nothing from then on.
 
         Returns:
             This rank's part of the global batch's mean loss, detached, on the device; the sum
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     @property
     def n_synchronisations(self) -> int:
-        """Collectives started in the last synchronised step."""
+        """Sums of gradients started in the last synchronised step."""
         ...
 
     @property

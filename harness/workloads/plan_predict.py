@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.domain.prediction import Prediction
 from harness.domain.strategy import Strategy
 from harness.plan.fit import OperatorTimes
-from harness.plan.simulate.report import spans
+from harness.plan.simulate.report import contention_seconds, spans
 from harness.plan.simulate.simulator import Simulation, Simulator
 
 
@@ -27,6 +27,7 @@ def predict(
         step_s=simulation.step_s,
         memory_bytes=simulation.memory_bytes,
         spans={str(rank): own for rank, own in spans(simulation).items()},
+        contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
         profile_fit_error=largest_fit_error(simulation),
         search_s=search_s,
     )

@@ -44,8 +44,8 @@ class TrainSettings(ModelFlags):
     warm_up: int = 3
     """Steps before those, not measured."""
     no_sync_steps: int = 5
-    """Steps after those without gradient synchronisation: the second reading of what it costs.
-    They do not touch what was trained and verified."""
+    """Steps after those without communication: the second reading of what it costs, and what
+    computing takes by itself. They do not touch what was trained and verified."""
     optimizer: str = "sgd"
     """sgd or adamw."""
     learning_rate: float = 0.01

@@ -98,9 +98,10 @@ class TrainLoop:
         return values
 
     def measure_without_synchronisation(self, n_steps: int) -> None:
-        """Time the same steps without gradient synchronisation; the replicas differ afterwards.
+        """Time the same steps without communication: each rank's own work by itself.
 
-        Uses full batches only, so that the steps compare with the measured ones.
+        Uses full batches only, so that the steps compare with the measured ones. What the ranks
+        hold means nothing afterwards.
         """
         engine, recorder = self._training.engine, self._context.recorder
         if not n_steps or not engine.can_skip_synchronisation:

@@ -148,10 +148,53 @@ def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing(
     # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.
     records = [record for n, stretch in enumerate((1, 1, 1, 9)) for record in step(n, stretch)]
     found = predicted_run(make_run([records]), prediction)
-    expected = dict(zip(PARTS, (6, 3, 1, 2), strict=True))  # exposed: the wait, and 8-10
+    expected = dict(
+        zip(PARTS[:1] + PARTS[2:], (6, 3, 1, 2), strict=True)
+    )  # exposed: the wait, and 8-10
     assert found.measured_parts == pytest.approx(expected)
     assert sum(found.measured_parts.values()) == pytest.approx(12)
     assert middle_steps({0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0}) == {0, 1, 2}
+
+
+def contending(prediction: Prediction, seconds: float) -> Prediction:
+    return msgspec.structs.replace(prediction, contention_s={"0": seconds, "1": seconds})
+
+
+def alone(seconds: float) -> list[Record]:
+    return [
+        Sample(metric="no_sync_compute_s", value=value, step=n)
+        for n, value in enumerate((seconds, seconds, 100 * seconds))
+    ]
+
+
+def test_contention_is_what_computing_takes_beyond_steps_without_communication() -> None:
+    prediction = contending(simulated()[1], 0.5)
+    found = predicted_run(make_run([[*step(0, 1), *alone(5.5)]]), prediction)
+    expected = dict(zip(PARTS, (4.5, 1.5, 3, 1, 2), strict=True))  # 6 + 1 s, alone 5.5 s
+    assert found.measured_parts == pytest.approx(expected)
+    assert found.predicted_parts["compute"] == pytest.approx(9 - 0.5)
+    assert found.predicted_parts["contention"] == 0.5
+    assert sum(found.predicted_parts.values()) == pytest.approx(prediction.step_s)
+
+
+@pytest.mark.parametrize(
+    ("is_predicted", "ranks"),
+    [
+        (True, [step(0, 1)]),
+        (False, [[*step(0, 1), *alone(5.5)]]),
+        (True, [[*step(0, 1), *alone(5.5)], step(0, 1)]),
+    ],
+    ids=["not measured", "not predicted", "not measured on one rank"],
+)
+def test_unknown_contention_is_a_part_of_compute_on_both_sides(
+    is_predicted: bool, ranks: list[list[Record]]
+) -> None:
+    prediction = simulated()[1]
+    told = contending(prediction, 0.5) if is_predicted else prediction
+    found = predicted_run(make_run(ranks), told)
+    assert found.measured_parts.keys() == found.predicted_parts.keys() == set(PARTS[:1] + PARTS[2:])
+    assert found.measured_parts["compute"] == pytest.approx(6)
+    assert found.predicted_parts["compute"] == pytest.approx(9)
 
 
 def test_predicted_parts_sum_to_the_predicted_step() -> None:

@@ -18,6 +18,7 @@ from harness.errors import ClusterError, PlanError, StrategyError
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import (
     binding,
+    contention_seconds,
     critical_path,
     device_seconds,
     events,
@@ -942,7 +943,9 @@ def test_transfers_take_computing_time_from_both_ends():
     profile = profile_of(graph, dict.fromkeys("asbr", (4.0, 0.0)))
     plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("s", 0), ("b", 1), ("r", 1))}
     cluster = talking(cluster_of(), 0.5 / 32, 1.0 / 32)
-    found = {e[0]: e[1:] for e in timeline(simulate(graph, profile, cluster, plans)) if e[2] > e[1]}
+    simulation = simulate(graph, profile, cluster, plans)
+    found = {e[0]: e[1:] for e in timeline(simulation) if e[2] > e[1]}
+    assert contention_seconds(simulation) == [0.5, 0]
     # 32 B begin at 4, when device 0 goes on with s: that takes 0.5 s longer. Device 1 waits for
     # them, so that its second of work is done when they arrive.
     assert found == {
@@ -990,6 +993,8 @@ def test_a_device_that_begins_before_its_transfer_is_worked_off_takes_the_rest_l
     # Two transfers of 32 B occupy each device for 8 s from 4, and only 2 s of it pass idly; twice.
     found = simulate(graph, profile, talking(cluster, 0.125, 0.125), plans)
     assert found.step_s == free.step_s + 12
+    assert contention_seconds(free) == [0, 0]
+    assert contention_seconds(found) == [12, 12]
 
 
 def test_what_arrives_in_parts_is_put_together():

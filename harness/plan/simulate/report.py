@@ -155,6 +155,18 @@ def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
     return {**totals, "exposed": max(0.0, exposed), "optimizer": optimizer}
 
 
+def contention_seconds(simulation: Simulation) -> list[float]:
+    """By device, what computing takes longer because transfers take of its processor's time."""
+    out = simulation.outcome
+    n_rows, n_microbatches = len(out.rows), simulation.strategy.n_microbatches
+    n_compute = 4 * n_microbatches * n_rows
+    taken = (out.finish - out.start)[:n_compute].reshape(4, n_microbatches, n_rows)
+    longer = np.nansum(taken - out.seconds[:, None, :], axis=(0, 1))
+    n_devices = len(simulation.simulator.network.names)
+    by_device = np.bincount(out.rows % n_devices, weights=longer, minlength=n_devices)
+    return [max(0.0, float(seconds)) for seconds in by_device]
+
+
 def critical_path(simulation: Simulation) -> list[Event]:
     """The chain of tasks that the slowest device's step ends with, first to last.
 

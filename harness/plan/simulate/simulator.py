@@ -47,6 +47,7 @@ class Outcome:
         device_end_s: (n_devices,) when a device may start its optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
+        seconds: (4, n_rows) of each row's passes when nothing else takes their device's time.
     """
 
     step_s: float
@@ -61,6 +62,7 @@ class Outcome:
     busy: Floats
     held: Floats
     rows: Ints
+    seconds: Floats
     edge_source: Ints
     edge_target: Ints
     edge_bytes: Floats
@@ -268,6 +270,7 @@ class Trial:
             busy=ran.busy,
             held=lowered.held,
             rows=lowered.rows,
+            seconds=lowered.work.seconds,
             edge_source=edges.source,
             edge_target=edges.target,
             edge_bytes=edges.n_bytes,

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import PARTS
+from harness.measure.derive import PARTS, mean_parts
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import LIMIT, PHASE_COLOURS, bar_panels, label_bars, mark_failed
+from harness.plot.style import LIMIT, PHASE_COLOURS, SERIES, bar_panels, label_bars, mark_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
 WORDS = {
-    "exposed_communication": "exposed communication and waiting",
+    "contention": "contention",
+    "exposed_communication": "exposed communication",
     "rest": "rest, not predicted",
 }
 COLOURS = {
     "compute": PHASE_COLOURS["backward"],
+    "contention": SERIES[3],
     "exposed_communication": PHASE_COLOURS["exposed_communication"],
     "optimizer": PHASE_COLOURS["optimizer"],
     "rest": PHASE_COLOURS["data"],
@@ -57,13 +58,13 @@ def _row(case: PlannedCase) -> dict[str, Any]:
     ]
     if not known:
         return row
-    for part in PARTS:
-        predicted_s = fmean(compared.predicted_parts[part] for compared in known)
-        measured_s = fmean(compared.measured_parts[part] for compared in known)
-        row[f"predicted_{part}_s"], row[f"measured_{part}_s"] = predicted_s, measured_s
-        row[f"difference_{part}_s"] = predicted_s - measured_s
-    row["measured_s"] = sum(row[f"measured_{part}_s"] for part in PARTS)
-    row["difference_s"] = sum(row[f"difference_{part}_s"] for part in PARTS)
+    predicted = mean_parts(compared.predicted_parts for compared in known)
+    measured = mean_parts(compared.measured_parts for compared in known)
+    for part in measured:
+        row[f"predicted_{part}_s"], row[f"measured_{part}_s"] = predicted[part], measured[part]
+        row[f"difference_{part}_s"] = predicted[part] - measured[part]
+    row["measured_s"] = sum(measured.values())
+    row["difference_s"] = sum(predicted.values()) - row["measured_s"]
     return row
 
 
@@ -120,9 +121,11 @@ FIGURE = Figure(
         "Predicted less measured seconds of each part of a step, as a share of the measured step: "
         "mean over the ranks that compute and over the middle half of the steps. To the left, the "
         "part took longer than predicted. The parts sum to the diamond, the error of the step. "
-        "Exposed communication holds all that waiting for other ranks costs; computing that is "
-        "slower than its profile, because transfers share cores or memory with it, shows in "
-        "compute; the rest (data, copies, time between spans) is not predicted at all."
+        "Contention is what computing takes longer because transfers run beside it: predicted from "
+        "what a byte and a message cost their ends, measured as computing in a step less that in "
+        "steps without communication (where a run has none, compute holds it). Exposed "
+        "communication holds all that waiting for other ranks costs; the rest (data, copies, time "
+        "between spans) is not predicted at all."
     ),
     better="shorter bars are better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",

@@ -128,7 +128,7 @@ FIGURE = Figure(
         "communication is the part of the transfers that no computation hides: it is what a "
         "better link or a better strategy can win. The rest is time that no span explains. "
         "no_sync_exposed_s is a second reading of it: the step minus the same step without "
-        "synchronisation; it holds slowed_compute_s too, what communication takes from computing."
+        "communication; it holds slowed_compute_s too, what communication takes from computing."
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",

@@ -9,6 +9,9 @@ read all that earlier actions of its own waited for:
 
     this rank     F0 -------> F1 ------->          the output of F0 may be forgotten
     another rank      F0          B0 ---> here
+
+Muted, all ranks alike, nothing travels and nothing is waited for: a step then takes what its
+computing takes by itself, on whatever the buffers hold.
 """
 
 from __future__ import annotations
@@ -52,6 +55,16 @@ def action_order(
         )
         if action.kind != "weight"
     }
+
+
+class _Done:
+    """Work that needs no waiting."""
+
+    def wait(self, *_: Any) -> None:
+        return
+
+
+_DONE = _Done()
 
 
 class Transfer:
@@ -123,6 +136,7 @@ class Channels:
         self._groups: dict[_Pair, Any] = {}
         self._sum_groups: dict[tuple[int, ...], Any] = {}
         self._norm_groups: dict[tuple[int, ...], Any] = {}
+        self.is_muted = False
         routes = list(messages)
         self._n_messages = 1 + max((message.number for message in routes), default=0)
         if world.backend == "nccl":
@@ -152,6 +166,8 @@ class Channels:
         Raises:
             PeerError: as for `wait_for_sum`.
         """
+        if self.is_muted:
+            return
         try:
             dist.all_reduce(tensor, group=self._norm_groups[devices])
         except RuntimeError as error:
@@ -159,6 +175,8 @@ class Channels:
 
     def add_up(self, tensor: Tensor, devices: tuple[int, ...]) -> Any:
         """Start a sum over devices, in place; each of them calls it."""
+        if self.is_muted:
+            return _DONE
         return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
 
     def wait_for_sum(self, work: Any, what: str, devices: tuple[int, ...]) -> None:
@@ -199,6 +217,8 @@ class Channels:
         """Start sending; the tensor must not change until the step ends."""
         _, reader = _ends(message, is_backward=is_backward)
         tensor = tensor.contiguous()
+        if self.is_muted:
+            return
         route = self._route(message, microbatch, is_backward=is_backward)
         work = dist.isend(tensor, reader.rank, **route)
         what = _words(message, microbatch, is_backward)
@@ -215,7 +235,7 @@ class Channels:
         shape = entries[0].shape if len(entries) == 1 else (n_elements,)
         buffer = self.buffers.take(shape, dtype)
         route = self._route(message, microbatch, is_backward=is_backward)
-        work = dist.irecv(buffer, sender.rank, **route)
+        work = _DONE if self.is_muted else dist.irecv(buffer, sender.rank, **route)
         what = _words(message, microbatch, is_backward)
         sent_at = self._order[sender.stage, microbatch, is_backward]
         return Transfer(work, buffer, sender.rank, what, entries, sent_at)

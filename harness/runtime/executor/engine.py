@@ -272,11 +272,9 @@ class ExecutorEngine:
 
     @property
     def can_skip_synchronisation(self) -> bool:
-        """Whether any device has gradients to sum with others: all ranks say the same.
-
-        Not without a flush: the updates of a step's microbatches sum them one by one.
-        """
-        return bool(self.holders.groups()) and not self.plan.is_asynchronous
+        """Whether devices have anything to tell each other: all ranks say the same."""
+        plans = self.plan.strategy.operators.values()
+        return len({device for plan in plans for device in plan.devices}) > 1
 
     def step(
         self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
@@ -293,6 +291,7 @@ class ExecutorEngine:
                 f"{share.n_global}: drop smaller batches"
             )
         flights = self._feed(fetch)
+        self._channels.is_muted = not is_synchronised
         if self._stash is None:
             self._sync.start_step(is_synchronised=is_synchronised)
         self._runner.run(flights)
@@ -322,7 +321,7 @@ class ExecutorEngine:
     def _update_microbatch(self) -> None:
         """Without a flush: each microbatch is a minibatch with an update of its own."""
         self._phases.end()
-        self._sync.start_step()
+        self._sync.start_step(is_synchronised=not self._channels.is_muted)
         self._sync.finish()
         self._update()
         self._phases.end()

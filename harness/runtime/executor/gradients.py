@@ -104,12 +104,16 @@ class GradientSync:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}
         self._next: dict[Group, int] = {}
-        self._is_on = False
+        self._is_muted = False
         self.n_buckets = n_made
 
     def start_step(self, *, is_synchronised: bool = True) -> None:
-        """Forget the step before."""
-        self._is_on = is_synchronised
+        """Forget the step before.
+
+        Args:
+            is_synchronised: False fills the buckets and sums nothing.
+        """
+        self._is_muted = not is_synchronised
         self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
         for devices, queue in self._queues.items():
             self._next[devices] = 0
@@ -119,7 +123,7 @@ class GradientSync:
 
     def reached(self, parameter: nn.Parameter) -> None:
         """Backward has added to a gradient; the last time, it may travel."""
-        if not self._is_on or parameter not in self._n_left:
+        if parameter not in self._n_left:
             return
         self._n_left[parameter] -= 1
         if self._n_left[parameter] == 0:
@@ -137,6 +141,8 @@ class GradientSync:
 
     def _start(self, devices: Group, bucket: _Bucket) -> None:
         bucket.collect()
+        if self._is_muted:
+            return
         clock, recorder = self._recorder.clock, self._recorder
         start = clock.mark()
         n_bytes = bucket.flat.numel() * bucket.flat.element_size()
@@ -156,12 +162,12 @@ class GradientSync:
         Raises:
             PeerError: another device died or hangs.
         """
-        if not self._is_on:
-            return
         for devices, queue in self._queues.items():
             for bucket in queue:
                 bucket.n_missing = 0
             self._start_ready(devices)
+        if self._is_muted:
+            return
         for devices, queue in self._queues.items():
             for bucket in queue:
                 try:

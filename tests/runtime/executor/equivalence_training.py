@@ -16,6 +16,7 @@ from equivalence_reference import Trace, gradients_of
 from torch import Tensor
 
 from harness.domain.partition import cut_dim
+from harness.domain.record import Span
 from harness.domain.strategy import Strategy
 from harness.errors import VerificationError
 from harness.measure.clock import HostClock
@@ -36,7 +37,9 @@ from harness.runtime.world import World
 _TIMEOUT_S = 200.0
 
 
-def make_engine(case: Case, task: Task, world: World) -> ExecutorEngine:
+def make_engine(
+    case: Case, task: Task, world: World, recorder: Recorder | None = None
+) -> ExecutorEngine:
     plan = ExecutorPlan(
         strategy=case.strategy,
         batch_norm=case.batch_norm,
@@ -56,7 +59,7 @@ def make_engine(case: Case, task: Task, world: World) -> ExecutorEngine:
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
     ):
-        engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+        engine = ExecutorEngine(task, world, recorder or Recorder(HostClock()), options, plan)
     engine.keep_gradients = True
     return engine
 
@@ -67,17 +70,39 @@ def own_part(whole: Batch, positions: list[int]) -> Batch:
     return Batch(tuple(x[chosen] for x in whole.inputs), whole.targets[chosen])
 
 
-def train_step(engine: ExecutorEngine, case: Case, task: Task, step: int) -> float:
+def train_step(
+    engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_synchronised: bool = True
+) -> float:
     """Carry out one step; this rank's part of its mean loss."""
     part = own_part(case.batch(task, step), engine.samples)
     share = Share(n_local=len(engine.samples), n_global=case.strategy.batch)
-    return float(engine.step(lambda: part, share))
+    return float(engine.step(lambda: part, share, is_synchronised=is_synchronised))
 
 
-def can_skip_synchronisation(case: Case, world: World) -> tuple[bool, int]:
-    """What the engine says, and how many sums this rank takes part in."""
-    engine = make_engine(case, case.make_task(), world)
-    return engine.can_skip_synchronisation, engine.n_synchronisations
+def n_synchronisations(case: Case, world: World) -> int:
+    """How many sums of gradients this rank takes part in."""
+    return make_engine(case, case.make_task(), world).n_synchronisations
+
+
+Phase = tuple[str, str]
+
+
+def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], bool]:
+    """Kinds and names of spans of a step, and of one without communication, which every rank
+    carries out while all others stand still; whether the engine says that it can."""
+    task, recorder = case.make_task(), Recorder(HostClock())
+    engine = make_engine(case, task, world, recorder)
+
+    def phases(*, is_synchronised: bool) -> list[Phase]:
+        train_step(engine, case, task, 0, is_synchronised=is_synchronised)
+        return sorted((s.kind, s.name) for s in recorder.collect() if isinstance(s, Span))
+
+    together, alone = phases(is_synchronised=True), []
+    for rank in range(world.size):
+        if rank == world.rank:
+            alone = phases(is_synchronised=False)
+        dist.barrier()
+    return together, alone, engine.can_skip_synchronisation
 
 
 def most_sending(case: Case, world: World) -> int:

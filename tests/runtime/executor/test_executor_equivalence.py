@@ -17,11 +17,12 @@ from equivalence_strategies import (
     replicated_pipeline,
 )
 from equivalence_training import (
-    can_skip_synchronisation,
     fail_on_rank_1,
     make_engine,
     merged,
     most_sending,
+    n_synchronisations,
+    steps_alone,
     train_by_ddp,
     train_by_strategy,
     train_with_two_classifiers,
@@ -138,20 +139,46 @@ def test_real_depths(model, name, ranks):
     assert_equal(make_case(model, strategy, 2, optimizer="slow sgd", n_steps=2), ranks)
 
 
-def test_all_ranks_know_that_some_sum_gradients(ranks):
+def test_only_ranks_that_hold_the_same_weights_sum_gradients(ranks):
     strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=2)
-    found = ranks.run(3, can_skip_synchronisation, make_case("lenet", strategy, 3))
-    assert [is_possible for is_possible, _ in found] == [True] * 3
-    assert [n_sums > 0 for _, n_sums in found] == [True, True, False]
+    found = ranks.run(3, n_synchronisations, make_case("lenet", strategy, 3))
+    assert [n_sums > 0 for n_sums in found] == [True, True, False]
 
 
-def test_without_a_flush_every_microbatch_sums_gradients_and_none_can_skip_it(ranks):
+def test_without_a_flush_every_microbatch_sums_gradients(ranks):
     strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
     case = make_case("lenet", strategy, 3)
-    (_, n_sums), *_ = ranks.run(3, can_skip_synchronisation, case)
+    n_sums, *_ = ranks.run(3, n_synchronisations, case)
     case = msgspec.structs.replace(case, is_asynchronous=True)
-    found = ranks.run(3, can_skip_synchronisation, case)
-    assert found == [(False, 3 * n_sums), (False, 3 * n_sums), (False, 0)]
+    assert ranks.run(3, n_synchronisations, case) == [3 * n_sums, 3 * n_sums, 0]
+
+
+def unlike_stages(is_asynchronous):
+    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0, 1], [2]], n_microbatches=3)
+    return make_case("lenet", strategy, 3, is_asynchronous=is_asynchronous)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        make_case("lenet", named("lenet", 3, 6, "ddp"), 3),
+        make_case("mlp", named("mlp", 2, 6, "tensor parallel"), 2),
+        make_case("resnet18", named("resnet18", 2, 6, "hybrid"), 2),
+        unlike_stages(is_asynchronous=False),
+        unlike_stages(is_asynchronous=True),
+    ],
+    ids=["ddp", "tensor parallel", "hybrid", "pipeline", "asynchronous pipeline"],
+)
+def test_a_step_without_communication_computes_all_and_waits_for_nobody(case, ranks):
+    for together, alone, can_skip in ranks.run(case.n_ranks, steps_alone, case):
+        assert can_skip
+        assert alone == [(kind, name) for kind, name in together if not name.startswith("bucket")]
+
+
+def test_one_device_has_nobody_to_tell(ranks):
+    strategy = replicated_pipeline(small_graph("lenet"), 6, [[0]], n_microbatches=2)
+    (*_, can_skip), *_ = ranks.run(2, steps_alone, make_case("lenet", strategy, 2))
+    assert not can_skip
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
