@@ -26,6 +26,9 @@ from harness.workloads.train_config import (
 # Strategies that give every rank a sample.
 _BY_SAMPLES = ("ddp", "zero1", "zero2")
 
+# Flags that shape pipelines; a strategy's file says all of it itself.
+_OF_PIPELINES = ("stages", "recompute", "schedule", "microbatches")
+
 _AT_LEAST = {
     "steps": 1,
     "epochs": 0,
@@ -121,9 +124,30 @@ def _check_names(config: TrainConfig) -> None:
         )
 
 
+def _check_unused(config: TrainConfig) -> None:
+    """Refuse flags that none of the strategies follows."""
+    defaults, words = TrainConfig(), " ".join(config.strategy)
+    if "pipeline" in config.strategy:
+        return
+    for name in _OF_PIPELINES:
+        value = getattr(config, name)
+        if value != getattr(defaults, name):
+            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"{_flag(name)}{'' if value is True else f' {given}'} is for --strategy pipeline, "
+                f"which {words} does not follow: drop the flag, or add pipeline"
+            )
+    if config.asynchronous and not any(map(is_file, config.strategy)):
+        raise ConfigError(
+            f"--asynchronous is for --strategy pipeline or a strategy's file, not {words}: drop "
+            "it, or add one of them"
+        )
+
+
 def _check(config: TrainConfig, n_ranks: int) -> None:
     _check_numbers(config)
     _check_names(config)
+    _check_unused(config)
     if config.batch_size and config.per_device_batch:
         raise ConfigError(
             f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
@@ -162,6 +186,11 @@ def _check_pipeline(case: TrainCase) -> None:
                 f"--{flag} needs the executor, {case.strategy} is trained by {case.engine}: add "
                 "--engine executor"
             )
+    if case.engine == "executor" and case.dtype == "fp16":
+        raise ConfigError(
+            f"--dtype fp16 needs losses that are scaled, {case.strategy} is trained by the "
+            "executor, which does not scale those of parts of a model: use --dtype bf16"
+        )
     if case.engine == "executor" and case.balance == "speed":
         raise ConfigError(
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "

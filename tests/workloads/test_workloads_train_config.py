@@ -63,6 +63,22 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ({"strategy": ("plan.json",), "engine": "torch"}, "choose --engine executor"),
         ({"strategy": ("pipeline",), "microbatches": (200,)}, "--microbatches 200 need a sample"),
         (
+            {"strategy": ("tensor", "plan.json"), "stages": 2},
+            "--stages 2 is for --strategy pipeline",
+        ),
+        (
+            {"strategy": ("plan.json",), "recompute": True},
+            "--recompute is for --strategy pipeline, which plan.json does not follow",
+        ),
+        ({"microbatches": (4, 8)}, "--microbatches 4 8 is for --strategy pipeline"),
+        ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),
+        ({"asynchronous": True}, "--asynchronous is for --strategy pipeline or a strategy's file"),
+        (
+            {"strategy": ("tensor",), "dtype": ("fp16",)},
+            "--dtype fp16 needs losses that are scaled",
+        ),
+        ({"engine": "executor", "dtype": ("bf16", "fp16")}, "use --dtype bf16"),
+        (
             {"strategy": ("pipeline",), "asynchronous": True, "schedule": ("gpipe",)},
             "--asynchronous follows 1f1b, not --schedule gpipe",
         ),
@@ -116,8 +132,11 @@ def test_a_strategys_file_is_known_by_its_content(tmp_path):
     (second,) = train_cases(config, 4)
     assert len({case.strategy_digest for case in (missing, first, second)}) == 3
     assert first.is_asynchronous
-    (named,) = train_cases(TrainConfig(strategy=("ddp",), asynchronous=True), 4)
-    assert not named.is_asynchronous
+    both = TrainConfig(strategy=("ddp", str(file)), asynchronous=True)
+    assert {case.strategy: case.is_asynchronous for case in train_cases(both, 4)} == {
+        "ddp": False,
+        str(file): True,
+    }
 
 
 @pytest.mark.parametrize(

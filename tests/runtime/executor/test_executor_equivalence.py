@@ -29,6 +29,8 @@ from equivalence_training import (
 )
 
 from harness.domain.schedule import SCHEDULE_NAMES
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ModelError
 
 TOLERANCE = FLOAT64_TOLERANCES["sgd"]
@@ -158,6 +160,18 @@ def unlike_stages(is_asynchronous):
     return make_case("lenet", strategy, 3, is_asynchronous=is_asynchronous)
 
 
+def indices_elsewhere():
+    """What tables look up is sent to them."""
+    graph = small_graph("dlrm_cat")
+    tables = {op.name for op in graph.operators if op.kind == "embedding"}
+    plans = {
+        op.name: OperatorPlan({}, [int(op.name in tables)])
+        for op in graph.operators
+        if has_tasks(op)
+    }
+    return Strategy(name="indices elsewhere", batch=6, operators=plans)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -166,8 +180,9 @@ def unlike_stages(is_asynchronous):
         make_case("resnet18", named("resnet18", 2, 6, "hybrid"), 2),
         unlike_stages(is_asynchronous=False),
         unlike_stages(is_asynchronous=True),
+        make_case("dlrm_cat", indices_elsewhere(), 2),
     ],
-    ids=["ddp", "tensor parallel", "hybrid", "pipeline", "asynchronous pipeline"],
+    ids=["ddp", "tensor parallel", "hybrid", "pipeline", "asynchronous pipeline", "indices"],
 )
 def test_a_step_without_communication_computes_all_and_waits_for_nobody(case, ranks):
     for together, alone, can_skip in ranks.run(case.n_ranks, steps_alone, case):
