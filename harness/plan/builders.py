@@ -87,7 +87,9 @@ def tensor_parallel(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         dim = CONTRACTION if op.name in rows else weight_dim(op) or "feature"
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
-    return _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph)
+    return _copied_inputs(
+        _copied_after_sums(_build("tensor parallel", graph, batch, plan), graph), graph
+    )
 
 
 def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
@@ -104,7 +106,7 @@ def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         dim = dims.get(op.name, "feature" if op.kind == "linear" else SAMPLE)
         return cut_or_whole(op, graph, batch, dim, len(devices), devices)
 
-    return _copied_after_sums(_build("hybrid", graph, batch, plan), graph)
+    return _copied_inputs(_copied_after_sums(_build("hybrid", graph, batch, plan), graph), graph)
 
 
 def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
@@ -114,11 +116,7 @@ def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
     cut by samples, both would be scattered and gathered each way.
     """
     plans = dict(strategy.operators)
-    placed = {op.name: op for op in graph.operators if op.name in plans}
-    readers: dict[str, list[str]] = {name: [] for name in placed}
-    for op in placed.values():
-        for name in filter(placed.__contains__, op.inputs):
-            readers[name].append(op.name)
+    placed, readers = _placed_and_readers(strategy, graph)
     sums = {n for n, op in placed.items() if any(is_partial(op, d) for d in plans[n].partition)}
     whole = {n for n, op in placed.items() if _reads_all(op, plans[n])}
     copied = {name for name, op in placed.items() if may_have_copies(op)}
@@ -138,6 +136,37 @@ def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
     return msgspec.structs.replace(strategy, operators=plans)
 
 
+def _copied_inputs(strategy: Strategy, graph: Graph) -> Strategy:
+    """Let every device that wants all of what the model's inputs give compute that itself, such as
+    the indices that a part of a table looks up: each rank is fed the data that it needs."""
+    plans = dict(strategy.operators)
+    placed, readers = _placed_and_readers(strategy, graph)
+    given: set[str] = set()  # computed from the model's inputs alone
+    for name, op in placed.items():
+        if may_have_copies(op) and given.issuperset(n for n in op.inputs if n in placed):
+            given.add(name)
+    copied: set[str] = set()
+    for name in filter(given.__contains__, reversed(placed)):
+        wanted = readers[name]
+        if wanted and all(n in copied or _reads_all(placed[n], plans[n]) for n in wanted):
+            copied.add(name)
+            devices = sorted(set(itertools.chain(*(plans[n].devices for n in readers[name]))))
+            plans[name] = OperatorPlan({REPLICA: len(devices)} if devices[1:] else {}, devices)
+    return msgspec.structs.replace(strategy, operators=plans)
+
+
+def _placed_and_readers(
+    strategy: Strategy, graph: Graph
+) -> tuple[dict[str, Operator], dict[str, list[str]]]:
+    """Operators that the strategy places, by name, and who reads each."""
+    placed = {op.name: op for op in graph.operators if op.name in strategy.operators}
+    readers: dict[str, list[str]] = {name: [] for name in placed}
+    for op in placed.values():
+        for name in filter(placed.__contains__, op.inputs):
+            readers[name].append(op.name)
+    return placed, readers
+
+
 def _reads_all(operator: Operator, plan: OperatorPlan) -> bool:
     """Whether each of its blocks reads all that its producers give, for weights of its own."""
     return set(plan.partition) <= set(weight_dims(operator)) - {CONTRACTION}
@@ -155,7 +184,7 @@ def tables_on_devices(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
         room[device] -= max(1, op.parameter_bytes)
         return OperatorPlan({}, [device])
 
-    return _build("tables on devices", graph, batch, plan)
+    return _copied_inputs(_build("tables on devices", graph, batch, plan), graph)
 
 
 def pipeline(

@@ -109,6 +109,39 @@ def test_what_is_read_by_samples_is_cut_by_samples_after_sums_too():
     assert list(plans["r1"].partition) == ["feature"]
 
 
+def tables(*kinds):
+    """Indices, through operators of the given kinds, looked up in two tables."""
+    shape = {"sample": 8, "feature": 8}
+    operators = [Operator(name="in", kind="input", shape=shape)]
+    for i, kind in enumerate(kinds):
+        source = operators[-1].name
+        operators.append(Operator(name=f"o{i}", kind=kind, inputs=[source], shape=shape))
+    for i in range(2):
+        name, source = f"t{i}", operators[-1].name if i == 0 else "o0"
+        operators.append(
+            Operator(name=name, kind="embedding", inputs=[source], shape=shape, parameter_bytes=64)
+        )
+    return Graph(name="tables", batch=8, operators=operators)
+
+
+def test_indices_are_made_where_tables_look_them_up():
+    graph = tables("other", "elementwise")
+    whole = OperatorPlan({"replica": 4}, [0, 1, 2, 3])
+    plans = builders.tensor_parallel(graph, CLUSTER, 8).operators
+    assert [plans["o0"], plans["o1"]] == [whole, whole]
+    assert list(plans["t0"].partition) == ["feature"]
+    strategy = builders.tables_on_devices(graph, CLUSTER, 8)
+    validate(strategy, graph, CLUSTER)
+    assert {name: plan.devices for name, plan in strategy.operators.items()} == {
+        "o0": [0, 1], "o1": [0], "t0": [0], "t1": [1],
+    }  # fmt: skip
+
+
+def test_what_weights_have_a_part_in_is_sent_to_tables():
+    plans = builders.tensor_parallel(tables("linear", "elementwise"), CLUSTER, 8).operators
+    assert "replica" not in {**plans["o0"].partition, **plans["o1"].partition}
+
+
 def test_copies_after_sums_follow_copies_before_them():
     # Too few samples and features to be cut over four: whole on one device until copied.
     shape = {"sample": 2, "feature": 2}

@@ -25,7 +25,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor import deferred
-from harness.runtime.executor.channels import Channels
+from harness.runtime.executor.channels import Buffers, Channels
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state_files import load_sharded
@@ -98,9 +98,16 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
         return sorted((s.kind, s.name) for s in recorder.collect() if isinstance(s, Span))
 
     together, alone = phases(is_synchronised=True), []
+    take = Buffers.take
+
+    def dirty(buffers: Buffers, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        buffer = take(buffers, shape, dtype)
+        return buffer if dtype.is_floating_point else buffer.fill_(1 << 40)
+
     for rank in range(world.size):
         if rank == world.rank:
-            alone = phases(is_synchronised=False)
+            with mock.patch.object(Buffers, "take", dirty):
+                alone = phases(is_synchronised=False)
         dist.barrier()
     return together, alone, engine.can_skip_synchronisation
 
