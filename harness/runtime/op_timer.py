@@ -29,6 +29,8 @@ from harness.runtime.sampling import Budget
 
 # Iterations between two waits: few enough that their marks and tensors stay small.
 _N_BATCH = 16
+# Iterations of a sample, however short they are.
+_MOST_EACH = 1024
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -152,7 +154,7 @@ class OpTimer:
         self._shortest_s = shortest_s
         self._processor = processor
         self._n_between = math.inf
-        self._idle_backward_s: dict[float, float] = {}
+        self._idle: dict[float, tuple[float, float]] = {}
 
     def measure(
         self,
@@ -162,7 +164,7 @@ class OpTimer:
         *,
         n_between: float = math.inf,
     ) -> OperatorSamples:
-        """Forward and backward seconds, less what starting autograd costs by itself.
+        """Forward and backward seconds, less what calling and reading clocks cost by themselves.
 
         Args:
             before: samples of the same call that were taken before; new ones are added.
@@ -175,21 +177,27 @@ class OpTimer:
         self._n_between = n_between
         saved_bytes = self._verify(call, what) if before is None else before.saved_bytes
         forward_s, backward_s = self._sample(call, self._shortest_s)
-        idle_s = self._idle_s()
-        backward_s = [max(0.0, value - idle_s) for value in backward_s]
+        idle_forward_s, idle_backward_s = self._idle_s()
+        forward_s = [max(0.0, value - idle_forward_s) for value in forward_s]
+        backward_s = [max(0.0, value - idle_backward_s) for value in backward_s]
         if before is not None:
             forward_s = before.forward_s + forward_s
             backward_s = before.backward_s + backward_s
         return OperatorSamples(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved_bytes)
 
-    def _idle_s(self) -> float:
-        """What `torch.autograd.grad` takes on nothing: a whole step pays that only once."""
-        if self._n_between not in self._idle_backward_s:
+    def _idle_s(self) -> tuple[float, float]:
+        """Forward and backward of what computes nothing: calls whose code has left the caches with
+        the data, and a start of autograd, which a whole step pays once.
+        """
+        if self._n_between not in self._idle:
             tiny = torch.zeros(1, device=self._device, requires_grad=True)
             call = OperatorCall(lambda x: x.view_as(x), (tiny,), {})
-            # The least, not the median: what load adds here it need not add elsewhere.
-            self._idle_backward_s[self._n_between] = min(self._sample(call, shortest_s=0.0)[1])
-        return self._idle_backward_s[self._n_between]
+            forward_s, backward_s = self._sample(call, self._shortest_s)
+            self._idle[self._n_between] = (
+                statistics.median(forward_s),
+                statistics.median(backward_s),
+            )
+        return self._idle[self._n_between]
 
     def _verify(self, call: OperatorCall, what: str) -> int:
         """Run once, check that all is finite; returns the bytes saved for the backward pass."""
@@ -258,7 +266,7 @@ class OpTimer:
         after = self._clock.mark()
         self._clock.settle()
         whole_s = self._clock.seconds_at(after) - self._clock.seconds_at(before)
-        n_each = max(1, math.ceil(shortest_s / max(whole_s, 1e-6)))
+        n_each = min(_MOST_EACH, max(1, math.ceil(shortest_s / max(whole_s, 1e-6))))
         n_samples = self._budget.count(whole_s * n_each)
         pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
         samples = [pair for batch in pairs for pair in batch]

@@ -73,7 +73,10 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
     sums = edges.sums
     prices = price_reductions(
-        network, sums, zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True)
+        network,
+        sums,
+        zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True),
+        tables.mean_size,
     )
     source_ptr, sources = _lists([one.sources for one in sums], row_at)
     target_ptr, targets = _lists([one.targets for one in sums], row_at)
@@ -83,13 +86,13 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         n_resources=network.n_resources,
         device_of=rows % n_devices,
         seconds=_seconds(simulator, tables, flow, rows, gradients)
-        + _streams(simulator, tables, rows, row_at),
+        + tables.mean_size * _streams(simulator, tables, rows, row_at),
         following=following,
         first=first,
         gate=gate,
         edge_source=from_row,
         edge_target=to_row,
-        edge_bytes=edges.n_bytes,
+        edge_bytes=edges.n_bytes * tables.mean_size,
         edge_crowding=np.where(edges.crosses, network.crowding, 1.0),
         edge_messages=_messages(simulator, edges, n_devices),
         edge_goes=edges.goes,
@@ -212,7 +215,7 @@ def _seconds(
     backward = backward + stream_s
     for k in np.flatnonzero(gradients.is_joined).tolist():
         op, device = divmod(int(rows[k]), tables.n_devices)
-        joined_s = tables.costs.joined_s(op, tables.plans[op], n)[device]
+        joined_s = tables.mean_size * tables.costs.joined_s(op, tables.plans[op], n)[device]
         joined_s += COPIES * gradients.kept_bytes[k] * rates[k]
         weight[k] = joined_s if gradients.waits[k] else joined_s / n * flow.split_weight
         backward[k] = min(backward[k], forward[k] + stream_s[k])

@@ -29,11 +29,24 @@ class Reductions:
 
 
 def price_reductions(
-    network: Network, sums: Sequence[Sum], buckets: Iterable[tuple[tuple[int, ...], int]]
+    network: Network,
+    sums: Sequence[Sum],
+    buckets: Iterable[tuple[tuple[int, ...], int]],
+    mean_size: float = 1.0,
 ) -> Reductions:
-    """Forward passes of all sums, backward passes of all, then buckets (group, bytes)."""
+    """Forward passes of all sums, backward passes of all, then buckets (group, bytes).
+
+    Args:
+        mean_size: of a microbatch, over that of the largest, whose bytes sums have.
+    """
     wanted = [
-        (one.group, one.n_bytes[way], one.n_rounds[way]) for way in (0, 1) for one in sums
+        (
+            one.group,
+            round(one.n_bytes[way] * (1.0 if one.is_norm else mean_size)),
+            one.n_rounds[way],
+        )
+        for way in (0, 1)
+        for one in sums
     ] + [(group, n_bytes, 1) for group, n_bytes in buckets]
     priced = [(network.all_reduce(g, n), n_rounds) for g, n, n_rounds in wanted]
     pairs = [

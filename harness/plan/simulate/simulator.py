@@ -159,10 +159,14 @@ class Trial:
         restarts: bool = True,
     ) -> None:
         self.simulator = simulator
-        # The largest microbatch stands for all; they differ by one sample at most.
         samples = -(-batch // n_microbatches)
+        n_smaller = n_microbatches * samples - batch
         self.tables = Tables(
-            simulator.costs(samples), simulator.network, simulator.options, dict(plans)
+            simulator.costs(samples),
+            simulator.network,
+            simulator.options,
+            dict(plans),
+            (simulator.costs(samples - 1), n_smaller / n_microbatches) if n_smaller else None,
         )
         self.batch, self.n_microbatches = batch, n_microbatches
         self.stages = tuple(stages)

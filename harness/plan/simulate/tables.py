@@ -147,7 +147,16 @@ def _pointers(lists: Sequence[Sized]) -> Ints:
 
 
 class Tables:
-    """Rows by operator and device, edges, buckets."""
+    """Rows by operator and device, edges, buckets.
+
+    Args:
+        costs: of the largest microbatch: bytes are its.
+        smaller: of those that have a sample less, and their share of all microbatches; None where
+            all are alike. Seconds are those of the mean microbatch.
+
+    Attributes:
+        mean_size: of a microbatch, over the largest.
+    """
 
     def __init__(
         self,
@@ -155,8 +164,11 @@ class Tables:
         network: Network,
         options: SimulatorOptions,
         plans: dict[int, OperatorPlan],
+        smaller: tuple[Costs, float] | None = None,
     ) -> None:
         graph = costs.graph
+        self._smaller = smaller
+        self.mean_size = 1.0 if smaller is None else 1 - smaller[1] / costs.samples
         self.costs, self.network, self.options = costs, network, options
         self.n_ops, self.n_devices = len(graph.operators), costs.n_devices
         self.plans = dict(plans)
@@ -190,11 +202,13 @@ class Tables:
 
     def _fill_row(self, op: int, plan: OperatorPlan) -> None:
         row = self.costs.operator(op, plan)
-        self.active[op], self.forward_s[op], self.backward_s[op] = (
-            row.active,
-            row.forward_s,
-            row.backward_s,
-        )
+        self.active[op] = row.active
+        self.forward_s[op], self.backward_s[op] = row.forward_s, row.backward_s
+        if self._smaller is not None:
+            costs, share = self._smaller
+            other = costs.operator(op, plan)
+            self.forward_s[op] += share * (other.forward_s - row.forward_s)
+            self.backward_s[op] += share * (other.backward_s - row.backward_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self.shared_bytes[op], self.fed_bytes[op] = row.shared_bytes, row.fed_bytes
         self._slices[op] = row.slices
