@@ -109,6 +109,23 @@ def test_one_device_runs_forward_and_backward_in_order():
     assert found.memory_bytes == {"node0:0": 3 * 120 + 32 + 16, "node0:1": 0}
 
 
+def test_microbatches_of_unlike_sizes_take_what_their_samples_take():
+    graph, profile = chain()
+    one = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    found = simulate(graph, profile, cluster_of(), one, n_microbatches=3)  # of 3, 3 and 2 samples
+    assert found.step_s == pytest.approx(9)
+    two = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    sent = [
+        end - start
+        for name, start, end in timeline(
+            simulate(graph, profile, cluster_of(), two, n_microbatches=3)
+        )
+        if name.startswith("a #") and "->" in name
+    ]
+    assert sent == pytest.approx([2 / 3] * 3)  # 32 B at 16 B/s in all
+    assert found.memory_bytes["node0:0"] == 3 * 120 + 3 * 6 * 3  # of the largest microbatch
+
+
 @pytest.mark.parametrize(("latency_s", "exchange_s"), [(0.5, 0.25), (0.25, 0.5)])
 def test_a_message_takes_the_links_latency_or_the_receivers_exchange(latency_s, exchange_s):
     graph, profile = chain()

@@ -56,6 +56,23 @@ def test_forward_and_backward_are_timed_apart():
     assert (found.median_forward_s, found.median_backward_s, found.spread) == (3.0, 5.0, 0.0)
 
 
+class SlowToRead(FakeClock):
+    """Reading it takes a quarter of a second."""
+
+    def mark(self):
+        at = super().mark()
+        self.advance(0.25)
+        return at
+
+
+def test_what_takes_time_without_the_operator_is_not_its():
+    clock = SlowToRead()
+    found = timer(clock).measure(slow_call(clock, always(3.0)))
+    assert (found.forward_s, found.backward_s) == ([3.0] * 4, [5.0] * 4)
+    nothing = timer(clock).measure(slow_call(clock, always(0.0), 0.0))
+    assert (nothing.forward_s, nothing.backward_s) == ([0.0] * 4, [0.0] * 4)
+
+
 def test_more_samples_of_a_call_are_added():
     clock = FakeClock()
     operators = timer(clock)
