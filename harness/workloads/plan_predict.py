@@ -37,16 +37,16 @@ def largest_fit_error(simulation: Simulation) -> float | None:
     """Of the operators whose shards were not measured; None when all were."""
     simulator, strategy = simulation.simulator, simulation.strategy
     times = OperatorTimes(simulator.profile)
-    costs = simulator.costs(-(-strategy.batch // strategy.n_microbatches))
     errors = []
-    for op in simulator.placed:
-        operator = simulator.graph.operators[op]
-        plan = strategy.operators[operator.name]
-        for block, device in zip(costs.blocks(op, plan), plan.devices, strict=True):
-            sizes = [stop - start for start, stop in block]
-            shape = dict(zip(costs.shapes[op], sizes, strict=True))
-            shape = {dim: n for dim, n in shape.items() if dim in operator.shape}
-            kind = simulator.cluster.devices[device].kind
-            if not times.is_measured(operator, kind, shape):
-                errors.append(times.relative_error(operator, kind) or 0.0)
+    for costs in map(simulator.costs, set(strategy.microbatch_sizes())):
+        for op in simulator.placed:
+            operator = simulator.graph.operators[op]
+            plan = strategy.operators[operator.name]
+            for block, device in zip(costs.blocks(op, plan), plan.devices, strict=True):
+                sizes = [stop - start for start, stop in block]
+                shape = dict(zip(costs.shapes[op], sizes, strict=True))
+                shape = {dim: n for dim, n in shape.items() if dim in operator.shape}
+                kind = simulator.cluster.devices[device].kind
+                if not times.is_measured(operator, kind, shape):
+                    errors.append(times.relative_error(operator, kind) or 0.0)
     return max(errors, default=None)
