@@ -57,14 +57,12 @@ class Engine(Protocol):
     The phases of a step are recorded as spans whose boundaries are shared, so that they sum to it.
     """
 
-    def step(
-        self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
-    ) -> Tensor:
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         """Carry out one optimizer step.
 
         Args:
             fetch: hands over this rank's next batch, on the host.
-            is_synchronised: False leaves out what ranks tell each other in a step, to read what
+            is_muted: leaves out what ranks tell each other in a step, to read what
                 that costs; what is computed means nothing from then on.
 
         Returns:
@@ -80,12 +78,12 @@ class Engine(Protocol):
 
     @property
     def n_synchronisations(self) -> int:
-        """Sums of gradients started in the last synchronised step."""
+        """Sums of gradients started in the last step that was not muted."""
         ...
 
     @property
-    def can_skip_synchronisation(self) -> bool:
-        """Whether `step` takes `is_synchronised=False`."""
+    def can_be_muted(self) -> bool:
+        """Whether `step` takes `is_muted=True`."""
         ...
 
     def model_state(self) -> dict[str, Tensor]:

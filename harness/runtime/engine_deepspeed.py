@@ -157,13 +157,11 @@ class DeepSpeedEngine:
         return self._timer.n_collectives
 
     @property
-    def can_skip_synchronisation(self) -> bool:
+    def can_be_muted(self) -> bool:
         """ZeRO reduces gradients where they are kept in parts: there is no step without."""
         return False
 
-    def step(
-        self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
-    ) -> Tensor:
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
         self._timer.n_collectives = 0
         self._timer.intervals.clear()

@@ -82,12 +82,10 @@ class TorchEngine:
         return self._timer.n_buckets if self._timer else 0
 
     @property
-    def can_skip_synchronisation(self) -> bool:
+    def can_be_muted(self) -> bool:
         return self._timer is not None
 
-    def step(
-        self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
-    ) -> Tensor:
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
         at_start = mark()
         batch = fetch()
@@ -97,7 +95,7 @@ class TorchEngine:
         batch = batch.to(self._device)
         at_copy = mark()
         add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
-        with self._synchronising(is_synchronised):
+        with self._synchronising(is_muted=is_muted):
             loss = self._forward(batch, share)
             at_forward = mark()
             add("forward", at_copy, at_forward)
@@ -110,8 +108,8 @@ class TorchEngine:
         add("optimizer", at_backward, mark())
         return loss.detach()
 
-    def _synchronising(self, is_synchronised: bool) -> contextlib.AbstractContextManager[Any]:
-        if not is_synchronised and isinstance(self._forward_model, DistributedDataParallel):
+    def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
+        if is_muted and isinstance(self._forward_model, DistributedDataParallel):
             return self._forward_model.no_sync()
         return contextlib.nullcontext()
 

@@ -98,7 +98,7 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
     _save(case, training, context)
-    loop.measure_without_synchronisation(case.no_sync_steps)
+    loop.measure_without_communication(case.no_sync_steps)
     return summary
 
 

@@ -97,21 +97,21 @@ class TrainLoop:
             self._context.recorder.sample("loss", value, step=step)
         return values
 
-    def measure_without_synchronisation(self, n_steps: int) -> None:
+    def measure_without_communication(self, n_steps: int) -> None:
         """Time the same steps without communication: each rank's own work by itself.
 
         Uses full batches only, so that the steps compare with the measured ones. What the ranks
         hold means nothing afterwards.
         """
         engine, recorder = self._training.engine, self._context.recorder
-        if not n_steps or not engine.can_skip_synchronisation:
+        if not n_steps or not engine.can_be_muted:
             return
         self._context.flush()
         share = self._share(-self._n_warm_up)
         dist.barrier()
         for recorder.step in range(-1, n_steps):
             with recorder.span("step"):
-                engine.step(self._full_batch, share, is_synchronised=False)
+                engine.step(self._full_batch, share, is_muted=True)
         recorder.step = None
         for step in rank_phases(recorder.collect()):
             if step.step >= 0:  # the first one warms up

@@ -271,14 +271,12 @@ class ExecutorEngine:
         return n_updates * self._sync.n_buckets
 
     @property
-    def can_skip_synchronisation(self) -> bool:
+    def can_be_muted(self) -> bool:
         """Whether devices have anything to tell each other: all ranks say the same."""
         plans = self.plan.strategy.operators.values()
         return len({device for plan in plans for device in plan.devices}) > 1
 
-    def step(
-        self, fetch: Callable[[], Batch], share: Share, *, is_synchronised: bool = True
-    ) -> Tensor:
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         """One optimizer step; see `Engine.step`.
 
         Raises:
@@ -291,9 +289,9 @@ class ExecutorEngine:
                 f"{share.n_global}: drop smaller batches"
             )
         flights = self._feed(fetch)
-        self._channels.is_muted = not is_synchronised
+        self._channels.is_muted = is_muted
         if self._stash is None:
-            self._sync.start_step(is_synchronised=is_synchronised)
+            self._sync.start_step(is_muted=is_muted)
         self._runner.run(flights)
         self._phases.end()
         if self._stash is None:
@@ -321,7 +319,7 @@ class ExecutorEngine:
     def _update_microbatch(self) -> None:
         """Without a flush: each microbatch is a minibatch with an update of its own."""
         self._phases.end()
-        self._sync.start_step(is_synchronised=not self._channels.is_muted)
+        self._sync.start_step(is_muted=self._channels.is_muted)
         self._sync.finish()
         self._update()
         self._phases.end()

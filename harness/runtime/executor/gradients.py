@@ -107,13 +107,13 @@ class GradientSync:
         self._is_muted = False
         self.n_buckets = n_made
 
-    def start_step(self, *, is_synchronised: bool = True) -> None:
+    def start_step(self, *, is_muted: bool = False) -> None:
         """Forget the step before.
 
         Args:
-            is_synchronised: False fills the buckets and sums nothing.
+            is_muted: fills the buckets and sums nothing.
         """
-        self._is_muted = not is_synchronised
+        self._is_muted = is_muted
         self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
         for devices, queue in self._queues.items():
             self._next[devices] = 0

@@ -71,12 +71,12 @@ def own_part(whole: Batch, positions: list[int]) -> Batch:
 
 
 def train_step(
-    engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_synchronised: bool = True
+    engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_muted: bool = False
 ) -> float:
     """Carry out one step; this rank's part of its mean loss."""
     part = own_part(case.batch(task, step), engine.samples)
     share = Share(n_local=len(engine.samples), n_global=case.strategy.batch)
-    return float(engine.step(lambda: part, share, is_synchronised=is_synchronised))
+    return float(engine.step(lambda: part, share, is_muted=is_muted))
 
 
 def n_synchronisations(case: Case, world: World) -> int:
@@ -93,11 +93,11 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     task, recorder = case.make_task(), Recorder(HostClock())
     engine = make_engine(case, task, world, recorder)
 
-    def phases(*, is_synchronised: bool) -> list[Phase]:
-        train_step(engine, case, task, 0, is_synchronised=is_synchronised)
+    def phases(*, is_muted: bool) -> list[Phase]:
+        train_step(engine, case, task, 0, is_muted=is_muted)
         return sorted((s.kind, s.name) for s in recorder.collect() if isinstance(s, Span))
 
-    together, alone = phases(is_synchronised=True), []
+    together, alone = phases(is_muted=False), []
     take = Buffers.take
 
     def dirty(buffers: Buffers, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -107,9 +107,9 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     for rank in range(world.size):
         if rank == world.rank:
             with mock.patch.object(Buffers, "take", dirty):
-                alone = phases(is_synchronised=False)
+                alone = phases(is_muted=True)
         dist.barrier()
-    return together, alone, engine.can_skip_synchronisation
+    return together, alone, engine.can_be_muted
 
 
 def most_sending(case: Case, world: World) -> int:
