@@ -11,23 +11,19 @@ from torch import Tensor, fx, nn
 
 from harness.domain.schedule import Action
 from harness.runtime.executor.assemble import Relative
-from harness.runtime.executor.channels import Channels, Transfer
+from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.deferred import WeightQueue
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
-from harness.runtime.executor.messages import Message, Place
+from harness.runtime.executor.messages import Place
 from harness.runtime.executor.moves import Carried, Departure, Fetch, Held, Moves, Placement
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import PartKey, Program, Segment
 from harness.runtime.executor.randomness import random_state, repeated
+from harness.runtime.executor.receives import Receives
 from harness.runtime.executor.stash import Stash, call_with
 from harness.runtime.executor.sums import Sums
 from harness.runtime.precision import Precision
-
-# How many actions ahead receives are posted: gloo starts to transfer when both ends are there.
-_N_AHEAD = 2
-
-Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
 
 class Runner:
@@ -70,9 +66,8 @@ class Runner:
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases)
-        self._transfers: dict[Slot, Transfer] = {}
+        self._receives = Receives(self._actions, self._at, channels, phases, self._dtype)
         self._flights: list[Flight] = []
-        self._receives = [self._demands(action) for action in self._actions]
         self.loss: Tensor | None = None
 
     def run(self, flights: list[Flight]) -> None:
@@ -82,11 +77,8 @@ class Runner:
             PeerError: another rank died or hangs.
         """
         self._flights, self.loss = flights, None
-        posted = 0
-        for index, action in enumerate(self._actions):
-            while posted < min(index + 1 + _N_AHEAD, len(self._actions)):
-                self._post(posted)
-                posted += 1
+        self._receives.start()
+        for action in self._actions:
             name = f"stage{action.stage} #{action.microbatch}"
             self._random.microbatch = action.microbatch
             if action.kind == "forward":
@@ -104,7 +96,7 @@ class Runner:
                 self._phases.begin("backward", f"{name} weights")
                 for parameter in self._queues[action.stage].flush(action.microbatch):
                     self._reached(parameter)
-        assert not self._transfers, "every receive that was posted is waited for"
+        self._receives.finish()
         self._flights = []
 
     def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
@@ -119,46 +111,14 @@ class Runner:
             self._update()
             self._stash.updated()
 
-    # Receives
+    # Messages
 
     def _at(self, microbatch: int) -> tuple[Program, Moves]:
         return self._programs[self._sizes[microbatch]]
 
-    def _demands(self, action: Action) -> list[tuple[Message, bool]]:
-        """What an action waits for, in the order in which the others send it."""
-        if action.kind == "weight":
-            return []
-        is_backward = action.kind == "backward"
-        _, moves = self._at(action.microbatch)
-        received = moves.received(action.stage, is_backward=is_backward)
-        return [(message, is_backward) for message in received]
-
-    def _post(self, index: int) -> None:
-        microbatch = self._actions[index].microbatch
-        for message, is_backward in self._receives[index]:
-            self._transfers[microbatch, message.number, is_backward] = self._channels.receive(
-                message, self._dtype(message.dtype), microbatch, is_backward=is_backward
-            )
-
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What a value travels as: under autocast in autocast's dtype."""
         return self._precision.transfer_dtype(dtype)
-
-    def _take(self, microbatch: int, carried: Carried, *, is_backward: bool) -> Tensor:
-        slot = (microbatch, carried.message.number, is_backward)
-        transfer = self._transfers[slot]
-        if not transfer.is_here:
-            kind = "gradient of " if is_backward else ""
-            words = carried.message.words
-            self._phases.wait(
-                f"wait {kind}{words} #{microbatch} from rank {transfer.source}",
-                lambda: self._channels.wait(transfer),
-                transfer.buffer.nbytes,
-            )
-        found = transfer.take(carried.entry)
-        if not transfer.n_left:
-            del self._transfers[slot]
-        return found
 
     def _send(
         self, flight: Flight, departure: Departure, microbatch: int, *, is_backward: bool
@@ -226,7 +186,7 @@ class Runner:
         if fetch.goes_summed:
             whole = self._sums.take(fetch, microbatch, is_backward=False)
         elif isinstance(source, Carried):
-            whole = self._take(microbatch, source, is_backward=False)
+            whole = self._receives.take(microbatch, source, is_backward=False)
         elif isinstance(source, Held) and fetch.is_borrowed:
             whole = flight.leaves[source.key]
         else:
@@ -253,7 +213,7 @@ class Runner:
     ) -> None:
         target = placement.in_want.of_tensor(whole)
         if isinstance(placement.source, Carried):
-            piece = self._take(microbatch, placement.source, is_backward=False)
+            piece = self._receives.take(microbatch, placement.source, is_backward=False)
         else:
             key, region = placement.source
             piece = region.of_tensor(flight.leaves[key].detach())
@@ -296,7 +256,7 @@ class Runner:
                 gradient = self._sums.take(fetch, microbatch, is_backward=True)
                 flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
         for key, region, carried in moves.collected[place]:
-            gradient = self._take(microbatch, carried, is_backward=True)
+            gradient = self._receives.take(microbatch, carried, is_backward=True)
             leaf = flight.leaves[key]
             if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
                 # Not given back: gradients further back may be views of it, and on their way.

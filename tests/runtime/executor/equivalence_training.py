@@ -25,7 +25,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor import deferred
-from harness.runtime.executor.channels import Buffers, Channels
+from harness.runtime.executor.channels import Buffers, Channels, Transfer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.state_files import load_sharded
@@ -126,6 +126,33 @@ def most_sending(case: Case, world: World) -> int:
     with mock.patch.object(Channels, "send", counted):
         train_step(engine, case, task, 0)
     return max(found)
+
+
+def receives_posted(case: Case, world: World) -> tuple[int, int]:
+    """The most receives of this rank that are posted and not waited for at once; all of a step."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    counts: list[int] = []
+    n_posted = n_here = 0
+    receive, wait = Channels.receive, Channels.wait
+
+    def posted(channels: Channels, *told: Any, **by: Any) -> Transfer:
+        nonlocal n_posted
+        n_posted += 1
+        counts.append(n_posted - n_here)
+        return receive(channels, *told, **by)
+
+    def waited(channels: Channels, transfer: Transfer) -> None:
+        nonlocal n_here
+        wait(channels, transfer)
+        n_here += 1
+
+    with (
+        mock.patch.object(Channels, "receive", posted),
+        mock.patch.object(Channels, "wait", waited),
+    ):
+        train_step(engine, case, task, 0)
+    return max(counts), n_posted
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

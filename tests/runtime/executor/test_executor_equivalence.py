@@ -22,6 +22,7 @@ from equivalence_training import (
     merged,
     most_sending,
     n_synchronisations,
+    receives_posted,
     steps_alone,
     train_by_ddp,
     train_by_strategy,
@@ -204,6 +205,14 @@ def test_what_has_been_read_is_not_kept_until_the_step_ends(schedule, ranks):
     kept = ranks.run(3, most_sending, make_case("mlp", strategy, 3))
     # A pipeline of three has three microbatches in flight, each sent forward and back.
     assert max(kept) <= 6
+
+
+def test_receives_are_posted_two_exchanges_ahead(ranks):
+    case = make_case("vit", named("vit", 2, 6, "tensor parallel"), 2)
+    for most, n_receives in ranks.run(2, receives_posted, case):
+        # The one that is waited for and two beyond, of the other rank a message each.
+        assert most == 3
+        assert n_receives > 10 * most
 
 
 @pytest.mark.parametrize("dim", ["feature", "sample", "height"])
