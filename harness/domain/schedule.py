@@ -10,6 +10,11 @@ rank s % P. Each rank gets its own list of actions; waiting for inputs is not an
     interleaved        as 1f1b, with S / P stages on each rank (Megatron-LM, SC'21, section 2.2)
     zero_bubble        ZB-H1 (Qi et al., 2023): backward to inputs (B) and to weights (W) apart;
                        rank r lags r weight actions behind, which fill the bubble
+
+Without a flush (PipeDream, SOSP 2019) steps of 1f1b leave each rank's last microbatches in flight:
+
+    steps of M=2       rank 0  F0       F1 B0 | F2 B1 F3 B2 | ...
+                       rank 1     F0 B0 F1 B1 | F2 B2 F3 B3 | ...
 """
 
 from __future__ import annotations
@@ -54,6 +59,34 @@ def rank_actions(
         yield from _interleaved(n_stages, n_microbatches, n_ranks, rank)
     else:
         yield from _zero_bubble(n_microbatches, n_ranks, rank)
+
+
+def unflushed_actions(
+    *, n_microbatches: int, n_ranks: int, rank: int, n_before: int
+) -> Iterator[Action]:
+    """One rank's actions in a step of 1F1B that leaves microbatches in flight for the next step.
+
+    Args:
+        n_before: microbatches since the pipeline was last empty; those of earlier steps have
+            negative numbers.
+    """
+    lag = n_ranks - 1 - rank
+    for microbatch in range(n_microbatches):
+        yield Action("forward", microbatch, rank)
+        if n_before + microbatch >= lag:
+            yield Action("backward", microbatch - lag, rank)
+
+
+def flush_actions(*, n_ranks: int, rank: int, n_before: int) -> Iterator[Action]:
+    """What one rank does to empty the pipeline after such steps."""
+    for microbatch in range(-min(n_before, n_ranks - 1 - rank), 0):
+        yield Action("backward", microbatch, rank)
+
+
+def unflushed_position(microbatch: int, *, n_ranks: int, rank: int, is_backward: bool) -> int:
+    """How many actions a rank carries out before one of a microbatch, from an empty pipeline on."""
+    lag = n_ranks - 1 - rank
+    return 2 * microbatch + lag + 1 if is_backward else microbatch + max(0, microbatch - lag)
 
 
 def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks: int) -> None:

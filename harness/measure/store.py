@@ -27,12 +27,15 @@ _DECODER = msgspec.json.Decoder(Record)
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead, which then replaces `path` whole."""
+    """A file to write instead, which then replaces `path` whole; if writing fails, it goes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    yield temporary
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -2,10 +2,12 @@
 
 An iteration runs the operator as training would: under autocast, recording gradients, with inputs
 that were written just before, as their producer would have, and with everything else out of the
-cache where the whole model would have pushed it out.
+cache where the whole model would have pushed it out. What pushes data out takes the code of calls
+and of autograd with it, which in training the operator before has just used: on CPUs a tiny
+operator is called first.
 
-    [flush] write inputs | forward | [flush] write gradients | backward |
-                         ^         ^                         ^          ^   marks
+    [flush] write inputs, wake | forward | [flush] write gradients, wake | backward |
+                               ^         ^                               ^          ^   marks
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
 operator that hits is chance. There the processor's time tells how the sample's time is shared out.
@@ -31,6 +33,8 @@ from harness.runtime.sampling import Budget
 _N_BATCH = 16
 # Iterations of a sample, however short they are.
 _MOST_EACH = 1024
+# Iterations of what computes nothing, and how long they may take unless that is too few.
+_N_IDLE, _LEAST_IDLE, _IDLE_S = 65, 9, 2.0
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -155,6 +159,8 @@ class OpTimer:
         self._processor = processor
         self._n_between = math.inf
         self._idle: dict[float, tuple[float, float]] = {}
+        self._tiny = torch.zeros(1, device=device, requires_grad=True)
+        self._tiny_operator = torch.nn.ReLU()
 
     def measure(
         self,
@@ -186,16 +192,23 @@ class OpTimer:
         return OperatorSamples(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved_bytes)
 
     def _idle_s(self) -> tuple[float, float]:
-        """Forward and backward of what computes nothing: calls whose code has left the caches with
-        the data, and a start of autograd, which a whole step pays once.
+        """Forward and backward of what computes nothing: reading clocks, and a start of autograd,
+        which a whole step pays once.
+
+        Medians over iterations: all operators lose them, so chance must not decide.
         """
         if self._n_between not in self._idle:
-            tiny = torch.zeros(1, device=self._device, requires_grad=True)
-            call = OperatorCall(lambda x: x.view_as(x), (tiny,), {})
-            forward_s, backward_s = self._sample(call, self._shortest_s)
+            call = OperatorCall(lambda x: x.view_as(x), (self._tiny,), {})
+            whole_s = self._warm_up(call, [self._tiny])
+            n = min(_N_IDLE, max(_LEAST_IDLE, round(_IDLE_S / max(whole_s, 1e-6))))
+            sample = [self._iterate(call, [self._tiny]) for _ in range(n)]
+            self._clock.settle()
+            pace = self._pace(sample)
             self._idle[self._n_between] = (
-                statistics.median(forward_s),
-                statistics.median(backward_s),
+                statistics.median(self._seconds(one.forward, pace) for one in sample),
+                statistics.median(
+                    self._seconds(one.backward, pace) for one in sample if one.backward
+                ),
             )
         return self._idle[self._n_between]
 
@@ -238,11 +251,20 @@ class OpTimer:
     def _mark(self) -> Mark:
         return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
 
+    def _wake_forward(self) -> Tensor | None:
+        """Have the code of calls in the caches; None where another processor computes."""
+        return self._tiny_operator(self._tiny) if self._device.type == "cpu" else None
+
+    def _wake_backward(self, woken: Tensor | None) -> None:
+        if woken is not None:
+            torch.autograd.grad(woken, self._tiny)
+
     def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
         self._flush(self._n_between)
         # Operators in place spoil their inputs; and a producer would just have written them.
         args, kwargs = _written((call.args, call.kwargs))
         with self._autocast():
+            woken = self._wake_forward()
             start = self._mark()
             output = call.function(*args, **kwargs)
             end = self._mark()
@@ -251,6 +273,7 @@ class OpTimer:
             return _Marks((start, end), None)
         self._flush(self._n_between)
         ones = [torch.ones_like(tensor) for tensor in outputs]
+        self._wake_backward(woken)
         begin = self._mark()
         torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
         return _Marks((start, end), (begin, self._mark()))
@@ -258,6 +281,15 @@ class OpTimer:
     def _sample(self, call: OperatorCall, shortest_s: float) -> tuple[list[float], list[float]]:
         """Forward and backward seconds of each sample."""
         wanted = _wanted(call)
+        whole_s = self._warm_up(call, wanted)
+        n_each = min(_MOST_EACH, max(1, math.ceil(shortest_s / max(whole_s, 1e-6))))
+        n_samples = self._budget.count(whole_s * n_each)
+        pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
+        samples = [pair for batch in pairs for pair in batch]
+        return [pair[0] for pair in samples], [pair[1] for pair in samples]
+
+    def _warm_up(self, call: OperatorCall, wanted: Sequence[Tensor]) -> float:
+        """Seconds of the last of the iterations that do not count."""
         for _ in range(self._budget.n_warm_up - 1):
             self._iterate(call, wanted)
         self._clock.settle()
@@ -265,12 +297,7 @@ class OpTimer:
         self._iterate(call, wanted)
         after = self._clock.mark()
         self._clock.settle()
-        whole_s = self._clock.seconds_at(after) - self._clock.seconds_at(before)
-        n_each = min(_MOST_EACH, max(1, math.ceil(shortest_s / max(whole_s, 1e-6))))
-        n_samples = self._budget.count(whole_s * n_each)
-        pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
-        samples = [pair for batch in pairs for pair in batch]
-        return [pair[0] for pair in samples], [pair[1] for pair in samples]
+        return self._clock.seconds_at(after) - self._clock.seconds_at(before)
 
     def _mean(
         self, call: OperatorCall, wanted: Sequence[Tensor], sizes: list[int]

@@ -6,7 +6,26 @@ from harness.domain.prediction import Prediction
 from harness.domain.strategy import Strategy
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.report import contention_seconds, spans
-from harness.plan.simulate.simulator import Simulation, Simulator
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.unflushed import simulate_unflushed
+
+
+def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
+    """Simulate one step of asynchronous training; see `predict`.
+
+    Raises:
+        StrategyError: as there.
+    """
+    found = simulate_unflushed(simulator, strategy)
+    return Prediction(
+        strategy=strategy.name,
+        method=method,
+        step_s=found.step_s,
+        memory_bytes=found.memory_bytes,
+        spans={str(rank): own for rank, own in found.spans.items()},
+        contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
+        profile_fit_error=largest_fit_error(simulator, strategy),
+    )
 
 
 def predict(
@@ -28,14 +47,13 @@ def predict(
         memory_bytes=simulation.memory_bytes,
         spans={str(rank): own for rank, own in spans(simulation).items()},
         contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
-        profile_fit_error=largest_fit_error(simulation),
+        profile_fit_error=largest_fit_error(simulator, strategy),
         search_s=search_s,
     )
 
 
-def largest_fit_error(simulation: Simulation) -> float | None:
+def largest_fit_error(simulator: Simulator, strategy: Strategy) -> float | None:
     """Of the operators whose shards were not measured; None when all were."""
-    simulator, strategy = simulation.simulator, simulation.strategy
     times = OperatorTimes(simulator.profile)
     errors = []
     for costs in map(simulator.costs, set(strategy.microbatch_sizes())):

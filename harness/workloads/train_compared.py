@@ -97,7 +97,7 @@ def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
     return (
         f"{row.strategy} does not train what one device does: every microbatch is a minibatch, and "
         f"stage s of {n_stages} (from 0) has gradients by weights that are {n_stages} - 1 - s "
-        "updates old (fewer in the first minibatches of a batch)"
+        "updates old"
     )
 
 

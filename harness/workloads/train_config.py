@@ -72,8 +72,8 @@ class TrainSettings(ModelFlags):
     asynchronous: bool = False
     """pipeline or a strategy's FILE, by 1f1b: every microbatch is a minibatch of its own with an
     optimizer step, on stashed weights, as PipeDream trains: stage s of S (from 0) computes
-    gradients with weights that are S - 1 - s updates old, those of a batch's first minibatches
-    fewer, for the pipeline drains at its end. That is not what one device trains."""
+    gradients with weights that are S - 1 - s updates old, and the pipeline never drains between
+    steps. That is not what one device trains."""
     predict: bool = False
     """Measure links and operators that are not known yet, so that single and ddp are predicted
     too. Other strategies need both anyway; what is known is used in any case."""

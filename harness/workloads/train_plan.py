@@ -21,6 +21,7 @@ from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.store import read_header
+from harness.plan.simulate.simulator import Simulator
 from harness.runtime.context import Context
 from harness.workloads.contract import Need
 from harness.workloads.plan_build import build_strategy, load_strategy
@@ -28,7 +29,7 @@ from harness.workloads.plan_config import PLANNED_DTYPES, SearchConfig, question
 from harness.workloads.plan_files import find_plan, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
 from harness.workloads.plan_needs import links_need, profile_need
-from harness.workloads.plan_predict import predict
+from harness.workloads.plan_predict import predict, predict_asynchronous
 from harness.workloads.plan_search import (
     Found,
     found_by_search,
@@ -66,8 +67,8 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_predictable(case: TrainCase) -> bool:
-    """Whether the simulator knows how the run trains: steps that end with all gradients summed."""
-    return not case.zero_stage and case.engine != "deepspeed" and not case.is_asynchronous
+    """Whether the simulator knows how the run trains."""
+    return not case.zero_stage and case.engine != "deepspeed"
 
 
 def train_needs(case: TrainCase) -> list[Need]:
@@ -186,14 +187,19 @@ class _Planner:
                 strategy, method = self._load(), "file"
             else:
                 strategy, method = build_strategy(case, simulator, self._shares), "builder"
-            is_known = is_predictable(case)
-            prediction = predict(simulator, strategy, method=method) if is_known else None
+            prediction = self._predict(simulator, strategy, method)
         except HarnessError as error:
             if is_ours:
                 raise
             _log.warning("the step is not predicted: %s", error)
             return msgspec.json.encode(_Told())
         return self._tell(strategy, prediction)
+
+    def _predict(self, simulator: Simulator, strategy: Strategy, method: str) -> Prediction | None:
+        if not is_predictable(self._case):
+            return None
+        by = predict_asynchronous if self._case.is_asynchronous else predict
+        return by(simulator, strategy, method=method)
 
     def _load(self) -> Strategy:
         """The strategy of the user's file, as made for what was measured here."""

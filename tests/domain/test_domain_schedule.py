@@ -2,7 +2,13 @@ from collections import Counter
 
 import pytest
 
-from harness.domain.schedule import SCHEDULE_NAMES, rank_actions
+from harness.domain.schedule import (
+    SCHEDULE_NAMES,
+    flush_actions,
+    rank_actions,
+    unflushed_actions,
+    unflushed_position,
+)
 from harness.errors import StrategyError
 
 LETTER = {"forward": "F", "backward": "B", "weight": "W"}
@@ -132,3 +138,29 @@ def test_impossible_schedule_is_refused(schedule, n_stages, n_microbatches, n_ra
                 rank=0,
             )
         )
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("n_microbatches", [1, 2, 3, 7])
+def test_steps_without_a_flush_and_a_flush_are_one_long_1f1b(n_microbatches, n_ranks):
+    n_steps = 4
+    for rank in range(n_ranks):
+        found = []
+        for first in range(0, n_steps * n_microbatches, n_microbatches):
+            step = unflushed_actions(
+                n_microbatches=n_microbatches, n_ranks=n_ranks, rank=rank, n_before=first
+            )
+            found += [one._replace(microbatch=first + one.microbatch) for one in step]
+        n_fed = n_steps * n_microbatches
+        at_flush = [
+            unflushed_position(
+                one.microbatch, n_ranks=n_ranks, rank=rank, is_backward=one.kind == "backward"
+            )
+            for one in found
+        ]
+        flush = flush_actions(n_ranks=n_ranks, rank=rank, n_before=n_fed)
+        found += [one._replace(microbatch=n_fed + one.microbatch) for one in flush]
+        assert found == list(
+            rank_actions("1f1b", n_stages=n_ranks, n_microbatches=n_fed, n_ranks=n_ranks, rank=rank)
+        )
+        assert at_flush == list(range(len(at_flush)))

@@ -7,7 +7,13 @@ from harness.domain.cluster import Cluster
 from harness.domain.record import Sample, Span
 from harness.domain.run import RunHeader
 from harness.errors import ResultsError
-from harness.measure.store import RecordWriter, read_header, read_results, write_header
+from harness.measure.store import (
+    RecordWriter,
+    read_header,
+    read_results,
+    replacing,
+    write_header,
+)
 
 CLUSTER = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
 HEADER = RunHeader(
@@ -79,6 +85,20 @@ def test_appending_after_a_crash_keeps_what_was_there(tmp_path):
     writer.write([SAMPLE])
     writer.close()
     assert len(read_results(tmp_path).runs[0].ranks[1]) == 3
+
+
+def test_a_file_whose_writing_fails_stays_and_nothing_else_does(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("old")
+
+    def write_half():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(path.name, "old")]
 
 
 def test_a_results_path_that_is_no_directory_is_refused(tmp_path):

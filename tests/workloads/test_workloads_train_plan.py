@@ -137,7 +137,7 @@ def test_the_summary_says_how_microbatches_flow(trained):
     }
 
 
-@pytest.mark.parametrize("name", ["single", *TRAINED_ALIKE])
+@pytest.mark.parametrize("name", ["single", *TRAINED_ALIKE, "asynchronous"])
 def test_strategy_and_prediction_lie_beside_the_run(trained, name, tmp_path):
     (tmp_path / PREDICTION_FILE).write_text(trained[0][name][PREDICTION_FILE])
     prediction = Prediction.load(tmp_path / PREDICTION_FILE)
@@ -146,12 +146,6 @@ def test_strategy_and_prediction_lie_beside_the_run(trained, name, tmp_path):
     assert prediction.step_s == trained[0][name]["summary"]["predicted_step_s"] > 0
     assert set(prediction.memory_bytes) == {"node0:0", "node1:0"}
     assert {span.kind for span in prediction.spans["0"]} >= {"step", "optimizer"}
-
-
-def test_training_without_a_flush_is_not_predicted(trained):
-    found = trained[0]["asynchronous"]
-    assert found[PREDICTION_FILE] == ""
-    assert found["summary"]["predicted_step_s"] is None
 
 
 def test_recomputation_is_in_the_strategy(trained):

@@ -207,8 +207,9 @@ def _seconds(
     rates = (np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds)[
         rows % tables.n_devices
     ]
-    streamed = np.where(gradients.is_joined, 0.0, ADDS * weight_bytes * (n - 1) / n)
-    streamed += COPIES * tables.shared_bytes.ravel()[rows] / n
+    n_summed = 1 if simulator.options.updates_each_microbatch else n  # into one update
+    streamed = np.where(gradients.is_joined, 0.0, ADDS * weight_bytes * (n_summed - 1) / n_summed)
+    streamed += COPIES * tables.shared_bytes.ravel()[rows] / n_summed
     stream_s = np.where(gradients.in_place, 0.0, streamed) * rates
     if flow.split_weight:
         weight = weight + stream_s
@@ -222,7 +223,26 @@ def _seconds(
         backward[k] += 0.0 if gradients.waits[k] else joined_s / n
     if flow.split_weight:
         backward = backward - weight
+    if simulator.options.updates_each_microbatch:
+        weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
     return np.stack([forward, backward, weight, forward])
+
+
+def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
+    """(2, n_rows): all-reducing a row's gradients, then updating its weights and copying them."""
+    devices, options = rows % tables.n_devices, simulator.options
+    rates = np.asarray(options.optimizer_s_per_byte) + COPIES * np.asarray(
+        options.stream_s_per_byte
+    )
+    updates = tables.weight_bytes.ravel()[rows] * (rates / simulator.speeds)[devices]
+    summed, buckets = np.zeros(tables.active.size), tables.buckets()
+    for members, group, n_bytes in zip(
+        buckets.members, buckets.groups, buckets.n_bytes, strict=True
+    ):
+        seconds = simulator.network.all_reduce(group, int(n_bytes)).duration_s
+        places = [op * tables.n_devices + device for op in members for device in group]
+        summed[places] += seconds / len(members)
+    return np.stack([summed[rows], updates])
 
 
 class _Gradients(NamedTuple):

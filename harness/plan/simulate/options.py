@@ -36,6 +36,9 @@ class SimulatorOptions:
             device travel in one message.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             those of the whole microbatch, with two small all-reduces forward and one backward.
+        updates_each_microbatch: a weight pass after each microbatch's backward all-reduces the
+            gradients, updates the weights and copies them for the microbatches to come, as
+            asynchronous training does (see `unflushed`).
     """
 
     overlap: bool = True
@@ -47,6 +50,7 @@ class SimulatorOptions:
     joined_weight_bytes: float = math.inf
     joined_bytes: int = 0
     batch_norm: Literal["local", "global"] = "local"
+    updates_each_microbatch: bool = False
 
     def __post_init__(self) -> None:
         if (

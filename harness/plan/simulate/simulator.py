@@ -197,7 +197,7 @@ class Trial:
         """The flow depends on which stage every operator is in and on the stages' devices."""
         plans = self.tables.plans
         n_devices = self.tables.n_devices
-        joins = self.simulator.options.joined_weight_bytes < np.inf
+        options = self.simulator.options
         if len(self.stages) == 1:
             if self._flow is None:
                 stage_of = [0 if op in plans else -1 for op in range(self.tables.n_ops)]
@@ -209,7 +209,7 @@ class Trial:
                     self.schedule,
                     self.n_microbatches,
                     n_devices,
-                    joins=joins,
+                    options=options,
                 )
             return self._flow
         stage_of = [plans[op].stage if op in plans else -1 for op in range(self.tables.n_ops)]
@@ -228,7 +228,7 @@ class Trial:
                 self.schedule,
                 self.n_microbatches,
                 n_devices,
-                joins=joins,
+                options=options,
             )
             self._stage_key = key
         return self._flow

@@ -102,15 +102,14 @@ def flow_of(
     schedule: ScheduleName,
     n_microbatches: int,
     n_devices: int,
-    *,
-    joins: bool,
+    options: SimulatorOptions,
 ) -> Flow:
     """Lower stages and schedule; operators without tasks have stage -1.
 
-    Args:
-        joins: gradients of weights may be computed together after the last backward of a stage
-            whose inputs' gradients others wait for.
+    A weight pass comes after the last backward of a stage whose inputs' gradients others wait for,
+    where gradients of weights may be joined; after every backward where each updates the weights.
     """
+    joins = options.joined_weight_bytes < np.inf and n_microbatches > 1
     has_weights = schedule == "zero_bubble"
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
@@ -126,8 +125,9 @@ def flow_of(
             rank=rank,
         ):
             own.append((_PASS[action.kind], action.microbatch, action.stage))
-            is_last = action.kind == "backward" and action.microbatch == n_microbatches - 1
-            if joins and not has_weights and is_last and action.stage > 0 and n_microbatches > 1:
+            is_last = action.microbatch == n_microbatches - 1
+            ends = options.updates_each_microbatch or (joins and is_last and action.stage > 0)
+            if action.kind == "backward" and ends and not has_weights:
                 own.append((_PASS["weight"], action.microbatch, action.stage))
         lists.append(own)
     return Flow(

@@ -17,7 +17,7 @@ computing takes by itself, on whatever the buffers hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,36 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.domain.schedule import ScheduleName, rank_actions
 from harness.errors import PeerError
 from harness.runtime.executor.messages import Entry, Message
+from harness.runtime.executor.timetable import Order
 from harness.runtime.world import World
 
 _WAYS = (False, True)  # forward, backward
 
 _Pair = tuple[int, int, int, int, bool]
-# Stage, microbatch, is_backward: where that comes among the actions of the stage's ranks.
-Order = Mapping[tuple[int, int, bool], int]
-
-
-def action_order(
-    schedule: ScheduleName, *, n_stages: int, n_microbatches: int, n_ranks: int
-) -> Order:
-    """When every rank carries out its forwards and backwards."""
-    return {
-        (action.stage, action.microbatch, action.kind == "backward"): at
-        for rank in range(n_ranks)
-        for at, action in enumerate(
-            rank_actions(
-                schedule,
-                n_stages=n_stages,
-                n_microbatches=n_microbatches,
-                n_ranks=n_ranks,
-                rank=rank,
-            )
-        )
-        if action.kind != "weight"
-    }
 
 
 class _Done:
@@ -222,7 +200,7 @@ class Channels:
         route = self._route(message, microbatch, is_backward=is_backward)
         work = dist.isend(tensor, reader.rank, **route)
         what = _words(message, microbatch, is_backward)
-        read_at = self._order[reader.stage, microbatch, is_backward]
+        read_at = self._order(reader.stage, microbatch, is_backward)
         self._sending[reader.rank].append(_Sent(work, tensor, what, read_at))
 
     def receive(
@@ -241,7 +219,7 @@ class Channels:
         elif not buffer.is_floating_point():
             buffer.zero_()  # indices must be some that exist
         what = _words(message, microbatch, is_backward)
-        sent_at = self._order[sender.stage, microbatch, is_backward]
+        sent_at = self._order(sender.stage, microbatch, is_backward)
         return Transfer(work, buffer, sender.rank, what, entries, sent_at)
 
     def wait(self, transfer: Transfer) -> None:

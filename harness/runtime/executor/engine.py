@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.partition import cut_dim
-from harness.domain.schedule import Action, rank_actions
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture import capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
-from harness.runtime.executor.channels import Channels, action_order
+from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.deferred import (
     AtOnce,
     WeightQueue,
@@ -46,6 +45,7 @@ from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.stash import Stash
 from harness.runtime.executor.state import StateGatherer, verify_copies
 from harness.runtime.executor.state_files import save_sharded
+from harness.runtime.executor.timetable import Timetable
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Holders, Weights, canonical_names
@@ -96,6 +96,9 @@ class ExecutorEngine:
         stages = range(1, len(plan.strategy.stages))
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
+        self._timetable = Timetable(
+            plan.strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._queues
+        )
         # Gradients of joined microbatches come after what the stage before waits for.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
         self._homes = GradientHomes()
@@ -105,6 +108,7 @@ class ExecutorEngine:
         self._programs = self._lower(meta)
         self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
+        self._n_updates = 0  # of the last step
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)
         self._has_weights = any(True for _ in self.weights.parameters())
@@ -131,12 +135,7 @@ class ExecutorEngine:
             world,
             [m for found in messages.values() for m in found],
             self.plan.timeout_s,
-            action_order(
-                strategy.schedule,
-                n_stages=len(strategy.stages),
-                n_microbatches=strategy.n_microbatches,
-                n_ranks=strategy.n_ranks(),
-            ),
+            self._timetable.order,
         )
         self._channels.make_groups_of_sums(
             {one.devices for form in forms.values() for one in shared_sums(form.layout).values()}
@@ -193,28 +192,11 @@ class ExecutorEngine:
 
         return reduce
 
-    def _actions(self) -> list[Action]:
-        strategy = self.plan.strategy
-        sets = strategy.stage_devices()
-        n_ranks = strategy.n_ranks()
-        own = [stage for stage, devices in enumerate(sets) if self._world.rank in devices]
-        if not own:
-            return []
-        actions = rank_actions(
-            strategy.schedule,
-            n_stages=len(sets),
-            n_microbatches=strategy.n_microbatches,
-            n_ranks=n_ranks,
-            rank=own[0] % n_ranks,
-        )
-        return [one for one in actions if one.kind != "weight" or one.stage in self._queues]
-
     def _make_runner(self, precision: Precision) -> Runner:
         strategy = self.plan.strategy
         return Runner(
             self._programs,
             strategy.microbatch_sizes(),
-            self._actions(),
             self._channels,
             self._phases,
             precision,
@@ -267,7 +249,7 @@ class ExecutorEngine:
 
     @property
     def n_synchronisations(self) -> int:
-        n_updates = self.plan.strategy.n_microbatches if self.plan.is_asynchronous else 1
+        n_updates = self._n_updates if self.plan.is_asynchronous else 1
         return n_updates * self._sync.n_buckets
 
     @property
@@ -279,6 +261,9 @@ class ExecutorEngine:
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         """One optimizer step; see `Engine.step`.
 
+        Asynchronous training updates the weights by each microbatch by itself, and leaves a
+        stage's last ones in flight for the next step, or for `flush`.
+
         Raises:
             PeerError: another rank died or hangs.
             StrategyError: the global batch is not the strategy's.
@@ -288,21 +273,39 @@ class ExecutorEngine:
                 f"the strategy is for batches of {self.plan.strategy.batch}, got "
                 f"{share.n_global}: drop smaller batches"
             )
+        if is_muted != self._channels.is_muted:
+            self.flush()
         flights = self._feed(fetch)
         self._channels.is_muted = is_muted
+        self._n_updates = 0
         if self._stash is None:
             self._sync.start_step(is_muted=is_muted)
-        self._runner.run(flights)
+        self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
         self._phases.end()
         if self._stash is None:
             self._sync.finish()
             self._update()
+            self._finish_sends()
+        self._timetable.advance()
+        self._random.step += 1
+        return self._loss()
+
+    def flush(self) -> None:
+        """Finish what asynchronous steps left in flight; all ranks must call it.
+
+        Raises:
+            PeerError: another rank died or hangs.
+        """
+        if self._timetable.n_streamed:
+            self._runner.run(self._timetable.flush(), [], self._timetable.n_streamed)
+            self._finish_sends()
+            self._timetable.n_streamed = 0
+
+    def _finish_sends(self) -> None:
         # What is still on its way are activations and their gradients, which no update changes.
         self._phases.begin("communication", "sends")
         self._channels.finish_sends()
         self._phases.end()
-        self._random.step += 1
-        return self._loss()
 
     def _update(self) -> None:
         if self.keep_gradients:
@@ -323,6 +326,7 @@ class ExecutorEngine:
         self._sync.finish()
         self._update()
         self._phases.end()
+        self._n_updates += 1
 
     def _loss(self) -> Tensor:
         """This rank's part of the mean loss."""
@@ -332,11 +336,12 @@ class ExecutorEngine:
     # State
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """The last step's gradients, whole, if `keep_gradients` was set; all ranks must call it."""
+        """Those of the last update, whole, if `keep_gradients` was set; all ranks must call it."""
         return self._gatherer.whole(self._gradients)
 
     def model_state(self) -> dict[str, Tensor]:
         """The model as one device has it, on every rank; all must call it."""
+        self.flush()
         return self._gatherer.model_state()
 
     def full_state(self) -> dict[str, Any]:
@@ -348,7 +353,8 @@ class ExecutorEngine:
         }
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take over a whole state, of this or another strategy or engine."""
+        """Take over a whole state, of this or another strategy or engine; all must call it."""
+        self.flush()
         self._gatherer.load(state, self._optimizer)
         self._random.step = state.get("step", self._random.step)
         if self._stash is not None:
@@ -356,6 +362,7 @@ class ExecutorEngine:
 
     def save_sharded(self, directory: Path) -> None:
         """Each rank writes its parts of the whole state, for `state_files.load_sharded`."""
+        self.flush()
         save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
 
     def verify_replicas(self) -> str:
@@ -367,6 +374,7 @@ class ExecutorEngine:
         Raises:
             VerificationError: names the ranks and the parameter.
         """
+        self.flush()
         return verify_copies(self.weights, self._world)
 
     def _feed(self, fetch: Callable[[], Batch]) -> list[Flight]:

@@ -27,7 +27,7 @@ class ExecutorPlan:
             whole tensor would have drawn, so that every strategy trains the same.
         is_asynchronous: 1F1B without a flush between microbatches, each of which is a minibatch of
             its own with an optimizer step, and weights stashed, as PipeDream trains: stage s of S
-            computes gradients with weights S - 1 - s updates old, a step's first ones fewer.
+            computes gradients with weights S - 1 - s updates old.
         timeout_s: how long a rank waits for another before it gives up.
     """
 

@@ -33,7 +33,9 @@ class Receives:
     """What this device is sent in a step.
 
     Args:
+        actions: of a step, whose microbatches are numbered from the step's first.
         at: a microbatch's program, and what goes in and out of it.
+        n_microbatches: of a step.
         dtype: what a value of a dtype travels as.
     """
 
@@ -41,6 +43,7 @@ class Receives:
         self,
         actions: Sequence[Action],
         at: Callable[[int], tuple[Program, Moves]],
+        n_microbatches: int,
         channels: Channels,
         phases: Phases,
         dtype: Callable[[torch.dtype], torch.dtype],
@@ -59,19 +62,20 @@ class Receives:
         # How many must be posted for each exchange: the others' order need not be this device's.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
-        self._first = ends[min(_N_AHEAD, len(exchanges))]
+        self._at_first = ends[min(_N_AHEAD, len(exchanges))]
         self._until = {
             slot: ends[min(at + 1 + _N_AHEAD, len(exchanges))]
             for at, slots in enumerate(exchanges)
             for slot in slots
         }
-        self._n_posted = 0
+        self._n_microbatches = n_microbatches
+        self._first = self._n_posted = 0
         self._transfers: dict[Slot, Transfer] = {}
 
-    def start(self) -> None:
-        """Begin a step: post what is waited for first."""
-        self._n_posted = 0
-        self._post(self._first)
+    def start(self, first: int) -> None:
+        """Begin a step, whose first microbatch this is: post what is waited for first."""
+        self._first, self._n_posted = first, 0
+        self._post(self._at_first)
 
     def finish(self) -> None:
         """End a step, in which all that was sent has been taken."""
@@ -84,13 +88,13 @@ class Receives:
         Raises:
             PeerError: the other rank died or hangs.
         """
-        slot = (microbatch, carried.message.number, is_backward)
+        slot = (microbatch - self._first, carried.message.number, is_backward)
         transfer = self._transfers[slot]
         if not transfer.is_here:
             kind = "gradient of " if is_backward else ""
-            words = carried.message.words
+            what = f"{kind}{carried.message.words} #{microbatch % self._n_microbatches}"
             self._phases.wait(
-                f"wait {kind}{words} #{microbatch} from rank {transfer.source}",
+                f"wait {what} from rank {transfer.source}",
                 lambda: self._wait(slot, transfer),
                 transfer.buffer.nbytes,
             )
@@ -107,7 +111,10 @@ class Receives:
         for slot, message in self._slots[self._n_posted : until]:
             microbatch, _, is_backward = slot
             self._transfers[slot] = self._channels.receive(
-                message, self._dtype(message.dtype), microbatch, is_backward=is_backward
+                message,
+                self._dtype(message.dtype),
+                self._first + microbatch,
+                is_backward=is_backward,
             )
         self._n_posted = max(self._n_posted, until)
 

@@ -31,7 +31,7 @@ class Runner:
 
     Args:
         programs: by size of microbatch, each with its moves.
-        sizes: samples of each microbatch.
+        sizes: samples of each of a step's microbatches.
         recompute: by stage, whether its forward is run again before its backward.
         queues: by stage, gradients of weights that wait for an action of their own.
         joined: by stage, those of joined microbatches, which wait for the end of a backward.
@@ -45,7 +45,6 @@ class Runner:
         self,
         programs: dict[int, tuple[Program, Moves]],
         sizes: Sequence[int],
-        actions: Sequence[Action],
         channels: Channels,
         phases: Phases,
         precision: Precision,
@@ -59,45 +58,59 @@ class Runner:
         update: Callable[[], None],
     ) -> None:
         self._stash, self._update = stash, update
-        self._programs, self._sizes, self._actions = programs, list(sizes), list(actions)
+        self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
         self._joined, self._keeping = joined, keeping
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases)
-        self._receives = Receives(self._actions, self._at, channels, phases, self._dtype)
-        self._flights: list[Flight] = []
+        self._receives: Receives
+        self._receives_of: dict[tuple[Action, ...], Receives] = {}
+        self._flights: dict[int, Flight] = {}
         self.loss: Tensor | None = None
 
-    def run(self, flights: list[Flight]) -> None:
-        """One step: every action in order.
+    def run(self, actions: tuple[Action, ...], fed: Sequence[Flight], first: int = 0) -> None:
+        """Carry out every action in order.
+
+        Args:
+            actions: their microbatches are numbered from the step's first.
+            fed: the step's microbatches.
+            first: how many microbatches have gone before while the pipeline was not empty.
 
         Raises:
             PeerError: another rank died or hangs.
         """
-        self._flights, self.loss = flights, None
-        self._receives.start()
-        for action in self._actions:
-            name = f"stage{action.stage} #{action.microbatch}"
-            self._random.microbatch = action.microbatch
+        self.loss = None
+        if actions not in self._receives_of:
+            self._receives_of[actions] = self._make_receives(actions)
+        self._receives = self._receives_of[actions]
+        self._receives.start(first)
+        for action in (one._replace(microbatch=first + one.microbatch) for one in actions):
+            number = self._number(action.microbatch)
+            name = f"stage{action.stage} #{number}"
+            self._random.microbatch = number
             if action.kind == "forward":
                 self._phases.begin("forward", name)
+                self._flights[action.microbatch] = fed[number]
                 if self._stash is not None:
-                    flights[action.microbatch].version = self._stash.newest()
+                    fed[number].version = self._stash.newest()
                 self._forward(action)
             elif action.kind == "backward":
                 self._phases.begin("backward", name)
                 self._backward(action, name)
                 for parameter in self._joined_gradients(action.stage):
                     self._reached(parameter)
-                self._apply(flights[action.microbatch])
+                self._apply(self._flights[action.microbatch])
+                if self._stash is not None:
+                    del self._flights[action.microbatch]
             else:
                 self._phases.begin("backward", f"{name} weights")
                 for parameter in self._queues[action.stage].flush(action.microbatch):
                     self._reached(parameter)
         self._receives.finish()
-        self._flights = []
+        if self._stash is None:
+            self._flights.clear()
 
     def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
         """Compute those that are due; the parameters that have them now."""
@@ -113,8 +126,18 @@ class Runner:
 
     # Messages
 
+    def _number(self, microbatch: int) -> int:
+        """Its number within its step."""
+        return microbatch % len(self._sizes)
+
     def _at(self, microbatch: int) -> tuple[Program, Moves]:
-        return self._programs[self._sizes[microbatch]]
+        return self._programs[self._sizes[self._number(microbatch)]]
+
+    def _make_receives(self, actions: Sequence[Action]) -> Receives:
+        n_microbatches = len(self._sizes)
+        return Receives(
+            actions, self._at, n_microbatches, self._channels, self._phases, self._dtype
+        )
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What a value travels as: under autocast in autocast's dtype."""
@@ -178,13 +201,13 @@ class Runner:
             for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.goes_summed):
                 whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
                 whole.copy_(flight.leaves[key].detach())
-                self._sums.start(whole, fetch, microbatch, is_backward=False)
+                self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
         """Make a want of what other devices sent and what is here."""
         source = fetch.placements[0].source if fetch.is_whole else None
         if fetch.goes_summed:
-            whole = self._sums.take(fetch, microbatch, is_backward=False)
+            whole = self._sums.take(fetch, self._number(microbatch), is_backward=False)
         elif isinstance(source, Carried):
             whole = self._receives.take(microbatch, source, is_backward=False)
         elif isinstance(source, Held) and fetch.is_borrowed:
@@ -253,7 +276,8 @@ class Runner:
             for fetch in moves.sums.get(key, ()):
                 if not (fetch.returns_summed and fetch.is_differentiable):
                     continue
-                gradient = self._sums.take(fetch, microbatch, is_backward=True)
+                number = self._number(microbatch)
+                gradient = self._sums.take(fetch, number, is_backward=True)
                 flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
         for key, region, carried in moves.collected[place]:
             gradient = self._receives.take(microbatch, carried, is_backward=True)
@@ -310,7 +334,8 @@ class Runner:
         """Pass a gradient on to a sum, or to the parts of this device."""
         gradient = flight.gradient(fetch.key)
         if fetch.returns_summed:
-            self._sums.start(gradient.contiguous(), fetch, microbatch, is_backward=True)
+            number = self._number(microbatch)
+            self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
         for in_want, held in fetch.kept:
             flight.add_gradient(*held, in_want.of_tensor(gradient))
 

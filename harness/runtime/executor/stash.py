@@ -2,8 +2,7 @@
 
 Weight stashing as in PipeDream (SOSP 2019, section 3.3): a microbatch's backward uses the weights
 that its forward used, and its gradient is applied to the newest. On stage s of S a gradient is so
-S - 1 - s updates old; that of microbatch m of a step at most m, for a step ends with an empty
-pipeline.
+S - 1 - s updates old; those of the first microbatches after the pipeline was empty less.
 """
 
 from __future__ import annotations

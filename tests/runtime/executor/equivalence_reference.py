@@ -80,34 +80,35 @@ def stage_of_parameters(case: Case) -> dict[str, int]:
 
 def train_alone_asynchronously(case: Case) -> Trace:
     """What 1F1B without a flush trains, on one device: every microbatch is a minibatch of its own,
-    and stage s of S computes with weights that lack the last S - 1 - s updates of its step.
+    and stage s of S computes with weights that lack the last S - 1 - s updates.
 
-    The gradients are those of each step's last microbatch.
+    The gradients are those of each stage's last update in a step, which ends with S - 1 - s
+    microbatches in flight.
     """
     task = case.make_task()
     optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
     stage_of, n_stages = stage_of_parameters(case), len(case.strategy.stages)
     sizes = case.strategy.microbatch_sizes()
+    lags = {name: n_stages - 1 - stage for name, stage in stage_of.items()}
     losses, gradients = [], []
+    versions, updates = [_copies(task.model)], []
     for step in range(case.n_steps):
         batch, mean = case.batch(task, step), 0.0
-        versions = [_copies(task.model)]
         for microbatch, part in enumerate(slices(sizes)):
-            used = {
-                name: versions[max(0, microbatch - (n_stages - 1 - stage))][name]
-                for name, stage in stage_of.items()
-            }
+            used = {name: versions[max(0, len(updates) - lag)][name] for name, lag in lags.items()}
             outputs = functional_call(task.model, used, tuple(x[part] for x in batch.inputs))
             loss = task.sum_loss(outputs, batch.targets[part]) / sizes[microbatch]
             found = torch.autograd.grad(loss, list(used.values()))
             mean += float(loss.detach()) * sizes[microbatch] / sum(sizes)
             for name, gradient in zip(used, found, strict=True):
                 task.model.get_parameter(name).grad = gradient
-            gradients_now = gradients_of(task.model)
+            updates.append(gradients_of(task.model))
             optimizer.step()
             versions.append(_copies(task.model))
         losses.append(mean)
-        gradients.append(gradients_now)
+        gradients.append(
+            {name: updates[-1 - lag][name] for name, lag in lags.items() if lag < len(updates)}
+        )
     state = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     return Trace(losses=losses, gradients=gradients, state=state)
 

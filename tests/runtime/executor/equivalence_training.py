@@ -80,8 +80,12 @@ def train_step(
 
 
 def n_synchronisations(case: Case, world: World) -> int:
-    """How many sums of gradients this rank takes part in."""
-    return make_engine(case, case.make_task(), world).n_synchronisations
+    """How many sums of gradients this rank takes part in, in a step that follows another."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    for step in range(2):
+        train_step(engine, case, task, step)
+    return engine.n_synchronisations
 
 
 Phase = tuple[str, str]
@@ -89,7 +93,8 @@ Phase = tuple[str, str]
 
 def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], bool]:
     """Kinds and names of spans of a step, and of one without communication, which every rank
-    carries out while all others stand still; whether the engine says that it can."""
+    carries out while all others stand still; whether the engine says that it can. Both follow
+    another step."""
     task, recorder = case.make_task(), Recorder(HostClock())
     engine = make_engine(case, task, world, recorder)
 
@@ -97,7 +102,10 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
         train_step(engine, case, task, 0, is_muted=is_muted)
         return sorted((s.kind, s.name) for s in recorder.collect() if isinstance(s, Span))
 
+    phases(is_muted=False)
     together, alone = phases(is_muted=False), []
+    engine.flush()
+    recorder.collect()
     take = Buffers.take
 
     def dirty(buffers: Buffers, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -107,6 +115,7 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     for rank in range(world.size):
         if rank == world.rank:
             with mock.patch.object(Buffers, "take", dirty):
+                phases(is_muted=True)
                 alone = phases(is_muted=True)
         dist.barrier()
     return together, alone, engine.can_be_muted

@@ -1,0 +1,172 @@
+"""A step of asynchronous training: 1F1B that never drains, with an update by each microbatch.
+
+Some steps are simulated as one long 1F1B, and one is taken from among them:
+
+    rank 0   F0 F1 | F2 B0 u F3 B1 u | ...       a step ends with its last backward, and that
+    rank 1      F0 B0 u F1 B1 u | F2 B2 u ...    microbatch's update (u), on each rank by itself
+
+All steps on a rank take the same from the second on, so it does not matter which.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from harness.domain.record import Span
+from harness.domain.strategy import Strategy
+from harness.plan.simulate.fans import Floats
+from harness.plan.simulate.report import contention_seconds, spans
+from harness.plan.simulate.simulator import Simulation, Simulator, Trial
+from harness.plan.simulate.tables import Tables
+
+_MICROBATCH = re.compile(r"#(\d+)")
+_UPDATE = re.compile(r"weights of (.*) #\d+")
+
+
+@dataclass(frozen=True)
+class Unflushed:
+    """What a step takes.
+
+    Attributes:
+        memory_bytes: by device name, peak with the versions of the weights.
+        spans: by rank, of the step, from where the first rank begins it.
+        contention_s: by rank.
+    """
+
+    step_s: float
+    memory_bytes: dict[str, int]
+    spans: dict[int, list[Span]]
+    contention_s: list[float]
+
+
+def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
+    """Price one strategy by 1F1B.
+
+    Raises:
+        StrategyError: it does not fit the graph or the cluster.
+    """
+    simulator = Simulator(
+        simulator.graph,
+        simulator.profile,
+        simulator.cluster,
+        options=replace(
+            simulator.options,
+            in_place_bytes=math.inf,
+            joined_weight_bytes=math.inf,
+            updates_each_microbatch=True,
+        ),
+    )
+    n_before = -(-len(strategy.stages) // strategy.n_microbatches)
+    n_steps = n_before + 2
+    stream = msgspec.structs.replace(
+        strategy,
+        batch=strategy.batch * n_steps,
+        n_microbatches=strategy.n_microbatches * n_steps,
+    )
+    simulation = simulator.simulate(stream)
+    tables = Trial.from_strategy(simulator, stream).tables
+    windows = _Windows(simulation, tables, strategy, n_before)
+    weights = tables.weight_bytes.sum(axis=0)
+    versions = windows.lags + 1  # one for each microbatch in flight
+    names = simulator.network.names
+    memory = simulation.outcome.memory_bytes + versions * weights
+    return Unflushed(
+        step_s=windows.step_s,
+        memory_bytes={name: round(n) for name, n in zip(names, memory, strict=True)},
+        spans=windows.spans(),
+        contention_s=[seconds / n_steps for seconds in contention_seconds(simulation)],
+    )
+
+
+class _Windows:
+    """When each device carries out one of the steps of a stream."""
+
+    def __init__(
+        self, simulation: Simulation, tables: Tables, strategy: Strategy, n_before: int
+    ) -> None:
+        self._simulation, self._n_microbatches = simulation, strategy.n_microbatches
+        self._sums = _sum_seconds(simulation, tables)
+        sets = strategy.stage_devices()
+        self.lags = np.zeros(len(simulation.simulator.limits))
+        for stage, devices in enumerate(sets):
+            self.lags[list(devices)] = len(sets) - 1 - stage
+        self._begin, self._end = (
+            self._ends(steps * strategy.n_microbatches) for steps in (n_before, n_before + 1)
+        )
+        self.step_s = float(np.nanmax(self._end - self._begin))
+
+    def _ends(self, n_fed: int) -> Floats:
+        """(n_devices,) when a step ends before which so many microbatches have been fed; NaN for
+        devices of no stage."""
+        from harness.plan.simulate import order
+
+        out = self._simulation.outcome
+        n_rows, n_microbatches = len(out.rows), self._simulation.strategy.n_microbatches
+        n_compute = order.N_PASSES * n_microbatches * n_rows
+        finish = out.finish[:n_compute].reshape(order.N_PASSES, n_microbatches, n_rows)
+        device_of = out.rows % len(self.lags)
+        ends = np.full(len(self.lags), np.nan)
+        for device in np.unique(device_of):
+            last = n_fed - 1 - int(self.lags[device])
+            ends[device] = np.nanmax(finish[order.WEIGHT, last, device_of == device])
+        return ends
+
+    def spans(self) -> dict[int, list[Span]]:
+        """By rank, with the step's own numbers of microbatches."""
+        first = float(np.nanmin(self._begin))
+        found: dict[int, list[Span]] = {}
+        for rank, own in spans(self._simulation).items():
+            begin, end = np.nan_to_num([self._begin[rank], self._end[rank]], nan=first).tolist()
+            found[rank] = [
+                msgspec.structs.replace(
+                    part,
+                    name=_MICROBATCH.sub(self._renumber, part.name),
+                    start_s=part.start_s - first,
+                )
+                for span in own
+                if begin <= span.start_s < end and span.kind not in ("optimizer", "step")
+                for part in self._parts(rank, span)
+            ]
+            found[rank].append(
+                Span(kind="step", step=0, start_s=begin - first, duration_s=self.step_s)
+            )
+        return found
+
+    def _parts(self, rank: int, span: Span) -> Iterator[Span]:
+        """A weight pass is a sum over the stage's devices, where it has several, then an update."""
+        found = _UPDATE.fullmatch(span.name)
+        if found is None:
+            yield span
+            return
+        sum_s = min(span.duration_s, self._sums.get((rank, found[1]), 0.0))
+        if sum_s > 0:
+            name = span.name.replace("weights of", "all-reduce", 1)
+            yield msgspec.structs.replace(span, kind="communication", name=name, duration_s=sum_s)
+        yield msgspec.structs.replace(
+            span,
+            kind="optimizer",
+            start_s=span.start_s + sum_s,
+            duration_s=span.duration_s - sum_s,
+        )
+
+    def _renumber(self, found: re.Match[str]) -> str:
+        return f"#{int(found[1]) % self._n_microbatches}"
+
+
+def _sum_seconds(simulation: Simulation, tables: Tables) -> dict[tuple[int, str], float]:
+    """By device and operator, how long its gradients are all-reduced after each microbatch."""
+    from harness.plan.simulate.lowering import update_seconds
+
+    simulator, rows = simulation.simulator, simulation.outcome.rows
+    names = [operator.name for operator in simulator.graph.operators]
+    seconds, _ = update_seconds(simulator, tables, rows)
+    return {
+        (int(row) % tables.n_devices, names[int(row) // tables.n_devices]): float(one)
+        for row, one in zip(rows, seconds, strict=True)
+    }

@@ -1,0 +1,104 @@
+"""Which actions a rank carries out in each step, and when all others carry out theirs.
+
+Asynchronous training does not empty the pipeline between steps: microbatches are numbered through
+all of them, and a flush finishes those that are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cached_property
+
+from harness.domain.schedule import (
+    Action,
+    flush_actions,
+    rank_actions,
+    unflushed_actions,
+    unflushed_position,
+)
+from harness.domain.strategy import Strategy
+
+# Stage, microbatch, is_backward: where that comes among the actions of the stage's ranks.
+Order = Callable[[int, int, bool], int]
+
+
+class Timetable:
+    """One rank's.
+
+    Args:
+        split: stages that compute gradients of weights apart, under zero bubble.
+
+    Attributes:
+        n_streamed: microbatches since the pipeline was last empty; 0 if every step empties it.
+        order: of all ranks' actions.
+    """
+
+    def __init__(
+        self, strategy: Strategy, rank: int, *, is_asynchronous: bool, split: Collection[int]
+    ) -> None:
+        self._strategy, self._split = strategy, split
+        self._is_asynchronous = is_asynchronous
+        self._n_ranks = strategy.n_ranks()
+        own = [stage for stage, them in enumerate(strategy.stage_devices()) if rank in them]
+        self._rank = own[0] % self._n_ranks if own else None
+        self.n_streamed = 0
+        self.order: Order = self._unflushed_order if is_asynchronous else self._flushed_order()
+
+    def step(self) -> tuple[Action, ...]:
+        """The actions of the next step; none for a device that no stage has."""
+        if self._rank is None or not self._is_asynchronous:
+            return self._flushed
+        return tuple(
+            unflushed_actions(
+                n_microbatches=self._strategy.n_microbatches,
+                n_ranks=self._n_ranks,
+                rank=self._rank,
+                n_before=self.n_streamed,
+            )
+        )
+
+    def advance(self) -> None:
+        """A step is over."""
+        if self._is_asynchronous:
+            self.n_streamed += self._strategy.n_microbatches
+
+    def flush(self) -> tuple[Action, ...]:
+        """What empties the pipeline."""
+        if self._rank is None:
+            return ()
+        return tuple(
+            flush_actions(n_ranks=self._n_ranks, rank=self._rank, n_before=self.n_streamed)
+        )
+
+    @cached_property
+    def _flushed(self) -> tuple[Action, ...]:
+        if self._rank is None:
+            return ()
+        actions = self._actions_of(self._rank)
+        return tuple(one for one in actions if one.kind != "weight" or one.stage in self._split)
+
+    def _actions_of(self, rank: int) -> list[Action]:
+        strategy = self._strategy
+        return list(
+            rank_actions(
+                strategy.schedule,
+                n_stages=len(strategy.stages),
+                n_microbatches=strategy.n_microbatches,
+                n_ranks=self._n_ranks,
+                rank=rank,
+            )
+        )
+
+    def _flushed_order(self) -> Order:
+        positions = {
+            (action.stage, action.microbatch, action.kind == "backward"): at
+            for rank in range(self._n_ranks)
+            for at, action in enumerate(self._actions_of(rank))
+            if action.kind != "weight"
+        }
+        return lambda *action: positions[action]
+
+    def _unflushed_order(self, stage: int, microbatch: int, is_backward: bool) -> int:
+        return unflushed_position(
+            microbatch, n_ranks=self._n_ranks, rank=stage, is_backward=is_backward
+        )
