@@ -25,6 +25,8 @@ HEADS = "heads"
 # Dims that an output does not show: their parts hold partial sums of all of it.
 PARTIAL_DIMS = (HEADS, CONTRACTION)
 
+# As DDP's: the first bucket of gradients is small, so that communication starts early.
+FIRST_BUCKET_BYTES = 1 << 20
 # An output's partial sums are added up by one all-reduce from so many devices on. Between two an
 # exchange moves as many bytes and has half the latency.
 FEWEST_SUMMED = 3

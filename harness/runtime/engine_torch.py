@@ -40,13 +40,17 @@ def without_buffer_sync() -> dict[str, Any]:
     return {name: False}
 
 
+# DDP's own: it keeps its first bucket small only where the size is left to it.
+_DDP_BUCKET_BYTES = 25 << 20
+
+
 def _distribute(
     model: nn.Module, device: torch.device, bucket_bytes: int, timer: BucketTimer
 ) -> DistributedDataParallel:
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=bucket_bytes / (1 << 20),
+        bucket_cap_mb=None if bucket_bytes == _DDP_BUCKET_BYTES else bucket_bytes / (1 << 20),
         gradient_as_bucket_view=True,
         **without_buffer_sync(),
     )

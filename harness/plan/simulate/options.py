@@ -19,7 +19,8 @@ class SimulatorOptions:
 
     Attributes:
         overlap: gradients are synchronised while the backward pass goes on; else after it.
-        bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size.
+        bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size,
+            the first at most of `FIRST_BUCKET_BYTES`.
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
             speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.schedule import ScheduleName, rank_actions
-from harness.domain.sharding import has_tasks
+from harness.domain.sharding import FIRST_BUCKET_BYTES, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.fans import Fan, Floats, Ints, Sum
@@ -264,7 +264,8 @@ class Tables:
     def _fill_buckets(self) -> Buckets:
         """Last operator first, merged per group of devices.
 
-        A bucket is closed when it has reached the option's size, as DDP does.
+        A bucket is closed when it has reached the option's size, a group's first a smaller one, as
+        DDP does.
         """
         members: list[list[int]] = []
         groups: list[tuple[int, ...]] = []
@@ -283,7 +284,9 @@ class Tables:
                 sizes[k] += n_bytes
                 if not members[k] or members[k][-1] != op:
                     members[k].append(op)
-                if sizes[k] >= self.options.bucket_bytes:
+                is_first = groups.index(group) == k
+                limit = self.options.bucket_bytes
+                if sizes[k] >= (min(limit, FIRST_BUCKET_BYTES) if is_first else limit):
                     del open_bucket[group]
         n = self.n_devices
         triggers = [

@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.domain.sharding import FIRST_BUCKET_BYTES
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.executor.channels import first_line
 from harness.runtime.executor.weight_gradients import GradientHomes
-
-# As DDP's: the first bucket is small, so that communication starts early.
-_FIRST_BUCKET_BYTES = 1 << 20
 
 Group = tuple[int, ...]
 
@@ -186,14 +184,13 @@ class GradientSync:
 
 
 def _chunks(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+    """As DDP does, a bucket ends with the parameter that fills it."""
     found: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not found or room < size:
-            limit = n_bytes if found else min(n_bytes, _FIRST_BUCKET_BYTES)
+        if room <= 0:
+            room = n_bytes if found else min(n_bytes, FIRST_BUCKET_BYTES)
             found.append([])
-            room = limit
         found[-1].append(parameter)
-        room -= size
+        room -= parameter.numel() * parameter.element_size()
     return found

@@ -248,13 +248,21 @@ def test_local_batch_norm_is_that_of_ddp(ranks):
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "devices"), [(3, [[0], [1], [2]]), (3, [[0, 1], [2]]), (4, [[1], [0, 2], [3]])]
+    ("n_ranks", "devices", "n_microbatches"),
+    [
+        (3, [[0], [1], [2]], 5),
+        (3, [[0, 1], [2]], 5),
+        (4, [[1], [0, 2], [3]], 5),
+        (4, [[0], [1], [2], [3]], 2),
+        (3, [[0], [2], [1]], 1),
+    ],
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_asynchronous_1f1b_trains_with_weights_as_stale_as_stated(
-    n_ranks, devices, optimizer, ranks
+    n_ranks, devices, n_microbatches, optimizer, ranks
 ):
-    strategy = replicated_pipeline(small_graph("lenet"), 12, devices, n_microbatches=5)
+    graph = small_graph("lenet")
+    strategy = replicated_pipeline(graph, 12, devices, n_microbatches=n_microbatches)
     case = make_case("lenet", strategy, n_ranks, is_asynchronous=True, optimizer=optimizer)
     found, wanted = ranks.train(case), train_alone_asynchronously(case)
     assert first_beyond(found, wanted, FLOAT64_TOLERANCES[optimizer]) is None
