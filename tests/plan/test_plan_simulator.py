@@ -167,6 +167,20 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
     assert found.outcome.edge_bytes.tolist() == [0.0]
 
 
+def test_the_first_bucket_of_a_group_is_small_as_ddps():
+    mib = 2**20
+    sizes = {"a": 10 * mib, "b": 20 * mib, "c": mib}
+    operators = [op("x", [], 4, kind="input")]
+    for name, before in (("a", "x"), ("b", "a"), ("c", "b")):
+        operators.append(op(name, [before], 4, sizes[name]))
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys(sizes, (1.0, 1.0)))
+    simulator = Simulator(graph, profile, cluster_of(memory=10**9))
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in sizes}
+    trial = Trial.from_strategy(simulator, Strategy(name="s", batch=8, operators=plans))
+    assert trial.tables.buckets().n_bytes.tolist() == [mib, 30 * mib]
+
+
 def test_data_parallel_overlaps_buckets_with_the_backward_pass():
     graph, profile = chain()
     plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}

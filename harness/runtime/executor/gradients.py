@@ -91,7 +91,7 @@ class GradientSync:
         self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
         n_made = 0
         for (devices, _), members in shared.items():
-            for chunk in _chunks(members[::-1], bucket_bytes):
+            for chunk in bucketed(members[::-1], bucket_bytes):
                 bucket = _Bucket(f"bucket{n_made}", chunk)
                 n_made += 1
                 self._queues.setdefault(devices, []).append(bucket)
@@ -183,8 +183,8 @@ class GradientSync:
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
 
 
-def _chunks(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
-    """As DDP does, a bucket ends with the parameter that fills it."""
+def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in the order of backward, by bucket: one ends with the parameter that fills it."""
     found: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
