@@ -271,6 +271,7 @@ class Tables:
         groups: list[tuple[int, ...]] = []
         sizes: list[int] = []
         open_bucket: dict[tuple[int, ...], int] = {}
+        has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         for op in reversed(self.parameterised):
             for n_bytes, group in self._slices[op]:
                 if len(group) < 2:
@@ -284,10 +285,12 @@ class Tables:
                 sizes[k] += n_bytes
                 if not members[k] or members[k][-1] != op:
                     members[k].append(op)
-                is_first = groups.index(group) == k
                 limit = self.options.bucket_bytes
-                if sizes[k] >= (min(limit, FIRST_BUCKET_BYTES) if is_first else limit):
+                if group not in has_closed:
+                    limit = min(limit, FIRST_BUCKET_BYTES)
+                if sizes[k] >= limit:
                     del open_bucket[group]
+                    has_closed.add(group)
         n = self.n_devices
         triggers = [
             (op * n + device, k)

@@ -55,7 +55,7 @@ class Receives:
             for action in exchanging
             for message in _sent(action, at(action.microbatch)[1])
         ]
-        position = {slot: at for at, (slot, _) in enumerate(self._slots)}
+        position = {slot: k for k, (slot, _) in enumerate(self._slots)}
         exchanges = [
             slots for action in exchanging for slots in _exchanges(action, *at(action.microbatch))
         ]
@@ -64,8 +64,8 @@ class Receives:
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
         self._at_first = ends[min(_N_AHEAD, len(exchanges))]
         self._until = {
-            slot: ends[min(at + 1 + _N_AHEAD, len(exchanges))]
-            for at, slots in enumerate(exchanges)
+            slot: ends[min(k + 1 + _N_AHEAD, len(exchanges))]
+            for k, slots in enumerate(exchanges)
             for slot in slots
         }
         self._n_microbatches = n_microbatches
