@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,14 +111,19 @@ def _told(config: Any) -> str:
 
 def _print_dry_run(cases: list[Any]) -> None:
     """Every run in order; what a run builds on is named where nothing before it has made it."""
+    from harness.launch import needs_of
+
     made = {case.name for case in cases if case.name != "train"}
-    for number, case in enumerate(cases, start=1):
-        place = f"[{number}/{len(cases)}]"
-        for need in case.workload.needs(case.config):
+    numbered = list(enumerate(cases, start=1))
+    for _, group in groupby(numbered, key=lambda item: item[1].name):
+        alike = list(group)
+        for need in needs_of([case for _, case in alike]):
             if need.name not in made:
                 made.add(need.name)
+                place = f"[{alike[0][0]}/{len(cases)}]"
                 print(f"{place} before it, where missing: {need.name} {_told(need.config)}")
-        print(f"{place} {case.name} {_told(case.config)}")
+        for number, case in alike:
+            print(f"[{number}/{len(cases)}] {case.name} {_told(case.config)}")
 
 
 def _print_tables(runs: list[Any]) -> None:

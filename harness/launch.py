@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,12 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
     return planned
 
 
+def needs_of(cases: Sequence[Case]) -> list[Need]:
+    """What cases build on; what builds on more itself comes last, for then that is complete."""
+    needs = [need for case in cases for need in case.workload.needs(case.config)]
+    return sorted(needs, key=lambda need: bool(need.workload.needs(need.config)))
+
+
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
     """The finished runs of each key that a results directory holds, oldest first."""
     done: dict[str, list[RunHeader]] = {}
@@ -203,28 +210,34 @@ class Launcher:
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Carry out every case in order; returns the headers (complete on rank 0).
 
-        Those of runs that are skipped since they were finished before are among them.
+        What neighbouring cases of a workload build on comes before the first of them, so that all
+        are planned by the same measurements. Headers of runs that are skipped since they were
+        finished before are among those returned.
         """
         planned = plan_runs(cases, self.ranks)
         done = finished_repeats(self._results) if self._options.resume else {}
         skipped = [plan.repeat < len(done.get(plan.key, ())) for plan in planned]
         skipped = self._control.broadcast("skipped", skipped, list[bool])
         headers = []
-        for number, (plan, is_done) in enumerate(zip(planned, skipped, strict=True), start=1):
-            what = f"[{number}/{len(planned)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
-            if is_done:
+        numbered = list(zip(range(1, len(planned) + 1), planned, skipped, strict=True))
+        for _, group in groupby(numbered, key=lambda item: item[1].case.name):
+            alike = list(group)
+            missing = [plan.case for _, plan, is_done in alike if not is_done]
+            headers += self._carry_out_needs(missing, str(alike[0][0]))
+            for number, plan, is_done in alike:
+                what = f"[{number}/{len(planned)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
+                if not is_done:
+                    headers.append(self._carry_out_logged(plan, str(number), what))
+                    continue
                 _log.info("%s: already in %s, skipped", what, self._results)
                 if self._world.is_first:
                     headers.append(done[plan.key][plan.repeat])
-                continue
-            headers += self._carry_out_needs(plan.case, str(number))
-            headers.append(self._carry_out_logged(plan, str(number), what))
         return headers
 
-    def _carry_out_needs(self, case: Case, number: str) -> list[RunHeader]:
-        """Carry out what a case builds on, as far as rank 0 finds it missing."""
+    def _carry_out_needs(self, cases: Sequence[Case], number: str) -> list[RunHeader]:
+        """Carry out what cases build on, as far as rank 0 finds it missing."""
         headers: list[RunHeader] = []
-        needs = case.workload.needs(case.config) if self._world.is_first else []
+        needs = needs_of(cases) if self._world.is_first else []
         while told := self._control.broadcast("need", self._next_missing(needs), list[Any]):
             name, config = told
             workload = WORKLOADS[name]
@@ -232,7 +245,7 @@ class Launcher:
                 name=name, workload=workload, config=msgspec.convert(config, workload.config)
             )
             place = f"{number}.{len(headers)}"
-            headers += self._carry_out_needs(needed, place)
+            headers += self._carry_out_needs([needed], place)
             (plan,) = plan_runs([needed], self.ranks)
             what = f"[before {number}] {name} {plan.key}"
             headers.append(self._carry_out_logged(plan, place, what))

@@ -32,6 +32,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
         profile_fit_error: largest relative error of the fitted times that were used; None if
             all were measured.
         search_s: wall seconds of the search; None when nothing was searched.
+        paces: of the devices when it was made (see `Profile.paces`).
     """
 
     FILE = FileKind("prediction", SCHEMA, SCHEMA_VERSION, ResultsError, "run it again")
@@ -44,6 +45,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     contention_s: dict[str, float] | None = None
     profile_fit_error: float | None = None
     search_s: float | None = None
+    paces: dict[str, float] = msgspec.field(default_factory=dict)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 

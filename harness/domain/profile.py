@@ -187,8 +187,16 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         sizes = sorted(paces)
         return float(np.interp(math.log(samples), sizes, [paces[size] for size in sizes]))
 
+    def paces(self, graph_hash: str) -> dict[str, float]:
+        """The pace of each of a graph's steps that was timed, by kind of device and samples."""
+        return {
+            f"{step.device_kind}, {step.batch} samples": step.pace
+            for step in self.whole_steps
+            if step.graph_hash == graph_hash
+        }
+
     def content_hash(self) -> str:
-        """16 hex digits over the measurements; strategies carry it."""
+        """16 hex digits over the measurements, whatever their pace; strategies carry it."""
         data = msgspec.json.encode(self.measurements, order="sorted")
         return hashlib.sha256(data).hexdigest()[:16]
 

@@ -10,24 +10,6 @@ from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 
 
-def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
-    """Simulate one step of asynchronous training; see `predict`.
-
-    Raises:
-        StrategyError: as there.
-    """
-    found = simulate_unflushed(simulator, strategy)
-    return Prediction(
-        strategy=strategy.name,
-        method=method,
-        step_s=found.step_s,
-        memory_bytes=found.memory_bytes,
-        spans={str(rank): own for rank, own in found.spans.items()},
-        contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
-        profile_fit_error=largest_fit_error(simulator, strategy),
-    )
-
-
 def predict(
     simulator: Simulator, strategy: Strategy, *, method: str, search_s: float | None = None
 ) -> Prediction:
@@ -49,7 +31,32 @@ def predict(
         contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
         profile_fit_error=largest_fit_error(simulator, strategy),
         search_s=search_s,
+        paces=paces(simulator),
     )
+
+
+def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: str) -> Prediction:
+    """Simulate one step of asynchronous training; see `predict`.
+
+    Raises:
+        StrategyError: as there.
+    """
+    found = simulate_unflushed(simulator, strategy)
+    return Prediction(
+        strategy=strategy.name,
+        method=method,
+        step_s=found.step_s,
+        memory_bytes=found.memory_bytes,
+        spans={str(rank): own for rank, own in found.spans.items()},
+        contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
+        profile_fit_error=largest_fit_error(simulator, strategy),
+        paces=paces(simulator),
+    )
+
+
+def paces(simulator: Simulator) -> dict[str, float]:
+    """Of the devices, as the simulator prices them."""
+    return simulator.profile.paces(simulator.graph.content_hash())
 
 
 def largest_fit_error(simulator: Simulator, strategy: Strategy) -> float | None:

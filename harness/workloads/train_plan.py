@@ -1,7 +1,8 @@
 """The strategy of a training run and its prediction, made on rank 0 and told to all.
 
 What is missing is measured before, as runs of their own (`train_needs`). A repeat takes what an
-earlier one planned, as long as model, profile, cluster and code are the same.
+earlier one planned, as long as model, profile, cluster and code are the same. Where the devices
+have been found at another pace since, that plan is predicted anew.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ class Planned:
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's answer: a plan, or that the optimizer must be timed first, or neither."""
+    """Rank 0's answer: a plan, or that the optimizer must be timed first, or neither.
+
+    Attributes:
+        must_search: once the optimizer has been timed.
+    """
 
     strategy: Strategy | None = None
     predicted_step_s: float | None = None
     flops: tuple[float, ...] = ()
     must_measure: bool = False
+    must_search: bool = False
 
 
 def is_predictable(case: TrainCase) -> bool:
@@ -105,7 +111,7 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
     planner = _Planner(case, context, shares)
     told = msgspec.json.decode(from_first(planner.begin, context.world), type=_Told)
     if told.must_measure:
-        told = planner.make()
+        told = planner.make(must_search=told.must_search)
     if told.strategy is None:
         return None
     return Planned(strategy=told.strategy, predicted_step_s=told.predicted_step_s, flops=told.flops)
@@ -123,6 +129,7 @@ class _Planner:
         self._context = context
         self._shares = shares or [1] * context.world.size
         self.inputs: Inputs | None = None
+        self._kept: tuple[Strategy, Prediction] | None = None
 
     def begin(self) -> bytes:
         """What is known without measuring: an earlier plan, or that there is nothing to plan by."""
@@ -136,11 +143,19 @@ class _Planner:
                 _log.warning("the step is not predicted: %s", error)
             return msgspec.json.encode(_Told())
         found = self._known(question)
-        if found is None:
-            return msgspec.json.encode(_Told(must_measure=True))
-        return self._tell(*found)
+        if found is not None and self._is_present(*found):
+            return self._tell(*found)
+        self._kept = found
+        must_search = found is None and self._case.strategy == "searched"
+        return msgspec.json.encode(_Told(must_measure=True, must_search=must_search))
 
-    def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction | None] | None:
+    def _is_present(self, strategy: Strategy, prediction: Prediction) -> bool:
+        """Whether it was predicted by the profile as it is, at the pace that is known now."""
+        assert self.inputs is not None
+        paces = self.inputs.profile.paces(self.inputs.graph.content_hash())
+        return strategy.made_for == self.inputs.made_for and prediction.paces == paces
+
+    def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction] | None:
         """What a search or an earlier repeat has planned for the same inputs."""
         assert self.inputs is not None
         run_dir, case = self._context.run_dir, self._case
@@ -156,11 +171,11 @@ class _Planner:
             return found if self._load() == found[0] else None
         return found
 
-    def make(self) -> _Told:
+    def make(self, *, must_search: bool) -> _Told:
         """Time the optimizer, then make the strategy and predict it; all ranks must call it."""
         question, world = question_of(self._case), self._context.world
         rates = measure_optimizer(question, self.inputs, self._context)
-        if self._case.strategy == "searched":
+        if must_search:
             found = search(question, self.inputs, rates, self._context)
             answer = from_first(lambda: self._tell_found(found), world)
         else:
@@ -172,22 +187,17 @@ class _Planner:
         return self._tell(found.strategy, found.prediction)
 
     def _build(self, question: SearchConfig, rates: tuple[float, ...]) -> bytes:
-        """Of any strategy but the searched one.
+        """Of any strategy that need not be searched.
 
         Args:
             rates: seconds of the optimizer per byte of parameters, by rank.
         """
         assert self.inputs is not None
-        case = self._case
-        is_ours = case.engine == "executor"
+        is_ours = self._case.engine == "executor"
         device = self._context.world.device if is_ours else None
         try:
             simulator = self.inputs.simulator(question, rates, device)
-            if is_file(case.strategy):
-                strategy, method = self._load(), "file"
-            else:
-                strategy, method = build_strategy(case, simulator, self._shares), "builder"
-            prediction = self._predict(simulator, strategy, method)
+            strategy, prediction = self._predicted(simulator)
         except HarnessError as error:
             if is_ours:
                 raise
@@ -195,11 +205,21 @@ class _Planner:
             return msgspec.json.encode(_Told())
         return self._tell(strategy, prediction)
 
-    def _predict(self, simulator: Simulator, strategy: Strategy, method: str) -> Prediction | None:
-        if not is_predictable(self._case):
-            return None
-        by = predict_asynchronous if self._case.is_asynchronous else predict
-        return by(simulator, strategy, method=method)
+    def _predicted(self, simulator: Simulator) -> tuple[Strategy, Prediction | None]:
+        """The strategy that is known, in the user's file, or well known, and its step."""
+        case, search_s = self._case, None
+        if self._kept is not None:
+            strategy, before = self._kept
+            method, search_s = before.method, before.search_s
+        elif is_file(case.strategy):
+            strategy, method = self._load(), "file"
+        else:
+            strategy, method = build_strategy(case, simulator, self._shares), "builder"
+        if not is_predictable(case):
+            return strategy, None
+        if case.is_asynchronous:
+            return strategy, predict_asynchronous(simulator, strategy, method=method)
+        return strategy, predict(simulator, strategy, method=method, search_s=search_s)
 
     def _load(self) -> Strategy:
         """The strategy of the user's file, as made for what was measured here."""

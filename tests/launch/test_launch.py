@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch import Case, needs_of
 from harness.measure.store import read_results
+from harness.workloads.contract import Need, Workload
 
 PROGRAM = Path(__file__).with_name("faulty_ranks.py")
 ROOT = Path(__file__).parents[2]
@@ -67,3 +69,22 @@ def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):
     assert second.stdout.split() == ["ok", "ok", "ok"]
     repeats = sorted(run.header.repeat for run in read_results(tmp_path).runs)
     assert repeats == [0, 1, 2]
+
+
+def test_what_builds_on_more_is_carried_out_last():
+    def workload(*needs):
+        return Workload(
+            summary="", config=dict, cases=lambda config, n: [], body=lambda config, context: {},
+            table=lambda runs: "", needs=lambda config: list(needs),
+        )  # fmt: skip
+
+    def need(name, built_on):
+        return Need(name=name, workload=built_on, config={}, is_met=lambda results, cluster: False)
+
+    links, profile = (need(name, workload()) for name in ("links", "profile"))
+    search = need("search", workload(links))
+    cases = [
+        Case(name="train", workload=workload(*needs), config={})
+        for needs in ([links, search], [], [profile])
+    ]
+    assert needs_of(cases) == [links, profile, search]

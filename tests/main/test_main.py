@@ -59,6 +59,25 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
     assert not results.exists()
 
 
+def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys):
+    strategies = [
+        "--strategy",
+        "pipeline",
+        "searched",
+        "--microbatches",
+        "0",
+        "4",
+        "--repeats",
+        "2",
+    ]
+    assert main(["train", *strategies, "--dry-run", "--results", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    needs = [line.split()[5] for line in lines if "before it" in line]
+    assert needs == ["profile", "search"]
+    assert all("before it" in line for line in lines[:2])
+    assert len(lines) == 2 + 6
+
+
 def test_other_ranks_leave_usage_errors_to_rank_0(monkeypatch, capsys):
     for name, value in (("RANK", 1), ("SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_SIZE", 2)):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))

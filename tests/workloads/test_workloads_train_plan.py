@@ -255,3 +255,25 @@ def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
     assert not any(record.metric == "trial_step_s" for record in run.ranks[0])
     assert found[0]["predicted_step_s"] > 0
     assert found[0]["speedup_over_single"] >= 1
+
+
+@pytest.mark.parametrize("name", ["ddp", "pipeline", "asynchronous", "searched"])
+def test_a_plan_is_kept_and_predicted_by_the_pace_of_now(run_on_ranks, ranks, name):
+    train, results = ranks
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question_of(CASE), 2)
+
+    found = run_on_ranks(train.plans_at_two_paces, CASES[name], 2, beside)[0][0]
+    made, again, slower = (
+        Prediction.from_json(files[PREDICTION_FILE], source=name) for files in found
+    )
+    assert len({files[STRATEGY_FILE] for files in found}) == 1
+    assert made.paces == {}
+    assert again == msgspec.structs.replace(made, step_s=123.0, search_s=45.0)
+    assert slower.paces == {"test device, 12 samples": 3.0}
+    assert made.step_s < slower.step_s < 4 * made.step_s
+    assert slower.method == made.method
+    # An asynchronous step is never that of a search.
+    assert slower.search_s == (None if name == "asynchronous" else 45.0)

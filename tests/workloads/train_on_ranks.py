@@ -5,20 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.profile import Profile, WholeStep
 from harness.domain.record import Sample
 from harness.errors import HarnessError
+from harness.measure.store import read_header, write_header
 from harness.runtime.context import Context
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor.state_files import load_sharded
+from harness.workloads.plan_config import question_of
+from harness.workloads.plan_inputs import capture_graph
+from harness.workloads.plan_needs import plain
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_loop import TrainLoop
+from harness.workloads.train_plan import plan_training
 from harness.workloads.train_setup import prepare
 
 
@@ -123,3 +130,56 @@ def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str
                 found[name][file] = path.read_text() if path.exists() else ""
                 path.unlink(missing_ok=True)
     return found
+
+
+class KeptPlan:
+    """What an earlier run of a case has planned, beside the run of a test; rank 0's only."""
+
+    def __init__(self, case: TrainCase, context: Context) -> None:
+        self._question = question = question_of(case)
+        header = read_header(context.run_dir)
+        is_search = case.strategy == "searched"
+        name, config = ("search", plain(question)) if is_search else ("train", {})
+        self._path = context.run_dir.parent / f"0-{name}-0"
+        self._profile = question.profile_config().path(context.run_dir.parent)
+        self._is_mine = context.world.is_first
+        if self._is_mine:
+            told = {"workload": name, "config": config, "run_id": self._path.name}
+            write_header(self._path, msgspec.structs.replace(header, **told))
+
+    def write(self, files: dict[str, bytes], **changes: float) -> None:
+        """Its strategy and its prediction, changed."""
+        if self._is_mine:
+            prediction = Prediction.from_json(files[PREDICTION_FILE], source="a test")
+            changed = msgspec.structs.replace(prediction, **changes)
+            (self._path / STRATEGY_FILE).write_bytes(files[STRATEGY_FILE])
+            (self._path / PREDICTION_FILE).write_bytes(changed.to_json())
+
+    def slow_the_devices(self, pace: float) -> None:
+        """As a profile run finds them later."""
+        if self._is_mine:
+            step = WholeStep(
+                device_kind="test device", batch=12, dtype="float32", step_s=1.0, operators_s=1.0,
+                graph_hash=capture_graph(self._question).content_hash(), latest_s=pace,
+            )  # fmt: skip
+            changed = msgspec.structs.replace(Profile.load(self._profile), whole_steps=[step])
+            self._profile.write_bytes(changed.to_json())
+
+
+def plans_at_two_paces(case: TrainCase, context: Context) -> list[dict[str, bytes]]:
+    """Files of a plan: made, found again (with a mark in it), and once devices are slower."""
+
+    def planned() -> dict[str, bytes]:
+        plan_training(case, context)
+        if not context.world.is_first:
+            return {}
+        return {
+            name: (context.run_dir / name).read_bytes() for name in (PREDICTION_FILE, STRATEGY_FILE)
+        }
+
+    kept = KeptPlan(case, context)
+    found = [planned()]
+    kept.write(found[0], step_s=123.0, search_s=45.0)
+    found.append(planned())
+    kept.slow_the_devices(3.0)
+    return [*found, planned()]
