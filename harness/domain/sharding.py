@@ -25,8 +25,8 @@ HEADS = "heads"
 # Dims that an output does not show: their parts hold partial sums of all of it.
 PARTIAL_DIMS = (HEADS, CONTRACTION)
 
-# As DDP's: the first bucket of gradients is small, so that communication starts early.
-FIRST_BUCKET_BYTES = 1 << 20
+# Gradients that DDP sums together where its user names no size.
+BUCKET_BYTES = 25 << 20
 # An output's partial sums are added up by one all-reduce from so many devices on. Between two an
 # exchange moves as many bytes and has half the latency.
 FEWEST_SUMMED = 3
@@ -57,6 +57,14 @@ _POINTWISE = ("batch_norm", "layer_norm", "elementwise", "add")
 _WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm")
 # Where among the output's dims the features must stand for the weights to be theirs.
 _FEATURE_POSITION = {"linear": -1, "embedding": -1, "conv2d": 1, "batch_norm": 1}
+
+
+def first_bucket_bytes(bucket_bytes: int) -> int:
+    """Of the first bucket of gradients, where buckets are of a size, as DDP has it.
+
+    It is small by default, so that communication starts early; a size that is named holds for all.
+    """
+    return 1 << 20 if bucket_bytes == BUCKET_BYTES else bucket_bytes
 
 
 def has_tasks(operator: Operator) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
 from harness.runtime.models.task import Task
@@ -46,7 +47,7 @@ class EngineOptions:
 
     dtype: str
     optimizer: OptimizerOptions
-    bucket_bytes: int = 25 << 20
+    bucket_bytes: int = BUCKET_BYTES
     zero_stage: int = 0
     batch: int = 1
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.domain.sharding import BUCKET_BYTES
 from harness.measure.recorder import Recorder
 from harness.runtime.bucket_timer import BucketTimer
 from harness.runtime.data.batch import Batch
@@ -40,17 +41,14 @@ def without_buffer_sync() -> dict[str, Any]:
     return {name: False}
 
 
-# DDP's own: it keeps its first bucket small only where the size is left to it.
-_DDP_BUCKET_BYTES = 25 << 20
-
-
 def _distribute(
     model: nn.Module, device: torch.device, bucket_bytes: int, timer: BucketTimer
 ) -> DistributedDataParallel:
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        bucket_cap_mb=None if bucket_bytes == _DDP_BUCKET_BYTES else bucket_bytes / (1 << 20),
+        # Its first bucket is small only where the size is left to it.
+        bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / (1 << 20),
         gradient_as_bucket_view=True,
         **without_buffer_sync(),
     )

@@ -16,6 +16,7 @@ from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
 from harness.plan import builders
 from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.plan_stages import Balanced, balance, balance_in_turn
 from harness.workloads.train_config import TrainCase
 
@@ -67,12 +68,14 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
 
 
 def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
-    """The fastest of the microbatches that are tried, by the simulator; all by the same stages."""
+    """The fastest of the microbatches that are tried, by the simulator."""
     found = [_with_microbatches(case, simulator, n) for n in _microbatches(case, simulator)]
     for strategy in found:
         validate(strategy, simulator.graph, simulator.cluster)
     if len(found) == 1:
         return found[0]
+    if case.is_asynchronous:
+        return min(found, key=lambda strategy: simulate_unflushed(simulator, strategy).step_s)
     return min(found, key=simulator.step_s)
 
 

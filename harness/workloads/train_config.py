@@ -87,7 +87,8 @@ class TrainSettings(ModelFlags):
     memory: str = ""
     """searched: what each device may use, such as 12GB; by default all that it has."""
     bucket_mib: float = 25.0
-    """MiB of gradients that DDP reduces together."""
+    """MiB of gradients that are reduced together. DDP's own 25 has a smaller first bucket, so that
+    communication starts early; another size holds for all."""
     n_workers: int = 0
     """Processes that load data ahead; 0 loads in the training process."""
     save_model: bool = False

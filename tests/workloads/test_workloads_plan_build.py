@@ -12,6 +12,7 @@ from harness.errors import StrategyError
 from harness.plan import builders
 from harness.plan.roofline import roofline_profile
 from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.plan_build import build_strategy, load_strategy
 from harness.workloads.plan_config import question_of
 from harness.workloads.plan_inputs import capture_graph
@@ -65,6 +66,14 @@ def test_microbatches_are_those_that_are_predicted_to_be_fastest(simulator):
     found = built(simulator)
     seconds = {n: simulator.step_s(built(simulator, microbatches=n)) for n in (3, 6, 12)}
     assert found.n_microbatches == min(seconds, key=seconds.__getitem__)
+
+
+def test_microbatches_of_asynchronous_training_are_those_of_its_own_step(simulator):
+    found = built(simulator, asynchronous=True)
+    tried = {n: built(simulator, asynchronous=True, microbatches=n) for n in (3, 6, 12)}
+    seconds = {n: simulate_unflushed(simulator, one).step_s for n, one in tried.items()}
+    assert found.n_microbatches == min(seconds, key=seconds.__getitem__)
+    assert seconds != {n: simulator.step_s(one) for n, one in tried.items()}
 
 
 def test_fewer_stages_than_ranks_have_replicas(simulator):

@@ -8,9 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from harness.domain.sharding import BUCKET_BYTES
 from harness.errors import PlanError
-
-MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class SimulatorOptions:
     Attributes:
         overlap: gradients are synchronised while the backward pass goes on; else after it.
         bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size,
-            the first at most of `FIRST_BUCKET_BYTES`.
+            the first of `first_bucket_bytes`.
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
         optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
             speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.
@@ -43,7 +42,7 @@ class SimulatorOptions:
     """
 
     overlap: bool = True
-    bucket_bytes: int = 25 * MIB
+    bucket_bytes: int = BUCKET_BYTES
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.domain.schedule import ScheduleName, rank_actions
-from harness.domain.sharding import FIRST_BUCKET_BYTES, has_tasks
+from harness.domain.sharding import first_bucket_bytes, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.fans import Fan, Floats, Ints, Sum
@@ -264,8 +264,8 @@ class Tables:
     def _fill_buckets(self) -> Buckets:
         """Last operator first, merged per group of devices.
 
-        A bucket is closed when it has reached the option's size, a group's first a smaller one, as
-        DDP does.
+        A bucket is closed when it has reached the option's size, a group's first that of
+        `first_bucket_bytes`.
         """
         members: list[list[int]] = []
         groups: list[tuple[int, ...]] = []
@@ -286,9 +286,7 @@ class Tables:
                 if not members[k] or members[k][-1] != op:
                     members[k].append(op)
                 limit = self.options.bucket_bytes
-                if group not in has_closed:
-                    limit = min(limit, FIRST_BUCKET_BYTES)
-                if sizes[k] >= limit:
+                if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
                     has_closed.add(group)
         n = self.n_devices

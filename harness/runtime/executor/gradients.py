@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.domain.sharding import FIRST_BUCKET_BYTES
+from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.executor.channels import first_line
@@ -189,7 +189,7 @@ def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.P
     room = 0
     for parameter in parameters:
         if room <= 0:
-            room = n_bytes if found else min(n_bytes, FIRST_BUCKET_BYTES)
+            room = n_bytes if found else first_bucket_bytes(n_bytes)
             found.append([])
         found[-1].append(parameter)
         room -= parameter.numel() * parameter.element_size()

@@ -1,11 +1,11 @@
-"""Receives of a step: posted in the order in which the others send, two exchanges ahead.
+"""Receives of a step: posted in the order in which the others send, some exchanges ahead.
 
     segment waits for A | segment waits for B | segment waits for C, D
-    while A is on its way, what is up to D is posted
+    while A is on its way, what is up to D and some more is posted
 
-A message starts to travel when both ends are there, and needs a buffer from then on. Posting takes
-the host's time, which a wait has to spare and computing has not: all but the first are posted in
-waits.
+A message starts to travel when both ends are there, and needs a buffer from then on: the fewer are
+posted, the longer a slow link stands idle until this device gets to wait. Posting takes the host's
+time, which a wait has to spare and computing has not: all but the first are posted in waits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from harness.runtime.executor.moves import Carried, Moves
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import Program
 
-# How many exchanges are posted beyond the one that is waited for.
-_N_AHEAD = 2
+# How many exchanges are posted before the first action, and in a wait beyond what it waits for.
+_N_FIRST, _N_AHEAD = 2, 6
 
 Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
@@ -62,7 +62,7 @@ class Receives:
         # How many must be posted for each exchange: the others' order need not be this device's.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
-        self._at_first = ends[min(_N_AHEAD, len(exchanges))]
+        self._at_first = ends[min(_N_FIRST, len(exchanges))]
         self._until = {
             slot: ends[min(k + 1 + _N_AHEAD, len(exchanges))]
             for k, slots in enumerate(exchanges)

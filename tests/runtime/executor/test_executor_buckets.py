@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.domain.sharding import FIRST_BUCKET_BYTES
+from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
 from harness.runtime.executor.gradients import bucketed
 
-_CAP = 25 << 20
 
-
-def test_buckets_are_those_of_ddp():
+@pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
+def test_buckets_are_those_of_ddp(cap):
     draw = random.Random(0)
-    assert dist._DEFAULT_FIRST_BUCKET_BYTES == FIRST_BUCKET_BYTES
+    # DDP's own constructor: a named size is the first bucket's too.
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if cap == BUCKET_BYTES else cap
+    assert first_bucket_bytes(cap) == first
     for _ in range(50):
         sizes = [2 ** draw.randrange(24) for _ in range(draw.randrange(1, 30))]
         parameters = [nn.Parameter(torch.empty(n, device="meta")) for n in sizes]
         tensors = [torch.empty(1).expand(n) for n in sizes]
-        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [FIRST_BUCKET_BYTES, _CAP])
+        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first, cap])
         number = {parameter: i for i, parameter in enumerate(parameters)}
-        assert [[number[p] for p in one] for one in bucketed(parameters, _CAP)] == theirs
+        assert [[number[p] for p in one] for one in bucketed(parameters, cap)] == theirs

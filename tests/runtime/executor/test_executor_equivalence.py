@@ -207,12 +207,12 @@ def test_what_has_been_read_is_not_kept_until_the_step_ends(schedule, ranks):
     assert max(kept) <= 6
 
 
-def test_receives_are_posted_two_exchanges_ahead(ranks):
+def test_receives_are_posted_some_exchanges_ahead(ranks):
     case = make_case("vit", named("vit", 2, 6, "tensor parallel"), 2)
     for most, n_receives in ranks.run(2, receives_posted, case):
-        # The one that is waited for and two beyond, of the other rank a message each.
-        assert most == 3
-        assert n_receives > 10 * most
+        # The one that is waited for and six beyond, of the other rank a message each.
+        assert most == 7
+        assert n_receives > 4 * most
 
 
 @pytest.mark.parametrize("dim", ["feature", "sample", "height"])
