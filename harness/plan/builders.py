@@ -27,6 +27,7 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
 from harness.plan.pairs import contracted, linear_pairs
+from harness.plan.stages import balance_in_turn
 
 Planner = Callable[[Operator], OperatorPlan]
 
@@ -232,27 +233,5 @@ def balanced_stages(
     Raises:
         StrategyError: more stages than operators.
     """
-    n = len(names)
-    if not 1 <= n_stages <= n:
-        raise StrategyError(f"{n_stages} stages cannot be made of {n} operators: use 1 to {n}")
-    total = [0.0]
-    for value in seconds:
-        total.append(total[-1] + value)
-    best = [total[i] if i else float("inf") for i in range(n + 1)]
-    cuts: list[list[int]] = []
-    for stage in range(2, n_stages + 1):
-        found, cut = [float("inf")] * (n + 1), [0] * (n + 1)
-        for i in range(stage, n + 1):
-            for j in range(i - 1, stage - 2, -1):
-                value = max(best[j], total[i] - total[j])
-                if value < found[i]:
-                    found[i], cut[i] = value, j
-                if total[i] - total[j] > found[i]:
-                    break
-        best = found
-        cuts.append(cut)
-    ends = [n]
-    for cut in reversed(cuts):
-        ends.append(cut[ends[-1]])
-    bounds = [*reversed(ends)] if ends[-1] == 0 else [0, *reversed(ends)]
-    return [list(names[a:b]) for a, b in itertools.pairwise(bounds)]
+    ends = balance_in_turn([seconds], n_stages).ends
+    return [list(names[a:b]) for a, b in itertools.pairwise((0, *ends))]

@@ -20,10 +20,10 @@ from harness.plan.describe import describe_strategy
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp
 from harness.plan.search.objective import Candidate, Objective
 from harness.plan.search.searches import Searches
-from harness.plan.search.standard import standard_strategies, whole_seconds
+from harness.plan.search.standard import standard_strategies
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import explain
-from harness.plan.simulate.simulator import Simulation, Simulator, Trial
+from harness.plan.simulate.simulator import Simulation, Simulator, Trial, operator_seconds
 from harness.units import format_bytes, format_duration
 
 ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
@@ -160,8 +160,9 @@ def search_portfolio(
 
 def _check_times(simulator: Simulator, batch: int) -> None:
     """Refuse times that say nothing."""
-    for position, device in enumerate(simulator.cluster.devices):
-        if whole_seconds(simulator, batch, position) <= 0:
+    seconds = operator_seconds(simulator, batch).sum(axis=1)
+    for device, whole_s in zip(simulator.cluster.devices, seconds, strict=True):
+        if whole_s <= 0:
             raise PlanError(
                 f"all operators of {simulator.graph.name!r} take 0 s on {device.kind!r}: give "
                 "FLOPs or a profile"

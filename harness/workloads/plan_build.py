@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,17 +10,13 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
-from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import StrategyError
 from harness.plan import builders
+from harness.plan.pipelines import balanced_pipeline, usual_microbatches
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
-from harness.workloads.plan_stages import Balanced, balance, balance_in_turn
 from harness.workloads.train_config import TrainCase
-
-# Microbatches for each rank that are tried where the user gives none.
-_MICROBATCHES_EACH = (1, 2, 4)
 
 
 def load_strategy(path: Path, case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
@@ -82,42 +77,15 @@ def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
 def _microbatches(case: TrainCase, simulator: Simulator) -> list[int]:
     if case.microbatches:
         return [case.microbatches]
-    n = simulator.cluster.n_devices
-    tried = [k * n for k in _MICROBATCHES_EACH if k * n <= case.batch]
-    return tried or [case.batch]
+    return usual_microbatches(simulator, case.batch) or [case.batch]
 
 
 def _with_microbatches(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Strategy:
-    graph = simulator.graph
-    stages = balanced_stages(case, simulator, n_microbatches)
-    names = [op.name for op in graph.operators if has_tasks(op)]
-    return builders.pipeline(
-        graph,
+    return balanced_pipeline(
+        simulator,
         case.batch,
-        [names[a:b] for a, b in pairwise((0, *stages.ends))],
-        stages.groups,
-        n_microbatches=n_microbatches,
+        n_microbatches,
+        n_stages=case.stages,
         schedule=case.schedule,
         recompute=case.recompute,
     )
-
-
-def balanced_stages(case: TrainCase, simulator: Simulator, n_microbatches: int) -> Balanced:
-    """Stages of about equal time at this size of microbatch, on the devices as they are.
-
-    Raises:
-        StrategyError: more stages than the model or the ranks allow.
-    """
-    n_devices = simulator.cluster.n_devices
-    seconds = list(_seconds(simulator, -(-case.batch // n_microbatches)))
-    if case.schedule == "interleaved":
-        return balance_in_turn(seconds, case.stages or 2 * n_devices)
-    return balance(seconds, case.stages or min(n_devices, len(seconds[0])))
-
-
-def _seconds(simulator: Simulator, samples: int) -> Iterator[list[float]]:
-    """By device: forward and backward of each placed operator at a size of microbatch."""
-    costs = simulator.costs(samples)
-    whole = {op: tuple((0, size) for size in costs.shapes[op].values()) for op in simulator.placed}
-    for device in range(simulator.cluster.n_devices):
-        yield [sum(costs.block_s(op, whole[op], device)) for op in simulator.placed]

@@ -21,13 +21,14 @@ from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.describe import describe_strategy
 from harness.plan.pipedream.planner import plan as plan_by_pipedream
-from harness.plan.portfolio import plan_with_simulator
+from harness.plan.pipelines import balanced_pipeline
+from harness.plan.portfolio import plan_with_simulator, search_portfolio
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import Space, device_sets, proportional_shares
-from harness.plan.search.standard import standard_strategies
+from harness.plan.search.standard import microbatch_counts, standard_strategies
 from harness.plan.simulate.simulator import Simulator, Trial
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -111,7 +112,7 @@ def test_every_standard_strategy_is_valid(n_devices):
     found = list(standard_strategies(simulator, 32))
     for strategy in found:
         validate(strategy, graph, cluster)
-    assert len(found) == {1: 1, 2: 8, 4: 7, 6: 7}[n_devices]
+    assert len(found) == {1: 1, 2: 10, 4: 7, 6: 7}[n_devices]
 
 
 def test_shares_are_in_proportion_to_speed_and_sum_to_the_samples():
@@ -428,3 +429,37 @@ def test_trial_of_a_strategy_with_stages_is_judged_like_the_strategy():
     )
     judged = Objective(simulator).judge(Trial.from_strategy(simulator, strategy))
     assert judged.step_s == simulator.simulate(strategy).step_s
+
+
+def test_microbatches_are_searched_in_multiples_of_the_devices_too():
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    assert microbatch_counts(simulator, 32) == [1, 2, 3, 4, 6, 8, 12]
+    assert microbatch_counts(simulator, 5) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("n_devices", [2, 3])
+def test_a_search_never_loses_to_the_pipelines_that_training_names(n_devices):
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(n_devices, 1, inside_bytes_per_s=1e6, memory_bytes=GB)
+    request = request_of(graph, profile, cluster)
+    found = search_portfolio(request)
+    named = [
+        found.simulator.step_s(balanced_pipeline(found.simulator, 32, n, schedule=schedule))
+        for n in (n_devices, 2 * n_devices, 4 * n_devices)
+        for schedule in ("1f1b", "interleaved")
+    ]
+    assert found.best.step_s <= min(named)
+
+
+def test_plans_of_unlike_numbers_of_microbatches_are_kept_apart():
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=GB)
+    found = search_portfolio(request_of(graph, profile, cluster))
+    numbers = [
+        candidate.n_microbatches
+        for candidate in found.ranked()
+        if candidate.method.startswith("pipeline dynamic programming")
+    ]
+    assert len(numbers) == len(set(numbers)) > 1

@@ -26,7 +26,7 @@ from harness.plan.simulate.report import (
     memory_over_time,
     spans,
 )
-from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 
 MB = 10**6
 
@@ -501,6 +501,15 @@ def test_gradients_of_joined_microbatches_are_computed_once_and_not_added_up():
     assert apart.step_s - joined.step_s == pytest.approx(2 * saved_s)
     assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == 2 * 64
     assert simulated_joined(80, 1).step_s == simulated_joined(81, 1).step_s
+
+
+def test_an_operators_seconds_hold_its_part_of_joined_gradients():
+    apart, joined = (operator_seconds(simulated_joined(n).simulator, 8, 2) for n in (81, 80))
+    saved_s = 0.01 * 3 * 80 + 2 * 1.0 - 0.75 - 0.01 * 2 * 64
+    assert apart.shape == (2, 3)
+    assert (apart - joined).tolist() == [pytest.approx([saved_s / 2, saved_s / 2, 0.0])] * 2
+    # 1 s forward and 2 s backward of four samples, and adding up.
+    assert apart[0].tolist() == pytest.approx([3 + 0.01 * 3 * 80 / 2] * 2 + [3])
 
 
 def test_microbatches_are_joined_on_all_devices_of_an_operator_or_on_none():

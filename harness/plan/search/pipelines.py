@@ -35,7 +35,8 @@ from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs
-from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.fans import Floats
+from harness.plan.simulate.simulator import Simulator, Trial, operator_seconds
 
 MOST_SEGMENTS = 40  # operators are merged into so many runs before the programme
 MOST_RUN = 8  # devices: larger groups are multiples of it, or all that are left
@@ -107,28 +108,17 @@ class PipelineSearch:
         self.simulator, self.batch, self.n_microbatches = simulator, batch, n_microbatches
         self.costs: Costs = simulator.costs(-(-batch // n_microbatches))
         self.fewest = batch // n_microbatches  # samples of the smallest microbatch
-        self.segments = merge_operators(simulator, self.costs)
+        seconds = operator_seconds(simulator, batch, n_microbatches)
+        self.segments = merge_operators(simulator.placed, seconds[0])
         self._cut_bytes = self._bytes_at_cuts()
-        self._seconds = self._segment_seconds()
+        # (n_segments + 1, n_devices): running sum of forward plus backward of whole operators.
+        ends = np.cumsum([0, *map(len, self.segments)])
+        self._seconds = np.insert(seconds.cumsum(axis=1), 0, 0.0, axis=1)[:, ends].T
         operators = simulator.graph.operators
         self._weights = [0]
         for ops in self.segments:
             own = sum(operators[op].parameter_bytes for op in ops)
             self._weights.append(self._weights[-1] + own)
-
-    def _segment_seconds(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """(n_segments + 1, n_devices): running sum of forward plus backward of whole operators."""
-        n_devices = self.costs.n_devices
-        table = np.zeros((len(self.segments) + 1, n_devices))
-        for k, ops in enumerate(self.segments):
-            for d in range(n_devices):
-                table[k + 1, d] = table[k, d] + sum(
-                    sum(self.costs.block_s(op, self._whole(op), d)) for op in ops
-                )
-        return table
-
-    def _whole(self, op: int) -> tuple[tuple[int, int], ...]:
-        return tuple((0, size) for size in self.costs.shapes[op].values())
 
     def _bytes_at_cuts(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
         """[a, b]: bytes of a microbatch that segments a..b produce and later ones read.
@@ -348,20 +338,16 @@ def _undominated(partials: list[Partial], keep: int | None) -> list[Partial]:
     return found[:keep]
 
 
-def merge_operators(simulator: Simulator, costs: Costs) -> list[list[int]]:
-    """Placed operators, in order, as at most MOST_SEGMENTS runs of about equal time."""
-    placed = simulator.placed
+def merge_operators(placed: Sequence[int], seconds: Floats) -> list[list[int]]:
+    """Operators, in order, as at most MOST_SEGMENTS runs of about equal time."""
     if len(placed) <= MOST_SEGMENTS:
         return [[op] for op in placed]
-    weight = [
-        sum(costs.block_s(op, tuple((0, s) for s in costs.shapes[op].values()), 0)) for op in placed
-    ]
-    target = sum(weight) / MOST_SEGMENTS
+    target = seconds.sum() / MOST_SEGMENTS
     runs: list[list[int]] = [[]]
     filled = 0.0
-    for op, seconds in zip(placed, weight, strict=True):
+    for op, own_s in zip(placed, seconds.tolist(), strict=True):
         runs[-1].append(op)
-        filled += seconds
+        filled += own_s
         if filled >= target * len(runs) and len(runs) < MOST_SEGMENTS:
             runs.append([])
     return [run for run in runs if run]

@@ -65,7 +65,7 @@ class Searches:
     def _flows(self) -> list[_Flow]:
         """For single-stage strategies: whole batches first. Where memory binds, also two that hold
         one small microbatch at a time."""
-        flows = [_Flow(n) for n in self.counts[:3]]
+        flows = [_Flow(n) for n in (1, 2, 4) if n in self.counts]
         if self.objective.memory_binds and self.counts[-1] > 1:
             flows += [
                 _Flow(self.counts[-1], schedule="1f1b"),
@@ -75,27 +75,31 @@ class Searches:
 
     def _pipelines(self, budget: int) -> None:
         """Simulate the programme's best pipelines for each number of microbatches."""
-        self.objective.start(PIPELINES, budget=budget)
+        objective, end = self.objective, self.objective.n_proposals + budget
+        fastest_s = math.inf
         for n_microbatches in self.counts:
+            method = f"{PIPELINES}, {n_microbatches} microbatches"
+            objective.start(method, budget=end - objective.n_proposals)
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
             # The bound leaves out most of what makes pipelines slower, so above the best it is
             # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
-            best = self.objective.best
-            n_judged = 3 + self.objective.memory_binds
+            best = objective.best
+            n_judged = 3 + objective.memory_binds
             each = max(4, budget // (n_judged * len(self.counts)))
-            limit_s = 1.1 * best.step_s if best is not None else math.inf
-            candidates = search.candidates(each, limit_s=limit_s, is_over=self.objective.tick)
-            before = self.objective.best_of.get(PIPELINES)
+            limit_s = 1.3 * best.step_s if best is not None else math.inf
+            candidates = search.candidates(each, limit_s=limit_s, is_over=objective.tick)
             for pipeline in candidates:
                 for schedule in schedules_for(n_microbatches):
-                    if self.objective.is_over():
+                    if objective.is_over():
                         return
-                    search.judge(pipeline, self.objective, schedule)
-                if self.objective.memory_binds:
-                    search.judge(pipeline, self.objective, recompute=True)
-            if candidates and self.objective.best_of.get(PIPELINES) is not before:
-                scores = [search.judge(pipeline, self.objective) for pipeline in candidates[:8]]
-                search.refine(candidates[scores.index(min(scores))], self.objective)
+                    search.judge(pipeline, objective, schedule)
+                if objective.memory_binds:
+                    search.judge(pipeline, objective, recompute=True)
+            found = objective.best_of.get(method)
+            if found is not None and found.step_s < fastest_s:
+                fastest_s = found.step_s
+                scores = [search.judge(pipeline, objective) for pipeline in candidates[:8]]
+                search.refine(candidates[scores.index(min(scores))], objective)
 
     def _space(self, n_microbatches: int) -> Space:
         """What suits the smallest microbatch suits all."""

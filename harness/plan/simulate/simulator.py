@@ -233,6 +233,12 @@ class Trial:
             self._stage_key = key
         return self._flow
 
+    def lowered(self) -> Lowered:
+        """The step's tasks and what each takes."""
+        from harness.plan.simulate import lowering
+
+        return lowering.lower(self.simulator, self.tables, self._current_flow())
+
     def outcome(self) -> Outcome:
         """Run the events of a step: only those from the first on that changes since the last call
         touch.
@@ -242,10 +248,7 @@ class Trial:
         that the next step fills the pipeline while this one drains. Within one stage devices
         exchange so much that they keep abreast.
         """
-        from harness.plan.simulate import lowering
-
-        tables, simulator = self.tables, self.simulator
-        lowered = lowering.lower(simulator, tables, self._current_flow())
+        tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
         optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         prefix = self._prefix(lowered)
@@ -382,3 +385,24 @@ class Simulation:
                 f"{self.simulator.limits[worst]:.4g} B: use more devices, microbatches or "
                 "recomputation"
             )
+
+
+def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:
+    """(n_devices, n_placed) of a microbatch, forward and backward: each operator whole on each
+    device, with its part of what all microbatches take together."""
+    devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
+    alike: dict[object, Floats] = {}
+    found = []
+    for k, (device, rate) in enumerate(
+        zip(devices, np.broadcast_to(rates, len(devices)), strict=True)
+    ):
+        key = device.kind, device.speed, float(rate)
+        if key not in alike:
+            plans = {op: OperatorPlan({}, [k]) for op in simulator.placed}
+            trial = Trial(simulator, plans, batch=batch, n_microbatches=n_microbatches)
+            lowered = trial.lowered()
+            ops = (lowered.rows // len(devices)).tolist()
+            by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
+            alike[key] = np.array([by_op[op] for op in simulator.placed])
+        found.append(alike[key])
+    return np.stack(found)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import StrategyError
-from harness.workloads.plan_stages import Balanced, balance, balance_in_turn
+from harness.plan.stages import Balanced, balance, balance_in_turn
 
 TIMES = st.integers(2, 4).flatmap(
     lambda n_devices: st.integers(n_devices, 6).flatmap(

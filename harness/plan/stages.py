@@ -37,6 +37,8 @@ def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
     times = np.asarray(seconds, dtype=np.float64)
     n_devices, n_ops = times.shape
     _check(n_stages, n_ops, n_devices)
+    if n_stages == n_devices:
+        return balance_in_turn(seconds, n_stages)
     totals = _running_totals(times)
     # best[d, i]: pace of the first i operators on the first d devices; nothing on none is free.
     best = np.full((n_devices + 1, n_ops + 1), np.inf)
