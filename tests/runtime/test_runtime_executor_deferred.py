@@ -9,6 +9,7 @@ from harness.runtime.executor.deferred import (
     AtOnce,
     WeightQueue,
     backward_calls,
+    count_uses,
     defer,
     in_place,
     is_worth_joining,
@@ -132,6 +133,28 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
     assert torch.equal(found[0], expected[0])
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_modules_of_several_sizes_of_microbatch_join_their_calls():
+    module, queue, calls = nn.Linear(4, 2).double(), WeightQueue(), []
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3, 2)]
+    trained(module, inputs)
+    expected = module.weight.grad
+    module.zero_grad()
+    large, small = (
+        defer(module, queue, GradientHomes(), n_joined=3, calls=calls) for _ in range(2)
+    )
+    trained(small, inputs[:1])
+    trained(large, inputs[1:2])
+    assert queue.flush() == []
+    trained(small, inputs[2:])
+    assert queue.flush() == list(module.parameters())
+    torch.testing.assert_close(module.weight.grad, expected)
+    graph = fx.Graph()
+    graph.output(graph.call_module("own", (graph.placeholder("x"),)))
+    segments = [fx.GraphModule({"own": own}, graph) for own in (large, small)]
+    uses = count_uses([(1, [[segments[0]]]), (2, [[segments[1]]])])
+    assert uses == {module.weight: 1, module.bias: 1}
 
 
 def test_what_is_large_beside_what_it_is_fed_is_worth_joining():

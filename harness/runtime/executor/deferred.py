@@ -38,6 +38,8 @@ from harness.runtime.executor.weight_gradients import (
     linear,
 )
 
+# Input and gradient of the output of a call.
+Call = tuple[Tensor, Tensor]
 # Computes gradients of parameters and adds them to `.grad`; keeps alive what it computes them from.
 Pending = Callable[[], list[nn.Parameter]]
 
@@ -103,7 +105,12 @@ class WeightQueue:
 
 
 def defer(
-    module: nn.Module, sink: Sink, homes: GradientHomes, *, n_joined: int = 1
+    module: nn.Module,
+    sink: Sink,
+    homes: GradientHomes,
+    *,
+    n_joined: int = 1,
+    calls: list[Call] | None = None,
 ) -> nn.Module | None:
     """The module with its weights' gradients given to `sink`; None if it is of another kind.
 
@@ -112,8 +119,12 @@ def defer(
 
     Args:
         n_joined: how many calls' gradients are computed together.
+        calls: where these are kept meanwhile, shared by modules that stand for one at several sizes
+            of microbatch; its own by default.
     """
-    return _Deferred(module, sink, homes, n_joined) if _can_defer(module) else None
+    if not _can_defer(module):
+        return None
+    return _Deferred(module, sink, homes, n_joined, [] if calls is None else calls)
 
 
 def _can_defer(module: nn.Module) -> bool:
@@ -201,17 +212,27 @@ def backward_calls(module: fx.GraphModule) -> Calls:
     return found
 
 
-def count_uses(modules: Iterable[fx.GraphModule], n: int) -> Counter[nn.Parameter]:
-    """How often the backward of `n` microbatches of a stage's segments reaches each parameter."""
+def count_uses(
+    sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
+) -> Counter[nn.Parameter]:
+    """How often a step's backward reaches each parameter.
+
+    Args:
+        sizes: for each size of microbatch, how many there are and the segments of each stage.
+    """
     uses: Counter[nn.Parameter] = Counter()
-    waiting: set[nn.Parameter] = set()
-    for module in modules:
-        calls = backward_calls(module)
-        uses.update({parameter: n * k for parameter, k in calls.each.items()})
-        uses.update(calls.joined)
-        waiting |= calls.waiting
-    uses.update(dict.fromkeys(waiting, n))
-    return uses
+    joined: Counter[nn.Parameter] = Counter()
+    for n, stages in sizes:
+        own: Counter[nn.Parameter] = Counter()
+        for modules in stages:
+            calls = [backward_calls(module) for module in modules]
+            for one in calls:
+                uses.update({parameter: n * k for parameter, k in one.each.items()})
+                own.update(one.joined)
+            waiting: set[nn.Parameter] = set().union(*(one.waiting for one in calls))
+            uses.update(dict.fromkeys(waiting, n))
+        joined |= own  # of all sizes together
+    return uses + joined
 
 
 def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -224,13 +245,18 @@ def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
 
 class _Deferred(nn.Module):
     def __init__(
-        self, inner: nn.Module, sink: Sink, homes: GradientHomes, n_joined: int = 1
+        self,
+        inner: nn.Module,
+        sink: Sink,
+        homes: GradientHomes,
+        n_joined: int,
+        calls: list[Call],
     ) -> None:
         super().__init__()
         self.inner, self.n_joined = inner, n_joined
         self._sink = sink
         self._homes = homes if is_large_linear(inner) else None
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._calls = calls
 
     @property
     def is_at_once(self) -> bool:
@@ -274,10 +300,11 @@ class _Deferred(nn.Module):
         self, x: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], list[nn.Parameter]]
     ) -> None:
         """Hand a call to the sink, or keep it until those that it is joined with are there."""
-        self._kept.append((x, gradient))
-        if len(self._kept) < self.n_joined:
+        self._calls.append((x, gradient))
+        if len(self._calls) < self.n_joined:
             return
-        kept, self._kept = self._kept, []
+        kept = self._calls.copy()
+        self._calls.clear()
 
         def pending() -> list[nn.Parameter]:
             if len(kept) == 1:

@@ -30,7 +30,7 @@ from harness.runtime.executor.forms import (
     wanted_of,
 )
 from harness.runtime.executor.inplace import out_of_place
-from harness.runtime.executor.joining import is_joined
+from harness.runtime.executor.joining import Joining
 from harness.runtime.executor.layout import Layout, Part, Want
 from harness.runtime.executor.program import (
     DataKey,
@@ -72,7 +72,7 @@ class DeviceTasks:
         mean_over: samples that the loss is divided by.
         homes: where gradients of large weights stay.
         at_once: computes those of large linear layers; None where autograd does.
-        n_alike: microbatches of this size in a step, whose gradients may be joined.
+        joining: what joins microbatches for gradients of weights.
         joined: by stage, where joined gradients wait until others have what they wait for.
     """
 
@@ -86,7 +86,7 @@ class DeviceTasks:
     mean_over: int
     homes: GradientHomes
     at_once: AtOnce | None
-    n_alike: int
+    joining: Joining
     joined: Mapping[int, WeightQueue]
 
     @property
@@ -362,9 +362,10 @@ class SegmentBuilder:
         """The module with its weights' gradients computed by us, where there is a reason."""
         device, operator = self._device, self._operator_of.get(path)
         if device.at_once is not None and operator is not None:
-            sink, n_alike = queue or device.joined.get(stage) or device.at_once, device.n_alike
-            if is_joined(self._layout, operator, path, module, n_alike):
-                return defer(module, sink, device.homes, n_joined=n_alike) or module
+            sink, joining = queue or device.joined.get(stage) or device.at_once, device.joining
+            if joining.includes(operator, path, module):
+                n, calls = joining.n_microbatches, joining.calls(path)
+                return defer(module, sink, device.homes, n_joined=n, calls=calls) or module
         if queue is not None:
             return defer(module, queue, device.homes) or module
         if device.at_once is not None and is_large_linear(module):

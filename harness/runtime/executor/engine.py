@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from harness.domain.partition import cut_dim
 from harness.errors import ConfigError, StrategyError
@@ -33,13 +33,14 @@ from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
 from harness.runtime.executor.inplace import check_in_place
+from harness.runtime.executor.joining import Joining
 from harness.runtime.executor.layout import sample_intervals
 from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.messages import find_messages, shared_sums
 from harness.runtime.executor.moves import Moves
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import Program
+from harness.runtime.executor.program import Program, Segment
 from harness.runtime.executor.runner import Runner
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.stash import Stash
@@ -144,13 +145,14 @@ class ExecutorEngine:
             {devices for form in forms.values() for devices in form.norm_groups()}
         )
         found: dict[int, tuple[Program, Moves]] = {}
+        joining = Joining(forms[sizes[-1]].layout, strategy.n_microbatches)
         for size, form in forms.items():
-            program = self._program(meta, form, size)
+            program = self._program(meta, form, size, joining)
             moves = Moves(form.layout, program, messages[size], world.rank)
             found[size] = program, moves
         return found
 
-    def _program(self, meta: MetaModel, forms: Forms, size: int) -> Program:
+    def _program(self, meta: MetaModel, forms: Forms, size: int, joining: Joining) -> Program:
         tasks = DeviceTasks(
             task=self._task,
             forms=forms,
@@ -162,7 +164,7 @@ class ExecutorEngine:
             mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
             homes=self._homes,
             at_once=self._at_once(),
-            n_alike=self.plan.strategy.microbatch_sizes().count(size),
+            joining=joining,
             joined=self._joined,
         )
         return Lowering(tasks, self._queues).program()
@@ -220,11 +222,10 @@ class ExecutorEngine:
         }
 
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
-        uses: Counter[nn.Parameter] = Counter()
-        for size, n in Counter(self.plan.strategy.microbatch_sizes()).items():
-            for segments in self._programs[size][0].stages.values():
-                modules = [s.module for s in segments if s.is_differentiable]
-                uses.update(count_uses(modules, n))
+        uses = count_uses(
+            (n, [_differentiable(own) for own in self._programs[size][0].stages.values()])
+            for size, n in Counter(self.plan.strategy.microbatch_sizes()).items()
+        )
         trained = self.weights.trainable()
         return GradientSync(
             [(piece.name, weight, self.holders.of(piece)) for piece, weight in trained.items()],
@@ -398,3 +399,7 @@ class ExecutorEngine:
             flights.append(Flight(part, (start - first, stop - first), self._input_names))
             at += n
         return flights
+
+
+def _differentiable(segments: Iterable[Segment]) -> list[fx.GraphModule]:
+    return [segment.module for segment in segments if segment.is_differentiable]

@@ -10,21 +10,36 @@ import math
 
 from torch import nn
 
-from harness.runtime.executor.deferred import is_worth_joining
+from harness.runtime.executor.deferred import Call, is_worth_joining
 from harness.runtime.executor.layout import Layout, Part
 
 
-def is_joined(layout: Layout, operator: str, path: str, module: nn.Module, n_alike: int) -> bool:
-    """Whether one product gives the gradients of all microbatches of a size.
+class Joining:
+    """What joins the microbatches of a step, of whatever size.
 
     Args:
-        path: where a segment has the module; the model's own have the path that they have there.
-        n_alike: microbatches of this size.
+        layout: of the largest microbatch.
+        n_microbatches: of a step.
     """
-    if n_alike == 1 or _is_called_again(layout, path):
-        return False
-    largest = max(_fed_bytes(layout, part) for part in layout.parts[operator])
-    return is_worth_joining(module, n_alike * largest)
+
+    def __init__(self, layout: Layout, n_microbatches: int) -> None:
+        self._layout, self.n_microbatches = layout, n_microbatches
+        self._calls: dict[str, list[Call]] = {}
+
+    def includes(self, operator: str, path: str, module: nn.Module) -> bool:
+        """Whether one product gives the gradients of all microbatches.
+
+        Args:
+            path: where a segment has the module; the model's own have theirs.
+        """
+        if self.n_microbatches == 1 or _is_called_again(self._layout, path):
+            return False
+        largest = max(_fed_bytes(self._layout, part) for part in self._layout.parts[operator])
+        return is_worth_joining(module, self.n_microbatches * largest)
+
+    def calls(self, path: str) -> list[Call]:
+        """Where the calls of a step are kept that have come so far, those of all sizes."""
+        return self._calls.setdefault(path, [])
 
 
 def _is_called_again(layout: Layout, path: str) -> bool:

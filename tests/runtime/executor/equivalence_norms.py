@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.runtime.capture import capture
-from harness.runtime.executor import emit
 from harness.runtime.executor.deferred import backward_calls
+from harness.runtime.executor.joining import Joining
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.world import World
 
@@ -96,5 +96,5 @@ def joined_parameters(case: Case, world: World) -> int:
 
 def train_joined_on_rank_1(case: Case, world: World) -> Trace:
     """Train a case whose microbatches are joined on one rank alone."""
-    with mock.patch.object(emit, "is_joined", return_value=world.rank == 1):
+    with mock.patch.object(Joining, "includes", return_value=world.rank == 1):
         return train_by_strategy(case, world)

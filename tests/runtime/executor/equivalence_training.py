@@ -164,6 +164,22 @@ def receives_posted(case: Case, world: World) -> tuple[int, int]:
     return max(counts), n_posted
 
 
+def samples_of_joined_products(case: Case, world: World) -> list[int]:
+    """Of how many samples each gradient of a convolution's weights is computed in a step."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    found: list[int] = []
+    add = deferred.add_conv2d
+
+    def counted(x: Tensor, *others: Any) -> Any:
+        found.append(len(x))
+        return add(x, *others)
+
+    with mock.patch.object(deferred, "add_conv2d", counted):
+        train_step(engine, case, task, 0)
+    return found
+
+
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 

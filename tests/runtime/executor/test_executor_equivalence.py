@@ -23,6 +23,7 @@ from equivalence_training import (
     most_sending,
     n_synchronisations,
     receives_posted,
+    samples_of_joined_products,
     steps_alone,
     train_by_ddp,
     train_by_strategy,
@@ -132,6 +133,17 @@ def test_three_replicas_feed_one_under_every_schedule(schedule, recompute, seed,
     )
     assert [len(own) for own in strategy.stage_devices()] == [3, 1]
     assert_equal(make_case("lenet", strategy, 4, seed=seed), ranks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_microbatches_of_unlike_sizes_are_joined(schedule, ranks):
+    strategy = replicated_pipeline(
+        small_graph("lenet"), 11, [[0], [1]], n_microbatches=3, schedule=schedule
+    )
+    assert sorted(strategy.microbatch_sizes()) == [3, 4, 4]
+    found = ranks.run(2, samples_of_joined_products, make_case("lenet", strategy, 2, seed=1))
+    # Each of the two convolutions by one product over all samples.
+    assert [n for own in found for n in own] == [11, 11]
 
 
 @pytest.mark.slow
