@@ -58,7 +58,7 @@ class Options:
     steps: int = 4
     """Steps of a run."""
     seconds: float = 70.0
-    """How long runs are trained in turn."""
+    """How long those near the fastest are trained in turn, after three rounds of all."""
     quick: bool = False
     """Two cells only."""
     again: bool = False

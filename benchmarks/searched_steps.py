@@ -8,7 +8,7 @@ the executor's under the run's strategy.json), and train a block of steps each i
 again and again, after one that is not timed: in a run too a step begins on some ranks before the
 last one has ended on others. Rank 0 prints for each run `{run, steps_s}`: seconds of a step on the
 slowest rank, by round. What takes twice as long as the fastest or more is measured in the first
-rounds only.
+rounds only, which the given time does not count: it is for those that are near each other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Options:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories of training runs."""
     seconds: float = 100.0
-    """No round begins after this long, but for the least of five."""
+    """No round begins this long after the first three, but for the least of five."""
 
 
 def read_case(run_dir: Path) -> TrainCase:
@@ -123,9 +123,10 @@ def measure(steppers: list[Stepper], options: Options, world: World) -> list[lis
         stepper.block(1)  # warms up
     order = list(range(len(steppers)))
     shuffle = random.Random(0).shuffle  # equal on every rank
-    start_s = time.monotonic()
-    n_rounds = 0
+    start_s, n_rounds = 0.0, 0
     while n_rounds < _LEAST_ROUNDS or _elapsed(start_s, world) < options.seconds:
+        if n_rounds <= _FIRST_ROUNDS:
+            start_s = time.monotonic()
         shuffle(order)
         fastest = min((statistics.median(own) for own in steps if own), default=0.0)
         for k in order:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,7 +83,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
 
 
 def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
-    from harness.launch import Case
+    from harness.cases import Case
     from harness.workloads import WORKLOADS
     from harness.workloads.comparison import comparison
 
@@ -111,19 +110,17 @@ def _told(config: Any) -> str:
 
 def _print_dry_run(cases: list[Any]) -> None:
     """Every run in order; what a run builds on is named where nothing before it has made it."""
-    from harness.launch import needs_of
+    from harness.cases import needs_of, neighbours
 
     made = {case.name for case in cases if case.name != "train"}
-    numbered = list(enumerate(cases, start=1))
-    for _, group in groupby(numbered, key=lambda item: item[1].name):
-        alike = list(group)
-        for need in needs_of([case for _, case in alike]):
+    for alike in neighbours(cases):
+        for need in needs_of([cases[at] for at in alike]):
             if need.name not in made:
                 made.add(need.name)
-                place = f"[{alike[0][0]}/{len(cases)}]"
+                place = f"[{alike[0] + 1}/{len(cases)}]"
                 print(f"{place} before it, where missing: {need.name} {_told(need.config)}")
-        for number, case in alike:
-            print(f"[{number}/{len(cases)}] {case.name} {_told(case.config)}")
+        for at in alike:
+            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_told(cases[at].config)}")
 
 
 def _print_tables(runs: list[Any]) -> None:

@@ -9,43 +9,37 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
-from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.run import RankInfo, RunHeader, Status, run_key
-from harness.errors import ResultsError
-from harness.measure.store import Results, Run, read_header, read_run, write_header
-from harness.run import Outcome, RunSpec, run_case
+from harness.cases import (
+    Case,
+    Planned,
+    config_json,
+    describe_cluster,
+    finished_repeats,
+    needs_of,
+    neighbours,
+    plan_runs,
+)
+from harness.domain.run import RankInfo, RunHeader, Status
+from harness.measure.store import Results, Run, read_run, write_header
+from harness.outcome import Outcome, worst
+from harness.run import RunSpec, run_case
 from harness.runtime.host import code_commit
 from harness.runtime.isolate import Ending, run_isolated
 from harness.runtime.peaks import peak_flops_per_s
 from harness.runtime.rendezvous import Meeting, without_mpi
 from harness.workloads import WORKLOADS
-from harness.workloads.contract import Need, Workload
+from harness.workloads.contract import Need
 
 _log = logging.getLogger(__name__)
-
-# The worst part of a run decides; one that failed because another had decides least.
-_SEVERITY: list[Status] = ["ok", "skipped", "crash", "timeout", "invalid", "oom"]
-_FINISHED = ("ok", "oom")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One run to carry out."""
-
-    name: str
-    workload: Workload
-    config: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,118 +56,6 @@ class RunOptions:
     """Stop a run after this many seconds; it becomes a row with status timeout."""
     collective_timeout_s: float = 300.0
     """A collective that a rank has waited in for this long fails the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A case with its place among the repeats of the same configuration and cluster."""
-
-    case: Case
-    key: str
-    repeat: int
-    n_ranks: int
-
-
-def config_json(config: Any) -> dict[str, Any]:
-    """A workload's configuration as plain JSON."""
-    plain: dict[str, Any] = msgspec.to_builtins(asdict(config), str_keys=True, enc_hook=str)
-    return plain
-
-
-def describe_cluster(ranks: list[RankInfo]) -> Cluster:
-    """Nodes and devices as this launch sees them; links are the links workload's to measure."""
-    by_host: dict[str, list[RankInfo]] = {}
-    for info in ranks:
-        by_host.setdefault(info.hostname, []).append(info)
-    nodes = [
-        Node(
-            name=hostname,
-            devices=[
-                Device(
-                    name=f"{hostname}:{i}", kind=info.device_kind, memory_bytes=info.memory_bytes
-                )
-                for i, info in enumerate(infos)
-            ],
-            nic_bytes_per_s=infos[0].nic_bytes_per_s or None,
-        )
-        for hostname, infos in by_host.items()
-    ]
-    return Cluster(nodes=nodes)
-
-
-def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
-    """Number the repeats: cases of equal configuration are repeats of one another."""
-    seen: Counter[str] = Counter()
-    planned = []
-    for case in cases:
-        n_ranks = case.workload.n_ranks(case.config, len(ranks))
-        cluster = describe_cluster(ranks[:n_ranks])
-        key = run_key(case.name, config_json(case.config), cluster)
-        planned.append(Planned(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
-        seen[key] += 1
-    return planned
-
-
-def needs_of(cases: Sequence[Case]) -> list[Need]:
-    """What cases build on; what builds on more itself comes last, for then that is complete."""
-    needs = [need for case in cases for need in case.workload.needs(case.config)]
-    return sorted(needs, key=lambda need: bool(need.workload.needs(need.config)))
-
-
-def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
-    """The finished runs of each key that a results directory holds, oldest first."""
-    done: dict[str, list[RunHeader]] = {}
-    if not results.is_dir():
-        return done
-    for entry in results.iterdir():
-        try:
-            header = read_header(entry)
-        except ResultsError:
-            continue
-        if header.status in _FINISHED:
-            done.setdefault(header.key, []).append(header)
-    for repeats in done.values():
-        repeats.sort(key=lambda header: header.start_utc)
-    return done
-
-
-def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
-    """The status of the run, and why, naming the rank and host that decided.
-
-    A rank with a reason of its own comes before those that waited for another, of which the one
-    next to the trouble comes first: it waited for a rank that waited for nobody. A second rank
-    that failed as badly for another reason is heard too: when one dies, it is the other that knows
-    what it was waiting for.
-    """
-    severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
-    status = outcomes[severities.index(max(severities))].status
-    if status == "ok":
-        return status, ""
-    failed = [rank for rank, severity in enumerate(severities) if severity == max(severities)]
-    waited = {rank for rank in failed if outcomes[rank].peers}
-    silent = {peer for rank in waited for peer in outcomes[rank].peers} - waited
-
-    def distance(rank: int) -> int:
-        return 0 if rank not in waited else 1 if silent.intersection(outcomes[rank].peers) else 2
-
-    rank, *others = sorted(failed, key=distance)
-    first, *rest = _reason(outcomes, hostnames, rank).splitlines()
-    for other in others:
-        if _gist(outcomes[other]) != _gist(outcomes[rank]):
-            first += f"; {_reason(outcomes, hostnames, other).splitlines()[0]}"
-            break
-    if rank in waited and silent:
-        names = ", ".join(f"{one} ({hostnames[one]})" for one in sorted(silent))
-        first += f"; no answer came from rank {names}"
-    return "crash" if status == "skipped" else status, "\n".join([first, *rest])
-
-
-def _reason(outcomes: list[Outcome], hostnames: list[str], rank: int) -> str:
-    return f"rank {rank} ({hostnames[rank]}): {outcomes[rank].reason}"
-
-
-def _gist(outcome: Outcome) -> str:
-    return outcome.reason.partition("\n")[0]
 
 
 class Launcher:
@@ -219,14 +101,13 @@ class Launcher:
         skipped = [plan.repeat < len(done.get(plan.key, ())) for plan in planned]
         skipped = self._control.broadcast("skipped", skipped, list[bool])
         headers = []
-        numbered = list(zip(range(1, len(planned) + 1), planned, skipped, strict=True))
-        for _, group in groupby(numbered, key=lambda item: item[1].case.name):
-            alike = list(group)
-            missing = [plan.case for _, plan, is_done in alike if not is_done]
-            headers += self._carry_out_needs(missing, str(alike[0][0]))
-            for number, plan, is_done in alike:
-                what = f"[{number}/{len(planned)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
-                if not is_done:
+        for alike in neighbours(cases):
+            missing = [cases[at] for at in alike if not skipped[at]]
+            headers += self._carry_out_needs(missing, str(alike[0] + 1))
+            for at in alike:
+                plan, number = planned[at], at + 1
+                what = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
+                if not skipped[at]:
                     headers.append(self._carry_out_logged(plan, str(number), what))
                     continue
                 _log.info("%s: already in %s, skipped", what, self._results)

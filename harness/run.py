@@ -15,11 +15,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from harness.domain.run import Status
 from harness.errors import HarnessError, PeerError, VerificationError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
+from harness.outcome import Outcome
 from harness.runtime.clock_offset import measure_clock_offset
 from harness.runtime.context import Context
 from harness.runtime.cuda_clock import clock_for
@@ -42,19 +42,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     collective_timeout_s: float
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's part of a run ended.
-
-    Attributes:
-        peers: ranks of which one did not answer, where that is the reason.
-    """
-
-    status: Status
-    reason: str = ""
-    peers: tuple[int, ...] = ()
-    summary: dict[str, Any] = {}
 
 
 def measure_steps(

@@ -7,7 +7,8 @@ from itertools import pairwise
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import Strategy
 from harness.plan import builders
-from harness.plan.simulate.simulator import Simulator, operator_seconds
+from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.simulator import Simulator
 from harness.plan.stages import balance, balance_in_turn
 
 # Microbatches for each device that are tried where nobody names a number.

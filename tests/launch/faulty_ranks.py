@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from harness.cases import Case
 from harness.errors import VerificationError
-from harness.launch import Case, Launcher, RunOptions
+from harness.launch import Launcher, RunOptions
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import read_launch
 from harness.runtime.rendezvous import meet

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import Case, needs_of
+from harness.cases import Case, needs_of
 from harness.measure.store import read_results
 from harness.workloads.contract import Need, Workload
 

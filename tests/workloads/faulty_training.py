@@ -13,10 +13,11 @@ import msgspec
 import torch
 from torch import fx, nn
 
+from harness.cases import Case, describe_cluster
 from harness.domain.cluster import Cluster, Link
 from harness.domain.run import RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.launch import Case, Launcher, RunOptions, describe_cluster
+from harness.launch import Launcher, RunOptions
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.runtime.isolate import start_fork_server

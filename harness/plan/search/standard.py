@@ -10,7 +10,8 @@ from harness.domain.strategy import Strategy
 from harness.plan import builders
 from harness.plan.pipelines import balanced_pipeline, usual_microbatches
 from harness.plan.search.space import proportional_shares
-from harness.plan.simulate.simulator import Simulator, operator_seconds
+from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.simulator import Simulator
 
 
 def standard_strategies(simulator: Simulator, batch: int) -> Iterator[Strategy]:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from harness.domain.partition import cut_dim
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
 from harness.runtime.capture import capture
@@ -29,12 +28,12 @@ from harness.runtime.executor.deferred import (
 )
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.emit import DeviceTasks
+from harness.runtime.executor.feed import Feed
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
 from harness.runtime.executor.inplace import check_in_place
 from harness.runtime.executor.joining import Joining
-from harness.runtime.executor.layout import sample_intervals
 from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.messages import find_messages, shared_sums
 from harness.runtime.executor.moves import Moves
@@ -84,11 +83,10 @@ class ExecutorEngine:
         captured = capture(task, plan.strategy.batch, "model")
         plan.check(captured.graph, world.size)
         self._captured = captured
-        self._intervals = sample_intervals(captured.graph, plan.strategy, world.rank)
-        self._starts = cut_dim(plan.strategy.batch, plan.strategy.n_microbatches)
-        self._input_names = tuple(
+        inputs = tuple(
             node.name for node in captured.module.graph.nodes if node.op == "placeholder"
         )
+        self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -241,7 +239,7 @@ class ExecutorEngine:
     @property
     def samples(self) -> list[int]:
         """Positions within the global batch that this rank is fed in every step, in order."""
-        return [at for start, stop in self._intervals for at in range(start, stop)]
+        return self._feed.samples
 
     @property
     def model(self) -> nn.Module:
@@ -276,7 +274,7 @@ class ExecutorEngine:
             )
         if is_muted != self._channels.is_muted:
             self.flush()
-        flights = self._feed(fetch)
+        flights = self._fetch(fetch)
         self._channels.is_muted = is_muted
         self._n_updates = 0
         if self._stash is None:
@@ -378,27 +376,16 @@ class ExecutorEngine:
         self.flush()
         return verify_copies(self.weights, self._world)
 
-    def _feed(self, fetch: Callable[[], Batch]) -> list[Flight]:
+    def _fetch(self, fetch: Callable[[], Batch]) -> list[Flight]:
         """Fetch this rank's data and deal it to the microbatches."""
         batch: Batch | None = None
-        if any(start < stop for start, stop in self._intervals):
+        if self._feed.samples:
             self._phases.begin("data")
             batch = fetch()
             self._phases.begin("host_to_device", n_bytes=batch.n_bytes)
             batch = batch.to(self._world.device)
             self._phases.end()  # posting receives comes next, which is neither
-        flights: list[Flight] = []
-        at = 0
-        for (start, stop), (first, _) in zip(self._intervals, self._starts, strict=True):
-            n = stop - start
-            part = None
-            if batch is not None and n:
-                part = Batch(
-                    tuple(x[at : at + n] for x in batch.inputs), batch.targets[at : at + n]
-                )
-            flights.append(Flight(part, (start - first, stop - first), self._input_names))
-            at += n
-        return flights
+        return self._feed.deal(batch)
 
 
 def _differentiable(segments: Iterable[Segment]) -> list[fx.GraphModule]:

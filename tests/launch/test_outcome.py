@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.launch import worst
-from harness.run import Outcome
+from harness.outcome import Outcome, worst
 
 HOSTS = ["a", "b", "c", "d"]
 OK = Outcome(status="ok")

@@ -1,0 +1,109 @@
+"""Runs to be carried out: their order, repeats, what they build on, which of them are done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.run import RankInfo, RunHeader, run_key
+from harness.errors import ResultsError
+from harness.measure.store import read_header
+from harness.workloads.contract import Need, Workload
+
+_FINISHED = ("ok", "oom")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run to carry out."""
+
+    name: str
+    workload: Workload
+    config: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A case with its place among the repeats of the same configuration and cluster."""
+
+    case: Case
+    key: str
+    repeat: int
+    n_ranks: int
+
+
+def config_json(config: Any) -> dict[str, Any]:
+    """A workload's configuration as plain JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(asdict(config), str_keys=True, enc_hook=str)
+    return plain
+
+
+def describe_cluster(ranks: list[RankInfo]) -> Cluster:
+    """Nodes and devices as this launch sees them; links are the links workload's to measure."""
+    by_host: dict[str, list[RankInfo]] = {}
+    for info in ranks:
+        by_host.setdefault(info.hostname, []).append(info)
+    nodes = [
+        Node(
+            name=hostname,
+            devices=[
+                Device(
+                    name=f"{hostname}:{i}", kind=info.device_kind, memory_bytes=info.memory_bytes
+                )
+                for i, info in enumerate(infos)
+            ],
+            nic_bytes_per_s=infos[0].nic_bytes_per_s or None,
+        )
+        for hostname, infos in by_host.items()
+    ]
+    return Cluster(nodes=nodes)
+
+
+def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
+    """Number the repeats: cases of equal configuration are repeats of one another."""
+    seen: Counter[str] = Counter()
+    planned = []
+    for case in cases:
+        n_ranks = case.workload.n_ranks(case.config, len(ranks))
+        cluster = describe_cluster(ranks[:n_ranks])
+        key = run_key(case.name, config_json(case.config), cluster)
+        planned.append(Planned(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
+        seen[key] += 1
+    return planned
+
+
+def needs_of(cases: Sequence[Case]) -> list[Need]:
+    """What cases build on; what builds on more itself comes last, for then that is complete."""
+    needs = [need for case in cases for need in case.workload.needs(case.config)]
+    return sorted(needs, key=lambda need: bool(need.workload.needs(need.config)))
+
+
+def neighbours(cases: Sequence[Case]) -> Iterator[list[int]]:
+    """Positions of cases of one workload that follow one another; what any of them builds on comes
+    before the first."""
+    for _, positions in groupby(range(len(cases)), key=lambda position: cases[position].name):
+        yield list(positions)
+
+
+def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
+    """The finished runs of each key that a results directory holds, oldest first."""
+    done: dict[str, list[RunHeader]] = {}
+    if not results.is_dir():
+        return done
+    for entry in results.iterdir():
+        try:
+            header = read_header(entry)
+        except ResultsError:
+            continue
+        if header.status in _FINISHED:
+            done.setdefault(header.key, []).append(header)
+    for repeats in done.values():
+        repeats.sort(key=lambda header: header.start_utc)
+    return done

@@ -1,0 +1,185 @@
+"""What devices compute and hold, in order, by hand-sized graphs."""
+
+import msgspec
+import numpy as np
+import pytest
+from simulated import chain, cluster_of, profile_of, simulate, timeline
+
+from harness.domain.cluster import Cluster
+from harness.domain.profile import Profile, WholeStep
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.errors import ClusterError, PlanError, StrategyError
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.report import (
+    binding,
+    critical_path,
+    device_seconds,
+    explain,
+    memory_over_time,
+    spans,
+)
+from harness.plan.simulate.simulator import Simulator
+
+
+def test_one_device_runs_forward_and_backward_in_order():
+    graph, profile = chain()
+    found = simulate(
+        graph, profile, cluster_of(), {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    )
+    assert timeline(found) == [("a", 0, 1), ("b", 1, 3), ("b", 3, 7), ("a", 7, 9)]
+    # Weights, gradients, one optimizer state, and both outputs at the peak.
+    assert found.memory_bytes == {"node0:0": 3 * 120 + 32 + 16, "node0:1": 0}
+
+
+def test_microbatches_of_unlike_sizes_take_what_their_samples_take():
+    graph, profile = chain()
+    one = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    found = simulate(graph, profile, cluster_of(), one, n_microbatches=3)  # of 3, 3 and 2 samples
+    assert found.step_s == pytest.approx(9)
+    two = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    sent = [
+        end - start
+        for name, start, end in timeline(
+            simulate(graph, profile, cluster_of(), two, n_microbatches=3)
+        )
+        if name.startswith("a #") and "->" in name
+    ]
+    assert sent == pytest.approx([2 / 3] * 3)  # 32 B at 16 B/s in all
+    assert found.memory_bytes["node0:0"] == 3 * 120 + 3 * 6 * 3  # of the largest microbatch
+
+
+def test_feature_parallel_gathers_and_needs_no_synchronisation():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({"feature": 2}, [0, 1]), "b": OperatorPlan({}, [0])}
+    found = simulate(graph, profile, cluster_of(), plans)
+    # Half of a's output (16 bytes) crosses, 1 s each way.
+    assert timeline(found) == [
+        ("a", 0, 0.5),
+        ("a", 0, 0.5),
+        ("a node0:1 -> node0:0", 0.5, 1.5),
+        ("b", 1.5, 3.5),
+        ("b", 3.5, 7.5),
+        ("a", 7.5, 8.5),
+        ("gradient of a node0:0 -> node0:1", 7.5, 8.5),
+        ("a", 8.5, 9.5),
+    ]
+
+
+def test_slow_device_takes_longer_and_shares_balance_it():
+    graph, profile = chain()
+    cluster = cluster_of(bandwidth=1e30)
+    slow = msgspec.structs.replace(cluster.nodes[0].devices[1], speed=1 / 3)
+    cluster = Cluster(
+        nodes=[
+            msgspec.structs.replace(cluster.nodes[0], devices=[cluster.nodes[0].devices[0], slow])
+        ],
+        links=cluster.links,
+    )
+    even = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
+    fair = {name: OperatorPlan({"sample": [3, 1]}, [0, 1]) for name in ("a", "b")}
+    assert simulate(graph, profile, cluster, even).step_s == pytest.approx(9 / 2 * 3)
+    assert simulate(graph, profile, cluster, fair).step_s == pytest.approx(9 * 3 / 4)
+
+
+def test_a_device_that_is_slower_now_than_when_it_was_profiled_takes_longer():
+    graph, profile = chain()
+    step = WholeStep(
+        device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0, latest_s=18.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    profile = msgspec.structs.replace(profile, whole_steps=[step])
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
+
+
+def test_each_kind_of_device_has_its_own_times():
+    graph, profile = chain()
+    other = profile_of(graph, {"a": (5.0, 0.0), "b": (5.0, 0.0)}, kind="old")
+    both = Profile(model="chain", measurements=profile.measurements + other.measurements)
+    cluster = cluster_of()
+    old = msgspec.structs.replace(cluster.nodes[0].devices[1], kind="old")
+    cluster = Cluster(
+        nodes=[
+            msgspec.structs.replace(cluster.nodes[0], devices=[cluster.nodes[0].devices[0], old])
+        ],
+        links=cluster.links,
+    )
+    plans = {"a": OperatorPlan({}, [1]), "b": OperatorPlan({}, [1])}
+    assert simulate(graph, both, cluster, plans).step_s == 10.0
+
+
+def test_optimizer_runs_at_the_end_on_what_a_device_owns():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    options = SimulatorOptions(optimizer_s_per_byte=0.01)
+    found = simulate(graph, profile, cluster_of(), plans, options=options)
+    assert found.step_s == pytest.approx(9 + 1.2)
+    assert device_seconds(found, 0) == pytest.approx(
+        {"forward": 3, "backward": 6, "exposed": 0, "optimizer": 1.2}
+    )
+
+
+def test_records_are_those_of_a_measured_run():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    found = simulate(graph, profile, cluster_of(), plans)
+    by_rank = spans(found, step=3)
+    assert {span.step for own in by_rank.values() for span in own} == {3}
+    assert [(s.kind, s.start_s) for s in by_rank[1]] == [
+        ("communication", 1.0),
+        ("forward", 3.0),
+        ("backward", 5.0),
+        ("communication", 9.0),
+        ("step", 0.0),
+    ]
+    assert by_rank[0][1].n_bytes == 32
+
+
+def test_memory_over_time_rises_and_falls():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    found = simulate(graph, profile, cluster_of(), plans)
+    assert memory_over_time(found, 0) == [(0, 392), (1, 408), (3, 408), (7, 392)]
+
+
+def test_the_critical_path_names_what_binds():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    found = simulate(graph, profile, cluster_of(bandwidth=1.0), plans)
+    assert [event.name for event in critical_path(found)] == [
+        "a",
+        "a node0:0 -> node0:1",
+        "b",
+        "b",
+        "gradient of a node0:1 -> node0:0",
+        "a",
+    ]
+    assert next(iter(binding(found))) in ("link node0:0 -> node0:1", "link node0:1 -> node0:0")
+    assert sum(binding(found).values()) == pytest.approx(found.step_s)
+    assert any("busiest: link" in line for line in explain(found))
+
+
+def test_out_of_memory_is_predicted_and_names_the_device():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    simulator = Simulator(graph, profile, cluster_of(memory=400))
+    found = simulator.simulate(Strategy(name="s", batch=8, operators=plans))
+    assert not found.fits
+    with pytest.raises(PlanError, match="needs 408 B on device node0:0, which has 400 B"):
+        found.check_memory()
+    assert simulator.step_s(found.strategy) == np.inf
+
+
+def test_bad_input_gets_its_error():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [7])}
+    with pytest.raises(StrategyError, match="device 7, the cluster has devices 0 to 1"):
+        simulate(graph, profile, cluster_of(), plans)
+    with pytest.raises(PlanError, match="measured for graph"):
+        Simulator(graph, msgspec.structs.replace(profile, graph_hash="abc"), cluster_of())
+    with pytest.raises(PlanError, match="no device kind 'T4'"):
+        simulate(graph, profile, cluster_of(kind="T4"), {k: OperatorPlan({}, [0]) for k in "ab"})
+    with pytest.raises(ClusterError, match="no link node0:0 -> node0:1"):
+        Simulator(graph, profile, msgspec.structs.replace(cluster_of(), links=[]))
+    with pytest.raises(PlanError, match="a bucket needs a byte"):
+        SimulatorOptions(bucket_bytes=0)

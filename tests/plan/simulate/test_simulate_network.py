@@ -1,0 +1,181 @@
+"""What transfers take: links, interfaces, flows that share them, collectives."""
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from simulated import MB, chain, cluster_of, op, profile_of, simulate, talking, timeline
+
+from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
+from harness.domain.graph import Graph
+from harness.domain.strategy import OperatorPlan
+from harness.plan.simulate.report import events
+
+
+@pytest.mark.parametrize(("latency_s", "exchange_s"), [(0.5, 0.25), (0.25, 0.5)])
+def test_a_message_takes_the_links_latency_or_the_receivers_exchange(latency_s, exchange_s):
+    graph, profile = chain()
+    cluster = talking(cluster_of(latency=latency_s), exchange_s, exchange_s, of=["exchange_s"])
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    found = timeline(simulate(graph, profile, cluster, plans))
+    assert found[1] == ("a node0:0 -> node0:1", 1, 3.5)
+
+
+def test_a_producer_elsewhere_sends_and_gets_gradients_back():
+    graph, profile = chain()
+    found = simulate(
+        graph,
+        profile,
+        cluster_of(latency=0.5),
+        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])},
+    )
+    # 32 bytes at 16 B/s take 2 s and 0.5 s latency.
+    assert timeline(found) == [
+        ("a", 0, 1),
+        ("a node0:0 -> node0:1", 1, 3.5),
+        ("b", 3.5, 5.5),
+        ("b", 5.5, 9.5),
+        ("gradient of a node0:1 -> node0:0", 9.5, 12),
+        ("a", 12, 14),
+    ]
+    # The consumer holds its own output and the 32 bytes that it received.
+    assert found.memory_bytes == {"node0:0": 240 + 32, "node0:1": 120 + 16 + 32}
+
+
+@pytest.mark.parametrize("plan", [OperatorPlan({}, [1]), OperatorPlan({"sample": 2}, [0, 1])])
+def test_an_output_of_unknown_bytes_is_waited_for(plan):
+    graph, profile = chain()
+    operators = [msgspec.structs.replace(op, activation_bytes=0) for op in graph.operators]
+    graph = msgspec.structs.replace(graph, operators=operators)
+    plans = {"a": OperatorPlan({}, [0]), "b": plan}
+    found = simulate(graph, profile, cluster_of(latency=0.5), plans)
+    assert min(event.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
+    assert found.outcome.edge_bytes.tolist() == [0.0]
+
+
+def fan(n, nic=None, bandwidth=16.0):
+    """Node 0 sends one tensor to n consumers, each on a node of its own."""
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
+    operators += [op(f"b{i}", ["a"], 1) for i in range(n)]
+    graph = Graph(name="fan", batch=8, operators=operators)
+    profile = profile_of(graph, {o.name: (1.0, 0.0) for o in operators[1:]})
+    nodes = [
+        Node(
+            name=f"n{i}",
+            devices=[Device(name=f"n{i}:0", kind="device", memory_bytes=MB)],
+            nic_bytes_per_s=nic,
+        )
+        for i in range(n + 1)
+    ]
+    names = [node.name + ":0" for node in nodes]
+    links = [
+        Link(source=a, target=b, latency_s=0.0, bandwidth_bytes_per_s=bandwidth)
+        for a in names
+        for b in names
+        if a != b
+    ]
+    plans = {"a": OperatorPlan({}, [0])}
+    plans |= {f"b{i}": OperatorPlan({}, [i + 1]) for i in range(n)}
+    return graph, profile, Cluster(nodes=nodes, links=links), plans
+
+
+def test_an_interface_serves_its_links_one_after_another():
+    free = simulate(*fan(3))
+    assert free.step_s == pytest.approx(1 + 2 + 1 + 2)  # links in parallel, both ways
+    # The sender's interface is as fast as a link: 3 x 2 s out, and gradients 2 s each back in.
+    bound = simulate(*fan(3, nic=16.0))
+    arrivals = [e for e in timeline(bound) if "->" in e[0] and "gradient" not in e[0]]
+    assert [(s, e) for _, s, e in arrivals] == [(1, 3), (3, 5), (5, 7)]
+    assert bound.step_s == pytest.approx(1 + 6 + 1 + 2)
+
+
+def test_a_fast_interface_overlaps_slow_links():
+    found = simulate(*fan(3, nic=32.0))
+    arrivals = [e for e in timeline(found) if "->" in e[0] and "gradient" not in e[0]]
+    assert [(s, e) for _, s, e in arrivals] == [(1, 3), (2, 4), (3, 5)]
+
+
+def test_both_directions_of_a_link_are_apart():
+    graph = Graph(
+        name="cross",
+        batch=8,
+        operators=[
+            op("x", [], 4, kind="input"),
+            op("a", ["x"], 4),
+            op("b", ["x"], 4),
+            op("c", ["a"], 1),
+            op("d", ["b"], 1),
+        ],
+    )
+    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 0.0)))
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("b", 1), ("c", 1), ("d", 0))}
+    found = simulate(graph, profile, cluster_of(), plans)
+    assert found.step_s == 4.0  # 1 s, 2 s across at once in both directions, 1 s
+
+
+def test_measured_collectives_replace_the_ring():
+    graph, profile = chain()
+    points = [
+        CollectivePoint(
+            operation="all_reduce", transport="gloo", n_ranks=2, n_bytes=n, duration_s=s
+        )
+        for n, s in ((12, 1.0), (1200, 100.0))
+    ]
+    cluster = msgspec.structs.replace(cluster_of(), collectives=points)
+    plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
+    # 120 bytes lie half-way on the logarithmic scale: 10 s after 4.5 s of computation.
+    assert simulate(graph, profile, cluster, plans).step_s == pytest.approx(14.5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "slower"),
+    [
+        (OperatorPlan({"sample": 3}, [0, 1, 2]), (3, 1), 2.0),  # each sends to both others
+        (OperatorPlan({}, [0]), (3, 1), 1.0),  # both others send to one
+        (OperatorPlan({"sample": 3}, [0, 1, 2]), (1, 3), 1.0),  # inside a node
+    ],
+)
+def test_flows_that_share_interfaces_at_both_ends_take_longer(plan, nodes, slower):
+    graph, profile = chain()
+    plain = Cluster.uniform(*nodes, inside_bytes_per_s=16.0, memory_bytes=MB)
+    plans = {"a": OperatorPlan({"feature": 3}, [0, 1, 2]), "b": plan}
+    before, after = (
+        sorted(e.duration_s for e in events(simulate(graph, profile, c, plans)) if "->" in e.name)
+        for c in (plain, replace(plain, crowding=2.0))
+    )
+    assert before
+    assert after == pytest.approx([slower * seconds for seconds in before])
+
+
+def test_a_device_fetches_a_region_once_for_all_that_read_it_there():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
+    operators += [op("b", ["a"], 1), op("c", ["a"], 1), op("d", ["a"], 1)]
+    graph = Graph(name="once", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("abcd", (1.0, 2.0)))
+    plans = {n: OperatorPlan({}, [d]) for n, d in (("a", 0), ("b", 1), ("c", 1), ("d", 0))}
+    found = simulate(graph, profile, cluster_of(), plans)
+    # 32 B at 16 B/s go once; c finds them there, and one gradient comes back after b, the last.
+    assert timeline(found) == [
+        ("a", 0, 1),
+        ("d", 1, 2),
+        ("a node0:0 -> node0:1", 1, 3),
+        ("d", 2, 4),
+        ("b", 3, 4),
+        ("c", 4, 5),
+        ("c", 5, 7),
+        ("b", 7, 9),
+        ("gradient of a node0:1 -> node0:0", 9, 11),
+        ("a", 11, 13),
+    ]
+    assert found.memory_bytes["node0:1"] == 8 + 8 + 32
+
+
+def test_different_regions_are_fetched_each():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
+    operators += [op("b", ["a"], 1), op("c", ["a"], 1)]
+    graph = Graph(name="twice", batch=8, operators=operators)
+    profile = profile_of(graph, dict.fromkeys("abc", (1.0, 2.0)))
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    plans["c"] = OperatorPlan({"sample": 2}, [1, 0])
+    sent = [e for e in timeline(simulate(graph, profile, cluster_of(), plans)) if "a node" in e[0]]
+    # All of it for b, and the first half for c.
+    assert [round((e - s) * 16) for name, s, e in sent if "gradient" not in name] == [32, 16]

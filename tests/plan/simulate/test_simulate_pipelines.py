@@ -1,0 +1,108 @@
+"""Fill, drain and memory of pipelines by every schedule."""
+
+import numpy as np
+import pytest
+from simulated import chain, cluster_of, op, profile_of, simulate, timeline
+
+from harness.domain.graph import Graph
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.report import binding, spans
+
+
+def two_stages(schedule, n_microbatches, recompute=False, bandwidth=np.inf):
+    graph, profile = chain()
+    profile = profile_of(graph, {"a": (2.0, 4.0), "b": (2.0, 4.0)})
+    cluster = cluster_of(bandwidth=1e30 if np.isinf(bandwidth) else bandwidth)
+    return simulate(
+        graph,
+        profile,
+        cluster,
+        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)},
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        stages=[Stage(recompute), Stage(recompute)],
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_balanced_pipeline_takes_fill_and_drain_of_one_stage(schedule):
+    # 4 microbatches of 0.5 + 1 s on each of 2 stages: (4 + 2 - 1) * 1.5.
+    assert two_stages(schedule, 4).step_s == pytest.approx(7.5, abs=1e-12)
+
+
+def test_1f1b_holds_fewer_activations_than_gpipe():
+    assert two_stages("gpipe", 4).memory_bytes["node0:0"] == 240 + 4 * 8
+    assert two_stages("1f1b", 4).memory_bytes["node0:0"] == 240 + 2 * 8
+
+
+def test_weight_passes_fill_the_bubble_of_zero_bubble():
+    # Rank 1 starts after one forward (0.5 s) and then never waits: 4 * (0.5 + 0.5 + 0.5).
+    assert two_stages("zero_bubble", 4).step_s == pytest.approx(6.5, abs=1e-12)
+
+
+def test_the_next_step_fills_a_pipeline_while_this_one_drains():
+    operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 10), op("b", ["a"], 2, 60)]
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (1.0, 2.0), "b": (2.0, 4.0)})
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)}
+    options = SimulatorOptions(optimizer_s_per_byte=0.1)
+    found = simulate(
+        graph, profile, cluster_of(bandwidth=1e30), plans, stages=[Stage()] * 2, options=options
+    )
+    # A step alone takes 13 s: a 1, b 2 + 4, then b's optimizer 6. Beside that a has its backward,
+    # its optimizer of 1 s, and the next forward, so that b's device works all the time.
+    computed = [event for event in timeline(found) if "->" not in event[0]]
+    assert computed == [("a", 0, 1), ("b", 3, 5), ("b", 5, 9), ("a", 9, 11)]
+    assert found.step_s == pytest.approx(12.0)
+    assert found.outcome.device_begin_s == pytest.approx([0.0, 3.0])
+    steps = {rank: own[-1] for rank, own in spans(found).items()}
+    assert (steps[1].kind, steps[1].start_s, steps[1].duration_s) == ("step", 3.0, found.step_s)
+    assert {name: s for name, s in binding(found).items() if s > 1e-9} == pytest.approx(
+        {
+            "node0:1": 6.0,
+            "the step before on node0:1": 3.0,
+            "node0:0": 2.0,
+            "optimizer of node0:0": 1.0,
+        }
+    )
+
+
+def test_recomputation_costs_a_forward_and_saves_activations():
+    plain, again = two_stages("gpipe", 4), two_stages("gpipe", 4, recompute=True)
+    # Rank 1 is done with B0 at 4.0; then rank 0 repeats backward 1 s, recomputation 0.5 s, and
+    # only its first recomputation is hidden: 4 + 4 * 1 + 3 * 0.5.
+    assert (plain.step_s, again.step_s) == pytest.approx((7.5, 9.5), abs=1e-12)
+    # One microbatch's output is 8 B on rank 0; rank 1 keeps the 8 B it received of each, and has
+    # 4 B of its own output at the peak instead of 4 times that.
+    assert again.memory_bytes == {"node0:0": 240 + 8, "node0:1": 120 + 4 * 8 + 4}
+    assert plain.memory_bytes == {"node0:0": 240 + 4 * 8, "node0:1": 120 + 4 * (8 + 4)}
+
+
+def test_transfers_pace_the_pipeline_when_they_are_slowest():
+    # A microbatch of 8 bytes takes 1 s: arrivals at 1.5, 2.5, 3.5, 4.5; rank 1 runs its forwards
+    # until 5 and its backwards until 9; the last gradient arrives at 10.
+    assert two_stages("gpipe", 4, bandwidth=8.0).step_s == pytest.approx(11.0, abs=1e-12)
+
+
+def test_receives_are_posted_one_action_ahead():
+    graph, profile = chain()
+    profile = profile_of(graph, {"a": (1.0, 0.0), "b": (8.0, 0.0)})
+    found = simulate(
+        graph,
+        profile,
+        cluster_of(),
+        {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)},
+        n_microbatches=4,
+        stages=[Stage(), Stage()],
+    )
+    begin = found.outcome.device_begin_s[0]
+    assert begin == 4 * 0.5  # b's device is done once it has sent the four gradients
+    sent = [
+        (s - begin, e - begin)
+        for name, s, e in timeline(found)
+        if name.startswith("a #") and "->" in name
+    ]
+    # a ends at 0.25, 0.5, ...; b runs from 0.75 in steps of 2 s. The third transfer waits until b's
+    # first microbatch is done at 2.75, the fourth until its second is.
+    assert sent == [(0.25, 0.75), (0.75, 1.25), (2.75, 3.25), (4.75, 5.25)]
