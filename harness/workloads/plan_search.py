@@ -71,8 +71,8 @@ class Found:
     """The plan that was chosen; rank 0 only.
 
     Attributes:
-        tried: plans that were trained for some steps, fastest first; that one is chosen. Nothing
-            where the prediction alone decided.
+        tried: plans that were trained for some steps; the first is chosen. Nothing where the
+            prediction alone decided.
     """
 
     strategy: Strategy

@@ -2,7 +2,8 @@
 the clock.
 
 A search takes the least of thousands of predictions, and so one that errs on the low side. Between
-plans of other kinds that are predicted about as fast, a few steps of each decide.
+plans of other kinds that are predicted about as fast, a few steps of each decide, and more of those
+that are near each other.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import numpy as np
 import torch.distributed as dist
 
 from harness.domain.strategy import Strategy
+from harness.measure.race import MOST_ROUNDS, places, race
 from harness.measure.recorder import Recorder
 from harness.measure.text import table
 from harness.plan.portfolio import Searched
@@ -38,8 +39,9 @@ from harness.workloads.plan_share import from_first, wait_for_all
 
 # A plan that is predicted to take longer than this many times the best is not tried.
 _WORTH_TRYING = 1.3
-_N_ROUNDS = 3
-_STEPS_A_ROUND = 3
+_STEPS_A_ROUND = 2
+# Plans that the first rounds do not tell apart go on until so long after the first step.
+_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +49,14 @@ class Tried:
     """A plan that was trained for some steps.
 
     Attributes:
-        measured_s: seconds of a step, the median over rounds.
+        measured_s: seconds of a step beside the others'; see `harness.measure.race.Place`.
+        n_rounds: of steps that it was trained for.
     """
 
     candidate: Candidate
     name: str
     measured_s: float
+    n_rounds: int
 
 
 class _ToTry(msgspec.Struct, frozen=True):
@@ -83,8 +87,8 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
         found: rank 0's search; the others' is ignored.
 
     Returns:
-        On rank 0 what was tried, fastest first; nothing where a single plan is worth trying, and on
-        the other ranks.
+        On rank 0 what was tried, the fastest first; nothing where a single plan is worth trying,
+        and on the other ranks.
 
     Raises:
         PeerError: another rank died or hangs in a step.
@@ -104,12 +108,17 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
     if found is None:
         return []
     tried = [
-        Tried(candidate=candidate, name=strategy.name, measured_s=median(rounds))
-        for candidate, strategy, rounds in zip(candidates, told.strategies, seconds, strict=True)
+        Tried(
+            candidate=candidates[place.index],
+            name=told.strategies[place.index].name,
+            measured_s=place.duration_s,
+            n_rounds=place.n_rounds,
+        )
+        for place in places(seconds)
     ]
     for one in tried:
         context.recorder.sample("trial_step_s", one.measured_s, plan=one.name)
-    return sorted(tried, key=lambda one: one.measured_s)
+    return tried
 
 
 def _measure(
@@ -123,12 +132,18 @@ def _measure(
         wait_for_all(context.world)  # ranks take unlike time to build their parts
     for trial in trials:
         trial.run(1)  # warms up
-    seconds: list[list[float]] = [[] for _ in trials]
-    for k in range(_N_ROUNDS):
-        for trial, own in zip(trials, seconds, strict=True):
-            own += agree_on_maximum([trial.run(_STEPS_A_ROUND)], context.world)
-        context.progress.update("trial steps, round", k + 1, _N_ROUNDS)
-    return seconds
+    start_s, n_timed = time.monotonic(), [0] * len(trials)
+
+    def time_one(k: int) -> float:
+        n_timed[k] += 1
+        context.progress.update("trial steps, round", max(n_timed), MOST_ROUNDS, "at most")
+        return agree_on_maximum([trials[k].run(_STEPS_A_ROUND)], context.world)[0]
+
+    def is_late() -> bool:
+        (elapsed_s,) = agree_on_maximum([time.monotonic() - start_s], context.world)
+        return elapsed_s > _SECONDS
+
+    return race(time_one, len(trials), is_late)
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:
@@ -139,10 +154,11 @@ def trial_lines(tried: Sequence[Tried]) -> list[str]:
             format_duration(one.candidate.step_s),
             format_duration(one.measured_s),
             f"{one.candidate.step_s / one.measured_s - 1:+.1%}",
+            str(one.n_rounds),
         ]
         for one in tried
     ]
-    heads = ["tried for some steps", "predicted", "measured", "error"]
+    heads = ["tried for some steps", "predicted", "measured", "error", "rounds"]
     return ["", *table(heads, rows)] if rows else []
 
 
