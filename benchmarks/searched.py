@@ -43,6 +43,7 @@ from searched_cells import CELLS, QUICK, Cell
 from searched_judge import Measured, judge, judge_all, largest, left_open, strategies_of, text
 
 from harness.measure.store import read_header, write_atomically
+from harness.runtime.host import processor_seconds
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CLUSTER = "searched"
@@ -142,14 +143,18 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
     """Take turns of each run that ended ok."""
     runs = {name: Path(path) for name, path in found.runs.items()}
     ok = {name: path for name, path in runs.items() if read_header(path).status == "ok"}
+    stolen_before_s, before_s = processor_seconds()
     told = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
         "--seconds", str(options.seconds), *map(str, ok.values()),
     )  # fmt: skip
+    stolen_s, all_s = processor_seconds()
     lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
     steps = {line["run"]: line["steps_s"] for line in lines}
     return msgspec.structs.replace(
-        found, steps_s={name: steps[path.name] for name, path in ok.items()}
+        found,
+        steps_s={name: steps[path.name] for name, path in ok.items()},
+        stolen_share=(stolen_s - stolen_before_s) / (all_s - before_s),
     )
 
 

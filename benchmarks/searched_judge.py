@@ -42,11 +42,13 @@ class Measured(msgspec.Struct, frozen=True):
         steps_s: seconds of a step in turn with the others, by strategy and round.
         double: largest difference from one device in float64, by strategy, of those that fp32
             leaves open.
+        stolen_share: of the processors' time in turn, what a hypervisor gave to other guests.
     """
 
     runs: dict[str, str]
     steps_s: dict[str, list[float]]
     double: dict[str, float] = {}
+    stolen_share: float | None = None
 
 
 def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
@@ -214,6 +216,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "command": shlex.join(sys.argv),
         "machine": machine(),
         "load": os.getloadavg()[1],
+        "stolen_share": measured.stolen_share,
         "commit": runs["searched"].header.commit,
     }
 

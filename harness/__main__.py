@@ -124,12 +124,15 @@ def _print_dry_run(cases: list[Any]) -> None:
 
 
 def _print_tables(runs: list[Any]) -> None:
+    from harness.measure.derive import stolen_warnings
     from harness.workloads import WORKLOADS
 
     for name in dict.fromkeys(run.header.workload for run in runs):
         workload = WORKLOADS[name]
         mine = [run for run in runs if run.header.workload == name]
         print(f"\n{name}: {workload.summary}\n{workload.table(mine)}", flush=True)
+        for warning in stolen_warnings(mine):
+            print(f"warning: {warning}", flush=True)
 
 
 def _draw_report(results: Path) -> None:

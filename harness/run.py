@@ -23,6 +23,7 @@ from harness.outcome import Outcome
 from harness.runtime.clock_offset import measure_clock_offset
 from harness.runtime.context import Context
 from harness.runtime.cuda_clock import clock_for
+from harness.runtime.host import processor_seconds
 from harness.runtime.memory import is_out_of_memory, keep_freed_memory
 from harness.runtime.progress import Progress
 from harness.runtime.rendezvous import join_process_group
@@ -140,10 +141,15 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
         run_dir=run_dir,
         collective_timeout_s=spec.collective_timeout_s,
     )
+    stolen_before_s, before_s = processor_seconds()
     try:
         context.flush()
         return body(config, context)
     finally:
+        stolen_s, all_s = processor_seconds()
+        if all_s > before_s:
+            share = (stolen_s - stolen_before_s) / (all_s - before_s)
+            recorder.sample("cpu_stolen_share", share)
         writer.write(recorder.collect_ready())
         writer.close()
 

@@ -16,6 +16,7 @@ from harness.measure.derive_devices import (
     memory_table,
     summa_table,
 )
+from harness.measure.derive_host import stolen_shares, stolen_warnings
 from harness.measure.derive_links import (
     CollectiveRow,
     InterferenceRow,
@@ -107,6 +108,8 @@ __all__ = [
     "read_strategy",
     "scaling_table",
     "step_times",
+    "stolen_shares",
+    "stolen_warnings",
     "strategy_table",
     "summa_table",
     "training_summary",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
+from harness.measure.derive import stolen_warnings
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.present import present
@@ -110,6 +111,7 @@ def _warnings(catalog: Catalog) -> list[str]:
         for run, summary in zip(case.case.runs, case.summaries, strict=True):
             if case.case.is_ok:
                 warnings += [f"{run.header.run_id}: {text}" for text in summary.warnings]
+    warnings += stolen_warnings(catalog.results.runs)
     headers = [run.header for run in catalog.results.runs]
     commits = {header.commit for header in headers if header.commit}
     if len(commits) > 1:

@@ -182,6 +182,19 @@ def grid_panels(
     return panels[:n]
 
 
+def joint_legend(canvas: Canvas, panels: Iterable[Axes], *, n_columns: int) -> None:
+    """One legend above all panels, with each entry of any of them once."""
+    entries = {
+        words: handle
+        for axes in panels
+        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    n_columns = max(1, min(n_columns, len(entries)))
+    canvas.legend(
+        list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
+    )
+
+
 def flops_unit(flops_per_s: float) -> tuple[float, str]:
     """Scale and unit in which the largest of some rates reads well."""
     return (1e-12, "TFLOP/s") if flops_per_s >= 1e12 else (1e-9, "GFLOP/s")

@@ -79,6 +79,14 @@ def memory_limit_bytes() -> int:
     return min(total, limit)
 
 
+def processor_seconds() -> tuple[float, float]:
+    """Of this host's processors so far: what a hypervisor gave to other guests, and all."""
+    times = psutil.cpu_times()
+    # Guests' time is in the user's already.
+    counted = {name: s for name, s in times._asdict().items() if not name.startswith("guest")}
+    return counted.get("steal", 0.0), sum(counted.values())
+
+
 def n_oom_kills() -> int:
     """How many processes of this cgroup the kernel has killed for memory so far."""
     file = cgroup_file("memory", "memory.oom_control", "memory.events")

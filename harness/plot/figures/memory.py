@@ -9,7 +9,7 @@ import pandas as pd
 from harness.measure.derive_prediction import device_names
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
-from harness.plot.style import LIMIT, bar_panels, label_bars, mark_failed
+from harness.plot.style import LIMIT, bar_panels, joint_legend, label_bars, mark_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,12 +91,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     panels = bar_panels(canvas, sizes, row_in=0.5)
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows)
-    entries = {
-        words: handle
-        for axes in panels
-        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
+    joint_legend(canvas, panels, n_columns=3)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:

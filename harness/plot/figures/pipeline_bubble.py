@@ -11,7 +11,7 @@ from harness.measure.derive import PipelineSummary, pipeline_summary
 from harness.measure.derive_prediction import predicted_bubble
 from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figure import Figure
-from harness.plot.style import LIMIT, MUTED, bar_panels, colour_of, label_bars
+from harness.plot.style import LIMIT, MUTED, bar_panels, colour_of, joint_legend, label_bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -85,12 +85,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     panels = bar_panels(canvas, sizes, row_in=0.56)
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows)
-    entries = {
-        words: handle
-        for axes in panels
-        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
+    joint_legend(canvas, panels, n_columns=3)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:

@@ -11,7 +11,7 @@ from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table, s
 from harness.measure.statistics import Summary
 from harness.plot.catalog import Case, Catalog, TrainingCase, merged, short_kind
 from harness.plot.figure import Figure
-from harness.plot.style import MUTED, WIDTH_IN, colour_of, note_failures, series_style
+from harness.plot.style import MUTED, WIDTH_IN, colour_of, joint_legend, note_failures, series_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,15 +144,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     left.set_ylabel("efficiency (%)")
     top = 100 * max(1.0, float(table["high"].max()))
     left.set_ylim(0, top * 1.08)
-    entries = {
-        words: handle
-        for axes in (left, right)
-        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    n_columns = 2 if len(entries) > 1 else 1
-    canvas.legend(
-        list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
-    )
+    joint_legend(canvas, (left, right), n_columns=2)
     note_failures(canvas, table)
 
 

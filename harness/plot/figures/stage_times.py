@@ -13,7 +13,15 @@ from harness.measure.derive import PipelineSummary, pipeline_summary, predicted_
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
-from harness.plot.style import KIND_COLOURS, LIMIT, bar_panels, label_bars, shorten, time_unit
+from harness.plot.style import (
+    KIND_COLOURS,
+    LIMIT,
+    bar_panels,
+    joint_legend,
+    label_bars,
+    shorten,
+    time_unit,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,12 +99,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     panels = bar_panels(canvas, [len(rows) for _, rows in groups], row_in=0.34, extra_in=1.1)
     for axes, (label, rows) in zip(panels, groups, strict=True):
         _draw_case(axes, str(label), rows)
-    entries = {
-        words: handle
-        for axes in panels
-        for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    canvas.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=4)
+    joint_legend(canvas, panels, n_columns=4)
 
 
 def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:

@@ -1,0 +1,44 @@
+"""What a hypervisor took is warned of in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.domain.cluster import Cluster
+from harness.domain.record import Sample
+from harness.domain.run import RankInfo, RunHeader
+from harness.measure.derive import stolen_shares, stolen_warnings
+from harness.measure.store import Run
+
+
+def disturbed(run_id: str, *shares: float) -> Run:
+    """A run of one rank on each of hosts a and b, of whose time these shares were stolen."""
+    header = RunHeader(
+        run_id=run_id, workload="train", key="key", repeat=0, argv=[], config={},
+        cluster=Cluster.uniform(2, 1, inside_bytes_per_s=1.0, memory_bytes=1),
+        ranks=[
+            RankInfo(rank=rank, hostname="ab"[rank], device="cpu", device_kind="CPU", n_cores=1,
+                     memory_bytes=1)
+            for rank in range(len(shares))
+        ],
+        versions={}, commit="", start_utc="2026-01-01T00:00:00Z", status="ok",
+    )  # fmt: skip
+    ranks = {
+        rank: [Sample(metric="cpu_stolen_share", value=share)] for rank, share in enumerate(shares)
+    }
+    return Run(path=Path(run_id), header=header, ranks=ranks)
+
+
+def test_each_host_has_its_share() -> None:
+    assert stolen_shares(disturbed("r", 0.0, 0.25)) == {"a": 0.0, "b": 0.25}
+
+
+def test_the_worst_of_disturbed_runs_is_named() -> None:
+    runs = [disturbed("r0", 0.01, 0.02), disturbed("r1", 0.03, 0.21), disturbed("r2", 0.05, 0.04)]
+    (line,) = stolen_warnings(runs)
+    assert line.startswith("in 2 of 3 runs a hypervisor gave more than 2% of a host's")
+    assert "(most: 21% on b in r1)" in line
+
+
+def test_quiet_and_older_runs_are_not_warned_of() -> None:
+    assert stolen_warnings([disturbed("r0", 0.0, 0.02), disturbed("older")]) == []
