@@ -14,6 +14,7 @@ import msgspec
 
 from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
+from harness.measure.derive_pipeline import computes
 from harness.measure.derive_spans import samples_of, spans_by_step
 from harness.measure.derive_training import step_times
 from harness.measure.store import Run
@@ -95,22 +96,25 @@ class Shifts(NamedTuple):
 
 
 def clock_shifts(run: Run, step: int) -> Shifts:
-    """Shifts of the ranks that recorded a step."""
-    starts = {
-        rank: _start_of(spans)
-        for rank, records in sorted(run.ranks.items())
-        if (spans := spans_by_step(records).get(step))
-    }
+    """Shifts of the ranks that recorded a step.
+
+    It begins where the first of those begins that compute: a rank that a strategy leaves out is
+    done with all steps long before.
+    """
+    known = {rank: spans_by_step(records).get(step) for rank, records in sorted(run.ranks.items())}
+    starts = {rank: _start_of(spans) for rank, spans in known.items() if spans}
+    working = [rank for rank in starts if computes(known[rank] or ())]
     offsets = clock_offsets(run)
     if any(rank not in offsets for rank in starts):
         return Shifts(starts, None)
-    origin_s = min(start - offsets[rank].offset_s for rank, start in starts.items())
+    origin_s = min(starts[rank] - offsets[rank].offset_s for rank in working or starts)
     by_rank = {rank: offsets[rank].offset_s + origin_s for rank in starts}
     return Shifts(by_rank, max(offsets[rank].error_s for rank in starts))
 
 
 def measured_timeline(run: Run) -> Timeline | None:
-    """The run's median step with clocks aligned; None when no step ended."""
+    """The run's median step with clocks aligned, of the ranks that compute (or all, where none
+    does); None when no step ended."""
     times = step_times(run)
     step = median_step(times)
     if step is None:
@@ -120,7 +124,10 @@ def measured_timeline(run: Run) -> Timeline | None:
         rank: [moved(span, -shift_s) for span in spans_by_step(run.ranks[rank])[step]]
         for rank, shift_s in shifts.by_rank.items()
     }
-    return Timeline(step=step, duration_s=times[step], spans=spans, clock_error_s=shifts.error_s)
+    working = {rank: own for rank, own in spans.items() if computes(own)}
+    return Timeline(
+        step=step, duration_s=times[step], spans=working or spans, clock_error_s=shifts.error_s
+    )
 
 
 def predicted_timeline(prediction: Prediction) -> Timeline:

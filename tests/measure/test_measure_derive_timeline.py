@@ -49,6 +49,18 @@ def make_run(*ranks: list[Record]) -> Run:
     return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
 
 
+def test_a_rank_that_a_strategy_leaves_out_neither_begins_the_step_nor_is_shown() -> None:
+    idle: list[Record] = [
+        Sample(metric="clock_offset_s", value=0.0),
+        Sample(metric="clock_offset_error_s", value=0.0),
+        Span(kind="step", step=0, start_s=2.0, duration_s=0.001),
+    ]
+    timeline = measured_timeline(make_run(rank(0.0, (10, 4)), rank(0.0, (11, 3)), idle))
+    assert timeline is not None
+    starts = {rank: spans[0].start_s for rank, spans in timeline.spans.items()}
+    assert starts == {0: 0.0, 1: 1.0}
+
+
 def test_offsets_are_subtracted_and_their_largest_error_is_stated() -> None:
     timeline = measured_timeline(make_run(rank(0.0, (10, 4)), rank(100.0, (111, 3))))
     assert timeline is not None
