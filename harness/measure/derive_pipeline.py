@@ -99,6 +99,12 @@ def pass_of(span: Span) -> Pass | None:
     return Pass(stage, microbatch, "forward" if span.kind == "forward" else "backward")
 
 
+def computed_stages(records: Iterable[Record]) -> frozenset[int]:
+    """Stages of which a rank has passes; none without the executor."""
+    passes = (pass_of(record) for record in records if isinstance(record, Span))
+    return frozenset(one.stage for one in passes if one is not None)
+
+
 def computes(spans: Iterable[Span]) -> bool:
     """Whether a rank has operators of its own."""
     return any(span.kind in COMPUTE_KINDS and span.kind != "optimizer" for span in spans)

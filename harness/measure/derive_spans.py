@@ -72,6 +72,11 @@ class StepPhases:
         return sum(self.phases[kind] for kind in COMPUTE_KINDS)
 
     @property
+    def computes(self) -> bool:
+        """Whether the rank has operators of its own, which a strategy may give to others alone."""
+        return any(self.phases[kind] > 0 for kind in COMPUTE_KINDS if kind != "optimizer")
+
+    @property
     def busy_s(self) -> float:
         """The rank's own work: what does not wait for other ranks."""
         waits = ("exposed_communication", "other")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
@@ -15,11 +16,14 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Record, Sample
 from harness.domain.run import RankInfo, Status
 from harness.measure.derive_devices import PeakKey, info_of, sum_of_peaks
+from harness.measure.derive_pipeline import computed_stages
 from harness.measure.derive_spans import PHASES, StepPhases, rank_phases, samples_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 STRAGGLER_BELOW = 0.75
+# Shares of a small batch differ by a sample.
+_ALIKE = 0.3
 OUTLIER_EFFECT = 1.1
 
 MEMORY_METRIC = "memory_peak_bytes"
@@ -33,7 +37,10 @@ class RankSummary:
         busy_s: median of its own work in a step: what does not wait for other ranks.
         memory_bytes: peak by kind (allocated, reserved, rss, used).
         sent_bytes, received_bytes: NIC counter difference of a step, median.
-        is_straggler: the fastest rank's own work takes less than 0.75 of this one's.
+        flops: of a step, median; None where they were not counted.
+        stages: of a pipeline that it computes.
+        is_straggler: of the ranks that compute the same stages with about as many FLOPs the fastest
+            takes less than 0.75 of this one's seconds for each.
     """
 
     rank: int
@@ -44,6 +51,8 @@ class RankSummary:
     memory_bytes: dict[str, float]
     sent_bytes: float | None
     received_bytes: float | None
+    flops: float | None = None
+    stages: frozenset[int] = frozenset()
     is_straggler: bool = False
 
 
@@ -57,9 +66,9 @@ class TrainingSummary:
         n_samples: samples of the job in one unit.
         throughput: samples per second of the job, from the median; `throughput_low` and
             `throughput_high` from the ends of its interval.
-        phases: mean seconds of a step by the names of PHASES, mean over ranks.
+        phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
         overlap: communication covered by compute / communication, 0 to 1.
-        exposed_communication_s: mean over steps and ranks, from spans.
+        exposed_communication_s: mean over steps and the ranks that compute, from spans.
         no_sync_exposed_s: second reading: median step minus median `no_sync_step_s`.
         slowed_compute_s: what communication adds to compute: its median in a step minus that in
             steps without synchronisation. The second reading has it, the first has not.
@@ -228,6 +237,8 @@ def _rank_summary(run: Run, rank: int, steps: Sequence[StepPhases]) -> RankSumma
         n_steps=len(steps),
         phases=_mean_phases(steps),
         busy_s=float(np.median([step.busy_s for step in steps])) if steps else None,
+        flops=_median_of(records, "model_flops"),
+        stages=computed_stages(records),
         memory_bytes=rank_memory(records),
         sent_bytes=_median_of(records, "nic_sent_bytes"),
         received_bytes=_median_of(records, "nic_received_bytes"),
@@ -235,13 +246,27 @@ def _rank_summary(run: Run, rank: int, steps: Sequence[StepPhases]) -> RankSumma
 
 
 def _mark_stragglers(ranks: Sequence[RankSummary]) -> tuple[RankSummary, ...]:
-    fastest = min((r.busy_s for r in ranks if r.busy_s), default=None)
-    if fastest is None:
-        return tuple(ranks)
-    return tuple(
-        dataclasses.replace(r, is_straggler=fastest / (r.busy_s or fastest) < STRAGGLER_BELOW)
-        for r in ranks
-    )
+    return tuple(dataclasses.replace(r, is_straggler=_is_straggler(r, ranks)) for r in ranks)
+
+
+def _is_straggler(rank: RankSummary, ranks: Sequence[RankSummary]) -> bool:
+    """Against ranks of equal work: stages of a pipeline take unlike times by design."""
+    if not rank.busy_s:
+        return False
+    alike = [other for other in ranks if other.busy_s and _does_alike(other, rank)]
+    return min(map(_pace, alike)) / _pace(rank) < STRAGGLER_BELOW
+
+
+def _does_alike(a: RankSummary, b: RankSummary) -> bool:
+    if a.flops is None or b.flops is None:
+        return a.stages == b.stages and a.flops is b.flops
+    return a.stages == b.stages and math.isclose(a.flops, b.flops, rel_tol=_ALIKE)
+
+
+def _pace(rank: RankSummary) -> float:
+    """Seconds of own work, for each FLOP where they were counted."""
+    assert rank.busy_s is not None
+    return rank.busy_s / (rank.flops or 1.0)
 
 
 def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -264,12 +289,13 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     duration = summarize(list(times.values())) if times else None
     steps = {rank: rank_phases(records) for rank, records in sorted(run.ranks.items())}
     ranks = _mark_stragglers([_rank_summary(run, rank, steps[rank]) for rank in steps])
+    working = {r: own for r, own in steps.items() if any(one.computes for one in own)} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers: dict[str, Any] = dict(_losses(run))
     if duration is not None:
         numbers |= _rates(run, duration, n_samples, ranks, peaks)
-        numbers |= _communication(run, duration, [s for by_rank in steps.values() for s in by_rank])
+        numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
         run_id=run.header.run_id,
         status=run.header.status,
@@ -282,7 +308,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         unit="epoch" if is_epochs and times else "step",
         duration=duration,
         n_samples=n_samples,
-        phases=_mean_over_ranks(ranks),
+        phases=_mean_over_ranks([rank for rank in ranks if rank.rank in working]),
         memory_bytes=_largest(rank.memory_bytes for rank in ranks),
         ranks=ranks,
         outlier_steps=outliers(times),
@@ -336,8 +362,11 @@ def _utilization(
     }
 
 
-def _communication(run: Run, duration: Summary, steps: Sequence[StepPhases]) -> dict[str, Any]:
+def _communication(
+    run: Run, duration: Summary, working: Mapping[int, Sequence[StepPhases]]
+) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
+    steps = [one for own in working.values() for one in own]
     communication = float(np.mean([s.communication_s for s in steps])) if steps else 0.0
     if communication > 0:
         overlapped = float(np.mean([step.overlapped_s for step in steps]))
@@ -350,8 +379,8 @@ def _communication(run: Run, duration: Summary, steps: Sequence[StepPhases]) -> 
     if without:
         slowest = [max(by_rank.values()) for by_rank in without.values()]
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
-    alone = [s for of_ranks in _values_by_step(run, "no_sync_compute_s").values()
-             for s in of_ranks.values()]  # fmt: skip
+    by_step = _values_by_step(run, "no_sync_compute_s")
+    alone = [s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working]
     if alone and steps:
         beside = [step.compute_s for step in steps]
         numbers["slowed_compute_s"] = float(np.median(beside) - np.median(alone))

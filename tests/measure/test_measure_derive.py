@@ -204,6 +204,47 @@ def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
     assert any("node2" in warning for warning in summary.warnings)
 
 
+def counted(flops: float, records: list[Record]) -> list[Record]:
+    return [*records, Sample(metric="model_flops", value=flops, step=0)]
+
+
+def test_a_straggler_is_slow_for_its_flops() -> None:
+    # The second takes a third longer for a quarter more, the third 1.4 times as long for as much.
+    ranks = [counted(4e9, one_step()), counted(5e9, one_step(stretch=1.3)),
+             counted(4e9, one_step(stretch=1.4))]  # fmt: skip
+    summary = derive.training_summary(make_run(ranks))
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
+
+
+def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
+    def stage(number: int, duration_s: float) -> list[Record]:
+        name = f"stage{number} #0"
+        return counted(
+            4e9,
+            [
+                Span(kind="step", step=0, start_s=0.0, duration_s=10.0),
+                Span(kind="forward", name=name, step=0, start_s=0.0, duration_s=duration_s),
+            ],
+        )
+
+    idle: list[Record] = [
+        Span(kind="step", step=0, start_s=0.0, duration_s=0.2),
+        Span(kind="data", step=0, start_s=0.0, duration_s=0.1),
+    ]
+    summary = derive.training_summary(
+        make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), counted(0.0, idle)])
+    )
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False]
+
+
+def test_means_are_over_the_ranks_that_compute() -> None:
+    idle: list[Record] = [Span(kind="step", step=0, start_s=0.0, duration_s=0.001)]
+    summary = derive.training_summary(make_run([one_step(), one_step(), idle]))
+    alone = derive.training_summary(make_run([one_step()]))
+    assert summary.phases == alone.phases
+    assert summary.exposed_communication_s == alone.exposed_communication_s == 2.0
+
+
 def test_outliers_are_far_beyond_the_quartiles() -> None:
     times = dict(enumerate([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]))
     assert derive.outliers(times) == (7,)
