@@ -69,7 +69,8 @@ def _row(case: TrainingCase) -> dict[str, Any]:
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
-    """One row per case that logged steps or is not ok; seconds are means over steps and ranks."""
+    """One row per case that logged steps or is not ok; seconds are means over steps and the ranks
+    that compute."""
     rows = [_row(case) for case in catalog.training if case.first.unit == "step"]
     frame = pd.DataFrame(rows, columns=COLUMNS)
     return frame if frame["step_s"].notna().any() else frame.iloc[:0]
@@ -124,7 +125,7 @@ FIGURE = Figure(
     name="step_breakdown",
     title="Where the time of a step goes",
     caption=(
-        "The mean step, averaged over steps and ranks, split into its phases. Exposed "
+        "The mean step of the ranks that compute, split into its phases. Exposed "
         "communication is the part of the transfers that no computation hides: it is what a "
         "better link or a better strategy can win. The rest is time that no span explains. "
         "no_sync_exposed_s is a second reading of it: the step minus the same step without "
