@@ -40,6 +40,7 @@ from harness.measure.derive_prediction import (
     read_prediction,
     read_strategy,
 )
+from harness.measure.derive_ranks import RankSummary
 from harness.measure.derive_scaling import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.derive_spans import PHASES, StepPhases, covered_s, rank_phases
 from harness.measure.derive_strategies import StrategyRow, strategy_table
@@ -51,7 +52,6 @@ from harness.measure.derive_timeline import (
     predicted_timeline,
 )
 from harness.measure.derive_training import (
-    RankSummary,
     TrainingSummary,
     epoch_times,
     outliers,

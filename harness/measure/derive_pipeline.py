@@ -17,7 +17,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from harness.domain.record import Record, Span
-from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step
+from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step, spans_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
@@ -101,7 +101,7 @@ def pass_of(span: Span) -> Pass | None:
 
 def computed_stages(records: Iterable[Record]) -> frozenset[int]:
     """Stages of which a rank has passes; none without the executor."""
-    passes = (pass_of(record) for record in records if isinstance(record, Span))
+    passes = map(pass_of, spans_of(records))
     return frozenset(one.stage for one in passes if one is not None)
 
 

@@ -37,8 +37,9 @@ from harness.measure.derive_pipeline import (
     slowest_times,
     working_s,
 )
+from harness.measure.derive_ranks import rank_memory
 from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, samples_of, spans_by_step
-from harness.measure.derive_training import rank_memory, step_times
+from harness.measure.derive_training import step_times
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 

@@ -72,11 +72,6 @@ class StepPhases:
         return sum(self.phases[kind] for kind in COMPUTE_KINDS)
 
     @property
-    def computes(self) -> bool:
-        """Whether the rank has operators of its own, which a strategy may give to others alone."""
-        return any(self.phases[kind] > 0 for kind in COMPUTE_KINDS if kind != "optimizer")
-
-    @property
     def busy_s(self) -> float:
         """The rank's own work: what does not wait for other ranks."""
         waits = ("exposed_communication", "other")
@@ -124,6 +119,11 @@ def rank_phases(records: Iterable[Record]) -> list[StepPhases]:
     """Break every finished step of one rank down, in order."""
     broken_down = (step_phases(step, spans) for step, spans in spans_by_step(records).items())
     return [phases for phases in broken_down if phases is not None]
+
+
+def spans_of(records: Iterable[Record]) -> list[Span]:
+    """One rank's spans, in the order of writing."""
+    return [record for record in records if isinstance(record, Span)]
 
 
 def samples_of(records: Iterable[Record], metric: str) -> list[Sample]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,47 +12,22 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.record import Record, Sample
-from harness.domain.run import RankInfo, Status
-from harness.measure.derive_devices import PeakKey, info_of, sum_of_peaks
-from harness.measure.derive_pipeline import computed_stages
-from harness.measure.derive_spans import PHASES, StepPhases, rank_phases, samples_of
+from harness.domain.record import Sample
+from harness.domain.run import Status
+from harness.measure.derive_devices import PeakKey, sum_of_peaks
+from harness.measure.derive_pipeline import computes
+from harness.measure.derive_ranks import RankSummary, mark_stragglers, median_of, rank_summary
+from harness.measure.derive_spans import (
+    PHASES,
+    StepPhases,
+    rank_phases,
+    samples_of,
+    spans_of,
+)
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
-STRAGGLER_BELOW = 0.75
-# Shares of a small batch differ by a sample.
-_ALIKE = 0.3
 OUTLIER_EFFECT = 1.1
-
-MEMORY_METRIC = "memory_peak_bytes"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSummary:
-    """One rank's share; seconds are means over its steps, so that phases sum to the step.
-
-    Attributes:
-        busy_s: median of its own work in a step: what does not wait for other ranks.
-        memory_bytes: peak by kind (allocated, reserved, rss, used).
-        sent_bytes, received_bytes: NIC counter difference of a step, median.
-        flops: of a step, median; None where they were not counted.
-        stages: of a pipeline that it computes.
-        is_straggler: of the ranks that compute the same stages with about as many FLOPs the fastest
-            takes less than 0.75 of this one's seconds for each.
-    """
-
-    rank: int
-    info: RankInfo
-    n_steps: int
-    phases: dict[str, float]
-    busy_s: float | None
-    memory_bytes: dict[str, float]
-    sent_bytes: float | None
-    received_bytes: float | None
-    flops: float | None = None
-    stages: frozenset[int] = frozenset()
-    is_straggler: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,74 +175,6 @@ def _samples_per_unit(run: Run) -> float | None:
     return None
 
 
-def _median_of(records: Sequence[Record], metric: str) -> float | None:
-    """One rank's median over steps; samples of one step (several interfaces) add up."""
-    by_step: dict[int | None, float] = defaultdict(float)
-    for sample in samples_of(records, metric):
-        by_step[sample.step] += sample.value
-    return float(np.median(list(by_step.values()))) if by_step else None
-
-
-def rank_memory(records: Sequence[Record]) -> dict[str, float]:
-    """Peak bytes of one rank by kind.
-
-    `used` is a GPU's own reading, others' use included; where `rss` stands the device is a CPU, of
-    which the same reading is the process's.
-    """
-    peaks: dict[str, float] = {}
-    for sample in samples_of(records, MEMORY_METRIC):
-        kind = str(sample.labels.get("kind", "allocated"))
-        peaks[kind] = max(peaks.get(kind, 0.0), sample.value)
-    used = [sample.value for sample in samples_of(records, "memory_used_bytes")]
-    return {**peaks, "used": max(used)} if used and "rss" not in peaks else peaks
-
-
-def _mean_phases(steps: Sequence[StepPhases]) -> dict[str, float]:
-    if not steps:
-        return {}
-    return {name: float(np.mean([step.phases[name] for step in steps])) for name in PHASES}
-
-
-def _rank_summary(run: Run, rank: int, steps: Sequence[StepPhases]) -> RankSummary:
-    records = run.ranks[rank]
-    return RankSummary(
-        rank=rank,
-        info=info_of(run, rank),
-        n_steps=len(steps),
-        phases=_mean_phases(steps),
-        busy_s=float(np.median([step.busy_s for step in steps])) if steps else None,
-        flops=_median_of(records, "model_flops"),
-        stages=computed_stages(records),
-        memory_bytes=rank_memory(records),
-        sent_bytes=_median_of(records, "nic_sent_bytes"),
-        received_bytes=_median_of(records, "nic_received_bytes"),
-    )
-
-
-def _mark_stragglers(ranks: Sequence[RankSummary]) -> tuple[RankSummary, ...]:
-    return tuple(dataclasses.replace(r, is_straggler=_is_straggler(r, ranks)) for r in ranks)
-
-
-def _is_straggler(rank: RankSummary, ranks: Sequence[RankSummary]) -> bool:
-    """Against ranks of equal work: stages of a pipeline take unlike times by design."""
-    if not rank.busy_s:
-        return False
-    alike = [other for other in ranks if other.busy_s and _does_alike(other, rank)]
-    return min(map(_pace, alike)) / _pace(rank) < STRAGGLER_BELOW
-
-
-def _does_alike(a: RankSummary, b: RankSummary) -> bool:
-    if a.flops is None or b.flops is None:
-        return a.stages == b.stages and a.flops is b.flops
-    return a.stages == b.stages and math.isclose(a.flops, b.flops, rel_tol=_ALIKE)
-
-
-def _pace(rank: RankSummary) -> float:
-    """Seconds of own work, for each FLOP where they were counted."""
-    assert rank.busy_s is not None
-    return rank.busy_s / (rank.flops or 1.0)
-
-
 def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
     peaks: dict[str, float] = {}
     for by_kind in values:
@@ -288,8 +194,8 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     times = times or epoch_times(run)
     duration = summarize(list(times.values())) if times else None
     steps = {rank: rank_phases(records) for rank, records in sorted(run.ranks.items())}
-    ranks = _mark_stragglers([_rank_summary(run, rank, steps[rank]) for rank in steps])
-    working = {r: own for r, own in steps.items() if any(one.computes for one in own)} or steps
+    ranks = mark_stragglers([rank_summary(run, rank, steps[rank]) for rank in steps])
+    working = {r: own for r, own in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers: dict[str, Any] = dict(_losses(run))
@@ -340,7 +246,7 @@ def _rates(
         known = [value for value in moved if value is not None]
         if known:
             rates[f"{name}_bytes_per_s"] = max(known) / duration.median
-    flops = [_median_of(records, "model_flops") for records in run.ranks.values()]
+    flops = [median_of(records, "model_flops") for records in run.ranks.values()]
     counted = [value for value in flops if value is not None]
     if counted and len(counted) == len(run.header.ranks):
         rates |= _utilization(run, sum(counted) / duration.median, peaks)
@@ -392,7 +298,7 @@ def _communication(
 
 
 def _ring_bytes(run: Run, n_ranks: int) -> float | None:
-    gradients = [_median_of(records, "gradient_bytes") for records in run.ranks.values()]
+    gradients = [median_of(records, "gradient_bytes") for records in run.ranks.values()]
     known = [value for value in gradients if value is not None]
     return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
 

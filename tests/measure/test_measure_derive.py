@@ -227,14 +227,16 @@ def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
             ],
         )
 
-    idle: list[Record] = [
-        Span(kind="step", step=0, start_s=0.0, duration_s=0.2),
-        Span(kind="data", step=0, start_s=0.0, duration_s=0.1),
-    ]
+    def left_out(duration_s: float) -> list[Record]:
+        spans: list[Record] = [
+            Span(kind=kind, step=0, start_s=0.0, duration_s=duration_s) for kind in ("step", "data")
+        ]
+        return counted(0.0, spans)
+
     summary = derive.training_summary(
-        make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), counted(0.0, idle)])
+        make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), left_out(0.1), left_out(0.2)])
     )
-    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False]
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False, False]
 
 
 def test_means_are_over_the_ranks_that_compute() -> None:
