@@ -17,7 +17,14 @@ SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 1
 
 
-_COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message", "exchange_s")
+_COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message")
+
+
+class Jitter(msgspec.Struct, frozen=True, kw_only=True):
+    """How unevenly a device computes: the standard deviation of what takes computing_s on average."""
+
+    computing_s: float
+    deviation_s: float
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +41,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
             NCCL's kernels on the same GPU); 0 when not measured.
         reduce_s_per_byte: the same in all-reduces, which add up what they receive.
         host_s_per_message: the same for each message sent or received, whatever its size.
-        exchange_s: seconds until a small message is here from a neighbour that has computed as
-            long; a latency that also has the jitter of both, where that is the longer.
+        jitter: measured, by ascending computing_s: what ranks that wait for each other wait for
+            besides what each computes on average; empty when not measured.
     """
 
     name: str
@@ -46,7 +53,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
-    exchange_s: float = 0.0
+    jitter: list[Jitter] = []
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +142,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
                 cost: float = getattr(device, name)
                 if not 0 <= cost < math.inf:
                     raise ClusterError(f"device {device.name} has {name} {cost}: it must be >= 0")
+            _check_jitter(device)
         for link in self.links:
             if link.source not in known or link.target not in known:
                 raise ClusterError(
@@ -199,3 +207,16 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
             if a != b
         ]
         return cls(nodes=nodes, links=links)
+
+
+def _check_jitter(device: Device) -> None:
+    """Refuse a curve that cannot be read between its points."""
+    shorter_s = 0.0
+    for point in device.jitter:
+        if not shorter_s < point.computing_s < math.inf or not 0 <= point.deviation_s < math.inf:
+            raise ClusterError(
+                f"device {device.name} has jitter of deviation_s {point.deviation_s} at "
+                f"computing_s {point.computing_s} after {shorter_s}: computing_s must ascend from "
+                "above 0 and deviation_s must be >= 0"
+            )
+        shorter_s = point.computing_s

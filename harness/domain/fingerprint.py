@@ -40,8 +40,8 @@ def _describe(device: Device) -> str:
         words += f", a byte takes {device.host_s_per_byte:g} s, {device.reduce_s_per_byte:g} s"
     if device.host_s_per_message:
         words += f", a message takes {device.host_s_per_message:g} s"
-    if device.exchange_s:
-        words += f", an exchange {device.exchange_s:g} s"
+    for point in device.jitter:
+        words += f", {point.computing_s:g} s +- {point.deviation_s:g} s"
     return words
 
 

@@ -58,17 +58,15 @@ class InterferenceRow:
     """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv, all_reduce, small send_recv, which is many small messages, or
-            lockstep, an exchange with both neighbours after every few milliseconds of computing.
-        pace: of products beside it, relative to their pace alone; None in lockstep.
-        unit: byte, message or exchange.
-        taken_s: seconds of computation for each byte or message that is sent or received, or of
-            waiting for each exchange.
+        operation: send_recv, all_reduce, or small send_recv, which is many small messages.
+        pace: of products beside it, relative to their pace alone.
+        unit: byte or message.
+        taken_s: seconds of computation for each byte or message that is sent or received.
     """
 
     name: str
     operation: str
-    pace: float | None
+    pace: float
     unit: str
     taken_s: float
 
@@ -196,17 +194,19 @@ def interference_table(run: Run) -> list[InterferenceRow]:
                     name=name, operation=operation, pace=pace, unit=unit, taken_s=taken_s
                 )
                 found.append(row)
-    for rank, name in enumerate(names):
-        waits = [s.value for s in samples_of(run.ranks.get(rank, []), "exchange_s")]
-        if waits:
-            row = InterferenceRow(
-                name=name,
-                operation="lockstep",
-                pace=None,
-                unit="exchange",
-                taken_s=float(np.median(waits)),
-            )
-            found.append(row)
+    return found
+
+
+def jitter_table(run: Run) -> dict[str, dict[float, float]]:
+    """Standard deviation by rank's name and seconds of computing, medians; empty where it was not
+    measured."""
+    found: dict[str, dict[float, float]] = {}
+    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
+        values: dict[float, list[float]] = defaultdict(list)
+        for sample in samples_of(run.ranks.get(rank, []), "jitter_s"):
+            values[float(sample.labels["computing_s"])].append(sample.value)
+        if values:
+            found[name] = {length: float(np.median(own)) for length, own in sorted(values.items())}
     return found
 
 

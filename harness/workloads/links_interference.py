@@ -9,11 +9,12 @@ Communication is send_recv, every rank to the next and from the one before, and 
 adds up besides. Many small messages instead of a large one tell what a message costs beside its
 bytes: posting it, waking up for it.
 
-    lockstep  |####|x|####|  x|####| x|       compute, exchange a small message, and again
+    lockstep  |####|x|#####|x|###|  x|####|x  compute, exchange a small message, and again
 
-What a round takes beyond its chunks is how long an exchange takes between ranks that compute alike:
-the link's latency, and their jitter, since each round waits for the slower one. Receives are posted
-before the chunks, as the executor posts them.
+How much what a rank computes between two exchanges deviates is its jitter. Who waits for others
+waits for the slowest of them, so that jitter costs time though no rank is slower on average. Pauses
+(of a quota, of other processes) that fall anywhere make it grow with the root of what is computed:
+it is measured at several lengths.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from harness.domain.cluster import Jitter
 from harness.runtime.agreement import agree_on_maximum, gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.sampling import shortest_sample_s
@@ -38,8 +41,10 @@ _SAMPLE_S = 0.3
 _LONGEST_S = 2.0
 # A chunk ends soon after communication does, and takes far longer than asking whether it has.
 _CHUNK_S = 2e-3
-# Between two exchanges: some periods of a quota, and short, so that a change of pace weighs little.
-_ROUND_S = 8e-3
+# Seconds of computing between two exchanges, and how many of those a sample has: a small operator
+# split over ranks, a stage's microbatch, a large stage.
+_LOCKSTEP = {8e-3: 40, 32e-3: 24, 128e-3: 12}
+_N_LOCKSTEPS = 3
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
 _MOST_BYTES = 1 << 28
@@ -69,15 +74,12 @@ class _Chunks:
         self._run()
         return time.perf_counter() - start_s
 
-    def run(self, n_chunks: int) -> None:
-        """Compute some chunks."""
+    def run(self, n_chunks: int) -> float:
+        """Compute some chunks; the seconds they took."""
+        start_s = time.perf_counter()
         for _ in range(n_chunks):
             self._run()
-
-    def settle(self) -> None:
-        """Wait for what is queued."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        return time.perf_counter() - start_s
 
     def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Chunks computed before `is_over`, at least one, and the seconds they took."""
@@ -95,7 +97,7 @@ class Interference:
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
-    exchange_s: float = 0.0
+    jitter: list[Jitter] = field(default_factory=list)
 
 
 def measure_interference(context: Context) -> list[Interference]:
@@ -110,9 +112,17 @@ def measure_interference(context: Context) -> list[Interference]:
     chunks = _Chunks(world)
     kinds = (_SendRecv(world), _AllReduce(world), _Messages(world))
     measured = [_measure(kind, chunks, context) for kind in kinds]
-    measured.append(_measure_exchange(kinds[0], chunks, context))
-    by_rank = [gather_numbers(cost, world) for cost in measured]
-    return [Interference(*costs) for costs in zip(*by_rank, strict=True)]
+    jitter = _measure_jitter(kinds[0], chunks, context)
+    costs = zip(*(gather_numbers(cost, world) for cost in measured), strict=True)
+    deviations = zip(*(gather_numbers(one, world) for one in jitter.values()), strict=True)
+    curves = [
+        [Jitter(computing_s=s, deviation_s=d) for s, d in zip(jitter, own, strict=True)]
+        for own in deviations
+    ]
+    return [
+        Interference(per_byte, reduced, per_message, curve)
+        for (per_byte, reduced, per_message), curve in zip(costs, curves, strict=True)
+    ]
 
 
 class _Kind(Protocol):
@@ -216,34 +226,48 @@ def _measure(kind: _Kind, chunks: _Chunks, context: Context) -> float:
     return median(costs)
 
 
-def _measure_exchange(kind: _SendRecv, chunks: _Chunks, context: Context) -> float:
-    """Median over samples of what a round of computing and exchanging takes beyond computing."""
-    world = context.world
+def _measure_jitter(kind: _SendRecv, chunks: _Chunks, context: Context) -> dict[float, float]:
+    """Medians over samples of this rank's standard deviation, by seconds of computing."""
+    found: dict[float, list[float]] = {computing_s: [] for computing_s in _LOCKSTEP}
+    for step in range(_N_LOCKSTEPS):
+        context.progress.update("computing in lockstep", step, _N_LOCKSTEPS)
+        alone_s = _alone(chunks, _SAMPLE_S)
+        for computing_s, n_rounds in _LOCKSTEP.items():
+            n_chunks = max(1, round(computing_s / alone_s))
+            took_s = _in_lockstep(kind, chunks, n_chunks, n_rounds, context.world)
+            found[computing_s].append(deviation_of(took_s))
+            context.recorder.sample(
+                "jitter_s", found[computing_s][-1], step=step, computing_s=computing_s
+            )
+        context.flush()
+    context.progress.update("computing in lockstep", _N_LOCKSTEPS, _N_LOCKSTEPS)
+    return {computing_s: median(values) for computing_s, values in found.items()}
+
+
+def _in_lockstep(
+    kind: _SendRecv, chunks: _Chunks, n_chunks: int, n_rounds: int, world: World
+) -> list[float]:
+    """Seconds of computing of each round between exchanges with both neighbours."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     message = torch.zeros(_SMALL_BYTES // 4, device=device)
-    sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
-    found: list[float] = []
-    for step in range(_N_SAMPLES):
-        context.progress.update("computing in lockstep", step, _N_SAMPLES)
-        alone_s = _alone(chunks, sample_s)
-        n_chunks = max(1, round(_ROUND_S / agree_on_maximum([alone_s], world)[0]))
-        n_rounds = max(1, round(sample_s / _ROUND_S))
-        dist.barrier()
-        start_s, sends = time.perf_counter(), []
-        for _ in range(n_rounds):
-            arriving = kind.receive(message)
-            chunks.run(n_chunks)
-            sends.append(kind.send(message))
-            arriving.wait()
-            chunks.settle()
-        round_s = (time.perf_counter() - start_s) / n_rounds
-        for work in sends:
-            work.wait()
-        found.append(max(0.0, round_s - n_chunks * alone_s))
-        context.recorder.sample("exchange_s", found[-1], step=step, n_bytes=message.nbytes)
-        context.flush()
-    context.progress.update("computing in lockstep", _N_SAMPLES, _N_SAMPLES)
-    return median(found)
+    took_s, sends = [], []
+    dist.barrier()
+    for _ in range(n_rounds):
+        arriving = kind.receive(message)  # as the executor does, before it computes
+        took_s.append(chunks.run(n_chunks))
+        sends.append(kind.send(message))
+        arriving.wait()
+    for work in sends:
+        work.wait()
+    return took_s
+
+
+def deviation_of(values: Sequence[float]) -> float:
+    """Standard deviation by differences of successive values, which leaves a slow drift out.
+
+    J. von Neumann et al., The mean square successive difference (1941): half its mean square.
+    """
+    return float(np.sqrt(np.square(np.diff(values)).mean() / 2))
 
 
 def _beside(chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World) -> tuple[int, float]:

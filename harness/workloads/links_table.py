@@ -10,6 +10,7 @@ from harness.measure.derive import (
     best_link_bytes_per_s,
     collective_table,
     interference_table,
+    jitter_table,
     link_matrices,
     nic_limit_bytes_per_s,
 )
@@ -32,6 +33,7 @@ def _parts(run: Run) -> list[str]:
         *(_matrix(matrix) for matrix in link_matrices(run)),
         _collectives(run),
         _interference(run),
+        _jitter(run),
         _crowding(run),
         "\n".join(f"left out: {text}" for text in left_out),
     ]
@@ -69,10 +71,22 @@ def _interference(run: Run) -> str:
     if not rows:
         return ""
     cells = [
-        [row.name, row.operation, _pace(row.pace), f"each {row.unit}", _taken(row.taken_s)]
+        [row.name, row.operation, f"{row.pace:.0%}", f"each {row.unit}", _taken(row.taken_s)]
         for row in rows
     ]
     return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
+
+
+def _jitter(run: Run) -> str:
+    table = jitter_table(run)
+    if not table:
+        return ""
+    lengths = sorted({length for by_length in table.values() for length in by_length})
+    cells = [
+        [name, *(f"+- {format_duration(own[s])}" if s in own else "-" for s in lengths)]
+        for name, own in table.items()
+    ]
+    return columns(["deviation on", *(f"of {format_duration(s)}" for s in lengths)], cells)
 
 
 def _crowding(run: Run) -> str:
@@ -82,10 +96,6 @@ def _crowding(run: Run) -> str:
         f"{sample.value:.2f} times as long as one by one"
         for sample in found
     )
-
-
-def _pace(pace: float | None) -> str:
-    return "-" if pace is None else f"{pace:.0%}"
 
 
 def _taken(seconds: float) -> str:

@@ -8,10 +8,14 @@ ready (ties: lower number first); each takes its resources at once, when the las
 Where communication takes computing time away (`host_s_per_byte` and its like), events run in
 order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
 a device computes meanwhile gets what is left of its processor.
+
+Where computing is known to deviate, what waits for others begins later by what the latest of them is
+later than the latest is on average (see `jitter`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +36,14 @@ def _arrive(waits: Any, ready: Any, cause: Any, after: int, end: float, by: int)
         ready[after] = end
         cause[after] = by
     return bool(waits[after] == 0)
+
+
+@njit(cache=True, inline="always")
+def _later_by(apart: float, spread: float) -> float:
+    """By how much the later of two times that deviate is later than the later of their means."""
+    x = abs(apart) / spread
+    density = math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    return float(spread * (density - x * math.erfc(x / math.sqrt(2)) / 2))
 
 
 @njit(cache=True, inline="always")
@@ -145,6 +157,7 @@ def _serve_reduce(
 ) -> Any:
     """Start and end of an all-reduce that is ready at `begin`."""
     low, high = work.reduce_ptr[price], work.reduce_ptr[price + 1]
+    begin += work.reduce_jitter[price]
     for p in range(low, high):
         resource = work.reduce_resource[p]
         if free[resource] > begin:
@@ -267,6 +280,11 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
     holder = np.full(work.n_resources, NONE, np.int64)
     is_timed = takes_computing(work)
     n_devices = len(work.node_of)
+    last_end = device_begin.copy()  # of what each device has computed
+    arrived, spread = (
+        np.zeros(compute),
+        np.zeros(compute),
+    )  # the last transfer that a task waits for
     running = np.full(n_devices, NONE, np.int64)
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)
     load_since, load_until = np.zeros(n_devices), np.zeros(n_devices)
@@ -285,6 +303,11 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
 
     k = 0
     while True:
+        for i in range(n_freed):
+            one = freed[i]
+            if one < compute and spread[one] > 0:
+                first = min(last_end[work.device_of[one % rows]], arrived[one])
+                ready[one] += _later_by(ready[one] - first, spread[one])
         # What may start now waits for its turn; while a prefix is replayed, its tasks have theirs.
         if k < len(prefix):
             for i in range(n_freed):
@@ -337,7 +360,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
                 n_heap += 1
                 continue
             running[device] = NONE
-            finish[task] = now
+            finish[task] = last_end[device] = now
             n_freed = _release(work, links, begins, task, now, waits, ready, cause, freed)
             continue
         log[n_log] = task
@@ -345,9 +368,9 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
         if task < compute:
             what, rest = divmod(task, work.n_microbatches * rows)
             row = rest % rows
+            device = work.device_of[row]
             start[task] = now
             if is_timed:
-                device = work.device_of[row]
                 running[device] = task
                 left = _worked_off(load[device], load_since[device], load_until[device], now)
                 end_of[device], load[device] = _stretched(
@@ -357,7 +380,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
-            finish[task] = now + work.seconds[what, row]
+            finish[task] = last_end[device] = now + work.seconds[what, row]
             n_freed = _release(work, links, begins, task, finish[task], waits, ready, cause, freed)
             continue
 
@@ -368,7 +391,11 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
             start[task], finish[task] = begin, end
             which = BACKWARD if is_back else FORWARD
             row = work.edge_source[e] if is_back else work.edge_target[e]
+            sender = work.edge_target[e] if is_back else work.edge_source[e]
             after = (which * work.n_microbatches + m) * rows + row
+            apart = work.spread[work.device_of[sender], work.device_of[row]]
+            if end > arrived[after] or (end == arrived[after] and apart > spread[after]):
+                arrived[after], spread[after] = end, apart
             if _arrive(waits, ready, cause, after, end, task):
                 freed[0] = after
                 n_freed = 1

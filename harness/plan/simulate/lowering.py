@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.plan.simulate import order, restart
-from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints
+from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
+from harness.plan.simulate.jitter import Jitter
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -53,6 +56,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     from_row, to_row = row_at[edges.source], row_at[edges.target]
     fetched = edges.n_bytes * edges.goes
     received = np.bincount(to_row, weights=fetched, minlength=len(rows))
+    returns = edges.returns & simulator.returns[edges.source // n_devices]
     stage_of = _stages(tables, flow)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
@@ -81,12 +85,19 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     source_ptr, sources = _lists([one.sources for one in sums], row_at)
     target_ptr, targets = _lists([one.targets for one in sums], row_at)
     devices = simulator.cluster.devices
+    seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
+        simulator, tables, rows, row_at
+    )
+    jitter = simulator.jitter
+    both_ways = seconds[order.FORWARD] + seconds[order.BACKWARD]
+    computing_s: Floats = np.bincount(
+        rows % n_devices, weights=both_ways, minlength=n_devices
+    ).astype(float)
     found = Work(
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
         device_of=rows % n_devices,
-        seconds=_seconds(simulator, tables, flow, rows, gradients)
-        + tables.mean_size * _streams(simulator, tables, rows, row_at),
+        seconds=seconds,
         following=following,
         first=first,
         gate=gate,
@@ -96,8 +107,9 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_crowding=np.where(edges.crosses, network.crowding, 1.0),
         edge_messages=_messages(simulator, edges, n_devices),
         edge_goes=edges.goes,
-        edge_returns=edges.returns & simulator.returns[edges.source // n_devices],
+        edge_returns=returns,
         latency=network.latency_s,
+        spread=_spread(jitter, computing_s, edges, returns),
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
@@ -118,6 +130,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         sum_target_ptr=target_ptr,
         sum_target=targets,
         reduce_seconds=prices.seconds,
+        reduce_jitter=_group_jitter(jitter, sums, buckets, computing_s, flow.n_microbatches),
         reduce_ptr=prices.ptr,
         reduce_resource=prices.resource,
         reduce_occupied=prices.occupied,
@@ -158,6 +171,42 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     counts = np.diff(flow.stage_ptr)
     stages[flow.stage_ops] = np.repeat(np.arange(len(counts)), counts)
     return stages
+
+
+def _spread(
+    jitter: Jitter, computing_s: Floats, edges: Edges, returns: npt.NDArray[np.bool_]
+) -> Floats:
+    """(n_devices, n_devices): devices meet where a task of one waits for the other, either way."""
+    n = len(computing_s)
+    meetings = np.zeros((n, n), dtype=np.int64)
+    if not jitter.is_measured:
+        return meetings.astype(float)
+    for sender, waiting, moves in (
+        (edges.source, edges.target, edges.goes),
+        (edges.target, edges.source, returns),
+    ):
+        once = np.unique((waiting * n + sender % n)[moves])  # by task that waits, and sender
+        np.add.at(meetings, (once % n, once // n % n), 1)
+    return jitter.pairs(computing_s, meetings)
+
+
+def _group_jitter(
+    jitter: Jitter, sums: Sequence[Sum], buckets: Buckets, computing_s: Floats, n_microbatches: int
+) -> Floats:
+    """In the order of prices: forward sums, backward sums, buckets."""
+    n_prices = 2 * len(sums) + len(buckets.groups)
+    if not jitter.is_measured:
+        return np.zeros(n_prices)
+    meetings = Counter(one.group for one in sums for n_rounds in one.n_rounds if n_rounds > 0)
+    sum_s = {group: jitter.group(group, computing_s / n) for group, n in meetings.items()}
+    step_s = n_microbatches * computing_s
+    bucket_s = {
+        group: jitter.group(group, step_s / n) for group, n in Counter(buckets.groups).items()
+    }
+    in_microbatch = [sum_s.get(one.group, 0.0) for one in sums]
+    return np.array(
+        [*in_microbatch, *in_microbatch, *(bucket_s[group] for group in buckets.groups)]
+    )
 
 
 def _messages(simulator: Simulator, edges: Edges, n_devices: int) -> Floats:

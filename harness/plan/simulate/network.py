@@ -33,8 +33,7 @@ class Network:
     """A cluster's links in matrices, by position of the devices.
 
     Attributes:
-        latency_s, bandwidth: (n_devices, n_devices), from row to column; the latency is the
-            link's, or how long an exchange takes the receiver where that is longer.
+        latency_s, bandwidth: (n_devices, n_devices), from row to column.
         nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
         node_of: (n_devices,).
         crowding: how many times as long transfers take that cross (see `fans`).
@@ -55,9 +54,6 @@ class Network:
             a, b = position[link.source], position[link.target]
             self.latency_s[a, b] = link.latency_s
             self.bandwidth[a, b] = link.bandwidth_bytes_per_s
-        exchange_s = np.array([device.exchange_s for device in cluster.devices])
-        self.latency_s = np.maximum(self.latency_s, exchange_s)
-        np.fill_diagonal(self.latency_s, 0.0)
         self._complete()
         self._curves, self.crowding = Curves(cluster), cluster.crowding
         self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}

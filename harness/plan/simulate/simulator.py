@@ -24,6 +24,7 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.costs import Costs, check_profile, is_product
 from harness.plan.simulate.fans import Floats, Ints, Sum
+from harness.plan.simulate.jitter import Jitter
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
@@ -97,7 +98,7 @@ class Simulator:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.options = options or SimulatorOptions()
-        self.network = Network(cluster)
+        self.network, self.jitter = Network(cluster), Jitter(cluster)
         self.limits: Floats = np.array(
             [memory_bytes or device.memory_bytes for device in cluster.devices], dtype=np.float64
         )
@@ -287,10 +288,14 @@ class Trial:
         )
 
     def _prefix(self, lowered: Lowered) -> Ints:
-        """Events to replay. Where transfers slow computation down, the order is not known."""
+        """Events to replay. Where transfers slow computation down, the order is not known; where
+        computing deviates, what one device computes changes what others wait for from the start.
+        """
         from harness.plan.simulate import kernels, lowering
 
         if self._last_run is None or kernels.takes_computing(lowered.work):
+            return _NO_EVENTS
+        if self.simulator.jitter.is_measured:
             return _NO_EVENTS
         before, log = self._last_run
         if before.flow is not lowered.flow:

@@ -33,6 +33,9 @@ class Work(NamedTuple):
     edge_goes: Any  # (E,) whether something travels forward
     edge_returns: Any  # (E,) whether a gradient comes back
     latency: Any  # (D, D)
+    spread: (
+        Any  # (D, D) standard deviation between a sender's and its receiver's times (see jitter)
+    )
     bandwidth: Any  # (D, D)
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
@@ -48,6 +51,7 @@ class Work(NamedTuple):
     sum_target: Any
     # Prices of all-reduces: C forward ones, C backward ones, K buckets.
     reduce_seconds: Any
+    reduce_jitter: Any  # seconds that the last of the group comes later than it does on average
     reduce_ptr: Any  # into the next two
     reduce_resource: Any
     reduce_occupied: Any

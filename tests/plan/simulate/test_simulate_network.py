@@ -11,15 +11,6 @@ from harness.domain.strategy import OperatorPlan
 from harness.plan.simulate.report import events
 
 
-@pytest.mark.parametrize(("latency_s", "exchange_s"), [(0.5, 0.25), (0.25, 0.5)])
-def test_a_message_takes_the_links_latency_or_the_receivers_exchange(latency_s, exchange_s):
-    graph, profile = chain()
-    cluster = talking(cluster_of(latency=latency_s), exchange_s, exchange_s, of=["exchange_s"])
-    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
-    found = timeline(simulate(graph, profile, cluster, plans))
-    assert found[1] == ("a node0:0 -> node0:1", 1, 3.5)
-
-
 def test_a_producer_elsewhere_sends_and_gets_gradients_back():
     graph, profile = chain()
     found = simulate(
