@@ -21,7 +21,11 @@ _COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message")
 
 
 class Jitter(msgspec.Struct, frozen=True, kw_only=True):
-    """How unevenly a device computes: the standard deviation of what takes computing_s on average."""
+    """How unevenly a device computes.
+
+    Attributes:
+        deviation_s: standard deviation of what takes computing_s on average.
+    """
 
     computing_s: float
     deviation_s: float

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Device, Jitter, Link, Node
 from harness.errors import ClusterError
 
 
@@ -53,6 +53,20 @@ def test_a_file_gives_the_same_cluster():
 def test_what_cannot_be_is_refused(nodes, links, message):
     with pytest.raises(ClusterError, match=message):
         Cluster(nodes=nodes, links=links)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([(0.2, 1.0), (0.1, 1.0)], r"at computing_s 0\.1 after 0\.2: computing_s must ascend"),
+        ([(0.0, 1.0)], r"at computing_s 0\.0 after 0\.0"),
+        ([(0.1, -1.0)], r"deviation_s -1\.0 .*must be >= 0"),
+    ],
+)
+def test_jitter_is_a_curve(points, message):
+    jitter = [Jitter(computing_s=s, deviation_s=d) for s, d in points]
+    with pytest.raises(ClusterError, match=message):
+        Cluster(nodes=[Node(name="a", devices=[device(jitter=jitter)])])
 
 
 def test_crossing_flows_are_no_faster_than_others():

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from harness.domain.cluster import Cluster, CollectivePoint
+from harness.domain.cluster import Cluster, CollectivePoint, Jitter
 from harness.errors import ConfigError
-from harness.measure.derive import collective_table, interference_table, link_matrices
+from harness.measure.derive import (
+    collective_table,
+    interference_table,
+    jitter_table,
+    link_matrices,
+)
 from harness.measure.derive_spans import samples_of
 from harness.measure.store import write_header
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
 from harness.workloads.links_crossing import Crossing
-from harness.workloads.links_interference import Interference
+from harness.workloads.links_interference import Interference, deviation_of
 from harness.workloads.links_pairs import PairTimes
 
 MB = 1e6
@@ -89,7 +95,8 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
     rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
-    costs = [Interference(1e-9, 2e-9, 3e-6, 4e-3), Interference(), Interference(3e-9)]
+    jitter = [Jitter(computing_s=8e-3, deviation_s=1e-3), Jitter(computing_s=0.1, deviation_s=3e-3)]
+    costs = [Interference(1e-9, 2e-9, 3e-6, jitter), Interference(), Interference(3e-9)]
     cluster = build_cluster(header, pairs, [point], rates, costs)
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
@@ -109,7 +116,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
     assert [device.reduce_s_per_byte for device in cluster.devices] == [2e-9, 0.0, 0.0]
     assert [device.host_s_per_message for device in cluster.devices] == [3e-6, 0.0, 0.0]
-    assert [device.exchange_s for device in cluster.devices] == [4e-3, 0.0, 0.0]
+    assert [device.jitter for device in cluster.devices] == [jitter, [], []]
     assert cluster.collectives == [point]
 
 
@@ -195,16 +202,25 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
         *(device.host_s_per_byte for device in cluster.devices),
         *(device.reduce_s_per_byte for device in cluster.devices),
         *(device.host_s_per_message for device in cluster.devices),
-        *(device.exchange_s for device in cluster.devices),
     ]
     assert [row.taken_s for row in rows] == taken
     assert max(taken) > 0
-    assert all((row.pace is None) == (row.unit == "exchange") for row in rows)
-    assert all(row.pace is None or row.pace > 0 for row in rows)
+    assert all(row.pace > 0 for row in rows)
     assert max(taken[6:9]) > max(taken[:3])  # a message takes more than a byte
-    assert max(taken[9:]) > 0  # on a loaded machine a rank's own may drown in noise
     assert "each message" in links_text([run])
-    assert "each exchange" in links_text([run])
+    assert list(jitter_table(run).values()) == [
+        {point.computing_s: point.deviation_s for point in device.jitter}
+        for device in cluster.devices
+    ]
+    assert all(point.deviation_s > 0 for device in cluster.devices for point in device.jitter)
+    assert "of 128 ms" in links_text([run])
+
+
+def test_a_drift_is_no_jitter_and_random_pauses_are():
+    assert deviation_of([1.0, 1.1, 1.2, 1.3]) == pytest.approx(0.1 / 2**0.5)
+    rng = np.random.default_rng(0)
+    drifting = np.linspace(1.0, 2.0, 1000) + rng.normal(0.0, 0.05, 1000)
+    assert deviation_of(drifting) == pytest.approx(0.05, rel=0.1)
 
 
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):

@@ -9,18 +9,18 @@ Where communication takes computing time away (`host_s_per_byte` and its like), 
 order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
 a device computes meanwhile gets what is left of its processor.
 
-Where computing is known to deviate, what waits for others begins later by what the latest of them is
-later than the latest is on average (see `jitter`).
+Where computing is known to deviate, what waits for others begins later by what the latest of them
+is later than the latest is on average (see `jitter`).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from numba import njit
 
+from harness.plan.simulate.greatest import greatest
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
 from harness.plan.simulate.work import freed_by_sum, offsets
@@ -39,11 +39,44 @@ def _arrive(waits: Any, ready: Any, cause: Any, after: int, end: float, by: int)
 
 
 @njit(cache=True, inline="always")
-def _later_by(apart: float, spread: float) -> float:
-    """By how much the later of two times that deviate is later than the later of their means."""
-    x = abs(apart) / spread
-    density = math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    return float(spread * (density - x * math.erfc(x / math.sqrt(2)) / 2))
+def _when_all_are_there(
+    work: Any, links: Any, begins: Any, task: int, own_end: float, finish: Any, latest: Any
+) -> float:
+    """When a task goes on that waits for transfers, on average over what deviates.
+
+    Args:
+        own_end: when its device is done with the task before.
+        latest: (D,) scratch, NaN; of one sender only the last transfer counts.
+    """
+    rows, n_edges = len(work.device_of), len(work.edge_bytes)
+    what, rest = divmod(task, work.n_microbatches * rows)
+    m, row = divmod(rest, rows)
+    device = work.device_of[row]
+    if what == FORWARD:
+        ptr, edges, there, goes, first = (
+            links.in_ptr, links.in_edges, work.edge_source, work.edge_goes, begins[0],
+        )  # fmt: skip
+    elif what == BACKWARD:
+        ptr, edges, there, goes, first = (
+            links.out_ptr, links.out_edges, work.edge_target, work.edge_returns, begins[1],
+        )  # fmt: skip
+    else:
+        return own_end
+    for k in range(ptr[row], ptr[row + 1]):
+        e = edges[k]
+        if goes[e]:
+            sender, end = work.device_of[there[e]], finish[first + m * n_edges + e]
+            if not latest[sender] >= end:
+                latest[sender] = end
+    mean, variance = own_end, work.own_variance[device]
+    for k in range(ptr[row], ptr[row + 1]):
+        sender = work.device_of[there[edges[k]]]
+        if latest[sender] == latest[sender]:
+            mean, variance = greatest(
+                mean, variance, latest[sender], work.sender_variance[sender, device]
+            )
+            latest[sender] = np.nan
+    return float(mean)
 
 
 @njit(cache=True, inline="always")
@@ -281,10 +314,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
     is_timed = takes_computing(work)
     n_devices = len(work.node_of)
     last_end = device_begin.copy()  # of what each device has computed
-    arrived, spread = (
-        np.zeros(compute),
-        np.zeros(compute),
-    )  # the last transfer that a task waits for
+    deviates, latest = work.own_variance.max() > 0, np.full(n_devices, np.nan)
     running = np.full(n_devices, NONE, np.int64)
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)
     load_since, load_until = np.zeros(n_devices), np.zeros(n_devices)
@@ -303,11 +333,12 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
 
     k = 0
     while True:
-        for i in range(n_freed):
+        for i in range(n_freed if deviates else 0):
             one = freed[i]
-            if one < compute and spread[one] > 0:
-                first = min(last_end[work.device_of[one % rows]], arrived[one])
-                ready[one] += _later_by(ready[one] - first, spread[one])
+            if one < compute:
+                own_end = last_end[work.device_of[one % rows]]
+                together = _when_all_are_there(work, links, begins, one, own_end, finish, latest)
+                ready[one] = max(ready[one], together)
         # What may start now waits for its turn; while a prefix is replayed, its tasks have theirs.
         if k < len(prefix):
             for i in range(n_freed):
@@ -391,11 +422,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
             start[task], finish[task] = begin, end
             which = BACKWARD if is_back else FORWARD
             row = work.edge_source[e] if is_back else work.edge_target[e]
-            sender = work.edge_target[e] if is_back else work.edge_source[e]
             after = (which * work.n_microbatches + m) * rows + row
-            apart = work.spread[work.device_of[sender], work.device_of[row]]
-            if end > arrived[after] or (end == arrived[after] and apart > spread[after]):
-                arrived[after], spread[after] = end, apart
             if _arrive(waits, ready, cause, after, end, task):
                 freed[0] = after
                 n_freed = 1

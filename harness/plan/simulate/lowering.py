@@ -93,6 +93,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     computing_s: Floats = np.bincount(
         rows % n_devices, weights=both_ways, minlength=n_devices
     ).astype(float)
+    variances = _transfer_jitter(jitter, computing_s, edges, returns)
     found = Work(
         n_microbatches=flow.n_microbatches,
         n_resources=network.n_resources,
@@ -109,7 +110,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_goes=edges.goes,
         edge_returns=returns,
         latency=network.latency_s,
-        spread=_spread(jitter, computing_s, edges, returns),
+        sender_variance=variances[0],
+        own_variance=variances[1],
         bandwidth=network.bandwidth,
         nic=network.nic,
         node_of=network.node_of,
@@ -173,21 +175,21 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
     return stages
 
 
-def _spread(
+def _transfer_jitter(
     jitter: Jitter, computing_s: Floats, edges: Edges, returns: npt.NDArray[np.bool_]
-) -> Floats:
-    """(n_devices, n_devices): devices meet where a task of one waits for the other, either way."""
+) -> tuple[Floats, Floats]:
+    """Devices meet where a task of one waits for the other, either way."""
     n = len(computing_s)
     meetings = np.zeros((n, n), dtype=np.int64)
     if not jitter.is_measured:
-        return meetings.astype(float)
+        return np.zeros((n, n)), np.zeros(n)
     for sender, waiting, moves in (
         (edges.source, edges.target, edges.goes),
         (edges.target, edges.source, returns),
     ):
         once = np.unique((waiting * n + sender % n)[moves])  # by task that waits, and sender
         np.add.at(meetings, (once % n, once // n % n), 1)
-    return jitter.pairs(computing_s, meetings)
+    return jitter.transfers(computing_s, meetings)
 
 
 def _group_jitter(

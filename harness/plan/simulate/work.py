@@ -33,9 +33,8 @@ class Work(NamedTuple):
     edge_goes: Any  # (E,) whether something travels forward
     edge_returns: Any  # (E,) whether a gradient comes back
     latency: Any  # (D, D)
-    spread: (
-        Any  # (D, D) standard deviation between a sender's and its receiver's times (see jitter)
-    )
+    sender_variance: Any  # (D, D) of when a sender is done with what it sends to a receiver
+    own_variance: Any  # (D,) of when who waits for it is done with what comes before (see jitter)
     bandwidth: Any  # (D, D)
     nic: Any  # (nodes,)
     node_of: Any  # (D,)

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.domain.cluster import Cluster, Device, Jitter, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import count_parts
 from harness.domain.profile import Measurement, Profile
@@ -70,8 +70,23 @@ def talking(cluster, *costs_s, of=("host_s_per_byte", "reduce_s_per_byte")):
     return replace(cluster, nodes=nodes)
 
 
-def simulate(graph, profile, cluster, plans, *, options=None, **flow):
-    strategy = Strategy(name="s", batch=8, operators=plans, **flow)
+def uneven(cluster, *deviations_s, computing_s=1.0):
+    """The cluster, where computing_s on each device deviates by so much."""
+    curves = iter(deviations_s)
+
+    def changed(device):
+        point = Jitter(computing_s=computing_s, deviation_s=next(curves))
+        return replace(device, jitter=[point])
+
+    nodes = [
+        replace(node, devices=[changed(device) for device in node.devices])
+        for node in cluster.nodes
+    ]
+    return replace(cluster, nodes=nodes)
+
+
+def simulate(graph, profile, cluster, plans, *, options=None, batch=8, **flow):
+    strategy = Strategy(name="s", batch=batch, operators=plans, **flow)
     return Simulator(graph, profile, cluster, options=options).simulate(strategy)
 
 

@@ -5,7 +5,16 @@ import random
 
 import numpy as np
 import pytest
-from simulated import cluster_of, op, profile_of, random_case, random_plan, simulate, talking
+from simulated import (
+    cluster_of,
+    op,
+    profile_of,
+    random_case,
+    random_plan,
+    simulate,
+    talking,
+    uneven,
+)
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -32,6 +41,8 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
         )
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)
+        if case in (8, 9):
+            cluster = uneven(cluster, *[0.1] * cluster.n_devices)
         kept = Simulator(graph, profile, cluster, options=options)
         trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
         for _ in range(100):

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from msgspec.structs import replace
-from simulated import MB, chain, cluster_of, op, profile_of, simulate, talking, timeline
+from simulated import MB, chain, cluster_of, op, profile_of, simulate, timeline
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph
