@@ -23,6 +23,9 @@ SCHEMA_VERSION = 1
 _QUARTILES, _FEW = 1.349, 1.12
 
 
+# Fields of a measurement: how else the executor may carry the backward pass out.
+BACKWARD_VARIANTS = ("in_place_backward_s", "input_backward_s")
+
 MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 
 
@@ -42,6 +45,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         in_place_backward_s: of the backward pass where gradients of large weights are written where
             they stay, as the executor does on CPUs, and those of a microbatch are added to what is
             there; None for other operators.
+        input_backward_s: of the part of the backward pass that gives the gradients of inputs, where
+            the executor may compute those of weights later, for all microbatches together; None
+            for other operators.
     """
 
     device_kind: str
@@ -54,6 +60,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     spread: float | None = None
     n_samples: int | None = None
     in_place_backward_s: float | None = None
+    input_backward_s: float | None = None
 
     @property
     def key(self) -> MeasurementKey:
@@ -70,7 +77,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return math.sqrt(math.pi / (2 * n)) * deviation
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s", "in_place_backward_s"):
+        for field in ("forward_s", "backward_s", *BACKWARD_VARIANTS):
             value = getattr(self, field)
             if value is not None and not 0 <= value < math.inf:
                 raise GraphError(

@@ -35,11 +35,16 @@ _LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing withou
 
 
 class OperatorTime(NamedTuple):
-    """Seconds of one operator at one shape; `fitted` says that it was not measured there."""
+    """Seconds of one operator at one shape; `fitted` says that it was not measured there.
+
+    Attributes:
+        input_s: of backward, to inputs alone; None when that was not measured.
+    """
 
     forward_s: float
     backward_s: float
     fitted: bool
+    input_s: float | None = None
 
     @property
     def total_s(self) -> float:
@@ -201,7 +206,7 @@ class _Curve:
     def __init__(self, points: list[Measurement]) -> None:
         self._points = points
         self._passes: tuple[_Pass, _Pass] | None = None
-        self._in_place: _Pass | None = None
+        self._variants: dict[str, _Pass | None] = {}
         self.exact = {tuple(point.shape.items()): point for point in points}
         self.is_noisy = any(point.relative_noise for point in points)
 
@@ -215,13 +220,15 @@ class _Curve:
             )
         return self._passes
 
-    def in_place(self, operator: Operator) -> _Pass | None:
-        """Backward with gradients that are written where they stay; None if not measured."""
-        points = [point for point in self._points if point.in_place_backward_s is not None]
-        if self._in_place is None and points:
+    def variant(self, operator: Operator, field: str) -> _Pass | None:
+        """Backward as one of BACKWARD_VARIANTS; None if not measured."""
+        if field not in self._variants:
+            points = [point for point in self._points if getattr(point, field) is not None]
             wholes = _whole_weights(operator)
-            self._in_place = _Pass(points, wholes, lambda point: point.in_place_backward_s)
-        return self._in_place
+            self._variants[field] = (
+                _Pass(points, wholes, lambda point: getattr(point, field)) if points else None
+            )
+        return self._variants[field]
 
 
 def _whole_weights(operator: Operator) -> dict[str, int]:
@@ -268,8 +275,13 @@ class OperatorTimes:
         if curve is None:
             raise PlanError(self._unknown(operator, device_kind, self._dtype(operator, dtype)))
         found = self._found(curve, operator, shape)
-        backward = curve.in_place(operator) if in_place else None
-        return found if backward is None else found._replace(backward_s=backward.at(shape))
+        backward = curve.variant(operator, "in_place_backward_s") if in_place else None
+        of_inputs = curve.variant(operator, "input_backward_s")
+        if backward is not None:
+            found = found._replace(backward_s=backward.at(shape))
+        if of_inputs is not None and shape:
+            found = found._replace(input_s=of_inputs.at(shape))
+        return found
 
     def _dtype(self, operator: Operator, dtype: str | None) -> str:
         return dtype or self._only_dtype or operator.dtype

@@ -18,7 +18,7 @@ from harness.errors import HarnessError, ModelError
 from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
 from harness.runtime.context import Context
-from harness.runtime.executor.deferred import in_place, in_place_bytes
+from harness.runtime.executor.deferred import in_place, in_place_bytes, inputs_only, joined_bytes
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.node_walk import NodeWalk, Visit
@@ -119,7 +119,7 @@ class PointMeasurer:
         )
         self._between = between
         self._samples: dict[_Name, OperatorSamples] = {}
-        self._in_place: dict[_Name, OperatorSamples] = {}
+        self._variants: dict[tuple[str, _Name], OperatorSamples] = {}
         self._cannot: set[_Name] = set()
         self._found = Measured()
         self._n_points = 0
@@ -193,7 +193,7 @@ class PointMeasurer:
             n_between=self._n_between(point),
         )
         self._samples[_name(point)] = found
-        in_place_s = self._in_place_s(point, call)
+        variants_s = self._variants_s(point, call)
         n_before = 0 if before is None else len(before.forward_s)
         measurement = Measurement(
             device_kind=world.device_kind,
@@ -205,7 +205,7 @@ class PointMeasurer:
             saved_bytes=found.saved_bytes,
             spread=round(found.spread, 4),
             n_samples=len(found.forward_s),
-            in_place_backward_s=in_place_s,
+            **variants_s,
         )
         for step, value in list(enumerate(found.forward_s))[n_before:]:
             self._sample("operator_forward_s", value, point, step=step)
@@ -218,33 +218,41 @@ class PointMeasurer:
     def _n_between(self, point: Point) -> float:
         return step_bytes(self._captured.graph, point.samples, self._context.world.size)
 
-    def _in_place_s(self, point: Point, call: OperatorCall) -> float | None:
-        """Backward seconds where the weights' gradient is written where it stays, that of a
-        microbatch added to what is there; None for an operator that the executor does not train so
-        on this device."""
-        device, (key, shape) = self._context.world.device, _name(point)
+    def _variants_s(self, point: Point, call: OperatorCall) -> dict[str, float]:
+        """Backward seconds as the executor may carry the pass out instead, by BACKWARD_VARIANTS:
+        the gradient of large weights written where it stays, that of a microbatch added to what is
+        there; that of inputs alone. Only those that it trains so on this device."""
+        device, module = self._context.world.device, call.function
         is_fed_back = any(x.requires_grad for x in tensors_in((call.args, call.kwargs)))
-        if not isinstance(call.function, nn.Module) or not is_fed_back:
-            return None
-        if in_place_bytes(device) == math.inf:
-            return None
-        n_devices = self._context.world.size
-        is_added = is_microbatch(self._captured.graph, point.samples, n_devices)
-        module = in_place(call.function, is_added=is_added)
-        if module is None:
-            return None
-        before = self._in_place.get((key, shape))
-        found = self._timer.measure(
-            OperatorCall(module, call.args, call.kwargs),
-            f"operator {point.operator!r} in place",
+        if not isinstance(module, nn.Module) or not is_fed_back:
+            return {}
+        graph, n_devices = self._captured.graph, self._context.world.size
+        instead: dict[str, nn.Module | None] = {}
+        if in_place_bytes(device) < math.inf:
+            is_added = is_microbatch(graph, point.samples, n_devices)
+            instead["in_place_backward_s"] = in_place(module, is_added=is_added)
+        if joined_bytes(device) < math.inf:
+            instead["input_backward_s"] = inputs_only(module)
+        found = {
+            field: self._variant_s(point, field, OperatorCall(other, call.args, call.kwargs))
+            for field, other in instead.items()
+            if other is not None
+        }
+        module.zero_grad(set_to_none=True)
+        return found
+
+    def _variant_s(self, point: Point, field: str, call: OperatorCall) -> float:
+        key = field, _name(point)
+        before = self._variants.get(key)
+        found = self._variants[key] = self._timer.measure(
+            call,
+            f"operator {point.operator!r} ({field})",
             before,
             n_between=self._n_between(point),
         )
-        call.function.zero_grad(set_to_none=True)
-        self._in_place[key, shape] = found
         n_before = 0 if before is None else len(before.backward_s)
         for step, value in list(enumerate(found.backward_s))[n_before:]:
-            self._sample("operator_in_place_backward_s", value, point, step=step)
+            self._sample(f"operator_{field}", value, point, step=step)
         return statistics.median(found.backward_s)
 
     def _sample(

@@ -9,7 +9,13 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile, WholeStep, measurement_key
+from harness.domain.profile import (
+    BACKWARD_VARIANTS,
+    Measurement,
+    Profile,
+    WholeStep,
+    measurement_key,
+)
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.measure.store import write_atomically
@@ -143,13 +149,10 @@ def at_known_pace(
 
 
 def _slower(point: Measurement, factor: float) -> Measurement:
-    in_place_s = point.in_place_backward_s
-    return msgspec.structs.replace(
-        point,
-        forward_s=factor * point.forward_s,
-        backward_s=factor * point.backward_s,
-        in_place_backward_s=None if in_place_s is None else factor * in_place_s,
-    )
+    fields = ("forward_s", "backward_s", *BACKWARD_VARIANTS)
+    measured = {field: getattr(point, field) for field in fields}
+    slower = {field: factor * s for field, s in measured.items() if s is not None}
+    return msgspec.structs.replace(point, **slower)
 
 
 def write_profile(path: Path, profile: Profile) -> None:

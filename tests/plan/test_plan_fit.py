@@ -225,6 +225,21 @@ def test_gradients_that_stay_in_place_have_times_of_their_own() -> None:
     assert backward_s(5, in_place=True) == pytest.approx(7.0)
 
 
+def test_backward_to_inputs_is_fitted_where_it_was_measured() -> None:
+    points = [
+        Measurement(
+            device_kind="gpu", operator="conv", shape={"sample": n, "feature": 4}, forward_s=1.0,
+            backward_s=8.0, input_backward_s=1.0 + n / 2,
+        )
+        for n in (2, 8)
+    ]  # fmt: skip
+    times = OperatorTimes(Profile(model="m", measurements=points))
+    found = times.lookup(LINEAR, "gpu", shape={"sample": 4, "feature": 4})
+    assert (found.backward_s, found.input_s) == (8.0, pytest.approx(3.0))
+    plain = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 3.0)))
+    assert plain.lookup(LINEAR, "gpu").input_s is None
+
+
 def test_without_such_times_backward_is_as_measured() -> None:
     times = OperatorTimes(profile(({"sample": 8, "feature": 4}, 1.0, 3.0)))
     assert times.lookup(LINEAR, "gpu", in_place=True).backward_s == 3.0

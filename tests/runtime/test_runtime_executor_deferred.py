@@ -12,6 +12,7 @@ from harness.runtime.executor.deferred import (
     count_uses,
     defer,
     in_place,
+    inputs_only,
     is_worth_joining,
 )
 from harness.runtime.executor.shards import Wanted, make_shard
@@ -200,6 +201,21 @@ def test_in_place_a_gradient_is_written_anew_or_added_to(is_added, n):
     else:
         assert module.weight.grad is None
     assert in_place(nn.Linear(8, 8), is_added=is_added) is None
+
+
+def test_backward_to_inputs_alone_is_that_of_what_may_be_joined():
+    module, x = nn.Conv2d(512, 512, 1), torch.randn(2, 512, 3, 3, requires_grad=True)
+    module(x).sum().backward()
+    expected, x.grad = x.grad, None
+    module.zero_grad()
+    own = inputs_only(module)
+    for _ in range(2):
+        own(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * expected)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    # Too small to be joined, and large enough to be written in place instead.
+    assert inputs_only(nn.Conv2d(8, 8, 1)) is None
+    assert inputs_only(nn.Linear(1024, 1024)) is None
 
 
 def test_under_autocast_gradients_are_those_of_autograd():

@@ -230,13 +230,14 @@ def test_later_measurements_join_at_the_pace_of_the_first():
             forward_s=3.0,
             backward_s=6.0,
             in_place_backward_s=4.5,
+            input_backward_s=1.5,
         )
         for kind, samples in (("a", 8), ("a", 1), ("b", 8))
     ]
     seconds = {("a", 8): [2.9, 3.0, 9.0], ("a", 1): [0.75], ("b", 8): [1.0]}
     scaled, faster, kept = at_known_pace(profile, graph, new, seconds)
     times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
-    assert times == pytest.approx((2.0, 4.0, 3.0))
+    assert (*times, scaled.input_backward_s) == pytest.approx((2.0, 4.0, 3.0, 1.0))
     assert (faster.forward_s, faster.backward_s) == pytest.approx((4.0, 8.0))
     assert kept == new[2]  # a kind without a step of its own
 
@@ -298,6 +299,11 @@ def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks
     # Half of the weights are too few.
     assert shapes == [{"sample": 8, "feature": 1024}, {"sample": 4, "feature": 1024}]
     assert len(values(run, "operator_in_place_backward_s")) >= len(shapes)
+    # Half of them are what may be joined over microbatches instead.
+    apart = [p for p in found if p.input_backward_s]
+    assert [p.shape for p in apart] == [{"sample": 8, "feature": 512}]
+    assert 0 < apart[0].input_backward_s
+    assert len(values(run, "operator_input_backward_s")) >= 1
 
 
 def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):

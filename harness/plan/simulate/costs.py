@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,7 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
+        input_s: of backward, to inputs alone.
         fed_bytes: inputs and outputs of a product with weights; 0 for other operators.
         shared_bytes: of the weights, those that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
@@ -60,11 +62,26 @@ class OperatorCosts:
     active: npt.NDArray[np.bool_]
     forward_s: Floats
     backward_s: Floats
+    input_s: Floats
     output_bytes: Floats
     fed_bytes: Floats
     weight_bytes: Floats
     shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class BlockSeconds(NamedTuple):
+    """Of one block on one device; `input_s` is the part of backward that gives the gradients of
+    inputs."""
+
+    forward_s: float
+    backward_s: float
+    input_s: float
+
+    @property
+    def weight_s(self) -> float:
+        """The part of backward that gives the gradients of weights."""
+        return self.backward_s - self.input_s
 
 
 class Costs:
@@ -104,7 +121,7 @@ class Costs:
         self._fans: dict[object, Fan] = {}
         self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
-        self._seconds: dict[object, tuple[float, float]] = {}
+        self._seconds: dict[object, BlockSeconds] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
 
     def _key(self, plan: OperatorPlan) -> PlanKey:
@@ -136,8 +153,8 @@ class Costs:
         operator, batch = self.graph.operators[op], self.graph.batch
         return full_units(operator, batch=self.samples, graph_batch=batch)
 
-    def block_s(self, op: int, block: Block, device: int) -> tuple[float, float]:
-        """Forward and backward seconds of one block on one device."""
+    def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
+        """What one block takes on one device."""
         key = (op, device, tuple(stop - start for start, stop in block))
         if key not in self._seconds:
             operator = self.graph.operators[op]
@@ -161,14 +178,19 @@ class Costs:
                 # An unknown shape: in proportion.
                 time = self._times.lookup(operator, kind)
                 share = volume(block) / self._full_volume(op)
-            self._seconds[key] = (time.forward_s * share / speed, time.backward_s * share / speed)
+            # A product of inputs' gradients is of the size of the forward one.
+            input_s = time.forward_s if time.input_s is None else time.input_s
+            self._seconds[key] = BlockSeconds(
+                time.forward_s * share / speed,
+                time.backward_s * share / speed,
+                min(input_s, time.backward_s) * share / speed,
+            )
         return self._seconds[key]
 
     def joined_s(self, op: int, plan: OperatorPlan, n: int) -> Floats:
         """(n_devices,) seconds of the gradients of weights, computed together for `n` microbatches
-        (`runtime.executor.deferred`): what backward of all of them takes beyond their forward,
-        which is a product of the size of that of their inputs' gradients. Without samples its size
-        is not known, and it takes as long as they do one by one.
+        (`runtime.executor.deferred`): what backward of all of them takes beyond that to inputs.
+        Without samples its size is not known, and it takes as long as they do one by one.
         """
         key = (op, self._key(plan), n)
         found = self._joined.get(key)
@@ -176,16 +198,14 @@ class Costs:
             found = np.zeros(self.n_devices)
             dims = list(self.shapes[op])
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-                forward_s, backward_s = self.block_s(op, block, device)
-                least_s = n * (backward_s - forward_s)
+                least_s = n * self.block_s(op, block, device).weight_s
                 if SAMPLE in dims:
                     all_n = tuple(
                         (start * n, stop * n) if dim == SAMPLE else (start, stop)
                         for dim, (start, stop) in zip(dims, block, strict=True)
                     )
-                    forward_s, backward_s = self.block_s(op, all_n, device)
-                    least_s = min(least_s, backward_s - forward_s)
-                found[device] += max(0.0, least_s)
+                    least_s = min(least_s, self.block_s(op, all_n, device).weight_s)
+                found[device] += least_s
             self._joined[key] = found
         return found
 
@@ -219,14 +239,16 @@ class Costs:
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
-        forward, backward, output, fed = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
+        forward, backward, to_inputs = np.zeros(n), np.zeros(n), np.zeros(n)
+        output, fed = np.zeros(n), np.zeros(n)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         shown = self._shown(op)
         for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
             seconds = self.block_s(op, block, device)
-            forward[device] += seconds[0]
-            backward[device] += seconds[1]
+            forward[device] += seconds.forward_s
+            backward[device] += seconds.backward_s
+            to_inputs[device] += seconds.input_s
             output[device] += per_element * volume(tuple(block[k] for k in shown))
             fed[device] += self._input_bytes(op, block)
             active[device] = True
@@ -238,7 +260,9 @@ class Costs:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        return OperatorCosts(active, forward, backward, output, fed, weight, shared, slices)
+        return OperatorCosts(
+            active, forward, backward, to_inputs, output, fed, weight, shared, slices
+        )
 
     def _input_bytes(self, op: int, block: Block) -> float:
         """What a block of a product with weights reads."""

@@ -253,6 +253,7 @@ def _seconds(
     its own where others wait for the gradients of inputs, and is else shared out, too.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
+    to_inputs = tables.input_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
     rates = (np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds)[
@@ -270,7 +271,7 @@ def _seconds(
         joined_s = tables.mean_size * tables.costs.joined_s(op, tables.plans[op], n)[device]
         joined_s += COPIES * gradients.kept_bytes[k] * rates[k]
         weight[k] = joined_s if gradients.waits[k] else joined_s / n * flow.split_weight
-        backward[k] = min(backward[k], forward[k] + stream_s[k])
+        backward[k] = to_inputs[k] + stream_s[k]
         backward[k] += 0.0 if gradients.waits[k] else joined_s / n
     if flow.split_weight:
         backward = backward - weight

@@ -189,6 +189,7 @@ class Tables:
         shape = (self.n_ops, self.n_devices)
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
+        self.input_s = np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
         self.shared_bytes, self.fed_bytes = np.zeros(shape), np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
@@ -204,11 +205,13 @@ class Tables:
         row = self.costs.operator(op, plan)
         self.active[op] = row.active
         self.forward_s[op], self.backward_s[op] = row.forward_s, row.backward_s
+        self.input_s[op] = row.input_s
         if self._smaller is not None:
             costs, share = self._smaller
             other = costs.operator(op, plan)
             self.forward_s[op] += share * (other.forward_s - row.forward_s)
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
+            self.input_s[op] += share * (other.input_s - row.input_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self.shared_bytes[op], self.fed_bytes[op] = row.shared_bytes, row.fed_bytes
         self._slices[op] = row.slices

@@ -148,10 +148,18 @@ def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
     Args:
         n_bytes: of inputs and outputs of all of them.
     """
+    return _may_be_joined(module) and n_bytes <= KEPT_SHARE * _weight(module).nbytes
+
+
+def _may_be_joined(module: nn.Module) -> bool:
     if not _can_defer(module) or is_large_linear(module):
         return False
+    return _weight(module).numel() >= JOINED_ELEMENTS
+
+
+def _weight(module: nn.Module) -> Tensor:
     weight: Tensor = getattr(module, "weight")  # noqa: B009  (nn.Module does not declare it)
-    return weight.numel() >= JOINED_ELEMENTS and n_bytes <= KEPT_SHARE * weight.nbytes
+    return weight
 
 
 def in_place_bytes(device: torch.device) -> float:
@@ -180,6 +188,21 @@ def in_place(module: nn.Module, *, is_added: bool) -> nn.Module | None:
             parameter.grad = None
 
     return defer(module, AtOnce(forget), GradientHomes()) if is_large_linear(module) else None
+
+
+class _Nowhere:
+    """Leaves gradients of weights to whoever computes them later."""
+
+    def put(self, pending: Pending) -> None:
+        pass
+
+
+def inputs_only(module: nn.Module) -> nn.Module | None:
+    """A product whose microbatches may be joined, with what its backward does before they are;
+    None for any other module."""
+    if not _may_be_joined(module):
+        return None
+    return defer(module, _Nowhere(), GradientHomes())
 
 
 class Calls(NamedTuple):
