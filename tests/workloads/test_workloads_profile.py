@@ -299,11 +299,11 @@ def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks
     # Half of the weights are too few.
     assert shapes == [{"sample": 8, "feature": 1024}, {"sample": 4, "feature": 1024}]
     assert len(values(run, "operator_in_place_backward_s")) >= len(shapes)
-    # Half of them are what may be joined over microbatches instead.
+    # They are what may be joined over microbatches instead.
     apart = [p for p in found if p.input_backward_s]
-    assert [p.shape for p in apart] == [{"sample": 8, "feature": 512}]
-    assert 0 < apart[0].input_backward_s
-    assert len(values(run, "operator_input_backward_s")) >= 1
+    assert {"sample": 8, "feature": 512} in [p.shape for p in apart if p.operator in in_place]
+    assert not any(p.in_place_backward_s for p in apart)
+    assert len(values(run, "operator_input_backward_s")) >= len(apart)
 
 
 def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):

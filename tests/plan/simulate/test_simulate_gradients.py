@@ -66,7 +66,13 @@ def test_gradients_of_microbatches_are_added_up_and_shared_ones_copied():
 
 
 def simulated_joined(
-    joined_weight_bytes, n_microbatches=2, *, n_stages=1, weight_bytes=80, first=None
+    joined_weight_bytes,
+    n_microbatches=2,
+    *,
+    n_stages=1,
+    weight_bytes=80,
+    first=None,
+    to_inputs_s=None,
 ):
     """Two products with weights, fed and giving 32 bytes in a microbatch of 4 samples."""
     graph = two_linears(1)[0]
@@ -79,6 +85,7 @@ def simulated_joined(
         Measurement(
             device_kind="device", operator=op.profile_key, shape={"sample": n, "feature": 4},
             forward_s=n / 4, backward_s={4: 2.0, 8: 2.75}[n],
+            input_backward_s=to_inputs_s and to_inputs_s[n],
         )
         for op in {op.profile_key: op for op in operators[1:]}.values() for n in (4, 8)
     ]  # fmt: skip
@@ -108,6 +115,14 @@ def test_gradients_of_joined_microbatches_are_computed_once_and_not_added_up():
     assert apart.step_s - joined.step_s == pytest.approx(2 * saved_s)
     assert joined.memory_bytes["node0:0"] - apart.memory_bytes["node0:0"] == 2 * 64
     assert simulated_joined(80, 1).step_s == simulated_joined(81, 1).step_s
+
+
+def test_backward_to_inputs_takes_what_it_was_measured_to():
+    fitted, measured = simulated_joined(80), simulated_joined(80, to_inputs_s={4: 1.5, 8: 2.5})
+    # Each microbatch 0.5 s more, and what is left for the weights 0.5 s less: of a and b.
+    assert measured.step_s - fitted.step_s == pytest.approx(2 * (2 * 0.5 - 0.5))
+    apart = simulated_joined(81, to_inputs_s={4: 1.5, 8: 2.5})
+    assert apart.step_s == simulated_joined(81).step_s
 
 
 def test_an_operators_seconds_hold_its_part_of_joined_gradients():
