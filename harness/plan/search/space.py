@@ -114,7 +114,7 @@ class Space:
         samples = self._costs.units(op).get(SAMPLE, 1)
         if samples < len(devices):
             return None
-        times = [self._costs.block_s(op, whole, device) for device in devices]
+        times = [self._costs.times.block_s(op, whole, device) for device in devices]
         seconds = [time.forward_s + time.backward_s for time in times]
         return proportional_shares(seconds, samples)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,7 @@ from harness.domain.sharding import (
 )
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
-from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.block_times import BlockTimes
 from harness.plan.simulate.fans import (
     Fan,
     Floats,
@@ -70,26 +69,16 @@ class OperatorCosts:
     slices: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class BlockSeconds(NamedTuple):
-    """Of one block on one device; `input_s` is the part of backward that gives the gradients of
-    inputs."""
-
-    forward_s: float
-    backward_s: float
-    input_s: float
-
-    @property
-    def weight_s(self) -> float:
-        """The part of backward that gives the gradients of weights."""
-        return self.backward_s - self.input_s
-
-
 class Costs:
     """Prices plans of one graph on one cluster at one size of microbatch.
 
     Args:
         samples: of the microbatch that every shape is scaled to.
         in_place_bytes: see SimulatorOptions.
+
+    Attributes:
+        shapes: of the operators, for a microbatch.
+        times: seconds of their blocks.
 
     Raises:
         PlanError: the profile lacks an operator or a kind of device.
@@ -105,15 +94,14 @@ class Costs:
         in_place_bytes: float = math.inf,
     ) -> None:
         self.graph, self.samples = graph, samples
-        self._in_place_bytes = in_place_bytes
         self.n_devices = cluster.n_devices
-        self._devices = cluster.devices
         self._node_of = np.array(cluster.node_of(), dtype=np.int64)
-        self._times = OperatorTimes(profile)
-        self._profile, self._graph_hash = profile, graph.content_hash()
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
+        self.times = BlockTimes(
+            graph, profile, cluster.devices, samples, self.shapes, in_place_bytes
+        )
         self._index = graph.index()
         self._joined: dict[object, Floats] = {}
         self._operators: dict[object, OperatorCosts] = {}
@@ -121,7 +109,6 @@ class Costs:
         self._fans: dict[object, Fan] = {}
         self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
-        self._seconds: dict[object, BlockSeconds] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
 
     def _key(self, plan: OperatorPlan) -> PlanKey:
@@ -153,40 +140,6 @@ class Costs:
         operator, batch = self.graph.operators[op], self.graph.batch
         return full_units(operator, batch=self.samples, graph_batch=batch)
 
-    def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
-        """What one block takes on one device."""
-        key = (op, device, tuple(stop - start for start, stop in block))
-        if key not in self._seconds:
-            operator = self.graph.operators[op]
-            sizes = dict(zip(self.shapes[op], key[2], strict=True))
-            kind = self._devices[device].kind
-            samples = sizes.get("sample", self.samples)
-            pace = self._profile.pace(self._graph_hash, kind, samples)
-            speed = self._devices[device].speed / pace
-            shown = output_sizes(operator, sizes)
-            is_whole = all(sizes[dim] == self.shapes[op][dim] for dim in sizes if dim not in shown)
-            if operator.shape:
-                shape = shown if is_whole else sizes
-                time = self._times.lookup(
-                    operator,
-                    kind,
-                    shape=shape,
-                    in_place=self._is_in_place(op, sizes),
-                )
-                share = 1.0
-            else:
-                # An unknown shape: in proportion.
-                time = self._times.lookup(operator, kind)
-                share = volume(block) / self._full_volume(op)
-            # A product of inputs' gradients is of the size of the forward one.
-            input_s = time.forward_s if time.input_s is None else time.input_s
-            self._seconds[key] = BlockSeconds(
-                time.forward_s * share / speed,
-                time.backward_s * share / speed,
-                min(input_s, time.backward_s) * share / speed,
-            )
-        return self._seconds[key]
-
     def joined_s(self, op: int, plan: OperatorPlan, n: int) -> Floats:
         """(n_devices,) seconds of the gradients of weights, computed together for `n` microbatches
         (`runtime.executor.deferred`): what backward of all of them takes beyond that to inputs.
@@ -198,30 +151,16 @@ class Costs:
             found = np.zeros(self.n_devices)
             dims = list(self.shapes[op])
             for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-                least_s = n * self.block_s(op, block, device).weight_s
+                least_s = n * self.times.block_s(op, block, device).weight_s
                 if SAMPLE in dims:
                     all_n = tuple(
                         (start * n, stop * n) if dim == SAMPLE else (start, stop)
                         for dim, (start, stop) in zip(dims, block, strict=True)
                     )
-                    least_s = min(least_s, self.block_s(op, all_n, device).weight_s)
+                    least_s = min(least_s, self.times.block_s(op, all_n, device).weight_s)
                 found[device] += least_s
             self._joined[key] = found
         return found
-
-    def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
-        """Whether the gradients of a block's weights are written where they stay."""
-        operator, whole = self.graph.operators[op], self.shapes[op]
-        if operator.kind != "linear":
-            return False
-        shares = [sizes[dim] / whole[dim] for dim in weight_dims(operator) if dim in sizes]
-        return math.prod(shares) * operator.parameter_bytes >= self._in_place_bytes
-
-    def _full_volume(self, op: int) -> float:
-        """Elements of the output at the graph's own batch, with partial dims."""
-        batch = self.graph.batch or self.samples
-        full = full_shape(self.graph.operators[op], batch=batch, graph_batch=self.graph.batch)
-        return float(np.prod(list(full.values())))
 
     def bytes_per_element(self, op: int) -> float:
         """Of the output; from the bytes of the whole, so that unknown shapes and lists work too."""
@@ -245,7 +184,7 @@ class Costs:
         per_element = self.bytes_per_element(op)
         shown = self._shown(op)
         for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-            seconds = self.block_s(op, block, device)
+            seconds = self.times.block_s(op, block, device)
             forward[device] += seconds.forward_s
             backward[device] += seconds.backward_s
             to_inputs[device] += seconds.input_s

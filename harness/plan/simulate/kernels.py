@@ -5,9 +5,7 @@ elsewhere waits for transfers and all-reduces alone, so those and the order are 
 dependencies there are. Transfers and all-reduces are served in the order in which they become
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
-Where communication takes computing time away (`host_s_per_byte` and its like), events run in
-order of time: a transfer puts work on both of its ends, spread over the time it takes, and what
-a device computes meanwhile gets what is left of its processor.
+Where communication takes computing time away (`processors`), events run in order of time.
 
 Where computing is known to deviate, what waits for others begins later by what the latest of them
 is later than the latest is on average (see `jitter`).
@@ -23,7 +21,8 @@ from numba import njit
 from harness.plan.simulate.greatest import greatest
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
-from harness.plan.simulate.work import freed_by_sum, offsets
+from harness.plan.simulate.processors import load_hosts, stretched, takes_computing, worked_off
+from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
 
 
 @njit(cache=True)
@@ -203,71 +202,6 @@ def _serve_reduce(
     return begin, begin + work.reduce_seconds[price]
 
 
-@njit(cache=True, inline="always")
-def _reduce_of(work: Any, begins: Any, task: int) -> Any:
-    """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
-    _, _, sums, sums_back, buckets, _ = begins
-    n_sums = len(work.sum_is_norm)
-    if task >= buckets:
-        return 2 * n_sums + task - buckets, NONE, 0, False
-    is_back = task >= sums_back
-    m, c = divmod(task - (sums_back if is_back else sums), n_sums)
-    return c + (n_sums if is_back else 0), c, m, is_back
-
-
-@njit(cache=True, inline="always")
-def _stretched(seconds: float, now: float, load: float, until: float) -> Any:
-    """End of a computation beside communication, and what is left of that then.
-
-    Communication takes `load` seconds of the processor, evenly until it ends. What computes beside
-    it gets the rest of the time; where that is nothing, it waits until all of it is worked off.
-    """
-    window = until - now
-    if load < window and seconds <= window - load:
-        end = now + seconds / (1.0 - load / window)
-        return end, max(0.0, load - load / window * (end - now))
-    return now + seconds + load, 0.0
-
-
-@njit(cache=True, inline="always")
-def _worked_off(load: float, since: float, until: float, now: float) -> float:
-    """What is left of communication's work on a processor that has not computed since."""
-    window, passed = until - since, now - since
-    rate = min(1.0, load / window) if window > 0 else 1.0
-    return max(0.0, load - rate * passed)
-
-
-@njit(cache=True)
-def _load_hosts(
-    work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
-    load_since: Any, load_until: Any,
-) -> None:  # fmt: skip
-    """Put a transfer's work on the processors of its ends, spread over the time it takes."""
-    compute, back, sums = begins[0], begins[1], begins[2]
-    if task < sums:
-        e = (task - (back if task >= back else compute)) % len(work.edge_bytes)
-        devices = np.array(
-            [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
-        )
-        costs = work.edge_bytes[e] * work.host_s_per_byte
-        costs = costs + work.edge_messages[e] * work.host_s_per_message
-    else:
-        price = _reduce_of(work, begins, task)[0]
-        devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
-        costs = work.reduce_host_bytes[price] * work.reduce_s_per_byte
-    for device in devices:
-        added = costs[device]
-        if running[device] != NONE:
-            rest = end_of[device] - now
-            end_of[device], added = _stretched(rest, now, added, end)
-            load_since[device] = end_of[device]
-        else:
-            load[device] = _worked_off(load[device], load_since[device], load_until[device], now)
-            load_since[device] = now
-        load[device] += added
-        load_until[device] = max(load_until[device], end)
-
-
 @njit(cache=True)
 def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
     """No device's first task, and no transfer to it, before the device begins."""
@@ -279,13 +213,6 @@ def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
         e = (move - compute) % len(work.edge_bytes)
         row = work.edge_source[e] if move >= back else work.edge_target[e]
         ready[move] = device_begin[work.device_of[row]]
-
-
-@njit(cache=True)
-def takes_computing(work: Any) -> bool:
-    """Whether communication takes computing time from any device."""
-    takes = work.host_s_per_byte.max() > 0 or work.host_s_per_message.max() > 0
-    return bool(takes or work.reduce_s_per_byte.max() > 0)
 
 
 @njit(cache=True)
@@ -378,7 +305,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
 
         if task >= total:
             moved = task - total
-            _load_hosts(
+            load_hosts(
                 work, begins, moved, now, finish[moved], running, end_of, load, load_since,
                 load_until,
             )  # fmt: skip
@@ -403,8 +330,8 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
             start[task] = now
             if is_timed:
                 running[device] = task
-                left = _worked_off(load[device], load_since[device], load_until[device], now)
-                end_of[device], load[device] = _stretched(
+                left = worked_off(load[device], load_since[device], load_until[device], now)
+                end_of[device], load[device] = stretched(
                     work.seconds[what, row], now, left, load_until[device]
                 )
                 load_since[device] = end_of[device]
@@ -427,7 +354,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any, prefix: A
                 freed[0] = after
                 n_freed = 1
         else:
-            price, c, m, is_back = _reduce_of(work, begins, task)
+            price, c, m, is_back = reduce_of(work, begins, task)
             begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
             start[task], finish[task] = begin, end
             if c != NONE:

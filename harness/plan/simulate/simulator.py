@@ -291,11 +291,11 @@ class Trial:
         """Events to replay. Where transfers slow computation down, the order is not known; where
         computing deviates, what one device computes changes what others wait for from the start.
         """
-        from harness.plan.simulate import kernels, lowering
+        from harness.plan.simulate import lowering
+        from harness.plan.simulate.processors import takes_computing
 
-        if self._last_run is None or kernels.takes_computing(lowered.work):
-            return _NO_EVENTS
-        if self.simulator.jitter.is_measured:
+        is_known = not takes_computing(lowered.work) and not self.simulator.jitter.is_measured
+        if self._last_run is None or not is_known:
             return _NO_EVENTS
         before, log = self._last_run
         if before.flow is not lowered.flow:

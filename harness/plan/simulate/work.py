@@ -228,3 +228,15 @@ def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
         return high - low, base + work.sum_source[low:high]
     low, high = work.sum_target_ptr[c], work.sum_target_ptr[c + 1]
     return high - low, base + work.sum_target[low:high]
+
+
+@njit(cache=True, inline="always")
+def reduce_of(work: Any, begins: Any, task: int) -> Any:
+    """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
+    _, _, sums, sums_back, buckets, _ = begins
+    n_sums = len(work.sum_is_norm)
+    if task >= buckets:
+        return 2 * n_sums + task - buckets, NONE, 0, False
+    is_back = task >= sums_back
+    m, c = divmod(task - (sums_back if is_back else sums), n_sums)
+    return c + (n_sums if is_back else 0), c, m, is_back

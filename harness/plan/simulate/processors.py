@@ -1,0 +1,75 @@
+"""What communication takes from computing (`host_s_per_byte` and its like), compiled.
+
+A transfer puts work on both of its ends, spread over the time it takes, and what a device computes
+meanwhile gets what is left of its processor. Import lazily: it imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from harness.plan.simulate.order import NONE
+from harness.plan.simulate.work import reduce_of
+
+
+@njit(cache=True)
+def takes_computing(work: Any) -> bool:
+    """Whether communication takes computing time from any device."""
+    takes = work.host_s_per_byte.max() > 0 or work.host_s_per_message.max() > 0
+    return bool(takes or work.reduce_s_per_byte.max() > 0)
+
+
+@njit(cache=True, inline="always")
+def stretched(seconds: float, now: float, load: float, until: float) -> Any:
+    """End of a computation beside communication, and what is left of that then.
+
+    Communication takes `load` seconds of the processor, evenly until it ends. What computes beside
+    it gets the rest of the time; where that is nothing, it waits until all of it is worked off.
+    """
+    window = until - now
+    if load < window and seconds <= window - load:
+        end = now + seconds / (1.0 - load / window)
+        return end, max(0.0, load - load / window * (end - now))
+    return now + seconds + load, 0.0
+
+
+@njit(cache=True, inline="always")
+def worked_off(load: float, since: float, until: float, now: float) -> float:
+    """What is left of communication's work on a processor that has not computed since."""
+    window, passed = until - since, now - since
+    rate = min(1.0, load / window) if window > 0 else 1.0
+    return max(0.0, load - rate * passed)
+
+
+@njit(cache=True)
+def load_hosts(
+    work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
+    load_since: Any, load_until: Any,
+) -> None:  # fmt: skip
+    """Put a transfer's work on the processors of its ends, spread over the time it takes."""
+    compute, back, sums = begins[0], begins[1], begins[2]
+    if task < sums:
+        e = (task - (back if task >= back else compute)) % len(work.edge_bytes)
+        devices = np.array(
+            [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
+        )
+        costs = work.edge_bytes[e] * work.host_s_per_byte
+        costs = costs + work.edge_messages[e] * work.host_s_per_message
+    else:
+        price = reduce_of(work, begins, task)[0]
+        devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
+        costs = work.reduce_host_bytes[price] * work.reduce_s_per_byte
+    for device in devices:
+        added = costs[device]
+        if running[device] != NONE:
+            rest = end_of[device] - now
+            end_of[device], added = stretched(rest, now, added, end)
+            load_since[device] = end_of[device]
+        else:
+            load[device] = worked_off(load[device], load_since[device], load_until[device], now)
+            load_since[device] = now
+        load[device] += added
+        load_until[device] = max(load_until[device], end)
