@@ -41,7 +41,7 @@ def _describe(device: Device) -> str:
     if device.host_s_per_message:
         words += f", a message takes {device.host_s_per_message:g} s"
     for point in device.jitter:
-        words += f", {point.computing_s:g} s +- {point.deviation_s:g} s"
+        words += f", computing of {point.computing_s:g} s deviates by {point.deviation_s:g} s"
     return words
 
 

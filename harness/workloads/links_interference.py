@@ -66,8 +66,7 @@ class _Chunks:
     def _run(self) -> None:
         for _ in range(self._n):
             torch.mm(self._a, self._a, out=self._out)
-        if self._is_cuda:
-            torch.cuda.synchronize()
+        self.settle()
 
     def _timed(self) -> float:
         start_s = time.perf_counter()
@@ -80,6 +79,11 @@ class _Chunks:
         for _ in range(n_chunks):
             self._run()
         return time.perf_counter() - start_s
+
+    def settle(self) -> None:
+        """Wait for what is queued."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
 
     def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Chunks computed before `is_over`, at least one, and the seconds they took."""
@@ -257,6 +261,7 @@ def _in_lockstep(
         took_s.append(chunks.run(n_chunks))
         sends.append(kind.send(message))
         arriving.wait()
+        chunks.settle()  # a GPU waits in its queue, and would be timed with the next round
     for work in sends:
         work.wait()
     return took_s

@@ -238,7 +238,8 @@ class PointMeasurer:
             for field, other in instead.items()
             if other is not None
         }
-        module.zero_grad(set_to_none=True)
+        if found:
+            module.zero_grad(set_to_none=True)
         return found
 
     def _variant_s(self, point: Point, field: str, call: OperatorCall) -> float:

@@ -114,19 +114,19 @@ def _iperf_bytes_per_s(cluster, source, target):
 
 
 # TCP's payload is 95% of what a link carries; the first bucket of 128 KiB passes unshaped, 0.3% of
-# 2 s at 200 Mbit/s and 1% at 50. How near it comes depends on what else runs on this machine: the
-# best of some readings, between bounds that the limits of the other nodes are outside of.
+# 2 s at 200 Mbit/s and 1% at 50. Below: the first round trips, and other work on this machine, for
+# which the best of some readings counts.
 @pytest.mark.parametrize(
     ("source", "target", "limit_bytes_per_s"),
     [(0, 1, 25e6), (0, 2, 6.25e6), (2, 0, 6.25e6)],
 )
 def test_a_transfer_is_as_fast_as_the_slower_link(cluster, source, target, limit_bytes_per_s):
     best = 0.0
-    for _ in range(4):
+    for _ in range(8):
         best = max(best, _iperf_bytes_per_s(cluster, source, target))
         if best > 0.8 * limit_bytes_per_s:
             break
-    assert 0.5 * limit_bytes_per_s < best < 1.01 * limit_bytes_per_s
+    assert 0.8 * limit_bytes_per_s < best < 1.01 * limit_bytes_per_s
 
 
 _BURN = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from harness.measure.derive import (
 )
 from harness.measure.derive_spans import samples_of
 from harness.measure.store import write_header
+from harness.workloads import links_interference
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
 from harness.workloads.links_crossing import Crossing
@@ -214,6 +216,38 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     ]
     assert all(point.deviation_s > 0 for device in cluster.devices for point in device.jitter)
     assert "of 128 ms" in links_text([run])
+
+
+def test_waiting_for_the_others_is_not_timed_as_computing(monkeypatch):
+    told = []
+
+    class Call:
+        def wait(self):
+            told.append("wait")
+
+    class Exchange:
+        def receive(self, message):
+            told.append("receive")
+            return Call()
+
+        def send(self, message):
+            told.append("send")
+            return Call()
+
+    class Chunks:
+        def run(self, n_chunks):
+            told.append("compute")
+            return float(n_chunks)
+
+        def settle(self):
+            told.append("settle")
+
+    monkeypatch.setattr(links_interference.dist, "barrier", lambda: told.append("barrier"))
+    world = SimpleNamespace(backend="gloo")
+    assert links_interference._in_lockstep(Exchange(), Chunks(), 3, 2, world) == [3.0, 3.0]
+    # On a GPU waiting only queues: what is queued is over before the next round is timed.
+    each = ["receive", "compute", "send", "wait", "settle"]
+    assert told == ["barrier", *each, *each, "wait", "wait"]
 
 
 def test_a_drift_is_no_jitter_and_random_pauses_are():

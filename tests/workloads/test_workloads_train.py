@@ -92,12 +92,15 @@ def test_narrow_dtypes_train_nearly_the_same(one_rank, more_ranks, dtype):
     assert float((exact - narrow).abs().max()) < 0.05
 
 
+TWO_RANKS = replace(
+    CASE, model="lenet", image_size=0, n_classes=0, batch=128, n_samples=0, warm_up=2,
+    strategy="ddp", n_ranks=2,
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def two_ranks(run_on_ranks):
-    case = replace(
-        CASE, model="lenet", image_size=0, n_classes=0, batch=128, n_samples=0, warm_up=2
-    )
-    return run_on_ranks(run_train, replace(case, strategy="ddp", n_ranks=2), 2)
+    return run_on_ranks(run_train, TWO_RANKS, 2)
 
 
 def test_every_step_has_its_phases(two_ranks):
@@ -112,13 +115,28 @@ def test_every_step_has_its_phases(two_ranks):
             }  # fmt: skip
 
 
-def test_phases_sum_to_the_step_within_2_percent(two_ranks):
-    """In the best of the steps: on a busy machine a rank loses the processor between two marks."""
+def median_rest(run):
+    """Of a step, outside of all phases: the median over steps, of the worse rank."""
+    rests = [
+        [one.phases["other"] / one.step_s for one in rank_phases(records)]
+        for records in run.ranks.values()
+    ]
+    return max(sorted(own)[len(own) // 2] for own in rests)
+
+
+def test_phases_sum_to_the_step_within_2_percent(two_ranks, run_on_ranks):
+    """The median over steps: a rank may lose the processor between two marks on a busy machine.
+    Where it does in most steps, the run says nothing, and another one is made."""
     _, run = two_ranks
     for records in run.ranks.values():
-        found = rank_phases(records)
-        assert all(sum(one.phases.values()) == pytest.approx(one.step_s) for one in found)
-        assert min(one.phases["other"] / one.step_s for one in found) < 0.02
+        for one in rank_phases(records):
+            assert sum(one.phases.values()) == pytest.approx(one.step_s)
+    rest = median_rest(run)
+    for _ in range(4):
+        if rest < 0.02:
+            break
+        rest = median_rest(run_on_ranks(run_train, TWO_RANKS, 2)[1])
+    assert rest < 0.02
 
 
 def test_buckets_carry_all_gradients(two_ranks):

@@ -58,28 +58,20 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
 
 def talking(cluster, *costs_s, of=("host_s_per_byte", "reduce_s_per_byte")):
     """The cluster, where each byte (or message) takes this much computation from each device."""
-    costs = iter(costs_s)
-
-    def changed(device):
-        return replace(device, **dict.fromkeys(of, next(costs)))
-
-    nodes = [
-        replace(node, devices=[changed(device) for device in node.devices])
-        for node in cluster.nodes
-    ]
-    return replace(cluster, nodes=nodes)
+    return _with(cluster, [dict.fromkeys(of, cost_s) for cost_s in costs_s])
 
 
 def uneven(cluster, *deviations_s, computing_s=1.0):
     """The cluster, where computing_s on each device deviates by so much."""
-    curves = iter(deviations_s)
+    points = [Jitter(computing_s=computing_s, deviation_s=one) for one in deviations_s]
+    return _with(cluster, [{"jitter": [point]} for point in points])
 
-    def changed(device):
-        point = Jitter(computing_s=computing_s, deviation_s=next(curves))
-        return replace(device, jitter=[point])
 
+def _with(cluster, fields):
+    """The cluster, with these fields of its devices."""
+    own = iter(fields)
     nodes = [
-        replace(node, devices=[changed(device) for device in node.devices])
+        replace(node, devices=[replace(device, **next(own)) for device in node.devices])
         for node in cluster.nodes
     ]
     return replace(cluster, nodes=nodes)

@@ -10,6 +10,7 @@ from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two
 
 from harness.domain import cluster as domain
 from harness.domain.graph import Graph
+from harness.domain.schedule import rank_actions
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.jitter import Jitter
 from harness.plan.simulate.options import SimulatorOptions
@@ -79,13 +80,8 @@ def test_an_all_reduce_begins_when_the_last_is_there_unless_the_network_is_busy(
 def random_runs(n_stages, n_microbatches, forward, backward, n_runs):
     """Mean seconds of a step of 1F1B among others; forward and backward are (mean, deviation)."""
     rng = random.Random(0)
-    actions = []
-    for stage in range(n_stages):
-        ahead = min(n_stages - stage, n_microbatches)
-        own = [("F", m) for m in range(ahead)]
-        for m in range(n_microbatches):
-            own += [("B", m)] + [("F", m + ahead)] * (m + ahead < n_microbatches)
-        actions.append(own)
+    numbers = {"n_stages": n_stages, "n_microbatches": n_microbatches, "n_ranks": n_stages}
+    actions = [list(rank_actions("1f1b", **numbers, rank=rank)) for rank in range(n_stages)]
     totals = []
     for _ in range(n_runs):
         ends, of_steps = [0.0] * n_stages, []
@@ -94,12 +90,12 @@ def random_runs(n_stages, n_microbatches, forward, backward, n_runs):
             while any(at[s] < len(actions[s]) for s in range(n_stages)):
                 for s in range(n_stages):
                     while at[s] < len(actions[s]):
-                        kind, m = actions[s][at[s]]
-                        source = s - 1 if kind == "F" else s + 1
+                        kind, m, _ = actions[s][at[s]]
+                        source = s - 1 if kind == "forward" else s + 1
                         if 0 <= source < n_stages and (kind, m, source) not in done:
                             break
                         start = max(ends[s], done.get((kind, m, source), 0.0))
-                        mean, deviation = forward if kind == "F" else backward
+                        mean, deviation = forward if kind == "forward" else backward
                         ends[s] = start + max(0.3 * mean, rng.gauss(mean, deviation))
                         done[kind, m, s] = ends[s]
                         at[s] += 1
