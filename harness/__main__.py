@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.errors import EXIT_CODE, HarnessError, ResultsError
+from harness.errors import EXIT_CODE, HarnessError
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import Launch, read_launch
 
@@ -33,7 +33,8 @@ workloads:
 {workloads}
 
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload the
-comparison runs with the flags that all workloads share (--results, --resume, --dry-run).
+comparison runs with the flags that all workloads share: --results, --resume, --dry-run,
+--run-timeout-s and --collective-timeout-s.
 Then draw it: python -m harness.plot results/
 """
 
@@ -174,10 +175,10 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
     if not name:  # the models depend on what the slowest rank has, and must be alike on all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
         cases = _cases(name, None, launch, has_gpu=has_gpus)
-    if problem := launcher.results_problem():
+    if problem := launcher.problem(cases):
         meeting.control.leave()
         if world.is_first:
-            raise ResultsError(problem)
+            raise HarnessError(problem)
         return 0
     headers = launcher.carry_out(cases)
     if world.is_first:
@@ -213,6 +214,7 @@ def main(argv: list[str]) -> int:
     try:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)
+            options.check()
             cases = _cases(name, config, launch, has_gpu=torch.cuda.device_count() > 0)
     except (SystemExit, HarnessError):
         if launch.rank != 0:

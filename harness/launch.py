@@ -29,6 +29,7 @@ from harness.cases import (
     plan_runs,
 )
 from harness.domain.run import RankInfo, RunHeader, Status
+from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.measure.store import Results, Run, read_run, write_header
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
@@ -57,6 +58,17 @@ class RunOptions:
     collective_timeout_s: float = 300.0
     """A collective that a rank has waited in for this long fails the run."""
 
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        for name in ("run_timeout_s", "collective_timeout_s"):
+            if not getattr(self, name) > 0:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {getattr(self, name)} must be above 0")
+
 
 class Launcher:
     """This rank's part in carrying out runs; all ranks make the same calls."""
@@ -74,20 +86,31 @@ class Launcher:
         self._commit = code_commit() if self._world.is_first else ""
         self._tried: set[str] = set()
 
-    def results_problem(self) -> str:
-        """Why rank 0 cannot write results; empty when it can. All ranks get the same answer."""
+    def problem(self, cases: Sequence[Case]) -> str:
+        """What rank 0 finds wrong with files and directories; all ranks get the same answer.
+
+        Empty when nothing is.
+        """
         problem = ""
         if self._world.is_first:
             try:
-                self._results.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self._results):
-                    pass
-            except OSError as error:
-                problem = (
-                    f"--results {self._results} cannot be written on {self._world.hostname} "
-                    f"({error.strerror}): give a directory that you may write to"
-                )
-        return self._control.broadcast("results problem", problem, str)
+                self._check_results()
+                for case in cases:
+                    case.workload.check(case.config)
+            except HarnessError as error:
+                problem = str(error)
+        return self._control.broadcast("problem", problem, str)
+
+    def _check_results(self) -> None:
+        try:
+            self._results.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._results):
+                pass
+        except OSError as error:
+            raise ResultsError(
+                f"--results {self._results} cannot be written on {self._world.hostname} "
+                f"({error.strerror}): give a directory that you may write to"
+            ) from None
 
     def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
         """Carry out every case in order; returns the headers (complete on rank 0).

@@ -102,6 +102,7 @@ main() {
     mapfile -t hosts <<<"$names"
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
+    trap 'stop_all; exit 130' INT TERM
     if [[ $apply == yes ]]; then
         on_all probe_and_change "${hosts[@]}"
     else

@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# The whole comparison on what this machine has, from nothing to a report:
-#   bash setup/demo.sh [FLAGS of entry.sh]
+# The whole comparison on what this machine has, from nothing to a report.
+# Usage: bash setup/demo.sh [FLAGS of entry.sh]
 # As root on a virtual cluster of five nodes, otherwise on two local ranks. Installs if needed.
 set -euo pipefail
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -48,6 +53,7 @@ trap 'exit 130' INT TERM
 if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1gbit --cpu "$(cores_per_node)"; then
     run_on_cluster "$@" || status=$?
 else
+    trap - EXIT # there is no cluster
     say "going on with $n_local ranks on this machine"
     run_locally "$@" || status=$?
 fi

@@ -13,10 +13,10 @@ Usage: bash setup/install.sh [options]
   --torch keep      use the torch of the Python that .venv is made from (vendor builds, containers)
   --no-dev          leave away what only tests and linters need
   --no-system       install no Debian package, even as root
-  --python PYTHON   make .venv from this interpreter (default: the newest of 3.11 and above)
+  --python PYTHON   make .venv from this interpreter (default: python3, else python3.13, 3.12, 3.11)
   --force           install again although nothing changed
 
-Writes .venv beside this directory and nothing else. Debian packages (sshd, iproute2, iperf3; the
+Writes .venv and training_harness.egg-info in this checkout and nothing else. Debian packages (sshd, iproute2, iperf3; the
 virtual cluster needs them) are installed only where missing and only as root or with sudo.
 TEXT
 }
@@ -138,13 +138,22 @@ is_current() {
     [[ $force == no && -f $stamp && -x $venv/bin/python && $(cat "$stamp") == "$(checksum)" ]]
 }
 
+# Whether .venv runs, sees the packages of the Python it is made from or not, and is of the version of --python.
+is_venv_as_asked() {
+    local base=$1 sees_base=$2 version='import sys; print(sys.version_info[:2])'
+    [[ -x $venv/bin/python ]] && "$venv/bin/python" -c '' 2>/dev/null &&
+        grep -qix "include-system-site-packages = $sees_base" "$venv/pyvenv.cfg" &&
+        [[ -z $python || $("$base" -c "$version") == "$("$venv/bin/python" -c "$version")" ]]
+}
+
 make_venv() {
     local base
     local -a options=()
     base=$(find_python) || fail "Python 3.11 or newer is missing${python:+ ($python is none)}: install it" \
         "(apt-get install python3 python3-venv) or name one by --python"
-    [[ $torch != keep ]] || options=(--system-site-packages)
-    if [[ -x $venv/bin/python ]] && "$venv/bin/python" -c '' 2>/dev/null; then
+    local sees_base=false
+    [[ $torch != keep ]] || options=(--system-site-packages) sees_base=true
+    if is_venv_as_asked "$base" "$sees_base"; then
         say "using $venv ($("$venv/bin/python" -V))"
     elif can_import "$base" ensurepip; then
         say "making $venv from $base ($("$base" -V))"

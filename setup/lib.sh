@@ -41,10 +41,22 @@ remote() {
 on_all() {
     local function=$1 host
     shift
+    set -m # each is a process group, which stop_all can end as a whole
     for host; do
         "$function" "$host" >"$work/$host" 2>"$work/$host.err" </dev/null &
+        running+=("$!")
     done
-    wait
+    set +m
+    wait "${running[@]}" || true
+    running=()
+}
+running=()
+
+# Ends what on_all has started; for a trap of INT and TERM.
+stop_all() {
+    local group
+    for group in "${running[@]}"; do kill -TERM -- "-$group" 2>/dev/null || true; done
+    running=()
 }
 
 # Why a host could not be reached, in one line.

@@ -20,9 +20,13 @@ Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--tor
        [--copy-venv]
 
 Compares the code and the versions on every host of an Open MPI hostfile with those here; with
---apply brings them where they differ, on all hosts at once, and compares again. --dir is the path
-on the hosts (default: the same as here, which mpirun needs); --torch is handed to setup/install.sh. --copy-venv sends .venv as it is here
-instead of installing there, for equal hosts that reach no package index (over 1 GB each).
+--apply brings them where they differ, on all hosts at once, and compares again.
+
+  --dir PATH    where on the hosts (default: the same path as here, which mpirun needs)
+  --torch T     handed to setup/install.sh
+  --copy-venv   send .venv as it is here instead of installing there, for equal hosts that reach
+                no package index (over 1 GB each)
+
 Exit code: 0 when all hosts are the same, 1 when some differ or cannot be reached, 2 for wrong use.
 TEXT
 }
@@ -193,6 +197,7 @@ main() {
     reached=()
     mark=$(cd "$root" && mktemp .sync-XXXXXXXX)
     trap 'clear_marks; rm -rf "$work"' EXIT
+    trap 'stop_all; exit 130' INT TERM
     echo "here: $wanted_versions"
     reached=("${hosts[@]}")
     if [[ $apply == yes ]]; then announce_all; fi

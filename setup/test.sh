@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Pass the tests: bash setup/test.sh [PYTEST ARGUMENTS]
+# Pass the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all that this machine can: ranks by mpirun everywhere, virtual clusters
 # as root, a GPU's tests where there is one; says what is left out and why (slow ones: -m slow). Ends
 # with pytest's summary.
 set -euo pipefail
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"

@@ -66,9 +66,10 @@ class PredictedRun:
     Attributes:
         plan: name of the strategy that was trained, as its file has it.
         measured: the step of the run; None when it gave no number that may be trusted.
-        predicted_parts, measured_parts: seconds by the names of PARTS; empty when unknown.
-            Contention is in both or in neither; below 0, a step without communication computed
-            longer, for one because a CPU quota that is never idle is never saved up.
+        predicted_by_rank, measured_by_rank: seconds by the names of PARTS, of each rank that
+            computes; empty when unknown. Contention is in all or in none; below 0, a step without
+            communication computed longer, for one because a CPU quota that is never idle is never
+            saved up.
         predicted_bubble: idle share of the ranks that compute, mean; None without spans.
     """
 
@@ -76,8 +77,8 @@ class PredictedRun:
     method: str
     predicted_s: float
     measured: Summary | None
-    predicted_parts: dict[str, float]
-    measured_parts: dict[str, float]
+    predicted_by_rank: dict[int, dict[str, float]]
+    measured_by_rank: dict[int, dict[str, float]]
     predicted_bubble: float | None
     memory: tuple[MemoryPeak, ...]
     profile_fit_error: float | None
@@ -87,6 +88,16 @@ class PredictedRun:
     def error(self) -> float | None:
         """Predicted / measured - 1: below 0 is too fast a prediction."""
         return None if self.measured is None else self.predicted_s / self.measured.median - 1
+
+    @property
+    def predicted_parts(self) -> dict[str, float]:
+        """Mean over the ranks that compute."""
+        return mean_parts(self.predicted_by_rank.values())
+
+    @property
+    def measured_parts(self) -> dict[str, float]:
+        """Mean over the ranks that compute."""
+        return mean_parts(self.measured_by_rank.values())
 
 
 def read_prediction(run_dir: Path) -> Prediction | None:
@@ -124,15 +135,17 @@ def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
     times = step_times(run) if run.header.status == "ok" else {}
     measured = measured_parts(run, times) if times else {}
     predicted = predicted_parts(prediction)
-    if measured and not ("contention" in predicted and "contention" in measured):
-        predicted, measured = _without_contention(predicted), _without_contention(measured)
+    known = [*predicted.values(), *measured.values()]
+    if measured and not all("contention" in parts for parts in known):
+        predicted = {rank: _without_contention(parts) for rank, parts in predicted.items()}
+        measured = {rank: _without_contention(parts) for rank, parts in measured.items()}
     return PredictedRun(
         plan=prediction.strategy,
         method=prediction.method,
         predicted_s=prediction.step_s,
         measured=summarize(list(times.values())) if times else None,
-        predicted_parts=predicted,
-        measured_parts=measured,
+        predicted_by_rank=predicted,
+        measured_by_rank=measured,
         predicted_bubble=predicted_bubble(prediction),
         memory=_memory(run, prediction),
         profile_fit_error=prediction.profile_fit_error,
@@ -152,7 +165,7 @@ def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _without_contention(parts: Mapping[str, float]) -> dict[str, float]:
     """With contention as a part of compute."""
     joined = dict(parts)
-    joined["compute"] = joined["compute"] + joined.pop("contention", 0.0)
+    joined["compute"] += joined.pop("contention", 0.0)
     return joined
 
 
@@ -180,14 +193,14 @@ def _predicted_parts_of(
     return _parts(compute_s, contention_s, exposed_s, optimizer_s, 0.0)
 
 
-def predicted_parts(prediction: Prediction) -> dict[str, float]:
-    """Seconds by the names of PARTS, mean over the ranks that compute; empty without spans."""
+def predicted_parts(prediction: Prediction) -> dict[int, dict[str, float]]:
+    """Seconds by the names of PARTS, of each rank that computes; empty without spans."""
     contention = prediction.contention_s or {}
-    return mean_parts(
-        _predicted_parts_of(spans, prediction.step_s, contention.get(rank))
+    return {
+        int(rank): _predicted_parts_of(spans, prediction.step_s, contention.get(rank))
         for rank, spans in prediction.spans.items()
         if computes(spans)
-    )
+    }
 
 
 def predicted_bubble(prediction: Prediction) -> float | None:
@@ -216,16 +229,20 @@ def _measured_parts_of(spans: Sequence[Span], alone_s: float | None) -> dict[str
     return _parts(compute_s, contention_s, exposed_s, optimizer_s, rest_s)
 
 
-def measured_parts(run: Run, times: Mapping[int, float]) -> dict[str, float]:
-    """Seconds by the names of PARTS, mean over the middle steps and the ranks that compute."""
+def measured_parts(run: Run, times: Mapping[int, float]) -> dict[int, dict[str, float]]:
+    """Seconds by the names of PARTS, mean over the middle steps, of each rank that computes."""
     wanted = middle_steps(times)
-    return mean_parts(
-        parts
-        for records in run.ranks.values()
-        for alone_s in [_alone_s(records)]
-        for step, spans in spans_by_step(records).items()
-        if step in wanted and (parts := _measured_parts_of(spans, alone_s)) is not None
-    )
+    found = {}
+    for rank, records in run.ranks.items():
+        alone_s = _alone_s(records)
+        of_steps = [
+            parts
+            for step, spans in spans_by_step(records).items()
+            if step in wanted and (parts := _measured_parts_of(spans, alone_s)) is not None
+        ]
+        if of_steps:
+            found[rank] = mean_parts(of_steps)
+    return found
 
 
 def _alone_s(records: Iterable[Record]) -> float | None:

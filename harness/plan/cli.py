@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -135,7 +136,7 @@ def _profiled_kind(args: argparse.Namespace) -> str | None:
     """The kind of device of the profile that is given or found; None when it does not say."""
     path = args.profile
     if path is None and args.model is not None:
-        path = default_profile(args.model)
+        path = _default_profile(args, args.model)
     if path is None or not path.is_file():
         return None
     data = path.read_bytes()
@@ -224,7 +225,7 @@ def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
 
 def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:
     """What the profile workload wrote for this model, if it knows these devices."""
-    path = default_profile(graph.name if args.model is None else args.model)
+    path = _default_profile(args, graph.name if args.model is None else args.model)
     if not path.is_file():
         return None
     profile = Profile.load(path)
@@ -241,7 +242,11 @@ def source_line(args: argparse.Namespace, request: PlanRequest) -> str:
             f"operator times are {source or 'of unknown source'}: `./entry.sh profile --model "
             f"{request.profile.model}` measures them"
         )
-    return f"operator times are from {default_profile(request.profile.model)}"
+    return f"operator times are from {_default_profile(args, request.profile.model)}"
+
+
+def _default_profile(args: argparse.Namespace, model: str) -> Path:
+    return default_profile(model, args.dtype or "fp32")
 
 
 def _profile(

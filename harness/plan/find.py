@@ -13,9 +13,9 @@ from harness.domain.sharding import has_tasks
 RESULTS = Path("results")
 
 
-def default_profile(model: str, results: Path = RESULTS) -> Path:
-    """Where a model's profile goes unless the user says otherwise."""
-    name = re.sub(r"[^\w.-]+", "_", model)
+def default_profile(model: str, dtype: str = "fp32", results: Path = RESULTS) -> Path:
+    """Where a model's profile in one dtype goes unless the user says otherwise."""
+    name = re.sub(r"[^\w.-]+", "_", model if dtype == "fp32" else f"{model}-{dtype}")
     return results / f"profile-{name}.json"
 
 

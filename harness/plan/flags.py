@@ -30,7 +30,7 @@ the best plan found so far.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of both commands."""
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.plan",
         description="Find how to spread a model over a cluster, and what it will cost.",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ def _chosen(names: Sequence[str]) -> list[str]:
     return [name for name in FIGURES if not names or name in names]
 
 
+def _make_directory(path: Path) -> None:
+    """Where files are to be written, made before anything is read.
+
+    Raises:
+        ConfigError: it cannot be, or may not be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): give a directory that you may write to "
+            "by --out"
+        ) from None
+
+
 def _plot(args: argparse.Namespace) -> None:
     names = _chosen(args.only)
     from harness.measure.store import read_results, write_atomically
@@ -102,6 +120,7 @@ def _plot(args: argparse.Namespace) -> None:
     catalog = Catalog(read_results(args.results))
     if not catalog.results.runs:
         raise ResultsError(_nothing_to_draw(args.results, len(catalog.skipped)))
+    _make_directory(args.out)
     drawn, missing = render(catalog, names, args.out, args.format)
     report = args.out / "report.html"
     html = build_report(catalog, drawn, missing, args.results)
@@ -135,6 +154,12 @@ def _print_json(**values: Any) -> None:
 def _import(args: argparse.Namespace) -> None:
     from harness.plot.imports import ImportFacts, import_logs
 
+    for name in ("batch_per_device", "epoch_samples", "weak_share"):
+        if not getattr(args, name) > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(args, name)} must be above 0")
+    if args.weak_share > 1:
+        raise ConfigError(f"--weak-share {args.weak_share} is a share: give one up to 1")
     facts = ImportFacts(
         model=args.model,
         dataset=args.dataset,
@@ -161,6 +186,8 @@ def _trace(args: argparse.Namespace) -> None:
     from harness.plot.trace import trace_bytes
 
     results = Results()
+    if not args.run.is_dir():
+        raise ResultsError(f"{args.run} is not a directory: give one run's directory")
     read_run(args.run, results)
     if not results.runs:
         raise ResultsError(f"{results.skipped[0][1]}: give one run's directory, not all results")
@@ -169,8 +196,8 @@ def _trace(args: argparse.Namespace) -> None:
     for path, reason in [*results.skipped, *problems]:
         print(f"skipped {path}: {reason}", file=sys.stderr)
     out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
+    _make_directory(out.parent)
     data = trace_bytes(run, plan)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, data)
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
 
@@ -188,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CODE
+    except KeyboardInterrupt:
+        print("interrupted: figures that are written are whole", file=sys.stderr)
+        return 130
     return 0
 
 

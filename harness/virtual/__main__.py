@@ -187,6 +187,9 @@ def main(argv: Sequence[str]) -> int:
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CODE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ def _nothing(config: Any) -> list[Need]:
     return []
 
 
+def _no_files(config: Any) -> None:
+    """A case that names no file."""
+
+
 def all_ranks(config: Any, n_ranks: int) -> int:
     """A case that takes every rank."""
     return n_ranks
@@ -40,6 +44,8 @@ class Workload:
         is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
             own; a workload that needs MPI itself runs in the rank's first process instead.
         needs: runs that a case builds on, in order; asked on rank 0 only, must not raise.
+        check: looks at the files that a case names, before any run of the sweep; asked on rank 0
+            only, raises HarnessError.
     """
 
     summary: str
@@ -50,6 +56,7 @@ class Workload:
     n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
     needs: Callable[[Any], list[Need]] = _nothing
+    check: Callable[[Any], None] = _no_files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -11,27 +10,22 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, check_fresh, validate
-from harness.errors import StrategyError
 from harness.plan import builders
 from harness.plan.pipelines import balanced_pipeline, usual_microbatches
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
+from harness.workloads.train_check import load_for
 from harness.workloads.train_config import TrainCase
 
 
-def load_strategy(path: Path, case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
+def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
     """Read a strategy's file and refuse one that is not for this run.
 
     Raises:
         StrategyError: missing, malformed, stale, or for another model, batch or cluster.
     """
-    strategy = Strategy.load(path)
+    strategy = load_for(case)
     check_fresh(strategy, graph, cluster)
-    if strategy.batch != case.batch:
-        raise StrategyError(
-            f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "
-            f"--batch-size {strategy.batch}, or search again"
-        )
     validate(strategy, graph, cluster)
     return strategy
 

@@ -5,8 +5,9 @@ Rank 0 searches while the others sleep; then all train the best few plans for so
 
 from __future__ import annotations
 
+import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from harness.runtime.host import code_commit
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload
+from harness.workloads.model_flags import ModelFlags
 from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import find_cluster, find_search, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
@@ -39,6 +41,7 @@ from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_siz
 from harness.workloads.plan_predict import predict
 from harness.workloads.plan_share import from_first, wait_for_all
 from harness.workloads.plan_trials import Tried, trial_lines, try_out
+from harness.workloads.train_config import TrainConfig
 
 
 class _Sizes(msgspec.Struct, frozen=True):
@@ -200,7 +203,24 @@ def _run_text(run: Run) -> str:
     if header.status != "ok":
         return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
     lines = [str(line) for line in header.summary.get("text", [])]
-    return "\n".join([*lines, f"train it with: train --strategy {run.path / STRATEGY_FILE}"])
+    return "\n".join([*lines, f"train it with: {_training_command(run)}"])
+
+
+def _training_command(run: Run) -> str:
+    """What trains the plan; flags that have their defaults are left out."""
+    defaults, config = TrainConfig(), run.header.config
+    names = [field.name for field in fields(ModelFlags)]
+    words = ["./entry.sh", "train"]
+    for name in (*names, "dtype", "optimizer", "momentum", "bucket_mib", "batch_norm"):
+        given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
+        if given != default or name == "model":
+            words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    words += ["--batch-size", str(config["batch_size"])]
+    return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _n_ranks(config: SearchConfig, n_started: int) -> int:

@@ -67,8 +67,7 @@ class ProfileConfig(ModelFlags):
         """The profile file."""
         if self.profile_file:
             return Path(self.profile_file)
-        dtype = "" if self.dtype == "fp32" else f"-{self.dtype}"
-        return default_profile(f"{self.model}{dtype}", results)
+        return default_profile(self.model, self.dtype, results)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

@@ -10,6 +10,7 @@ from harness.runtime.memory import peak_bytes, reset_peak
 from harness.runtime.telemetry import watched_device
 from harness.workloads.contract import Workload
 from harness.workloads.train_cases import train_cases
+from harness.workloads.train_check import check_files
 from harness.workloads.train_config import TrainCase, TrainConfig
 from harness.workloads.train_loop import TrainLoop
 from harness.workloads.train_plan import Planned, plan_training, train_needs
@@ -131,4 +132,5 @@ TRAIN = Workload(
     table=train_text,
     n_ranks=_n_ranks,
     needs=train_needs,
+    check=check_files,
 )

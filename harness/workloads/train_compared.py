@@ -12,7 +12,7 @@ from harness.measure.derive import (
     pipeline_summary,
     strategy_table,
 )
-from harness.measure.statistics import summarize
+from harness.measure.statistics import CONFIDENCE, summarize
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.units import format_bytes, format_duration
@@ -68,13 +68,14 @@ def _middle(
 
 
 def _interval(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
-    """Of the repeats' steps; of its own steps where there is one repeat."""
+    """Of the repeats' steps; of its own steps where there is one repeat. Few have a range only."""
     whole = summarize(row.step_s) if len(row.step_s) > 1 else None
     if whole is None:
         whole = repeats[0][1].duration if repeats else None
     if whole is None:
         return "-"
-    return f"{format_duration(whole.low)} to {format_duration(whole.high)}"
+    words = f"{format_duration(whole.low)} to {format_duration(whole.high)}"
+    return words if whole.coverage >= CONFIDENCE else f"{words} (range)"
 
 
 def _bubble(run: Run) -> float | None:

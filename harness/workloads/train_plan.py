@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -224,8 +223,7 @@ class _Planner:
     def _load(self) -> Strategy:
         """The strategy of the user's file, as made for what was measured here."""
         assert self.inputs is not None
-        path = Path(self._case.strategy)
-        strategy = load_strategy(path, self._case, self.inputs.graph, self.inputs.cluster)
+        strategy = load_strategy(self._case, self.inputs.graph, self.inputs.cluster)
         return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
 
     def _tell(self, strategy: Strategy, prediction: Prediction | None) -> bytes:

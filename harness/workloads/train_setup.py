@@ -19,7 +19,6 @@ from harness.runtime.balance import measure_speeds
 from harness.runtime.data import (
     Batch,
     BatchPlan,
-    DataOptions,
     entry_for,
     load_batches,
     open_data,
@@ -32,6 +31,7 @@ from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.precision import set_tensor_cores
 from harness.runtime.world import World
 from harness.workloads.plan_share import wait_for_all
+from harness.workloads.train_check import data_options
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_engines import ENGINES, Trainer
 from harness.workloads.train_plan import Planned
@@ -180,10 +180,7 @@ def _make_trainer(
 
 
 def _open(case: TrainCase, task: Task) -> Any:
-    options = DataOptions(
-        data_dir=case.data_dir, n_samples=case.n_samples, seed=case.seed, dlrm=case.dlrm_options()
-    )
-    return open_data(case.data, options, task, case.batch)
+    return open_data(case.data, data_options(case), task, case.batch)
 
 
 def _batch_plan(

@@ -108,6 +108,26 @@ def test_results_that_cannot_be_written_are_one_line(tmp_path):
     assert line.endswith("(File exists): give a directory that you may write to")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--strategy", "{dir}/plan.json"], "error: strategy file {dir}/plan.json: No such file"),
+        (
+            ["--data", "imagefolder", "--data-dir", "{dir}"],
+            "error: --data-dir {dir} holds no class",
+        ),
+        (["--engine", "executor", "--load-state", "{dir}"], "error: {dir} holds no shard*.safe"),
+    ],
+)
+def test_a_file_that_is_missing_is_said_before_anything_runs(tmp_path, flags, message):
+    flags = [flag.format(dir=tmp_path / "none") for flag in flags]
+    done = entry("train", "--model", "lenet", *flags, "--results", tmp_path / "results")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
+    assert line.startswith(message.format(dir=tmp_path / "none"))
+    assert list((tmp_path / "results").iterdir()) == []
+
+
 def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
     done = entry("train", "--model", "lenet", "--steps", "3", "--results", tmp_path)
     assert done.returncode == 0, done.stderr

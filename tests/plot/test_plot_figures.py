@@ -21,11 +21,11 @@ Write = Callable[..., Path]
 
 WITHOUT_FAILURES = (
     *("matmul", "memory_bandwidth", "summa", "bandwidth", "link_heatmap", "device_load"),
-    *("prediction_choice", "pipeline_bubble", "stage_times"),
+    *("prediction_choice", "prediction_ranks", "pipeline_bubble", "stage_times"),
 )
 # What needs a run that was planned, or a pipeline's spans.
 OF_PLANNED = (
-    *("prediction", "prediction_choice", "prediction_error", "timeline"),
+    *("prediction", "prediction_choice", "prediction_error", "prediction_ranks", "timeline"),
     *("pipeline_bubble", "stage_times"),
 )
 

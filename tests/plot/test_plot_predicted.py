@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pandas as pd
 import pytest
 
@@ -16,8 +17,13 @@ from harness.measure.store import read_results
 from harness.plot.__main__ import main
 from harness.plot.catalog import Catalog
 from harness.plot.figures import load_figure
+from harness.plot.figures.prediction_ranks import _together
 from harness.plot.predicted import cells, planned_cases
 from harness.plot.render import image_bytes
+
+OF_PREDICTIONS = [
+    *("prediction", "prediction_choice", "prediction_error", "prediction_ranks", "timeline")
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,41 @@ def test_differences_of_the_parts_sum_to_the_error(catalog: Catalog) -> None:
     assert single["difference_exposed_communication_s"] == pytest.approx(0)
 
 
+def test_the_rank_that_computes_longer_than_predicted_lies_apart(
+    catalog: Catalog, planned: Path, tmp_path: Path
+) -> None:
+    table = table_of("prediction_ranks", catalog)
+    own = table[table["strategy"] == "pipeline"]
+    assert list(own["rank"]) == [0, 1, 2, 3, 4]
+    assert set(table["strategy"]) == {"ddp", "pipeline", "searched"}  # not one rank, not failed
+    errors = table_of("prediction_error", catalog).set_index("strategy")["difference_compute_s"]
+    assert own["difference_compute_s"].mean() == pytest.approx(errors["pipeline"])
+
+    shutil.copytree(planned / "pipeline-0", tmp_path / "results" / "pipeline-0")
+    path = tmp_path / "results" / "pipeline-0" / PREDICTION_FILE
+    prediction = Prediction.load(path)
+    spans = dict(prediction.spans)
+    spans["2"] = [
+        msgspec.structs.replace(span, duration_s=span.duration_s / 2)
+        if span.kind in ("forward", "backward")
+        else span
+        for span in spans["2"]
+    ]
+    path.write_bytes(msgspec.structs.replace(prediction, spans=spans).to_json())
+    figure = load_figure("prediction_ranks")
+    table = figure.table(Catalog(read_results(tmp_path / "results")))
+    assert table["difference_compute_s"].idxmin() == 2
+    drawn = image_bytes(figure, table, "svg")[0]
+    assert b" 2 " in _text(drawn)
+
+
+def test_ranks_that_agree_share_a_dot() -> None:
+    values = pd.Series([0.0, 1.0, 10.0, 1.5, 30.0, 1.2])
+    dots = _together(values.sort_values(), pd.Series([0, 1, 2, 3, 4, 5]), near=2)
+    assert [words for _, words in dots] == ["0 +3", "2", "4"]
+    assert [mean for mean, _ in dots] == pytest.approx([0.925, 10, 30])
+
+
 def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:
     table = table_of("timeline", catalog)
     measured = table[(table["side"] == "measured") & table["label"].str.contains("pipeline")]
@@ -131,7 +172,7 @@ def test_predicted_memory_stands_beside_the_measured_peak(catalog: Catalog, plan
 
 @pytest.mark.parametrize(
     "name",
-    ["prediction", "prediction_choice", "prediction_error", "timeline", "pipeline_bubble"],
+    [*OF_PREDICTIONS, "pipeline_bubble"],
 )
 def test_figures_of_predictions_can_be_drawn(name: str, catalog: Catalog) -> None:
     figure = load_figure(name)
@@ -158,11 +199,11 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(
 def test_runs_without_predictions_are_absent_and_no_error(
     comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["prediction", "prediction_choice", "prediction_error", "timeline"]
+    names = OF_PREDICTIONS
     assert main([str(comparison), "--out", str(tmp_path), "--only", *names]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert captured.out.count("not drawn: ") == 4
+    assert captured.out.count("not drawn: ") == len(names)
 
 
 def test_a_clock_that_was_not_measured_is_said(

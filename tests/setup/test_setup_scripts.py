@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ def _run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "script", ["install.sh", "change_shell.sh", "sync_env.sh", "virtual_cluster.sh"]
+    "script",
+    ["install.sh", "change_shell.sh", "sync_env.sh", "virtual_cluster.sh", "demo.sh", "test.sh"],
 )
 def test_help_shows_how_to_use_it(script):
     done = _run(script, "--help")
@@ -57,6 +61,42 @@ def test_a_line_that_is_no_host_name_reaches_no_shell(script, line, tmp_path):
     done = _run(script, str(hostfile))
     assert done.returncode == 2
     assert "is not a host name or address" in done.stderr
+
+
+def test_an_interrupt_ends_what_runs_on_all_hosts(tmp_path):
+    seconds = f"600.{os.getpid()}"  # known by its command line
+    script = f"""
+    work={tmp_path}
+    source {ROOT}/setup/lib.sh
+    slow() {{ echo "$1 began" >&2; sleep {seconds}; echo never; }}
+    trap 'stop_all; exit 130' INT TERM
+    on_all slow a b
+    """
+    with subprocess.Popen(["bash", "-euc", script], stderr=subprocess.PIPE) as process:
+        _wait_until(lambda: all(_holds(tmp_path / f"{host}.err", "began") for host in "ab"))
+        assert len(_processes_of(seconds)) == 2
+        process.terminate()
+        assert process.wait(timeout=10) == 130
+    _wait_until(lambda: not _processes_of(seconds))
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def _holds(path: Path, words: str) -> bool:
+    return path.exists() and words in path.read_text()
+
+
+def _processes_of(word: str) -> list[str]:
+    """Processes that have a word in their command line, this one apart."""
+    found = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [line for line in found if line == f"sleep {word}"]
 
 
 def test_every_dependency_is_pinned():

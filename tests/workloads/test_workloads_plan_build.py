@@ -102,7 +102,7 @@ def load(simulator, tmp_path):
         path = tmp_path / "plan.json"
         path.write_bytes(strategy.to_json())
         case = replace(CASE, strategy=str(path), **changes)
-        return load_strategy(path, case, simulator.graph, simulator.cluster)
+        return load_strategy(case, simulator.graph, simulator.cluster)
 
     return read
 

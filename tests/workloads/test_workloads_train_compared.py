@@ -90,7 +90,7 @@ def test_seven_repeats_decide(make_run):
     heads, single, pipeline, *told = rows(runs)
     assert single[heads.index("repeats")] == pipeline[heads.index("repeats")] == "7"
     assert pipeline[heads.index("speed-up")] == "1.99"
-    assert pipeline[heads.index("99% interval")] == "2 s to 2.06 s"
+    assert pipeline[heads.index("99% interval")] == "2 s to 2.06 s (range)"
     assert told[0][0].startswith("pipeline on 2 against single on 1: faster (ratio 0.504")
 
 

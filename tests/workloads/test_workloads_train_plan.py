@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import tyro
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
 from harness.measure.store import Run
-from harness.workloads.plan_config import question_of
+from harness.workloads.plan_config import SearchConfig, question_of
 from harness.workloads.plan_search import run_search, search_text
 from harness.workloads.train import run_train
-from harness.workloads.train_config import TrainCase
+from harness.workloads.train_cases import train_cases
+from harness.workloads.train_config import TrainCase, TrainConfig
 from harness.workloads.train_plan import train_needs
 
 CASE = TrainCase(
@@ -216,7 +219,15 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     header = msgspec.structs.replace(run.header, summary=summary)
     text = search_text([Run(path=run.path, header=header, ranks=run.ranks)])
     assert "best plan by simulator" in text
-    assert text.endswith(f"train it with: train --strategy {run.path / STRATEGY_FILE}")
+    line = text.splitlines()[-1]
+    assert line.startswith("train it with: ./entry.sh train --model ")
+    assert line.endswith(f" --strategy {run.path / STRATEGY_FILE}")
+    words = shlex.split(line.partition("./entry.sh train ")[2])
+    config = tyro.cli(TrainConfig, args=words, config=(tyro.conf.FlagCreatePairsOff,))
+    (case,) = train_cases(config, 2)
+    how = {"search_seconds": 1, "search_budget": 0, "trials": 1, "n_ranks": 0, "memory": ""}
+    told = msgspec.convert(header.config, SearchConfig)
+    assert replace(question_of(case), **how) == replace(told, **how)
     rates = [r.value for r in run.ranks[0] if r.metric == "optimizer_s_per_byte"]
     assert len(rates) == 2
     assert all(rate > 0 for rate in rates)

@@ -14,6 +14,7 @@ FIGURES = {
     "prediction": "Predicted against measured step time",
     "prediction_choice": "What the predicted choice costs",
     "prediction_error": "Where the error of a prediction comes from",
+    "prediction_ranks": "Which ranks compute longer than predicted",
     "timeline": "One step of every rank, predicted and measured",
     "pipeline_bubble": "Pipeline bubble",
     "stage_times": "Time of each pipeline stage",

@@ -122,8 +122,9 @@ FIGURE = Figure(
     title="Training throughput by strategy",
     caption=(
         "Samples that the whole job trains in a second: global batch / median step time. The bar "
-        "is the median, the whisker its 99 % interval: over repeats where there are several, else "
-        "over the steps of the one run. A red cross stands for a run that gave no number."
+        "is the median, the whisker its 99 % interval (of fewer than 8 values their range): over "
+        "repeats where there are several, else over the steps of the one run. A red cross stands "
+        "for a run that gave no number."
     ),
     better="higher is better",
     needs="a training run: ./entry.sh train",

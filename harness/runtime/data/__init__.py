@@ -54,6 +54,7 @@ class DataEntry:
 
     Attributes:
         open: makes the data set for a task and a global batch; raises DataError.
+        check: raises DataError where the data is not there, without a task.
         n_classes: reads the number of classes from the directory; 0 leaves it to the model.
         image_size, n_channels: as stored; 0 when the model decides.
         is_shuffled: whether each epoch draws a new order.
@@ -61,6 +62,7 @@ class DataEntry:
     """
 
     open: Open
+    check: Callable[[DataOptions], object] = lambda _: None
     n_classes: Callable[[Path], int] = lambda _: 0
     image_size: int = 0
     n_channels: int = 0
@@ -91,15 +93,30 @@ def _dlrm_hdf5(options: DataOptions, task: Task, global_batch: int) -> Dataset[B
 DATA: dict[str, DataEntry] = {
     "synthetic": DataEntry(open=_synthetic, is_shuffled=False, is_for_dlrm=None),
     "cifar10": DataEntry(
-        open=_cifar("cifar10"), n_classes=lambda _: 10, image_size=32, n_channels=3
+        open=_cifar("cifar10"),
+        check=lambda options: open_cifar("cifar10", options.data_dir, 32),
+        n_classes=lambda _: 10,
+        image_size=32,
+        n_channels=3,
     ),
     "cifar100": DataEntry(
-        open=_cifar("cifar100"), n_classes=lambda _: 100, image_size=32, n_channels=3
+        open=_cifar("cifar100"),
+        check=lambda options: open_cifar("cifar100", options.data_dir, 32),
+        n_classes=lambda _: 100,
+        image_size=32,
+        n_channels=3,
     ),
     "imagefolder": DataEntry(
-        open=_folder, n_classes=lambda data_dir: len(class_names(data_dir)), n_channels=3
+        open=_folder,
+        check=lambda options: class_names(options.data_dir),
+        n_classes=lambda data_dir: len(class_names(data_dir)),
+        n_channels=3,
     ),
-    "dlrm_hdf5": DataEntry(open=_dlrm_hdf5, is_for_dlrm=True),
+    "dlrm_hdf5": DataEntry(
+        open=_dlrm_hdf5,
+        check=lambda options: DlrmHdf5(options.data_dir, options.dlrm),
+        is_for_dlrm=True,
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -54,16 +54,7 @@ def load_sharded(directory: Path) -> dict[str, Any]:
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
     """
-    paths = sorted(directory.glob(_file_name("*")))
-    if not paths:
-        raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
-    told = _common_metadata(paths)
-    missing = {_file_name(rank) for rank in range(int(told["ranks"]))} - {p.name for p in paths}
-    if missing:
-        raise ResultsError(
-            f"{directory} holds {len(paths)} of {told['ranks']} shards, {min(missing)} is missing: "
-            "copy the shards of all nodes there"
-        )
+    paths, told = check_sharded(directory)
     model, cut, single = _read(paths)
     whole = {name: _join(name, parts, directory) for name, parts in model.items()}
     numbers = {name: index for index, name in enumerate(json.loads(told["parameters"]))}
@@ -77,6 +68,25 @@ def load_sharded(directory: Path) -> dict[str, Any]:
         "optimizer": {"state": dict(sorted(state.items()))},
         "step": int(told["step"]),
     }
+
+
+def check_sharded(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """The shards of a state, and what all of them say alike; tensors are not read.
+
+    Raises:
+        ResultsError: a shard is missing or malformed, or shards are of different saves.
+    """
+    paths = sorted(directory.glob(_file_name("*")))
+    if not paths:
+        raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
+    told = _common_metadata(paths)
+    missing = {_file_name(rank) for rank in range(int(told["ranks"]))} - {p.name for p in paths}
+    if missing:
+        raise ResultsError(
+            f"{directory} holds {len(paths)} of {told['ranks']} shards, {min(missing)} is missing: "
+            "copy the shards of all nodes there"
+        )
+    return paths, told
 
 
 def _file_name(rank: int | str) -> str:
@@ -98,8 +108,13 @@ def _common_metadata(paths: list[Path]) -> dict[str, str]:
     """What all files say alike."""
     found: list[dict[str, str]] = []
     for path in paths:
-        with safe_open(str(path), framework="pt") as file:
-            found.append(file.metadata() or {})
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                found.append(file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            raise ResultsError(
+                f"{path} is no safetensors file that can be read ({error}): save the state again"
+            ) from None
         if found[-1].get("format") != _FORMAT:
             raise ResultsError(
                 f"{path} has format {found[-1].get('format')!r}, not {_FORMAT!r}: it is no shard "

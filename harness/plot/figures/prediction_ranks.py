@@ -1,0 +1,122 @@
+"""Which ranks a prediction is wrong about: computing of each, predicted less measured."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from harness.plot.catalog import Catalog
+from harness.plot.figure import Figure
+from harness.plot.predicted import PlannedCase, planned_cases
+from harness.plot.style import LIMIT, SERIES, bar_panels, label_bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+SHOWN = ("compute", "exposed_communication")
+COLUMNS = [
+    "model",
+    "label",
+    "strategy",
+    "rank",
+    "n_repeats",
+    "measured_s",
+    *(f"{side}_{part}_s" for part in SHOWN for side in ("predicted", "measured")),
+    *(f"difference_{part}_s" for part in SHOWN),
+]
+
+
+def _rows(case: PlannedCase) -> list[dict[str, Any]]:
+    known = [r.compared for r in case.repeats if r.compared.measured_by_rank]
+    sides = [(c.predicted_by_rank, c.measured_by_rank) for c in known]
+    ranks = [set(predicted) & set(measured) for predicted, measured in sides]
+    rows = []
+    for rank in sorted(set.intersection(*ranks)) if ranks else []:
+        row: dict[str, Any] = {
+            "model": case.training.first.model,
+            "label": case.training.label,
+            "strategy": case.training.first.strategy,
+            "rank": rank,
+            "n_repeats": len(known),
+            "measured_s": fmean(sum(measured[rank].values()) for _, measured in sides),
+        }
+        for part in SHOWN:
+            row[f"predicted_{part}_s"] = fmean(predicted[rank][part] for predicted, _ in sides)
+            row[f"measured_{part}_s"] = fmean(measured[rank][part] for _, measured in sides)
+            difference_s = row[f"predicted_{part}_s"] - row[f"measured_{part}_s"]
+            row[f"difference_{part}_s"] = difference_s
+        rows.append(row)
+    return rows if len(rows) > 1 else []
+
+
+def table(catalog: Catalog) -> pd.DataFrame:
+    """A row per rank that computes, of cases that have several: means over repeats."""
+    rows = [row for case in planned_cases(catalog) for row in _rows(case)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def draw(table: pd.DataFrame, canvas: Canvas) -> None:
+    """A row of numbered dots per case, one dot for each rank; ranks that agree share a number."""
+    groups = list(table.groupby("model", sort=True))
+    sizes = [rows["label"].nunique() for _, rows in groups]
+    panels = bar_panels(canvas, sizes, extra_in=1.0)
+    for axes, (model, rows) in zip(panels, groups, strict=True):
+        _draw_model(axes, str(model), rows)
+
+
+def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
+    cases = list(rows.groupby("label", sort=False))
+    shares = rows["difference_compute_s"] / rows["measured_s"] * 100
+    span = max(shares.max() - shares.min(), shares.abs().max(), 1.0)
+    for y, (_, case) in enumerate(cases):
+        values = shares[case.index].sort_values()
+        axes.plot([values.iloc[0], values.iloc[-1]], [y, y], color="#C8CCD2", linewidth=2, zorder=1)
+        for value, words in _together(values, case["rank"], 0.025 * span):
+            axes.annotate(
+                words, (value, y), ha="center", va="center", fontsize=7, color="white",
+                bbox={"boxstyle": "round,pad=0.25", "facecolor": SERIES[0], "edgecolor": "white"},
+            )  # fmt: skip
+    axes.axvline(0, color=LIMIT, linewidth=0.9)
+    label_bars(axes, [str(label) for label, _ in cases])
+    axes.set_xlim(min(shares.min(), 0) - 0.06 * span, max(shares.max(), 0) + 0.06 * span)
+    axes.set_xlabel("computing, predicted - measured, % of the measured step")
+    axes.set_title(model)
+
+
+def _together(values: pd.Series, ranks: pd.Series, near: float) -> list[tuple[float, str]]:
+    """(mean, ranks in words) of each run of ascending values that lie near each other."""
+    groups: list[list[int]] = []
+    for index, value in values.items():
+        if groups and value - values[groups[-1][0]] < near:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return [(fmean(values[group]), _ranks_in_words(sorted(ranks[group]))) for group in groups]
+
+
+def _ranks_in_words(ranks: list[int]) -> str:
+    """All of up to three, else the first and how many more."""
+    shown = ranks if len(ranks) <= 3 else ranks[:1]
+    more = len(ranks) - len(shown)
+    return ",".join(str(rank) for rank in shown) + (f" +{more}" if more else "")
+
+
+FIGURE = Figure(
+    name="prediction_ranks",
+    title="Which ranks compute longer than predicted",
+    caption=(
+        "Predicted less measured seconds of computing of each rank, as a share of the measured "
+        "step: mean over repeats and over the middle half of the steps; the numbers are ranks. To "
+        "the left of zero a rank computed longer than predicted. Where some ranks lie left and "
+        "others right, the mean over ranks looks right and the waits between them are not: one "
+        "stage's operators, or one device's profile, are off. Computing is that of steps without "
+        "communication where the run has those, else that of the steps."
+    ),
+    better="nearer to zero is better",
+    needs="a training run by a strategy on several ranks: ./entry.sh train --strategy searched",
+    table=table,
+    draw=draw,
+)
