@@ -142,7 +142,8 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
     for transport in transports:
         if config.measure in ("all", "pairs"):
             sizes, limits = _pair_sizes(config, world), _limits(config, bool(config.pair_sizes))
-            pairs[transport.name] = measure_pairs(sizes, transport, context, limits)
+            pairs[transport.name], slow = measure_pairs(sizes, transport, context, limits)
+            left_out += slow
         if config.measure in ("all", "collectives"):
             sizes, limits = _collective_sizes(config, world), _limits(config, bool(config.sizes))
             found = measure_collectives(list(config.operations), sizes, transport, context, limits)

@@ -15,14 +15,13 @@ from itertools import permutations
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from harness.errors import VerificationError
 from harness.runtime.agreement import agree_on_maximum
 from harness.runtime.collectives import ELEMENT_BYTES, Transport, pattern
 from harness.runtime.context import Context
 from harness.runtime.sampling import Budget
-from harness.units import format_bytes
+from harness.units import format_bytes, format_duration
 from harness.workloads.links_collectives import Limits
 
 Pair = tuple[int, int]
@@ -69,8 +68,14 @@ class _Line:
             durations.append(clock.seconds_at(end) - clock.seconds_at(start))
         return durations
 
-    def measure(self, n_bytes: int, budget: Budget, longest_s: float) -> list[float] | None:
-        """Trips of one size; [] on the target, None on both when one takes too long."""
+    def measure(self, n_bytes: int, budget: Budget, longest_s: float) -> tuple[list[float], bool]:
+        """Trips of one size, none on the target; and on both whether they are short enough.
+
+        Of those that are not, there are the warm-up's alone.
+
+        Raises:
+            VerificationError: a message arrived wrong, on both.
+        """
         n = max(1, -(-n_bytes // ELEMENT_BYTES))
         message = pattern(self._pair[0], n, self._transport.device)
         if not self.is_source:
@@ -78,25 +83,28 @@ class _Line:
         warm_up = self.trips(message, max(1, budget.n_warm_up))
         self._check(message)
         is_short = not warm_up or min(warm_up) <= longest_s
-        n_trips = self._tell(budget.count(warm_up[-1]) if warm_up and is_short else 0)
+        n_trips = budget.count(warm_up[-1]) if warm_up and is_short else 0
+        n_trips = self._tell(n_trips, is_teller=self.is_source)
         if n_trips == 0:
-            return None
+            return warm_up, False
         durations = self.trips(message, n_trips)
         self._check(message)
-        return durations
+        return durations, True
 
-    def _tell(self, number: int) -> int:
-        """The source's number on both."""
+    def _tell(self, number: int, *, is_teller: bool) -> int:
+        """The teller's number on both."""
         told = torch.tensor([float(number)], device=self._transport.device)
-        if self.is_source:
+        if is_teller:
             self._transport.send(told, self._peer)
         else:
             self._transport.receive(told, self._peer)
         return int(told.item())
 
     def _check(self, message: torch.Tensor) -> None:
+        """Fail on both when the target's message is wrong: the source would wait for its acks."""
         expected = pattern(self._pair[0], len(message), message.device)
         n_wrong = int((message != expected).sum())
+        n_wrong = self._tell(n_wrong, is_teller=not self.is_source)
         if n_wrong:
             source, target = self._pair
             raise VerificationError(
@@ -123,21 +131,22 @@ def time_pair(
 ) -> PairSamples:
     """Time one direction; both ranks of the pair must call it, and no other.
 
-    Stops at the first size that takes longer than `longest_s`.
+    Stops after the first size that takes longer than `longest_s`, of which it keeps the warm-up: a
+    slow link has at least one time.
 
     Raises:
-        VerificationError: a message arrived wrong.
+        VerificationError: a message arrived wrong, on both ranks.
     """
     line = _Line(transport, pair)
     pings = replace(budget, n_min=max(_PINGS, budget.n_min), n_max=max(_PINGS, budget.n_max))
-    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, pings, float("inf")) or []]
+    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, pings, float("inf"))[0]]
     ack_s = min(latencies, default=0.0)
     transfers: dict[int, list[float]] = {}
     for n_bytes in sorted(sizes):
-        found = line.measure(n_bytes, budget, longest_s)
-        if found is None:
+        trips, is_short = line.measure(n_bytes, budget, longest_s)
+        transfers[n_bytes] = [trip_s - ack_s for trip_s in trips]
+        if not is_short:
             break
-        transfers[n_bytes] = [trip_s - ack_s for trip_s in found]
     return PairSamples(latencies, transfers)
 
 
@@ -161,28 +170,71 @@ def _measure_pair(
 
 def measure_pairs(
     sizes: list[int], transport: Transport, context: Context, limits: Limits
-) -> dict[Pair, PairTimes]:
-    """Every ordered pair, one after another; all ranks must call it, and get all times.
+) -> tuple[dict[Pair, PairTimes], list[str]]:
+    """Every ordered pair, one after another; all ranks must call it.
 
-    Ranks outside the pair sleep in a barrier. A pair leaves out sizes that take longer than the
-    limit.
+    Ranks outside the pair sleep until it is done.
+
+    Returns:
+        All pairs' times, equal on all ranks, and what was left out, in words: sizes above one that
+        takes longer than the limit.
 
     Raises:
-        VerificationError: a message arrived wrong.
+        VerificationError: a message arrived wrong, on every rank.
     """
     pairs = list(permutations(range(transport.size), 2))
     mine: dict[Pair, PairTimes] = {}
     for done, pair in enumerate(pairs):
         note = f"{pair[0]} to {pair[1]}"
         context.progress.update(f"pairs over {transport.name}", done, len(pairs), note)
-        if transport.rank in pair:
-            times = _measure_pair(pair, sizes, transport, context, limits)
-            if times is not None:
-                mine[pair] = times
-        dist.barrier()
+        times = _measure_everywhere(pair, sizes, transport, context, limits)
+        if times is not None:
+            mine[pair] = times
         context.flush()
     context.progress.update(f"pairs over {transport.name}", len(pairs), len(pairs))
-    return _share(mine, pairs, sizes, context)
+    found = _share(mine, pairs, sizes, context)
+    return found, _left_out(found, sizes, transport.name, limits.longest_s)
+
+
+def _measure_everywhere(
+    pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
+) -> PairTimes | None:
+    """Measure on the pair, and fail on all ranks: one that fails alone leaves the others waiting.
+
+    All ranks must call it.
+    """
+    times, failure = None, None
+    if transport.rank in pair:
+        try:
+            times = _measure_pair(pair, sizes, transport, context, limits)
+        except VerificationError as error:
+            failure = error
+    is_wrong = agree_on_maximum([float(failure is not None)], context.world)[0] > 0
+    if failure is not None:
+        raise failure
+    if is_wrong:
+        raise VerificationError(
+            f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name} arrived wrong: "
+            "their message says how"
+        )
+    return times
+
+
+def _left_out(
+    found: dict[Pair, PairTimes], sizes: list[int], transport: str, longest_s: float
+) -> list[str]:
+    """A line for each size that some pairs did not come to."""
+    lines = []
+    for n_bytes in sorted(sizes):
+        without = [pair for pair, times in found.items() if n_bytes > max(times.transfers, default=0)]
+        if without:
+            source, target = without[0]
+            lines.append(
+                f"{format_bytes(n_bytes)} over {transport} on {len(without)} of {len(found)} links, "
+                f"such as rank {source} to rank {target}: a smaller message takes over "
+                f"{format_duration(longest_s)} there; ask for it by --pair-sizes"
+            )
+    return lines
 
 
 def _share(
