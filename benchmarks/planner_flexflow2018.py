@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
-import random
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
+
+from comparison import compare
 
 from harness.plan.flexflow2018.model import Machine, Problem
 from harness.plan.flexflow2018.reference import build_tasks, step_ms
@@ -29,6 +28,7 @@ from harness.plan.flexflow2018.tables import build_tables, decode, encode
 from harness.plan.flexflow2018.walk import BEST, N_BY_WAY, Chain, new_chain, restart, walk
 
 BUDGET = 250_000
+FULL = 8  # searches without the bound: the fewest pairs with an interval of 99 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +105,14 @@ def search(chain: Chain, budget: int, *, use_bound: bool) -> None:
         walk(chain, size, temperature * float(chain.cost_ms[BEST]), use_bound)
 
 
-def compare(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
+def run_topology(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
     """Run all seeds of a topology; print its lines; return the comparisons."""
     problem = Problem(Machine(listed.n_nodes, listed.n_devices))
     run_trial(problem, 0, 10, use_bound=True)  # compiles or loads
     data_parallel = f"{step_ms(problem, problem.data_parallel()):.3f}"
     is_right = data_parallel == (listed.data_parallel_ms or data_parallel)
     trials = [run_trial(problem, seed, budget, use_bound=True) for seed in range(n_seeds)]
-    full = [run_trial(problem, s, budget // 10, use_bound=False) for s in range(min(n_seeds, 5))]
+    full = [run_trial(problem, s, budget // 10, use_bound=False) for s in range(min(n_seeds, FULL))]
     steps = [trial.best_ms for trial in trials]
     row = [
         listed.name,
@@ -130,39 +130,14 @@ def compare(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]
     print("".join(f"{cell:>14}" for cell in row), file=sys.stderr if ARGS.json else sys.stdout)
     if not listed.best_ms:
         return []
+    rate = f"flexflow2018 proposals per s {listed.name}"
+    best_ms, best_per_s = [listed.best_ms] * n_seeds, [listed.proposals_per_s] * n_seeds
+    per_s, full_per_s = ([t.proposals_per_s for t in own] for own in (trials, full))
     return [
-        as_comparison(f"flexflow2018 step {listed.name}, best listed over ours",
-                      [listed.best_ms / step for step in steps]),
-        as_comparison(f"flexflow2018 proposals per s {listed.name}, ours over best listed",
-                      [t.proposals_per_s / listed.proposals_per_s for t in trials]),
-        as_comparison(f"flexflow2018 proposals per s {listed.name} without bound",
-                      [t.proposals_per_s / listed.proposals_per_s for t in full]),
-    ]  # fmt: skip
-
-
-def as_comparison(name: str, ratios: list[float]) -> dict[str, object]:
-    """One comparison: the median and a 95% bootstrap interval of it."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
-    return {
-        "name": name,
-        "ratio": statistics.median(ratios),
-        "low": medians[25],
-        "high": medians[974],
-        "n_pairs": len(ratios),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.processor() or platform.machine()}, Python "
-        f"{platform.python_version()}",
-        "commit": commit(),
-    }
-
-
-def commit() -> str:
-    """The checked-out commit, or nothing outside of a checkout."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip()
+        compare(f"flexflow2018 step {listed.name}, best listed over ours", best_ms, steps),
+        compare(f"{rate}, ours over best listed", per_s, best_per_s),
+        compare(f"{rate} without bound", full_per_s, best_per_s[: len(full)]),
+    ]
 
 
 def parse() -> argparse.Namespace:
@@ -186,9 +161,9 @@ def main() -> None:
     n_seeds, budget = (3, 20_000) if ARGS.quick else (ARGS.seeds, ARGS.budget)
     out = sys.stderr if ARGS.json else sys.stdout
     print("".join(f"{head:>14}" for head in HEADS), file=out)
-    found = [compare(listed, n_seeds, budget) for listed in LISTED]
+    found = [run_topology(listed, n_seeds, budget) for listed in LISTED]
     if not ARGS.quick:
-        found += [compare(listed, min(3, n_seeds), budget) for listed in LARGE]
+        found += [run_topology(listed, min(3, n_seeds), budget) for listed in LARGE]
     print("times in ms but CPU; 'proposals/s' and 'all simulated' are medians per CPU second",
           file=out)  # fmt: skip
     if ARGS.json:

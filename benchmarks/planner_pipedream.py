@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner_comparison import compare_extremes
 from planner_graphs import GRAPHS
 
 from harness.measure.text import table
@@ -176,32 +176,18 @@ def measure(
 
 def comparisons(row: Row) -> list[dict[str, object]]:
     """Speed-up, ours over PipeDream's; and CPU seconds, PipeDream's over ours."""
-    from harness.runtime.host import code_commit, cpu_model  # torch comes with it
-
-    place = {
-        "command": shlex.join(sys.argv),
-        "machine": cpu_model(),
-        "commit": code_commit(),
-    }
     found: list[dict[str, object]] = []
+    where = f"pipedream {row.name} on {row.setting}"
     if row.listed.speedup is not None:
-        ratio = row.speedup / row.listed.speedup
-        name = f"pipedream {row.name} on {row.setting}, speed-up, ours over PipeDream's"
-        values = {"ratio": ratio, "low": ratio, "high": ratio, "n_pairs": 1}
-        found.append({"name": name, **values, **place})
+        name = f"{where}, speed-up, ours over PipeDream's"
+        found.append(compare_extremes(name, [row.speedup / row.listed.speedup]))
     if row.pipedream_cpu_s is not None:
         # Each of ours with the one of theirs that was next to it, as far as there are.
         their_s = [*row.theirs_s, *[row.pipedream_cpu_s] * len(row.cpu_s)]
-        ratios = sorted(a / b for a, b in zip(their_s, row.cpu_s, strict=False))
-        name = f"pipedream {row.name} on {row.setting}, CPU time, PipeDream's over ours"
-        values = {
-            "ratio": statistics.median(ratios),
-            "low": ratios[0],
-            "high": ratios[-1],
-            "n_pairs": len(ratios),
-            "theirs": "measured" if row.theirs_s else "listed",
-        }
-        found.append({"name": name, **values, **place})
+        ratios = [a / b for a, b in zip(their_s, row.cpu_s, strict=False)]
+        name = f"{where}, CPU time, PipeDream's over ours"
+        theirs = "measured" if row.theirs_s else "listed"
+        found.append(compare_extremes(name, ratios, theirs=theirs))
     return found
 
 

@@ -4,9 +4,8 @@
 
 oracle    searches (without enumeration) against the enumeration of all strategies, on random small
           problems with branches, unlike devices and links, and memory limits: ratio of step times
-delta     changing one operator in a kept trial, replaying the events before the change or repeating
-          all, against simulating from nothing: results must be equal, and ratios of CPU times are
-          printed
+delta     changing one operator in a kept trial against simulating from nothing: results must be
+          equal, and the ratio of CPU times is printed
 dlrm      8 tables of 1000000 x 64, MLPs 64-512-512-64 and 576-1024-1024-1024-1, batch 1024, on 4
           devices of 12 GB: the plan found, against data parallel and tables on devices
 scaling   epochs on 2 and 3 GPUs predicted from 1-GPU epochs, beside what was measured (needs the
@@ -18,18 +17,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from comparison import compare
 from planner_cases import enumerated_step_s, random_request
+from planner_comparison import compare_extremes
+from planner_scaling import (
+    EpochPrediction,
+    Training,
+    ethernet_cluster,
+    implied_bandwidth,
+    predict_epoch,
+    read_all_reduce_s,
+    read_epoch_log,
+    ring_bytes,
+)
 
 from harness.domain.cluster import Cluster
 from harness.domain.strategy import Strategy
@@ -40,16 +48,6 @@ from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
 from harness.plan.portfolio import plan_with_simulator
 from harness.plan.request import PlanRequest
 from harness.plan.roofline import DeviceRates, roofline_profile
-from harness.plan.scaling import (
-    EpochPrediction,
-    Training,
-    ethernet_cluster,
-    implied_bandwidth,
-    predict_epoch,
-    read_epoch_log,
-    read_step_log,
-    ring_bytes,
-)
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.simulator import Outcome, Simulator, Trial
@@ -60,25 +58,6 @@ VIT_B16_PARAMETER_BYTES = 4 * 86_600_000
 IMAGES, WEAK_IMAGES = 50_000, 5_000  # an epoch; a tenth of it per GPU
 TEN_GBIT, ONE_GBIT = 1.25e9, 1.25e8
 P100_12GB = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)  # data sheet
-
-Comparison = dict[str, object]
-
-
-def comparison(name: str, ratio: float, low: float, high: float, n_pairs: int) -> Comparison:
-    """One line of --json; below 1 is better for what the name says first."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "name": name,
-        "ratio": ratio,
-        "low": low,
-        "high": high,
-        "n_pairs": n_pairs,
-        "command": shlex.join(sys.argv),
-        "machine": f"{platform.processor() or platform.machine()}, {platform.platform()}",
-        "commit": commit.stdout.strip(),
-    }
 
 
 class Report:
@@ -96,7 +75,7 @@ class Report:
             self.say(line)
         self.say()
 
-    def add(self, found: Comparison) -> None:
+    def add(self, found: dict[str, object]) -> None:
         if self.as_json:
             print(json.dumps(found), flush=True)
 
@@ -127,12 +106,7 @@ def run_oracle(report: Report, *, quick: bool) -> None:
         f"{better} better by microbatches or pipelines, {worse} worse; worst ratio "
         f"{max(ratios):.6f}\n"
     )
-    report.add(
-        comparison(
-            "searched step / enumerated step", statistics.median(ratios), min(ratios), max(ratios),
-            len(ratios),
-        )
-    )  # fmt: skip
+    report.add(compare_extremes("searched step / enumerated step", ratios))
 
 
 def run_delta(report: Report, *, quick: bool) -> None:
@@ -148,54 +122,32 @@ def run_delta(report: Report, *, quick: bool) -> None:
     kept = Simulator(request.graph, request.profile, request.cluster)
     space = Space(kept.costs(8), request.cluster, kept.placed)
     plans = {op: rng.choice(menu) for op, menu in space.menus.items()}
-    restarting = Trial(kept, plans, batch=8)
-    repeating = Trial(kept, plans, batch=8, restarts=False)
-    restarting.outcome()
-    restarting.outcome()  # compile
-    repeating.outcome()
-    n_replayed = n_events = 0
-    seconds: dict[str, list[float]] = {"restart": [], "repeat": [], "full": []}
-    for k in range(n_moves):
+    trial = Trial(kept, plans, batch=8)
+    trial.outcome()  # compile
+    delta_s, full_s = [], []
+    for _ in range(n_moves):
         op = rng.choice(kept.placed)
         plans[op] = rng.choice(space.menus[op])
-        trials = [("restart", restarting), ("repeat", repeating)]
-        # Whoever comes first fills the caches of prices: they take turns.
-        found = {}
-        for name, trial in trials if k % 2 else trials[::-1]:
-            began = time.process_time()
-            trial.replace(op, plans[op])
-            found[name] = trial.outcome()
-            seconds[name].append(time.process_time() - began)
-        n_replayed += restarting.n_replayed
-        n_events += restarting.n_events
+        began = time.process_time()
+        trial.replace(op, plans[op])
+        delta = trial.outcome()
+        delta_s.append(time.process_time() - began)
         began = time.process_time()
         fresh = Simulator(request.graph, request.profile, request.cluster)
-        found["full"] = Trial(fresh, plans, batch=8).outcome()
-        seconds["full"].append(time.process_time() - began)
-        _check_equal(found)
-    median = {name: statistics.median(own) for name, own in seconds.items()}
+        full = Trial(fresh, plans, batch=8).outcome()
+        full_s.append(time.process_time() - began)
+        _check_equal(delta, full)
     report.say(
         f"delta: {n_moves} random moves on 40 operators and 8 devices, all exactly equal to the "
-        f"full simulation; CPU time each: {format_duration(median['restart'])} replaying "
-        f"{n_replayed / n_events:.0%} of the events, {format_duration(median['repeat'])} "
-        f"repeating them all, {format_duration(median['full'])} from nothing\n"
+        f"full simulation; CPU time each: {format_duration(statistics.median(delta_s))}, "
+        f"{format_duration(statistics.median(full_s))} from nothing\n"
     )
-    for one, other in (("restart", "repeat"), ("restart", "full"), ("repeat", "full")):
-        name = f"delta ({one}) / full" if other == "full" else "delta (restart) / delta (repeat)"
-        report.add(_ratio(name, seconds[one], seconds[other]))
+    report.add(compare("delta / full", delta_s, full_s))
 
 
-def _check_equal(found: dict[str, Outcome]) -> None:
-    full = found["full"]
-    for name, one in found.items():
-        if one.step_s != full.step_s or (one.memory_bytes != full.memory_bytes).any():
-            raise PlanError(f"{name}: {one.step_s} s is not the full simulation's {full.step_s} s")
-
-
-def _ratio(name: str, ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    cut = len(ratios) // 200
-    return comparison(name, statistics.median(ratios), ratios[cut], ratios[-1 - cut], len(ratios))
+def _check_equal(delta: Outcome, full: Outcome) -> None:
+    if delta.step_s != full.step_s or (delta.memory_bytes != full.memory_bytes).any():
+        raise PlanError(f"{delta.step_s} s is not the full simulation's {full.step_s} s")
 
 
 def run_dlrm(report: Report, *, quick: bool) -> None:
@@ -233,7 +185,7 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
             report.say(f"  {line}")
         report.say()
         ratio = 1 / found.speedup_over_ddp
-        report.add(comparison(f"dlrm {name}: plan / data parallel", ratio, ratio, ratio, 1))
+        report.add(compare_extremes(f"dlrm {name}: plan / data parallel", [ratio]))
 
 
 def run_scaling(report: Report, *, logs: Path) -> None:
@@ -241,12 +193,12 @@ def run_scaling(report: Report, *, logs: Path) -> None:
     if not logs.is_dir():
         report.say(f"scaling: skipped, {logs} is not here\n")
         return
-    step_log = read_step_log(logs / "vit_b16_3gpu_deepspeed_steps.log")
-    wire = ring_bytes(VIT_B16_PARAMETER_BYTES, 3) / step_log.all_reduce_s
+    all_reduce_s = read_all_reduce_s(logs / "vit_b16_3gpu_deepspeed_steps.log")
+    wire = ring_bytes(VIT_B16_PARAMETER_BYTES, 3) / all_reduce_s
     report.say(
         "scaling: ViT-B/16, batch 16 a GPU, ZeRO-0 (all-reduce after the backward pass), predicted "
         f"from 1-GPU epochs;\n  the 3-GPU step log shows an all-reduce of "
-        f"{format_duration(step_log.all_reduce_s)}, that is {format_bandwidth(wire)} each way, "
+        f"{format_duration(all_reduce_s)}, that is {format_bandwidth(wire)} each way, "
         f"{wire / TEN_GBIT:.0%} of 10 Gbit/s"
     )
     rows, implied_rates = [], []
@@ -280,7 +232,7 @@ def run_scaling(report: Report, *, logs: Path) -> None:
             )
             ratio = at[0].epoch_s / log.epoch_s
             name = f"{mode} scaling on {n} GPUs: predicted / measured epoch"
-            report.add(comparison(name, ratio, ratio, ratio, 1))
+            report.add(compare_extremes(name, [ratio]))
     report.rows(
         ["scaling", "GPUs", "measured", "at 10 Gbit/s", "error", "at the log's rate", "error",
          "rate that explains it", "spread"],

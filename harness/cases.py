@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.run import RankInfo, RunHeader, run_key
+from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ResultsError
 from harness.measure.store import read_header
 from harness.workloads.contract import Need, Workload
@@ -47,6 +47,7 @@ def config_json(config: Any) -> dict[str, Any]:
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     """Nodes and devices as this launch sees them; links are the links workload's to measure."""
+    names = device_names(ranks)
     by_host: dict[str, list[RankInfo]] = {}
     for info in ranks:
         by_host.setdefault(info.hostname, []).append(info)
@@ -55,9 +56,11 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
             name=hostname,
             devices=[
                 Device(
-                    name=f"{hostname}:{i}", kind=info.device_kind, memory_bytes=info.memory_bytes
+                    name=names[info.rank],
+                    kind=info.device_kind,
+                    memory_bytes=info.memory_bytes,
                 )
-                for i, info in enumerate(infos)
+                for info in infos
             ],
             nic_bytes_per_s=infos[0].nic_bytes_per_s or None,
         )

@@ -177,17 +177,23 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         """In order of first appearance."""
         return list(dict.fromkeys(point.device_kind for point in self.measurements))
 
-    def pace(self, graph_hash: str, device_kind: str, samples: int) -> float:
+    def pace(
+        self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
+    ) -> float:
         """How much longer so many samples of a graph take on a kind of device than when its
         operators were timed (see `WholeStep`); 1 where that is not known.
 
         Between two sizes of batch whose step was timed it goes with the logarithm of the size, and
         beyond them it is that of the nearest: what slows memory slows small batches less.
+
+        Args:
+            dtype: of the steps; None for a profile of one dtype.
         """
         paces = {
             math.log(step.batch): step.pace
             for step in self.whole_steps
-            if step.graph_hash == graph_hash and step.device_kind == device_kind
+            if (step.graph_hash, step.device_kind) == (graph_hash, device_kind)
+            if dtype in (None, step.dtype)
         }
         if not paces:
             return 1.0

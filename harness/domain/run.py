@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -38,6 +40,16 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     interface: str = ""
     nic_bytes_per_s: float = 0.0
     peak_flops_per_s: dict[str, float] = {}
+
+
+def device_names(ranks: Iterable[RankInfo]) -> dict[int, str]:
+    """The cluster's name of each rank's device: its host and its place among the host's ranks."""
+    seen: Counter[str] = Counter()
+    names = {}
+    for info in sorted(ranks, key=lambda info: info.rank):
+        names[info.rank] = f"{info.hostname}:{seen[info.hostname]}"
+        seen[info.hostname] += 1
+    return names
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,6 @@ from harness.measure.derive_links import (
     interference_table,
     jitter_table,
     link_matrices,
-    link_matrix,
     nic_limit_bytes_per_s,
 )
 from harness.measure.derive_pipeline import PipelineSummary, StageTimes, pipeline_summary
@@ -93,7 +92,6 @@ __all__ = [
     "interference_table",
     "jitter_table",
     "link_matrices",
-    "link_matrix",
     "matmul_peaks",
     "matmul_table",
     "mean_parts",

@@ -215,13 +215,6 @@ def _median_beside(records: list[Record], metric: str, operation: str) -> float 
     return float(np.median(values)) if values else None
 
 
-def link_matrix(run: Run, transport: str | None = None) -> LinkMatrix | None:
-    """The matrix of one transport, by default the first measured; None when there is none."""
-    matrices = link_matrices(run)
-    chosen = [m for m in matrices if transport in (None, m.transport)]
-    return chosen[0] if chosen else None
-
-
 def nic_limit_bytes_per_s(run: Run) -> float | None:
     """What the slowest NIC carries one way: no ring can be faster; None when not known."""
     known = [node.nic_bytes_per_s for node in run.header.cluster.nodes if node.nic_bytes_per_s]

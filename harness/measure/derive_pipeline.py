@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from harness.domain.record import Record, Span
@@ -38,7 +38,8 @@ class Pass(NamedTuple):
 class StageTimes:
     """Seconds of one microbatch in one stage, on the slowest of its ranks.
 
-    Medians over steps and microbatches; what a rank waits inside a pass is not counted.
+    Medians over steps of means over microbatches, which may have unlike numbers of samples; what a
+    rank waits inside a pass is not counted.
 
     Attributes:
         ranks: those that compute it, ascending.
@@ -76,11 +77,6 @@ class PipelineSummary:
     @property
     def n_stages(self) -> int:
         return len(self.stages)
-
-    @property
-    def slowest_stage(self) -> StageTimes:
-        """The stage that paces the pipeline."""
-        return max(self.stages, key=lambda stage: stage.total_s)
 
 
 def is_wait(span: Span) -> bool:
@@ -132,16 +128,19 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
 
 
 def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
-    """One rank's seconds of every (stage, kind of pass), one for each microbatch of each step."""
+    """One rank's seconds of every (stage, kind of pass) in each step: means over microbatches."""
     seconds: dict[tuple[int, Pass], float] = defaultdict(float)
     for step, spans in spans_by_step(records).items():
         waits = [span for span in spans if is_wait(span)]
         for span in spans:
             if (which := pass_of(span)) is not None:
                 seconds[step, which] += span.duration_s - covered_s(waits, span)
+    by_step: dict[tuple[int, int, PassKind], list[float]] = defaultdict(list)
+    for (step, which), duration_s in seconds.items():
+        by_step[step, which.stage, which.kind].append(duration_s)
     by_stage: dict[tuple[int, PassKind], list[float]] = defaultdict(list)
-    for (_, which), duration_s in seconds.items():
-        by_stage[which.stage, which.kind].append(duration_s)
+    for (_, stage, kind), durations_s in by_step.items():
+        by_stage[stage, kind].append(fmean(durations_s))
     return dict(by_stage)
 
 

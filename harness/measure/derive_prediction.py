@@ -26,7 +26,7 @@ import numpy as np
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Record, Span
-from harness.domain.run import RunHeader
+from harness.domain.run import device_names
 from harness.domain.strategy import Strategy
 from harness.errors import ResultsError
 from harness.measure.derive_pipeline import (
@@ -251,16 +251,6 @@ def _alone_s(records: Iterable[Record]) -> float | None:
     return median(sample.value for sample in alone) if alone else None
 
 
-def device_names(header: RunHeader) -> dict[int, str]:
-    """The cluster's name of each rank's device: its host and its place among the host's ranks."""
-    seen: dict[str, int] = defaultdict(int)
-    names = {}
-    for info in sorted(header.ranks, key=lambda info: info.rank):
-        names[info.rank] = f"{info.hostname}:{seen[info.hostname]}"
-        seen[info.hostname] += 1
-    return names
-
-
 def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
     return tuple(
         MemoryPeak(
@@ -268,7 +258,7 @@ def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
             predicted_bytes=prediction.memory_bytes.get(name),
             measured_bytes=rank_memory(run.ranks.get(rank, [])),
         )
-        for rank, name in device_names(run.header).items()
+        for rank, name in device_names(run.header.ranks).items()
     )
 
 
@@ -287,7 +277,7 @@ def predicted_stages(prediction: Prediction, strategy: Strategy) -> tuple[StageT
 def _stage_seconds(
     spans: Iterable[Record], strategy: Strategy
 ) -> list[tuple[int, PassKind, float]]:
-    """(stage, kind, seconds of a microbatch) of one rank."""
+    """(stage, kind, seconds of a microbatch, mean) of one rank."""
     seconds: dict[tuple[int, PassKind], dict[int, float]] = {}
     for span in spans:
         if not isinstance(span, Span) or span.kind not in ("forward", "backward"):
@@ -300,4 +290,4 @@ def _stage_seconds(
         kind = "recompute" if match[1] == "recompute " else kind
         by_microbatch = seconds.setdefault((plan.stage, kind), defaultdict(float))
         by_microbatch[int(match[3] or 0)] += span.duration_s
-    return [(stage, kind, median(by.values())) for (stage, kind), by in seconds.items()]
+    return [(stage, kind, fmean(by.values())) for (stage, kind), by in seconds.items()]

@@ -25,8 +25,8 @@ class ScalingPoint:
         series: what may be compared; points of different series never meet.
         work: samples or FLOPs, in all.
         low_s, high_s: interval of `time_s`.
-        is_baseline: one device without any parallelisation: the start of every series of its
-            `family`.
+        is_baseline: one device, whatever joins the devices of others: the start of every series of
+            its `family`.
         family: series that share a baseline.
     """
 

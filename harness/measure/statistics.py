@@ -18,6 +18,8 @@ CONFIDENCE = 0.99
 MAX_P = 0.002
 MIN_REPEATS = 9
 TOO_SHORT_S = 1e-3
+# Samples up to which a binomial coefficient of whole numbers takes microseconds.
+_EXACT = 1000
 
 Outcome = Literal["faster", "slower", "same", "inconclusive"]
 
@@ -102,15 +104,22 @@ def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, 
 
     Source: David and Nagaraja, Order Statistics, section 7.1.
     """
-    outside, tail = 0, 0.0  # tail: P(fewer than `outside` + 1 samples below the median)
-    while True:
-        grown = tail + math.comb(n, outside) / 2**n
-        if 2 * grown > 1 - confidence or 2 * outside + 1 >= n:
-            break
-        tail, outside = grown, outside + 1
-    first = max(outside - 1, 0)
-    below = sum(math.comb(n, k) for k in range(first + 1)) / 2**n
-    return first, n - 1 - first, max(0.0, 1 - 2 * below)
+    first = (n - 1) // 2
+    chance = _chance_below(first, n)
+    coverage = 0.0 if n % 2 else chance * (n - first) / (first + 1)
+    while coverage < confidence and first > 0:  # a rank further out on both sides
+        coverage += 2 * chance
+        chance *= first / (n - first + 1)
+        first -= 1
+    return first, n - 1 - first, coverage
+
+
+def _chance_below(k: int, n: int) -> float:
+    """Of k of n samples, near n / 2, being below the median: C(n, k) / 2^n."""
+    if n <= _EXACT:
+        return float(math.comb(n, k) / 2**n)
+    log_of_ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(log_of_ways - n * math.log(2))
 
 
 def _doubts(array: np.ndarray, cv: float, coverage: float, shortest: float) -> tuple[str, ...]:

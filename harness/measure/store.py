@@ -17,7 +17,7 @@ import msgspec
 
 from harness.domain.record import Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
-from harness.errors import ResultsError
+from harness.errors import ClusterError, ResultsError
 
 # What a results directory may hold beside runs.
 _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
@@ -105,12 +105,16 @@ def read_header(run_dir: Path) -> RunHeader:
         return msgspec.json.decode(data, type=RunHeader)
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ClusterError) as error:
         raise ResultsError(f"{path}: {error}") from None
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:
-    """Read one rank's lines; returns the records and a reason for each line that was skipped."""
+    """Read one rank's lines; returns the records and a reason for each line that was skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     records: list[Record] = []
     problems: list[str] = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -141,7 +145,11 @@ def read_run(run_dir: Path, results: Results) -> None:
         if rank is None:
             results.skipped.append((path, "not a rank<k>.jsonl file"))
             continue
-        ranks[rank], problems = read_records(path)
+        try:
+            ranks[rank], problems = read_records(path)
+        except OSError as error:
+            results.skipped.append((path, error.strerror or str(error)))
+            continue
         results.skipped.extend((path, problem) for problem in problems)
     results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
 

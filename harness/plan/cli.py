@@ -11,8 +11,9 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
-from harness.plan.convert import convert
+from harness.plan.convert import convert, strategy_from
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
 from harness.plan.estimate import estimate_profile
@@ -21,7 +22,7 @@ from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
-from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.plan.roofline import DeviceRates, likely_parts, roofline_profile
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
 
@@ -42,7 +43,8 @@ def converted(args: argparse.Namespace) -> tuple[bytes, str]:
     graph = None if args.graph is None else load_graph(args.graph)
     data = convert(imported, args.to, graph=graph, batch=args.batch, order=args.dims)
     order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
-    return data, f"read {args.file} as {imported.format}{order}: {imported.describe()}"
+    what = imported.describe(args.dims)
+    return data, f"read {args.file} as {imported.format}{order}: {what}"
 
 
 def request_from(
@@ -64,14 +66,16 @@ def request_from(
     if COSTS[args.cost].needs_model:
         graph, profile = _model(args, cluster, capture_model)
         profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
+    batch = args.batch or (graph.batch if graph is not None else None)
     return PlanRequest(
         cluster=cluster,
         graph=graph,
         profile=profile,
-        batch=args.batch or (graph.batch if graph is not None else None),
+        batch=batch,
         memory_bytes=None if args.memory is None else parse_bytes(args.memory),
         budget=args.budget,
         seconds=args.seconds,
+        start=_start(args, graph, batch),
         seed=args.seed,
         progress=progress,
     )
@@ -96,6 +100,17 @@ def _check_model_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--cost {args.cost} plans a model of its own: leave out --{given[0].replace('_', '-')}"
         )
+
+
+def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> Strategy | None:
+    if args.start is None:
+        return None
+    if not COSTS[args.cost].takes_start:
+        raise ConfigError(f"--cost {args.cost} starts from no strategy: leave out --start")
+    imported = read_strategy_file(args.start)
+    if isinstance(imported.content, Strategy):
+        return imported.content  # the search says what does not fit
+    return strategy_from(imported, graph, batch)
 
 
 def parse_topology(text: str) -> tuple[int, int]:
@@ -195,9 +210,8 @@ def _of_dtype(profile: Profile, dtype: str) -> Profile:
             f"--dtype {dtype}: the profile of {profile.model!r} has times of {known} only: "
             f"profile it with --dtype {dtype}"
         )
-    if len(found) == len(profile.measurements):
-        return profile
-    return msgspec.structs.replace(profile, measurements=found)
+    steps = [step for step in profile.whole_steps if step.dtype == DTYPES[dtype]]
+    return msgspec.structs.replace(profile, measurements=found, whole_steps=steps)
 
 
 def _dlrm(args: argparse.Namespace) -> Graph:
@@ -210,7 +224,7 @@ def _dlrm(args: argparse.Namespace) -> Graph:
 
 
 def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
-    """Times of the cluster's devices by their rates, at each shard that a search may ask for."""
+    """Times of the cluster's devices by their rates, at likely shards."""
     parts = [parse_bandwidth(part) for part in text.split(",")]
     if len(parts) != 2:
         raise ConfigError(f"--rates {text!r} is not FLOPS,BYTES: write it like 9.3e12,549e9")
@@ -218,7 +232,7 @@ def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
     return roofline_profile(
         graph,
         {device.kind: rates for device in cluster.devices},
-        n_parts=range(1, cluster.n_devices + 1),
+        n_parts=likely_parts(cluster.n_devices),
         n_microbatches=(1, 2, 4, 8, 16),
     )
 

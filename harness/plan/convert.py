@@ -46,18 +46,20 @@ def convert(
         return _FLEXFLOW[to](content)
     if to == "pipedream" and isinstance(content, PipeDreamPlan):
         return content.to_json()
-    strategy = _strategy(content, graph, batch, order)
+    strategy = strategy_from(imported, graph, batch, order)
     if to in _FLEXFLOW:
         return _FLEXFLOW[to](entries_from_strategy(strategy, _needed(graph, f"--to {to}")))
     return from_strategy(strategy).to_json() if to == "pipedream" else strategy.to_json()
 
 
-def _strategy(
-    content: Strategy | list[Entry] | PipeDreamPlan,
+def strategy_from(
+    imported: Imported,
     graph: Graph | None,
     batch: int | None,
-    order: DimOrder,
+    order: DimOrder = "innermost_first",
 ) -> Strategy:
+    """What a file of any format holds, as a strategy; arguments and errors as for `convert`."""
+    content = imported.content
     if isinstance(content, Strategy):
         if batch not in (None, content.batch):
             raise ConfigError(

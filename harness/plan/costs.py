@@ -26,12 +26,14 @@ class Cost:
         function: its name there; takes a PlanRequest, returns a PlanResult.
         summary: what it is, for --help.
         needs_model: it plans the caller's model; otherwise it brings its own.
+        takes_start: its search can start from a strategy.
     """
 
     module: str
     function: str
     summary: str
     needs_model: bool = True
+    takes_start: bool = False
 
     def load(self) -> Planner:
         return cast(Planner, getattr(importlib.import_module(self.module), self.function))
@@ -42,6 +44,7 @@ COSTS = {
         "harness.plan.portfolio",
         "plan",
         "the harness's own event-driven simulator, searched by a portfolio",
+        takes_start=True,
     ),
     "pipedream": Cost(
         "harness.plan.pipedream.planner",

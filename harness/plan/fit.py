@@ -273,7 +273,7 @@ class OperatorTimes:
         shape = operator.shape if shape is None else shape
         curve = self._curve(operator, device_kind, dtype)
         if curve is None:
-            raise PlanError(self._unknown(operator, device_kind, self._dtype(operator, dtype)))
+            raise PlanError(self._unknown(operator, device_kind, self.dtype_of(operator, dtype)))
         found = self._found(curve, operator, shape)
         backward = curve.variant(operator, "in_place_backward_s") if in_place else None
         of_inputs = curve.variant(operator, "input_backward_s")
@@ -283,11 +283,12 @@ class OperatorTimes:
             found = found._replace(input_s=of_inputs.at(shape))
         return found
 
-    def _dtype(self, operator: Operator, dtype: str | None) -> str:
+    def dtype_of(self, operator: Operator, dtype: str | None = None) -> str:
+        """The dtype of the times that `lookup` finds."""
         return dtype or self._only_dtype or operator.dtype
 
     def _curve(self, operator: Operator, device_kind: str, dtype: str | None) -> _Curve | None:
-        key = device_kind, operator.profile_key, self._dtype(operator, dtype)
+        key = device_kind, operator.profile_key, self.dtype_of(operator, dtype)
         return self._curves.get(key)
 
     def _found(self, curve: _Curve, operator: Operator, shape: dict[str, int]) -> OperatorTime:

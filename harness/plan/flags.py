@@ -107,6 +107,12 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--budget", type=int, metavar="N", help="proposals of its searches (default: the cost's)"
     )
     how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
+    how.add_argument(
+        "--start",
+        type=Path,
+        metavar="FILE",
+        help="a strategy to start from too, of any format that `convert` reads",
+    )
     how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
     out = search.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")

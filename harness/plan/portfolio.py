@@ -15,7 +15,7 @@ import msgspec
 
 from harness.domain.fingerprint import fingerprint
 from harness.domain.strategy import Strategy, check_fresh, validate
-from harness.errors import PlanError
+from harness.errors import PlanError, StrategyError
 from harness.plan.describe import describe_strategy
 from harness.plan.request import PlanRequest, PlanResult, RunnerUp
 from harness.plan.search.objective import Candidate, Objective
@@ -98,33 +98,27 @@ def plan_with_simulator(
     request: PlanRequest,
     *,
     options: SimulatorOptions | None = None,
-    start: Strategy | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
 ) -> PlanResult:
     """As `plan`, with more to say; arguments and errors as for `search_portfolio`."""
-    found = search_portfolio(
-        request, options=options, start=start, exhaustive_up_to=exhaustive_up_to
-    )
-    return found.result()
+    return search_portfolio(request, options=options, exhaustive_up_to=exhaustive_up_to).result()
 
 
 def search_portfolio(
     request: PlanRequest,
     *,
     options: SimulatorOptions | None = None,
-    start: Strategy | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
 ) -> Searched:
     """Search, and keep what each search found.
 
     Args:
         options: what the simulator assumes of the engine.
-        start: a strategy to start from too, such as an imported one.
         exhaustive_up_to: largest space that is enumerated; 0 leaves it to the other searches.
 
     Raises:
         PlanError: nothing fits, no operator takes time, or the request lacks graph or profile.
-        StrategyError: `start` is stale or does not fit.
+        StrategyError: the request's start is stale or does not fit.
     """
     if request.graph is None or request.profile is None:
         raise PlanError("the simulator plans a model: give a graph and its profile")
@@ -142,11 +136,13 @@ def search_portfolio(
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
+    if request.start is not None:
+        _check_start(request.start, simulator, batch)
     objective = Objective(simulator, seconds=request.seconds, progress=request.progress)
     standings: list[Standing] = []
     interrupted = False
     try:
-        standings += _judge_standards(simulator, batch, start, objective)
+        standings += _judge_standards(simulator, batch, request.start, objective)
         Searches(simulator, batch, request, objective, exhaustive_up_to).run()
     except KeyboardInterrupt:
         if objective.best is None:
@@ -170,31 +166,51 @@ def _check_times(simulator: Simulator, batch: int) -> None:
             )
 
 
+def _check_start(start: Strategy, simulator: Simulator, batch: int) -> None:
+    """Refuse a strategy to start from that could not be trained as it is."""
+    if start.batch != batch:
+        raise StrategyError(
+            f"strategy {start.name!r} to start from has a batch of {start.batch}, the search one "
+            f"of {batch}: search with its batch, or start from another"
+        )
+    check_fresh(start, simulator.graph, simulator.cluster, simulator.profile)
+    validate(start, simulator.graph, simulator.cluster)
+
+
 def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
     limit = format_bytes(float(simulator.limits.max()))
+    is_early = objective.is_out_of_time()
     return (
-        f"no strategy of {simulator.graph.name!r} fits: of {objective.n_proposals} tried, the "
-        "closest "
-        f"needs {1 + objective.least_excess:.2f} times the memory of its fullest device "
-        "(largest device "
-        f"{limit}): add devices or memory, or lower the batch"
+        f"no strategy of {simulator.graph.name!r} fits: of {objective.n_proposals} tried"
+        f"{' in the time given' if is_early else ''}, the closest needs "
+        f"{1 + objective.least_excess:.2f} times the memory of its fullest device (largest device "
+        f"{limit}): {'give more --seconds, ' if is_early else ''}add devices or memory, or lower "
+        "the batch"
     )
 
 
 def _judge_standards(
     simulator: Simulator, batch: int, start: Strategy | None, objective: Objective
 ) -> Iterator[Standing]:
-    objective.start("standard strategies")
-    strategies = list(standard_strategies(simulator, batch))
+    """One device and the start in any case, the others while there is time."""
+    standards = standard_strategies(simulator, batch)
+    yield _judge(simulator, next(standards), objective)
     if start is not None:
-        check_fresh(start, simulator.graph, simulator.cluster, simulator.profile)
-        strategies.append(start)
-    for strategy in strategies:
+        named = msgspec.structs.replace(start, name=f"start: {start.name}")
+        yield _judge(simulator, named, objective)
+    while not objective.is_out_of_time():
+        strategy = next(standards, None)
+        if strategy is None:
+            return
         validate(strategy, simulator.graph, simulator.cluster)
-        objective.start(strategy.name)
-        trial = Trial.from_strategy(simulator, strategy)
-        objective.judge(trial)
-        yield Standing(strategy, Simulation(simulator, strategy, trial.outcome()))
+        yield _judge(simulator, strategy, objective)
+
+
+def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Standing:
+    objective.start(strategy.name)
+    trial = Trial.from_strategy(simulator, strategy)
+    objective.judge(trial)
+    return Standing(strategy, Simulation(simulator, strategy, trial.outcome()))
 
 
 def _result(found: Searched, chosen: Candidate) -> PlanResult:

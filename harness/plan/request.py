@@ -11,6 +11,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class PlanRequest:
         memory_bytes: limit per device that replaces the cluster's; None keeps the cluster's.
         budget: proposals of the searches (see the cost's page); None for the planner's default.
         seconds: most wall seconds; None for no limit.
+        start: a strategy that the search starts from too, such as an imported one; only for costs
+            that take one.
         seed: equal requests with equal seeds give equal plans (unless `seconds` ends the search).
         progress: called at most a few times a second, from the planning thread. An interrupt
             (KeyboardInterrupt) inside a search must end it with the best plan found.
@@ -58,6 +61,7 @@ class PlanRequest:
     memory_bytes: int | None = None
     budget: int | None = None
     seconds: float | None = None
+    start: Strategy | None = None
     seed: int = 0
     progress: Callable[[Progress], None] = ignore_progress
 
@@ -77,7 +81,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
         predicted_step_s: seconds per step of the global batch, by the cost that was asked for.
         speedup_over_single: predicted step of one device over this plan's.
         speedup_over_ddp: the same against data parallel on all devices; not a number (null in JSON)
-            where there are fewer samples than devices.
+            where there are fewer samples than devices, or `seconds` ended the search before it.
         method: which search found it, such as `pipeline dynamic programming`.
         memory_bytes: predicted peak per device name.
         strategy: a domain Strategy, or plain JSON values where the cost has its own plan format.

@@ -1,7 +1,7 @@
 """Operator times of a device that nobody has profiled: FLOPs or bytes, whichever takes longer.
 
 seconds = max(FLOPs / peak, bytes / memory bandwidth) + launch (the roofline of Williams et al.,
-2009, with a fixed cost per kernel), for each shard shape that a search asks for.
+2009, with a fixed cost per kernel), for likely shapes of shards.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from harness.domain.sharding import (
     weight_dims,
 )
 from harness.errors import PlanError
+
+_ALL_PARTS_UP_TO = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,16 @@ def operator_seconds(
         rates.seconds(operator.forward_flops * share, forward_bytes),
         rates.seconds(operator.backward_flops * share, backward_bytes),
     )
+
+
+def likely_parts(n_devices: int) -> list[int]:
+    """Numbers of parts that get times of their own: all where they are few, else divisors of the
+    number of devices and powers of two. What lies between is fitted (`harness.plan.fit`)."""
+    return [
+        n
+        for n in range(1, n_devices + 1)
+        if n <= _ALL_PARTS_UP_TO or n_devices % n == 0 or n.bit_count() == 1
+    ]
 
 
 def roofline_profile(

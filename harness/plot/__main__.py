@@ -113,11 +113,11 @@ def _make_directory(path: Path) -> None:
 def _plot(args: argparse.Namespace) -> None:
     names = _chosen(args.only)
     from harness.measure.store import read_results, write_atomically
-    from harness.plot.catalog import Catalog
+    from harness.plot.catalog import Catalog, without_samples
     from harness.plot.render import render
     from harness.plot.report import build_report
 
-    catalog = Catalog(read_results(args.results))
+    catalog = Catalog(without_samples(read_results(args.results)))
     if not catalog.results.runs:
         raise ResultsError(_nothing_to_draw(args.results, len(catalog.skipped)))
     _make_directory(args.out)

@@ -32,6 +32,7 @@ from harness.plot.plans import read_plans
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
+SAMPLES = "sample-"  # begins the names of committed runs
 UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
@@ -84,8 +85,9 @@ def short_kind(kind: str) -> str:
     return " ".join(BRANDS.sub(" ", kind).split()) or kind or "device"
 
 
-def _speed_class(bytes_per_s: float | None) -> float | None:
-    """Half decades around 1 Gbit/s: readings of one link agree, links of two speeds do not."""
+def speed_class(bytes_per_s: float | None) -> float | None:
+    """Half decades around 1 Gbit/s, which is 0: readings of one link agree, links of two speeds do
+    not."""
     return round(2 * math.log10(bytes_per_s / GIGABIT)) / 2 if bytes_per_s else None
 
 
@@ -101,7 +103,7 @@ def cluster_identity(run: Run) -> str:
         [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
     ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in run.header.ranks]
-    speed = _speed_class(network_bytes_per_s(run))
+    speed = speed_class(network_bytes_per_s(run))
     return hashlib.sha256(json.dumps([nodes, ranks, speed]).encode()).hexdigest()[:8]
 
 
@@ -193,6 +195,17 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
         else replace(case, label=f"{case.label} · {case.case.header.run_id}")
         for case in cases
     ]
+
+
+def without_samples(results: Results) -> Results:
+    """Results less the samples that come with the harness, unless they are all there is."""
+    own = [run for run in results.runs if not run.path.name.startswith(SAMPLES)]
+    n_samples = len(results.runs) - len(own)
+    if not own or not n_samples:
+        return results
+    reason = f"{n_samples} runs that come with the harness are not drawn beside others"
+    left_out = (own[0].path.with_name(f"{SAMPLES}*"), reason)
+    return Results(runs=own, skipped=[*results.skipped, left_out])
 
 
 class Catalog:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 WIDTH_IN = 9.0
+LEGEND_ROW_IN = 0.17
+# Of a legend's entry: its marker with the space around, and a letter.
+_ENTRY_IN, _LETTER_IN = 0.5, 0.058
 FAILED = "#B00020"
 MUTED = "#6B7280"
 LIMIT = "#111111"
@@ -183,13 +186,15 @@ def grid_panels(
 
 
 def joint_legend(canvas: Canvas, panels: Iterable[Axes], *, n_columns: int) -> None:
-    """One legend above all panels, with each entry of any of them once."""
+    """One legend above all panels, with each entry of any of them once; in fewer columns where its
+    words are long."""
     entries = {
         words: handle
         for axes in panels
         for handle, words in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    n_columns = max(1, min(n_columns, len(entries)))
+    longest_in = _ENTRY_IN + _LETTER_IN * max(map(len, entries), default=0)
+    n_columns = max(1, min(n_columns, len(entries), int(WIDTH_IN / longest_in)))
     canvas.legend(
         list(entries.values()), list(entries), loc="outside upper center", ncols=n_columns
     )

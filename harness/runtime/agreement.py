@@ -11,8 +11,7 @@ from harness.runtime.world import World
 
 
 def _tensor(values: Sequence[float], world: World) -> torch.Tensor:
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
-    return torch.tensor(list(values), dtype=torch.float64, device=device)
+    return torch.tensor(list(values), dtype=torch.float64, device=world.wire)
 
 
 def gather_numbers(value: float, world: World) -> list[float]:
@@ -33,10 +32,9 @@ def agree_on_maximum(values: Sequence[float], world: World) -> list[float]:
 def gather_bytes(data: bytes, world: World) -> list[bytes]:
     """Every rank's bytes, by rank."""
     sizes = [round(size) for size in gather_numbers(len(data), world)]
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
-    mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=world.wire)
     if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(everyone, mine)
     return [bytes(part[:n].cpu().numpy()) for part, n in zip(everyone, sizes, strict=True)]

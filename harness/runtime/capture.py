@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.domain.graph import Graph, Operator
 from harness.errors import ModelError
 from harness.runtime.draws import draws, is_dropout
+from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.operators import describe_node, function_name, is_known
 from harness.runtime.sample_dims import (
@@ -156,7 +157,7 @@ class _MetaRun(fx.Interpreter):
 
 def _run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, _Measured]:
     # The copy shares no memory; its nodes correspond to the original's by position.
-    meta = copy.deepcopy(module).to("meta")
+    meta = meta_copy(module)
     run = _MetaRun(meta)
     run.run(*(example.to("meta") for example in examples))
     pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
@@ -338,7 +339,10 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     Raises:
         ModelError: the model cannot be traced.
     """
-    examples = tuple(torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in task.inputs)
+    device = next((parameter.device for parameter in task.model.parameters()), None)
+    examples = tuple(
+        torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
+    )
     module = trace(task.model, examples)
     measured = _run_on_meta(module, examples)
     builder = _Builder(module, measured, shapes_at_twice(module, examples), batch)

@@ -29,17 +29,17 @@ def _now_s(clock: HostClock) -> float:
 
 def _answer(world: World, clock: HostClock) -> None:
     """Rank 0's part: answer each peer's pings with this clock's reading."""
-    reading = torch.zeros(1, dtype=torch.float64, device=world.device)
+    reading = torch.zeros(1, dtype=torch.float64, device=world.wire)
     for peer in range(1, world.size):
         for _ in range(_N_ROUND_TRIPS):
             dist.recv(reading, src=peer)
-            if world.device.type == "cuda":
+            if world.wire.type == "cuda":
                 torch.cuda.synchronize()
             dist.send(torch.full_like(reading, _now_s(clock)), dst=peer)
 
 
 def _ask(world: World, clock: HostClock) -> tuple[float, float]:
-    reading = torch.zeros(1, dtype=torch.float64, device=world.device)
+    reading = torch.zeros(1, dtype=torch.float64, device=world.wire)
     trips = []
     for _ in range(_N_ROUND_TRIPS):
         sent_s = _now_s(clock)

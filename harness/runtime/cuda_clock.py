@@ -11,23 +11,27 @@ _REBASE_S = 10.0
 
 
 class CudaClock:
-    """Marks are events of the current device's current stream; the origin is its creation."""
+    """Marks are events of a device's current stream; the origin is its creation.
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()  # so that the origin is now, not after the device's start-up
+    Any thread may mark: what is current of a thread is the first device, until it is told another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.settle()  # so that the origin is now, not after the device's start-up
         self._anchor = self.mark()
         self._anchor_s = 0.0
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def is_ready(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())
 
     def settle(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
     def seconds_at(self, mark: torch.cuda.Event) -> float:
         elapsed_s = float(self._anchor.elapsed_time(mark)) * 1e-3
@@ -39,4 +43,4 @@ class CudaClock:
 
 def clock_for(device: torch.device) -> Clock:
     """CUDA events on a GPU, the host's monotonic clock elsewhere."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()

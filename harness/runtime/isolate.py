@@ -24,6 +24,11 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 # How long a rank whose peer has failed may take to notice by itself before it is killed.
 _GRACE_S = 3.0
+_ABORTED = (
+    "killed by SIGABRT: stderr says why; where NCCL is used, its watchdog does so when a "
+    "collective has no answer within --collective-timeout-s: look at the other ranks' logs, or "
+    "raise it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +75,11 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
 
 def _died(exit_code: int | None, oom_kills_before: int) -> Ending:
     if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        if -exit_code == signal.SIGKILL and n_oom_kills() > oom_kills_before:
+        killer = signal.Signals(-exit_code)
+        if killer == signal.SIGKILL and n_oom_kills() > oom_kills_before:
             return Ending(status="oom", reason="the kernel killed it: its memory limit was reached")
-        return Ending(status="crash", reason=f"killed by {name}")
+        reason = _ABORTED if killer == signal.SIGABRT else f"killed by {killer.name}"
+        return Ending(status="crash", reason=reason)
     return Ending(status="crash", reason=f"ended with exit code {exit_code} and no result")
 
 

@@ -34,7 +34,11 @@ class Precision:
 
 
 def set_tensor_cores(dtype: str) -> None:
-    """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default."""
+    """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default.
+
+    Of cuDNN's ways to compute a convolution it takes the fastest, too, which it finds out in the
+    first step of each shape: which of them can use tensor cores depends on the dtype.
+    """
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.benchmark = True

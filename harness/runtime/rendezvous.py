@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.errors import LaunchError
 from harness.runtime.control import Control
-from harness.runtime.host import HostFacts, describe_host
+from harness.runtime.host import Gpu, HostFacts, describe_host
 from harness.runtime.interface import Interface, choose_interface
 from harness.runtime.launcher import Launch
 from harness.runtime.world import World
@@ -123,18 +124,34 @@ def _names(interfaces: list[Interface]) -> str:
     return ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
 
 
-def _choose_backend(facts: list[HostFacts], hostnames: list[str]) -> tuple[str, str]:
+def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | None]:
+    """What each rank drives: the ranks of a host take those that they see in turn."""
+    n_before: Counter[str] = Counter()
+    found: list[Gpu | None] = []
+    for hostname, fact in zip(hostnames, facts, strict=True):
+        gpus = fact.gpus
+        found.append(gpus[n_before[hostname] % len(gpus)] if gpus else None)
+        n_before[hostname] += 1
+    return found
+
+
+def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
+    """How many ranks drive a GPU, by its UUID: each rank may call its own the first it sees."""
+    return Counter(gpu.uuid for gpu in driven if gpu is not None)
+
+
+def _choose_backend(driven: list[Gpu | None], hostnames: list[str]) -> tuple[str, str]:
     """nccl where every rank has a GPU of its own, else gloo; and why."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo", "this torch build or host has no CUDA"
-    for rank, fact in enumerate(facts):
-        n_ranks = hostnames.count(hostnames[rank])
-        if len(fact.gpus) == 0:
-            return "gloo", f"rank {rank} on {hostnames[rank]} has no GPU"
-        if len(fact.gpus) < n_ranks:
+    n_sharing = _n_sharing(driven)
+    for rank, (hostname, gpu) in enumerate(zip(hostnames, driven, strict=True)):
+        if gpu is None:
+            return "gloo", f"rank {rank} on {hostname} has no GPU"
+        if n_sharing[gpu.uuid] > 1:
             return "gloo", (
-                f"{n_ranks} ranks share {len(fact.gpus)} GPU(s) on {hostnames[rank]}, "
-                "and NCCL takes one rank a GPU"
+                f"{n_sharing[gpu.uuid]} ranks share a GPU ({gpu.name}) on {hostname}, and NCCL "
+                "takes one rank a GPU"
             )
     return "nccl", "every rank has a GPU of its own"
 
@@ -162,9 +179,9 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
             f"{mine.hostname} has no interface {wanted or 'that reaches the other hosts'} (it has "
             f"{_names(mine.interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
         )
-    backend, reason = _choose_backend(facts, hostnames)
-    n_gpus = len(mine.gpus) if torch.cuda.is_available() else 0
-    device = torch.device("cuda", local_rank % n_gpus) if n_gpus else torch.device("cpu")
+    driven = _driven_gpus(facts, hostnames)
+    backend, reason = _choose_backend(driven, hostnames)
+    gpu = driven[launch.rank] if torch.cuda.is_available() else None
     n_cores = mine.n_cores / local_size
     return World(
         rank=launch.rank,
@@ -173,16 +190,18 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
         local_size=local_size,
         hostname=mine.hostname,
         hostnames=hostnames,
-        device=device,
+        device=torch.device("cuda", mine.gpus.index(gpu)) if gpu else torch.device("cpu"),
         # Ranks with unlike shares of the same CPU are unlike devices.
-        device_kind=mine.gpus[local_rank % n_gpus] if n_gpus else f"{mine.cpu} x {n_cores:.2g}",
+        device_kind=gpu.name if gpu else f"{mine.cpu} x {n_cores:.2g}",
         backend=backend,
         backend_reason=reason,
         interface=interface.name,
         nic_bytes_per_s=0.0 if interface.is_loopback else interface.speed_bits_per_s / 8,
         n_cores=n_cores,
         n_threads=max(1, int(n_cores)),
-        memory_bytes=mine.memory_bytes // local_size,
+        memory_bytes=gpu.memory_bytes // _n_sharing(driven)[gpu.uuid]
+        if gpu
+        else mine.memory_bytes // local_size,
         mpi=comm,
     )
 
@@ -209,13 +228,15 @@ def meet(launch: Launch, environ: Mapping[str, str]) -> Meeting:
     world = _build_world(launch, everyone, comm, wanted)
     if launch.rank == 0:
         _check_versions(everyone)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, world.interface)
     return Meeting(world=world, control=control, address=address, port=port, facts=everyone)
 
 
 def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:
-    """Start torch's process group under `name`; all ranks of the run must call it."""
+    """Start torch's process group under `name`, over the NIC that reaches the others unless the
+    environment names another; all ranks of the run must call it."""
+    # Not where ranks meet: a run's own process has the environment of the fork server.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, world.interface)
     if world.device.type == "cuda":  # under gloo too: events and streams are the current device's
         torch.cuda.set_device(world.device)
     store = connect_store(address, port, name)

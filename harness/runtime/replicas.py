@@ -41,8 +41,7 @@ def verify_replicas(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
-    mine = fingerprint(model).to(device)
+    mine = fingerprint(model).to(world.wire)
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(everyone, mine)
     names = [name for name, _ in model.named_parameters()]

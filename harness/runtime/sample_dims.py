@@ -5,7 +5,6 @@ Found by running the model once more with twice the batch: a dim that doubles co
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from harness.runtime.meta_copy import meta_copy
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def shapes_at_twice(
 
     Empty where the model was traced for one batch size only.
     """
-    meta = copy.deepcopy(module).to("meta")
+    meta = meta_copy(module)
     run = _Shapes(meta)
     doubled = [
         torch.empty(2 * len(x), *x.shape[1:], dtype=x.dtype, device="meta") for x in examples

@@ -42,6 +42,14 @@ class World:
     mpi: Any = None
 
     @property
+    def wire(self) -> torch.device:
+        """Whose memory the process group moves: NCCL the GPU's, gloo the host's.
+
+        Between two ranks gloo takes nothing else, where this one has a GPU as well.
+        """
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank logs, reports and writes the header."""
         return self.rank == 0

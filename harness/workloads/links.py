@@ -39,7 +39,7 @@ class LinksConfig:
     to 256MiB, less those that would take over 0.5 s an iteration."""
     pair_sizes: tuple[str, ...] = ()
     """Message sizes between pairs of ranks, beside the smallest; by default 256KiB and 4MiB, on
-    GPUs 1MiB and 64MiB."""
+    GPUs 1MiB and 64MiB, and none above the first that takes over 0.5 s."""
     measure: Literal["all", "pairs", "collectives"] = "all"
     """Only the links between pairs of ranks, only the collectives, or both."""
     transport: Literal["all", "torch", "mpi"] = "all"

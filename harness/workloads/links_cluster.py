@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
-from harness.domain.run import RankInfo, RunHeader
+from harness.domain.run import RunHeader, device_names
 from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
 from harness.measure.store import Results, read_header, read_run, write_atomically
@@ -44,12 +44,6 @@ def fit_link(times: PairTimes) -> tuple[float, float]:
     passed = list(accumulate(n_bytes for _, n_bytes in slopes))
     middle = bisect_left(passed, passed[-1] / 2)
     return latency_s, 1.0 / slopes[middle][0]
-
-
-def device_names(ranks: Sequence[RankInfo]) -> list[str]:
-    """The cluster's name of each rank's device: host and position on the host."""
-    hosts = [info.hostname for info in ranks]
-    return [f"{host}:{hosts[:rank].count(host)}" for rank, host in enumerate(hosts)]
 
 
 def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
@@ -121,7 +115,7 @@ def build_cluster(
     crossing: Crossing | None = None,
 ) -> Cluster:
     """The launch's nodes and devices with what was measured about them, by rank."""
-    names = device_names(header.ranks)
+    names = [*device_names(header.ranks).values()]
     measured = {
         name: {"flops_per_s": rates, **asdict(costs)}
         for name, rates, costs in zip(names, flops, interference, strict=True)

@@ -71,20 +71,32 @@ def _count_iterations(
 
 
 def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
-    """Check on all ranks and fail on all: one that fails alone leaves the others waiting."""
+    """Check on all ranks and fail on all."""
     failure: VerificationError | None = None
     try:
         trial.check()
     except VerificationError as error:
         failure = error
+    what = f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name}"
+    raise_everywhere(failure, what, world)
+
+
+def raise_everywhere(failure: VerificationError | None, what: str, world: World) -> None:
+    """Fail on all ranks where one did: one that fails alone leaves the others waiting.
+
+    All ranks must call it.
+
+    Args:
+        what: is wrong, for the ranks that saw nothing wrong themselves.
+
+    Raises:
+        VerificationError: this rank's failure, or that another rank has one.
+    """
     is_wrong_anywhere = agree_on_maximum([float(failure is not None)], world)[0] > 0
     if failure is not None:
         raise failure
     if is_wrong_anywhere:
-        raise VerificationError(
-            f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name} is wrong "
-            "on another rank: its message says where"
-        )
+        raise VerificationError(f"{what} is wrong on another rank: its message says where")
 
 
 def measure_collectives(

@@ -22,7 +22,7 @@ from harness.runtime.collectives import ELEMENT_BYTES, Transport, pattern
 from harness.runtime.context import Context
 from harness.runtime.sampling import Budget
 from harness.units import format_bytes, format_duration
-from harness.workloads.links_collectives import Limits
+from harness.workloads.links_collectives import Limits, raise_everywhere
 
 Pair = tuple[int, int]
 # Enough that one of them meets no other work on either host.
@@ -199,24 +199,16 @@ def measure_pairs(
 def _measure_everywhere(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
-    """Measure on the pair, and fail on all ranks: one that fails alone leaves the others waiting.
-
-    All ranks must call it.
-    """
-    times, failure = None, None
+    """Measure on the pair, and fail on all ranks; all must call it."""
+    times: PairTimes | None = None
+    failure: VerificationError | None = None
     if transport.rank in pair:
         try:
             times = _measure_pair(pair, sizes, transport, context, limits)
         except VerificationError as error:
             failure = error
-    is_wrong = agree_on_maximum([float(failure is not None)], context.world)[0] > 0
-    if failure is not None:
-        raise failure
-    if is_wrong:
-        raise VerificationError(
-            f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name} arrived wrong: "
-            "their message says how"
-        )
+    what = f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name}"
+    raise_everywhere(failure, what, context.world)
     return times
 
 
@@ -226,11 +218,11 @@ def _left_out(
     """A line for each size that some pairs did not come to."""
     lines = []
     for n_bytes in sorted(sizes):
-        without = [pair for pair, times in found.items() if n_bytes > max(times.transfers, default=0)]
-        if without:
-            source, target = without[0]
+        slow = [pair for pair, times in found.items() if n_bytes > max(times.transfers, default=0)]
+        if slow:
+            source, target = slow[0]
             lines.append(
-                f"{format_bytes(n_bytes)} over {transport} on {len(without)} of {len(found)} links, "
+                f"{format_bytes(n_bytes)} over {transport} on {len(slow)} of {len(found)} links, "
                 f"such as rank {source} to rank {target}: a smaller message takes over "
                 f"{format_duration(longest_s)} there; ask for it by --pair-sizes"
             )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from harness.errors import ConfigError
-from harness.runtime.agreement import gather_numbers
+from harness.runtime.agreement import gather_bytes, gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.memory import peak_bytes
 from harness.runtime.product import DTYPES
@@ -127,17 +127,33 @@ def _points(config: MatmulConfig, world: World, has_gpus: bool) -> list[Point]:
     return points
 
 
-def _measure_together(
-    config: MatmulConfig, context: Context, best: dict[str, float]
-) -> list[dict[str, Any]]:
-    world, dtype = context.world, config.distributed_dtype
+def _speeds(
+    dtype: str, context: Context, best: dict[str, float], skipped: list[Unmeasured]
+) -> list[float]:
+    """FLOP/s of every rank's device in a dtype.
+
+    Raises:
+        ConfigError: a device was not measured in it, on every rank.
+    """
+    world = context.world
     speeds = gather_numbers(best.get(dtype, 0.0), world)
+    mine = [f"size {row.size}: {row.reason}" for row in skipped if row.dtype == dtype]
+    reasons = gather_bytes("".join(mine[:1]).encode(), world)  # that of the smallest size
     slow = [rank for rank, speed in enumerate(speeds) if speed <= 0]
     if slow:
         raise ConfigError(
             f"rank {slow[0]} ({world.hostnames[slow[0]]}) cannot multiply in {dtype}, which the "
-            "distributed product needs: choose another --distributed-dtype or --scaling none"
+            f"distributed product needs ({reasons[slow[0]].decode()}): choose smaller --sizes, "
+            "another --distributed-dtype or --scaling none"
         )
+    return speeds
+
+
+def _measure_together(
+    config: MatmulConfig, context: Context, best: dict[str, float], skipped: list[Unmeasured]
+) -> list[dict[str, Any]]:
+    world, dtype = context.world, config.distributed_dtype
+    speeds = _speeds(dtype, context, best, skipped)
     has_gpus = min(gather_numbers(float(world.device.type == "cuda"), world)) > 0
     points = _points(config, world, has_gpus)
     check_memory(points, dtype, world)
@@ -154,13 +170,14 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
 
     Raises:
         VerificationError: a product is wrong or faster than the device can be.
+        ConfigError: a device cannot take part in the distributed product.
     """
     world = context.world
     for turn in range(world.size if config.in_turn else 1):
         if not config.in_turn or turn == world.rank:
             best, skipped, memory = _measure_alone(config, context)
         dist.barrier()
-    rows = [] if config.scaling == "none" else _measure_together(config, context, best)
+    rows = [] if config.scaling == "none" else _measure_together(config, context, best, skipped)
     for kind, n_bytes in peak_bytes(world.device).items():
         context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
     return {

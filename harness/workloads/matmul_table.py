@@ -5,8 +5,14 @@ from __future__ import annotations
 from itertools import groupby
 
 from harness.domain.record import Sample
-from harness.measure.derive import MatmulRow, SummaRow, matmul_table, summa_table
-from harness.measure.statistics import Summary, summarize
+from harness.measure.derive import (
+    MatmulRow,
+    MemoryRow,
+    SummaRow,
+    matmul_table,
+    memory_table,
+    summa_table,
+)
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
@@ -49,28 +55,18 @@ def _device_cells(row: MatmulRow) -> list[str]:
 
 
 def _memory(run: Run) -> str:
-    rows = []
-    for rank, records in sorted(run.ranks.items()):
-        for metric, name, n_arrays in (
-            ("memory_copy_s", "copy", 2),
-            ("memory_triad_s", "triad", 3),
-        ):
-            samples = [r for r in records if isinstance(r, Sample) and r.metric == metric]
-            if samples:
-                n_bytes = int(samples[0].labels["n_bytes"])
-                time = summarize([sample.value for sample in samples])
-                rows.append([f"{rank} {_hostname(run, rank)}", name, format_bytes(n_bytes)])
-                rows[-1] += _rate_cells(n_arrays * n_bytes, time)
+    rows = [_memory_cells(row) for row in memory_table(run)]
     return columns(["device", "memory", "array", "median", "99% interval"], rows)
 
 
-def _rate_cells(n_bytes: int, time: Summary) -> list[str]:
-    low, high = format_bandwidth(n_bytes / time.high), format_bandwidth(n_bytes / time.low)
-    return [format_bandwidth(n_bytes / time.median), f"{low} to {high}"]
-
-
-def _hostname(run: Run, rank: int) -> str:
-    return next((info.hostname for info in run.header.ranks if info.rank == rank), "")
+def _memory_cells(row: MemoryRow) -> list[str]:
+    return [
+        f"{row.rank} {row.hostname}",
+        row.kernel,
+        format_bytes(row.n_bytes),
+        format_bandwidth(row.bytes_per_s),
+        f"{format_bandwidth(row.low)} to {format_bandwidth(row.high)}",
+    ]
 
 
 def _skipped(run: Run) -> str:

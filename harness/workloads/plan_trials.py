@@ -8,6 +8,7 @@ that are near each other.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from harness.domain.strategy import Strategy
@@ -126,7 +128,7 @@ def _measure(
 ) -> list[list[float]]:
     """Seconds of a step of each strategy on the slowest rank, by round."""
     set_tensor_cores(question.dtype)
-    trials = []
+    trials: list[_Trial] = []
     for strategy in strategies:
         trials.append(_Trial(question, strategy, context))
         wait_for_all(context.world)  # ranks take unlike time to build their parts
@@ -143,7 +145,20 @@ def _measure(
         (elapsed_s,) = agree_on_maximum([time.monotonic() - start_s], context.world)
         return elapsed_s > _SECONDS
 
-    return race(time_one, len(trials), is_late)
+    rounds = race(time_one, len(trials), is_late)
+    # Nobody is in a step any more: the ranks have agreed on the time of the last.
+    for trial in trials:
+        trial.close()
+    trials.clear()
+    _free_memory(context.world.device)
+    return rounds
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back what engines held that are of no more use, for training to come."""
+    gc.collect()  # their parts refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:
@@ -194,6 +209,10 @@ class _Trial:
         start_s = time.perf_counter()
         self._train(n_steps)
         return (time.perf_counter() - start_s) / n_steps
+
+    def close(self) -> None:
+        """Let go of what ranks share; all must call it, when all are done with its steps."""
+        self._engine.close()
 
     def _train(self, n_steps: int) -> None:
         for _ in range(n_steps):

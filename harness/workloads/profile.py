@@ -24,8 +24,9 @@ from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
 from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
+from harness.workloads.plan_share import wait_for_all
 from harness.workloads.profile_config import ProfileConfig, profile_cases
-from harness.workloads.profile_measure import DTYPE_NAMES, Measured, PointMeasurer
+from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
 from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
@@ -73,7 +74,6 @@ class _Profiling:
         self._task, self._captured = _prepare(config, context)
         self.graph = self._captured.graph
         self.profile = self._read()
-        self.n_known = len(self.profile.measurements)
         self._new: dict[MeasurementKey, Measurement] = {}
         counts = config.counts(context.world.size)
         self._points = points_of(self.graph, counts, counts)
@@ -103,26 +103,48 @@ class _Profiling:
         )
         sizes = dict.fromkeys(point.samples for point in self._points)
         batches = [self._mine([p for p in self._points if p.samples == size]) for size in sizes]
+        seconds = {} if steps is None else steps.seconds
         for _ in range(self._config.rounds):
             for batch in batches:
-                self._take_in(measurer.measure(batch))
+                self._take_in(measurer.measure(batch).measurements, seconds)
+                self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
-        self._compare({} if steps is None else steps.seconds)
+        self._compare(seconds)
         return self._summary()
 
     def _mine(self, points: list[Point]) -> list[Point]:
-        missing = missing_points(self.profile, self._kind, self._dtype, points)
+        missing = missing_points(
+            self.profile, self._kind, self._dtype, points, self._config.min_samples
+        )
         return missing[self._sharing.index :: self._sharing.n_ranks]
 
-    def _take_in(self, found: Measured) -> None:
-        """Gather all ranks' measurements; rank 0 writes them."""
-        parts = gather_bytes(msgspec.json.encode(found.measurements), self._context.world)
-        for part in parts:
+    def _take_in(self, found: list[Measurement], mine: dict[int, list[float]]) -> StepSeconds:
+        """Gather all ranks' measurements, at the pace of the profile's first.
+
+        Args:
+            mine: seconds of whole steps on this rank so far, by samples.
+
+        Returns:
+            Those of all ranks.
+        """
+        world = self._context.world
+        wait_for_all(world)  # some kinds of device are done long before others
+        for part in gather_bytes(msgspec.json.encode(found), world):
             new = msgspec.json.decode(part, type=list[Measurement])
             self._new |= {point.key: point for point in new}
-            self.profile = with_measurements(self.profile, new)
-        self._write()
+        seconds = self._gather_steps(mine)
+        paced = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
+        self.profile = with_measurements(self.profile, paced)
+        return seconds
+
+    def _gather_steps(self, mine: dict[int, list[float]]) -> StepSeconds:
+        seconds: StepSeconds = {}
+        parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
+        for kind, part in zip(self._sharing.kinds, parts, strict=True):
+            for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
+                seconds.setdefault((kind, samples), []).extend(found)
+        return seconds
 
     def _write(self) -> None:
         if self._context.world.is_first:
@@ -150,13 +172,7 @@ class _Profiling:
 
     def _compare(self, mine: dict[int, list[float]]) -> None:
         """The whole step beside the operators' sum, by kind of device and samples."""
-        parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
-        seconds: StepSeconds = {}
-        for kind, part in zip(self._sharing.kinds, parts, strict=True):
-            for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
-                seconds.setdefault((kind, samples), []).extend(found)
-        new = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
-        self.profile = with_measurements(self.profile, new)
+        seconds = self._take_in([], mine)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if self._context.world.is_first:
@@ -179,8 +195,8 @@ class _Profiling:
         return {
             "profile": str(self._path),
             "graph": str(graph_beside(self._path)),
-            "n_measured": len(self.profile.measurements) - self.n_known,
-            "n_known": self.n_known,
+            "n_measured": len(self._new),
+            "n_known": len(self.profile.measurements) - len(self._new),
         }
 
 

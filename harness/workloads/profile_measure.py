@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
@@ -56,14 +57,34 @@ def is_microbatch(graph: Graph, samples: int, n_devices: int) -> bool:
     return samples < graph.batch // n_devices
 
 
-def step_bytes(graph: Graph, samples: int, n_devices: int) -> float:
-    """About what a device goes through in a step of so many samples: parameters, their gradients,
-    outputs; of a microbatch those of a stage of the model, which is what a device holds.
+def step_bytes(graph: Graph, operator: str, samples: int, n_devices: int) -> float:
+    """About what a device that computes an operator goes through in a step of so many samples:
+    parameters, their gradients and outputs, of a microbatch those of a stage.
     """
     assert graph.batch is not None, "a captured graph has a batch"
-    share = samples / graph.batch
-    whole = sum(2 * op.parameter_bytes + share * op.activation_bytes for op in graph.operators)
-    return whole / n_devices if is_microbatch(graph, samples, n_devices) else whole
+    shares = {op.name: 1.0 for op in graph.operators}
+    if is_microbatch(graph, samples, n_devices):
+        shares = _stage_shares(graph, operator, n_devices)
+    part = samples / graph.batch
+    return sum(
+        shares[op.name] * (2 * op.parameter_bytes + part * op.activation_bytes)
+        for op in graph.operators
+    )
+
+
+def _stage_shares(graph: Graph, operator: str, n_devices: int) -> dict[str, float]:
+    """How much of each operator belongs to the stage around one of them: neighbours in graph order
+    that have one n-th of the model's FLOPs, itself in the middle as far as the model reaches.
+    """
+    flops = [max(op.forward_flops + op.backward_flops, 1.0) for op in graph.operators]
+    ends = list(itertools.accumulate(flops))
+    at = [op.name for op in graph.operators].index(operator)
+    width = ends[-1] / n_devices
+    begin = min(max(ends[at] - flops[at] / 2 - width / 2, 0.0), ends[-1] - width)
+    return {
+        op.name: max(0.0, min(end, begin + width) - max(end - own, begin)) / own
+        for op, own, end in zip(graph.operators, flops, ends, strict=True)
+    }
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
@@ -216,7 +237,8 @@ class PointMeasurer:
         self._found.measurements.append(measurement)
 
     def _n_between(self, point: Point) -> float:
-        return step_bytes(self._captured.graph, point.samples, self._context.world.size)
+        graph, n_devices = self._captured.graph, self._context.world.size
+        return step_bytes(graph, point.operator, point.samples, n_devices)
 
     def _variants_s(self, point: Point, call: OperatorCall) -> dict[str, float]:
         """Backward seconds as the executor may carry the pass out instead, by BACKWARD_VARIANTS:

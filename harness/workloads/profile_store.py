@@ -46,9 +46,16 @@ def read_profile(path: Path, model: str, dtype: str) -> Profile:
     return profile
 
 
-def missing_points(profile: Profile, kind: str, dtype: str, points: Sequence[Point]) -> list[Point]:
-    """Points without a measurement on a kind of device."""
-    known = {point.key for point in profile.measurements}
+def missing_points(
+    profile: Profile, kind: str, dtype: str, points: Sequence[Point], min_samples: int
+) -> list[Point]:
+    """Points without a measurement on a kind of device, or with one of too few samples: a run that
+    was killed wrote it before its last round."""
+    known = {
+        point.key
+        for point in profile.measurements
+        if point.n_samples is None or point.n_samples >= min_samples
+    }
     return [p for p in points if measurement_key(kind, p.key, p.shape, dtype) not in known]
 
 

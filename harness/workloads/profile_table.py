@@ -8,6 +8,7 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile, WholeStep
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
+from harness.errors import GraphError
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.plan.fit import OperatorTime, OperatorTimes
@@ -20,7 +21,8 @@ _FAITHFUL = (0.8, 1.25)
 
 
 def profile_text(runs: list[Run]) -> str:
-    """Three tables for each run that wrote a profile, and a line for each that did not."""
+    """Three tables for each run that wrote a profile, and a line for each that did not or whose
+    files are gone."""
     return "\n\n".join(_run_text(run) for run in runs)
 
 
@@ -28,12 +30,22 @@ def _run_text(run: Run) -> str:
     header = run.header
     if header.status != "ok":
         return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
-    profile = Profile.load(Path(header.summary["profile"]))
-    graph = Graph.load(Path(header.summary["graph"]))
+    try:
+        profile = Profile.load(_file_of(run, "profile"))
+        graph = Graph.load(_file_of(run, "graph"))
+    except GraphError as error:
+        return f"{header.config.get('model')}: {error}"
     if not profile.measurements:
         return _skipped(run)
     parts = [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _file_of(run: Run, what: str) -> Path:
+    """A file that the run wrote: where it did, or beside the run, should results have moved."""
+    path = Path(run.header.summary[what])
+    beside = run.path.parent / path.name
+    return beside if beside.exists() and not path.exists() else path
 
 
 def _dtype(profile: Profile) -> str:
@@ -132,9 +144,9 @@ def _skipped(run: Run) -> str:
 
 
 def _files(run: Run, graph: Graph) -> str:
-    summary = run.header.summary
+    summary, path = run.header.summary, _file_of(run, "profile")
     return (
-        f"{summary['n_measured']} measured, {summary['n_known']} taken from {summary['profile']}\n"
-        f"plan with: python -m harness.plan search --profile {summary['profile']} "
+        f"{summary['n_measured']} measured, {summary['n_known']} taken from {path}\n"
+        f"plan with: python -m harness.plan search --profile {path} "
         f"--cluster FILE --batch {graph.batch}"
     )

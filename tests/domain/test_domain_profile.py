@@ -64,6 +64,19 @@ def test_point_measured_twice_is_refused() -> None:
         Profile(model="m", measurements=[point(), point(forward_s=3.0)])
 
 
+def test_each_dtype_has_its_own_pace() -> None:
+    steps = [
+        WholeStep(
+            device_kind="gpu", batch=4, dtype=dtype, step_s=1.0, operators_s=1.0, latest_s=pace
+        )
+        for dtype, pace in (("float32", 2.0), ("bfloat16", 3.0))
+    ]
+    profile = Profile(model="m", measurements=[point()], whole_steps=steps)
+    assert profile.pace("", "gpu", 4, "float32") == 2.0
+    assert profile.pace("", "gpu", 4, "bfloat16") == 3.0
+    assert profile.pace("", "gpu", 4, "float16") == 1.0
+
+
 def test_a_whole_step_has_samples() -> None:
     with pytest.raises(GraphError, match="'gpu' has batch 0: it must be >= 1"):
         WholeStep(device_kind="gpu", batch=0, dtype="float32", step_s=1.0, operators_s=1.0)

@@ -1,6 +1,8 @@
 """A rank's program for the tests: carries out runs in which rank 1 fails in a given way.
 
 usage: faulty_ranks.py RESULTS FAULT...      (started by mpirun)
+
+In every run, each rank's process is to have been told the interface that the ranks chose.
 """
 
 import os
@@ -40,7 +42,14 @@ def fail(fault):
         time.sleep(600)
 
 
+def check_interface(world):
+    told = os.environ.get("GLOO_SOCKET_IFNAME")
+    if told != world.interface:
+        raise RuntimeError(f"gloo was told {told}, the ranks chose {world.interface}")
+
+
 def body(config, context):
+    check_interface(context.world)
     if context.world.rank == 1:
         fail(config.fault)
     total = torch.ones(1)

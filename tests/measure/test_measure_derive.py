@@ -349,15 +349,13 @@ def test_link_matrix_keeps_direction_and_leaves_gaps() -> None:
         [],
     ]
     run = make_run(ranks, workload="links", nic_bytes_per_s=600.0)
-    matrix = derive.link_matrix(run)
-    assert matrix is not None
+    (matrix,) = derive.link_matrices(run)
     assert (matrix.names, matrix.n_bytes) == (["node0", "node1"], 1000)
     np.testing.assert_equal(matrix.bandwidth_bytes_per_s, [[np.nan, 500.0], [250.0, np.nan]])
     assert matrix.latency_s[0, 1] == 1e-4
     assert np.isnan(matrix.latency_s[1, 0])
     assert derive.nic_limit_bytes_per_s(run) == 600.0
     assert derive.best_link_bytes_per_s(run) == 500.0
-    assert derive.link_matrix(run, "nccl") is None
 
 
 def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:

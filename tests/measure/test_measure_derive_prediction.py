@@ -23,7 +23,7 @@ from harness.measure.derive import (
     read_prediction,
     read_strategy,
 )
-from harness.measure.derive_prediction import device_names, middle_steps
+from harness.measure.derive_prediction import middle_steps
 from harness.measure.store import Run
 from harness.plan.simulate.report import spans as simulated_spans
 from harness.plan.simulate.simulator import Simulator
@@ -243,8 +243,6 @@ def test_memory_is_matched_by_host_and_place_on_it() -> None:
         prediction.memory_bytes["node0:0"],
     ]
     assert [m.measured_bytes for m in found.memory] == [{"rss": 500}, {}]
-    header = make_run([[]] * 4, hosts=("a", "b", "a", "b")).header
-    assert device_names(header) == {0: "a:0", 1: "b:0", 2: "a:1", 3: "b:1"}
 
 
 def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path: Path) -> None:

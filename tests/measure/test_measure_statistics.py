@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -38,6 +40,25 @@ def test_interval_is_symmetric_and_narrowest(n: int) -> None:
         assert coverage >= 0.99
         narrower = 1 - 2 * sum(math.comb(n, k) for k in range(first + 2)) / 2**n
         assert narrower < 0.99
+
+
+def test_interval_is_that_of_whole_numbers() -> None:
+    for n in range(1, 300):
+        tails = [Fraction(sum(math.comb(n, k) for k in range(first + 1)), 2**n)
+                 for first in range((n + 1) // 2)]  # fmt: skip
+        first = max((k for k, tail in enumerate(tails) if 1 - 2 * tail >= 0.99), default=0)
+        coverage = pytest.approx(float(1 - 2 * tails[first]), abs=1e-14)
+        assert median_interval_ranks(n) == (first, n - 1 - first, coverage)
+
+
+def test_interval_of_a_million_samples_is_the_normal_one_at_once() -> None:
+    start_s = time.perf_counter()
+    first, last, coverage = median_interval_ranks(1_000_000)
+    assert time.perf_counter() - start_s < 1.0  # whole numbers of a million bits take minutes
+    assert first + last == 999_999
+    # Half a million less 2.576 standard deviations of 500.
+    assert first == pytest.approx(500_000 - 2.576 * 500, abs=2)
+    assert coverage == pytest.approx(0.99, abs=1e-4)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))

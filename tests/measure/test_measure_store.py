@@ -1,5 +1,7 @@
 """What is written is read back; what is broken is skipped and named."""
 
+import json
+
 import msgspec
 import pytest
 
@@ -69,6 +71,26 @@ def test_foreign_files_and_folders_are_named(tmp_path):
     results = read_results(tmp_path)
     assert len(results.runs) == 1
     assert sorted(path.name for path, _ in results.skipped) == ["b", "notes.txt", "other"]
+
+
+def test_a_file_that_cannot_be_read_costs_its_rank_alone(tmp_path):
+    run_dir = write_run(tmp_path)
+    (run_dir / "rank1.jsonl").unlink()
+    (run_dir / "rank1.jsonl").mkdir()
+    (run_dir / "rank2.jsonl").write_text("")
+    results = read_results(tmp_path)
+    assert list(results.runs[0].ranks) == [2]
+    assert results.skipped == [(run_dir / "rank1.jsonl", "Is a directory")]
+
+
+def test_a_header_with_an_impossible_cluster_is_named_and_skipped(tmp_path):
+    run_dir = write_run(tmp_path)
+    header = json.loads((run_dir / "run.json").read_text())
+    header["cluster"]["nodes"] = []
+    (run_dir / "run.json").write_text(json.dumps(header))
+    results = read_results(tmp_path)
+    assert results.runs == []
+    assert "the cluster has no device" in results.skipped[0][1]
 
 
 def test_an_unknown_version_is_refused_with_both_versions(tmp_path):

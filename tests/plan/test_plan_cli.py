@@ -14,7 +14,7 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.profile import Measurement, Profile
+from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
 from harness.plan.pipedream.graph_txt import parse_graph_txt
@@ -336,13 +336,27 @@ def test_convert_carries_a_strategy_there_and_back(
     assert (tmp_path / "b.txt").read_text() == CONSOLE
 
 
-def test_convert_reads_the_other_order_of_dims_when_told(tmp_path: Path) -> None:
+def test_convert_reads_the_other_order_of_dims_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
     (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
     (tmp_path / "a.txt").write_text(CONSOLE)
     flags = ["--graph", str(tmp_path / "g.json"), "--dims", "samples_first"]
     assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
     assert Strategy.load(tmp_path / "s").operators["Dense_100"].partition == {"feature": 2}
+    assert "dims samples first: feature-parallel MLPs; wrote" in capsys.readouterr().out
+
+
+def test_convert_carries_dims_without_names_between_flexflows_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "[Reshape_1] num_dims(5) dims[1,1,2,1,1] device_ids[0,1]\n"
+    (tmp_path / "a.txt").write_text(line)
+    flags = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt")]
+    assert main(["convert", str(tmp_path / "a.txt"), *flags]) == 0
+    assert (tmp_path / "b.txt").read_text() == line
+    assert "dim2-parallel" in capsys.readouterr().out
 
 
 def test_convert_without_the_graph_asks_for_it(
@@ -352,6 +366,18 @@ def test_convert_without_the_graph_asks_for_it(
     assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s")]) == 2
     assert "needs --graph FILE" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
+
+
+def test_a_search_starts_from_a_file_of_another_project(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"[{name}] num_dims(2) dims[1,1] device_ids[1]\n" for name in "abcd"]
+    (tmp_path / "start.txt").write_text("".join(lines))
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch", "8",
+                   "--start", tmp_path / "start.txt", "--budget", "1", "--json")  # fmt: skip
+    assert main([*flags, "--memory", "100GB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
 
 
 def test_pipedream_plan_of_a_search_converts(chain: Path, tmp_path: Path) -> None:
@@ -482,8 +508,16 @@ def test_dtype_chooses_among_the_profiles_times(
         )
         for dtype, seconds in (("float32", 2.0), ("bfloat16", 1.0))
     ]  # fmt: skip
+    steps = [
+        WholeStep(
+            device_kind="d", batch=4, dtype=dtype, step_s=1.0, operators_s=1.0, latest_s=pace,
+            graph_hash=graph.content_hash(),
+        )
+        for dtype, pace in (("float32", 3.0), ("bfloat16", 1.5))
+    ]  # fmt: skip
     (tmp_path / "g.json").write_bytes(graph.to_json())
-    (tmp_path / "p.json").write_bytes(Profile(model="tiny", measurements=points).to_json())
+    profile = Profile(model="tiny", measurements=points, whole_steps=steps)
+    (tmp_path / "p.json").write_bytes(profile.to_json())
     flags = search(
         "--graph", tmp_path / "g.json", "--profile", tmp_path / "p.json", "--topology", "1x1",
         "--bandwidth", "1e9", "--memory", "1GB", "--device-kind", "d", "--json",
@@ -492,6 +526,8 @@ def test_dtype_chooses_among_the_profiles_times(
     for dtype in ("fp32", "bf16"):
         assert main([*flags, "--dtype", dtype]) == 0
         found[dtype] = json.loads(capsys.readouterr().out)["predicted_step_s"]
-    assert found == {"fp32": 4.0, "bf16": 2.0}
+    assert found == {"fp32": 12.0, "bf16": 3.0}
+    assert main(flags) == 0  # the operators' own dtype, and its pace
+    assert json.loads(capsys.readouterr().out)["predicted_step_s"] == 12.0
     assert main([*flags, "--dtype", "tf32"]) == 2
     assert "has times of bfloat16, float32 only" in capsys.readouterr().err

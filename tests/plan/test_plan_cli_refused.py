@@ -69,6 +69,23 @@ def test_a_cost_with_a_model_of_its_own_refuses_another(
     assert f"--cost flexflow2018 plans a model of its own: leave out {flag}" in said
 
 
+def test_a_cost_that_starts_from_no_strategy_refuses_one(tmp_path: Path, refused: Refuse) -> None:
+    said = refused(*SEARCH, "--start", strategy_file(tmp_path))
+    assert "--cost flexflow2018 starts from no strategy: leave out --start" in said
+
+
+def test_a_start_that_does_not_fit_is_refused(tmp_path: Path, refused: Refuse) -> None:
+    profile = tmp_path / "b.txt"
+    profile.write_text(
+        "b -- Linear -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
+        "parameter_size=8\n"
+    )
+    flags = ("search", "--profile", profile, "--topology", 1, "--bandwidth", "1e9", "--memory",
+             "1GB", "--start", strategy_file(tmp_path), "--batch")  # fmt: skip
+    assert "'s' to start from has a batch of 8, the search one of 4" in refused(*flags, 4)
+    assert "strategy 's' places operator 'a', which graph 'b'" in refused(*flags, 8)
+
+
 def graph_file(tmp_path: Path, *names: str) -> Path:
     operators = [Operator(name=n, kind="linear", shape={"sample": 8, "feature": 4}) for n in names]
     path = tmp_path / f"{'-'.join(names)}.json"

@@ -1,13 +1,21 @@
+from dataclasses import replace
+
 import pytest
 
 from harness.domain.cluster import Cluster
 from harness.errors import GraphError, PlanError
 from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
+from harness.plan.fit import OperatorTimes
 from harness.plan.formats.convert import strategy_from_entries
 from harness.plan.formats.flexflow import parse_console
 from harness.plan.portfolio import plan_with_simulator
 from harness.plan.request import PlanRequest
-from harness.plan.roofline import DeviceRates, operator_seconds, roofline_profile
+from harness.plan.roofline import (
+    DeviceRates,
+    likely_parts,
+    operator_seconds,
+    roofline_profile,
+)
 from harness.plan.simulate.options import SimulatorOptions
 
 P100 = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)
@@ -54,6 +62,26 @@ def test_a_feature_shard_reads_all_its_input_and_half_the_weights():
     assert forward == read + weights / 2 + out / 2
 
 
+def test_many_devices_have_few_numbers_of_parts():
+    assert likely_parts(4) == [1, 2, 3, 4]
+    assert likely_parts(24) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24]
+    assert len(likely_parts(512)) == 14
+
+
+def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
+    graph = dlrm_graph(DlrmFlags())
+    profile = roofline_profile(graph, {"P100": P100}, n_parts=likely_parts(512))
+    assert len(profile.measurements) < 10_000
+    linear = next(op for op in graph.operators if op.name == "top1")
+    shape = {"sample": 1024 // 48, "feature": 1024}
+    times = OperatorTimes(profile)
+    assert not times.is_measured(linear, "P100", shape)
+    found = times.lookup(linear, "P100", shape=shape)
+    wanted = operator_seconds(linear, 4 * 1024 * 1024, shape, P100)
+    # Between two points it is a straight line but where FLOPs begin to take longer than bytes.
+    assert (found.forward_s, found.backward_s) == pytest.approx(wanted, rel=0.02)
+
+
 def small_request():
     flags = DlrmFlags(n_tables=8, rows=1_000_000, batch=1024)
     graph = dlrm_graph(flags)
@@ -84,5 +112,5 @@ def test_flexflows_lines_of_the_same_model_can_be_a_start():
     lines.append("[Concat-1] num_dims(2) dims[1,4] device_ids[0,1,2,3]")
     request = small_request()
     start = strategy_from_entries(parse_console("\n".join(lines)), request.graph, batch=1024)
-    found = plan_with_simulator(request, start=start)
-    assert start.name in {r.name for r in found.runners_up}
+    found = plan_with_simulator(replace(request, start=start))
+    assert f"start: {start.name}" in {r.name for r in found.runners_up}

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import StrategyError
 from harness.plan.formats.convert import (
     describe_entries,
@@ -145,6 +146,29 @@ def test_renamed_operators_are_matched_by_kind_and_order():
     assert kept["table"].devices == (3,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "want"),
+    [
+        ("softmax", {"sample": 8, "feature": 4}, OperatorPlan({"sample": 2}, [0, 1])),
+        ("softmax", {"feature": 4, "sample": 8}, OperatorPlan({}, [0])),
+        ("softmax", {"sample": 1, "feature": 4}, OperatorPlan({}, [0])),
+        ("elementwise", {"sample": 8, "feature": 1}, OperatorPlan({"sample": 2}, [0, 1])),
+        ("elementwise", {"sample": 8, "feature": 4}, OperatorPlan({"feature": 2}, [0, 1])),
+    ],
+)
+def test_an_operator_that_no_entry_names_gets_a_plan_that_it_can_have(kind, shape, want):
+    linear = Operator(
+        name="fc", kind="linear", inputs=["x"], shape={"sample": 8, "feature": 4},
+        parameter_bytes=64,
+    )  # fmt: skip
+    rest = Operator(name="rest", kind=kind, inputs=["fc"], shape=shape)
+    inputs = Operator(name="x", kind="input", shape={"sample": 8, "feature": 4})
+    graph = Graph(name="g", batch=8, operators=[inputs, linear, rest])
+    strategy = strategy_from_entries([Entry("fc", (2, 1), (0, 1))], graph, batch=8)
+    assert strategy.operators["rest"] == want
+    validate(strategy, graph, Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=10**9))
+
+
 def test_entries_of_another_model_are_refused():
     with pytest.raises(StrategyError, match=r"2 operators of kind linear.*has 1"):
         strategy_from_entries(
@@ -181,9 +205,19 @@ def test_pipedream_plan_round_trips_through_a_strategy():
     assert from_strategy(strategy) == plan
 
 
+def test_unequal_shares_do_not_become_equal_replicas():
+    plans = {"a": OperatorPlan({"sample": [3, 1]}, [0, 1])}
+    with pytest.raises(StrategyError, match=r"shares \[3, 1\]: a PipeDream plan holds equal"):
+        from_strategy(Strategy(name="s", batch=8, operators=plans))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (
+            b'{"module_to_stage_map": [0], "stage_to_rank_map": {"00": [0]}}',
+            r"\['00'\]: they must be the same",
+        ),
         (b'{"module_to_stage_map": [0, 2], "stage_to_rank_map": {"0": [0]}}', "without gaps"),
         (b'{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0]}}', "must be the same"),
         (

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from harness.errors import GraphError
-from harness.plan.pipedream.graph_txt import format_graph_txt, load_graph_txt, parse_graph_txt
+from harness.plan.pipedream.graph_txt import parse_graph_txt
 
 DATA = Path(__file__).parents[3] / "shared/data/pipedream_profiles"
 
@@ -32,12 +33,6 @@ def test_times_are_seconds_and_lists_are_summed() -> None:
     assert times["node2"] == (0.001737, 0.003072)
 
 
-def test_writing_gives_back_every_line() -> None:
-    graph, profile = parse_graph_txt(TEXT, name="tiny")
-    text = format_graph_txt(graph, profile)
-    assert sorted(text.splitlines()) == sorted(TEXT.splitlines())
-
-
 @pytest.mark.parametrize("indent", ["\t", "  ", " \t", "\t\t"])
 def test_every_indent_marks_an_edge(indent: str) -> None:
     graph, _ = parse_graph_txt(TEXT.replace("\t", indent), name="tiny")
@@ -57,21 +52,6 @@ def test_integers_and_trailing_blanks_are_read() -> None:
     assert graph.operators[1].activation_bytes == 9
     assert graph.operators[1].shape == {"sample": 16}
     assert profile.measurements[1].backward_s == 0.0002
-
-
-def test_times_beyond_three_digits_survive_writing() -> None:
-    text = TEXT.replace("1.737", "1.7371234567")
-    graph, profile = parse_graph_txt(text, name="tiny")
-    again = parse_graph_txt(format_graph_txt(graph, profile), name="tiny")
-    assert {p.operator: p for p in again[1].measurements} == {
-        p.operator: p for p in profile.measurements
-    }
-
-
-def test_stages_of_a_plan_are_written() -> None:
-    graph, profile = parse_graph_txt(TEXT, name="tiny")
-    text = format_graph_txt(graph, profile, stage_of={"node3": 7})
-    assert [line.endswith("stage_id=7") for line in text.splitlines()[:3]] == [False, False, True]
 
 
 NODE = "n -- Add -- forward_compute_time={}, backward_compute_time=0, activation_size={}"
@@ -98,20 +78,13 @@ def test_malformed_profile_names_the_line(text: str, message: str) -> None:
         parse_graph_txt(text, name="t", source="source")
 
 
-def test_missing_file_is_named() -> None:
-    with pytest.raises(GraphError, match=r"nowhere\.txt"):
-        load_graph_txt(Path("nowhere.txt"))
-
-
 @pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
 @pytest.mark.parametrize("path", sorted(DATA.glob("*.txt")), ids=lambda path: path.stem)
-def test_published_profile_survives_a_round_trip(path: Path) -> None:
-    graph, profile = load_graph_txt(path, batch=64)
-    text = format_graph_txt(graph, profile)
-    graph2, profile2 = parse_graph_txt(text, name=path.stem, batch=64)
-    assert graph2 == graph
-    assert {p.operator: p for p in profile2.measurements} == {
-        p.operator: p for p in profile.measurements
-    }
-    if path.stem != "gnmt":  # which prints sizes with one digit, and others with three
-        assert sorted(text.split("\n")) == sorted([*path.read_text().split("\n"), ""])
+def test_every_line_of_a_published_profile_is_read(path: Path) -> None:
+    text = path.read_text()
+    graph, profile = parse_graph_txt(text, name=path.stem, batch=64)
+    n_lines = len([line for line in text.splitlines() if line.strip()])
+    assert len(graph.operators) + sum(len(op.inputs) for op in graph.operators) == n_lines
+    assert {point.operator for point in profile.measurements} == {op.name for op in graph.operators}
+    forward_ms = sum(map(float, re.findall(r"forward_compute_time=([\d.]+)", text)))
+    assert sum(p.forward_s for p in profile.measurements) == pytest.approx(forward_ms / 1e3)

@@ -3,6 +3,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from harness.plan.pipelines import balanced_pipeline
 from harness.plan.portfolio import plan_with_simulator, search_portfolio
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest
+from harness.plan.search import objective as objective_module
 from harness.plan.search.objective import Objective
 from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
 from harness.plan.search.space import Space, device_sets, proportional_shares
@@ -257,6 +259,59 @@ def test_every_plan_cuts_merged_rows_between_samples(speeds):
     validate(found.strategy, graph, cluster)
 
 
+def without_own_samples(positions, mixed):
+    """A model of 8 samples where a learned position has features and no samples, and what it is
+    added to has its samples second."""
+    second = {"seq": 4, "sample": 8, "feature": 8}
+    graph = Graph(
+        name="positions",
+        batch=8,
+        operators=[
+            Operator(name="x", kind="input", shape=second),
+            positions,
+            Operator(name="add", kind="add", inputs=["x", "position"], shape=second),
+            Operator(
+                name="fc", kind="linear", inputs=["add"], shape=second, parameter_bytes=1000,
+                attrs={"in_features": 8},
+            ),
+            mixed,
+        ],
+    )  # fmt: skip
+    times = [
+        Measurement(
+            device_kind="device", operator=op.name, shape=op.shape, forward_s=1.0, backward_s=2.0
+        )
+        for op in graph.operators[1:]
+    ]
+    return graph, Profile(model="positions", measurements=times)
+
+
+POSITIONS = [
+    Operator(
+        name="position", kind="embedding", shape={"seq": 4, "feature": 8}, parameter_bytes=128
+    ),
+    Operator(name="position", kind="elementwise", shape={"seq": 4, "feature": 8}),
+]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_plan_of_every_menu_is_valid_on_four_devices(position):
+    head = Operator(name="head", kind="linear", inputs=["fc"], shape={"sample": 8, "feature": 8},
+                    parameter_bytes=1000)  # fmt: skip
+    request = request_of(*without_own_samples(position, head))
+    simulator = Simulator(request.graph, request.profile, request.cluster)
+    menus = Space(simulator.costs(8), request.cluster, simulator.placed).menus
+    names = {op: request.graph.operators[op].name for op in menus}
+    whole = {names[op]: menu[0] for op, menu in menus.items()}
+    for op, menu in menus.items():
+        for plan in menu:
+            strategy = Strategy(name="s", batch=8, operators={**whole, names[op]: plan})
+            validate(strategy, request.graph, request.cluster)
+    found = plan_with_simulator(request)
+    validate(found.strategy, request.graph, request.cluster)
+    assert any(len(plan.partition) > 1 for plan in menus[4])
+
+
 def test_pipelines_leave_whole_what_cannot_be_cut_by_samples():
     graph, profile = layers(4)
     operators = [
@@ -374,6 +429,39 @@ def test_time_limit_ends_the_search():
     assert plan_with_simulator(request).n_proposals < 10**5
 
 
+def test_without_time_one_device_is_all_that_is_judged():
+    graph, profile = layers(6)
+    found = plan_with_simulator(request_of(graph, profile, seconds=1e-9))
+    assert (found.n_proposals, found.method) == (1, "single")
+    assert math.isnan(found.speedup_over_ddp)
+    with pytest.raises(PlanError, match=r"of 1 tried in the time given.*give more --seconds"):
+        plan_with_simulator(request_of(graph, profile, seconds=1e-9, memory_bytes=1))
+
+
+@pytest.mark.parametrize("last", ["ddp", "pipeline dynamic programming, 2 microbatches", "MCMC"])
+def test_nothing_is_begun_after_the_time_is_up(monkeypatch, last):
+    """The clock runs out as the named search begins."""
+    now, begun, judged = [0.0], [], []
+    start, judge = Objective.start, Objective.judge
+
+    def start_and_tell(objective, method, **changes):
+        begun.append(method)
+        now[0] = 100.0 if method == last else now[0]
+        start(objective, method, **changes)
+
+    def judge_and_tell(objective, trial):
+        judged.append(begun[-1])
+        return judge(objective, trial)
+
+    monkeypatch.setattr(objective_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Objective, "start", start_and_tell)
+    monkeypatch.setattr(Objective, "judge", judge_and_tell)
+    graph, profile = layers(6)
+    plan_with_simulator(request_of(graph, profile, seconds=10))
+    assert begun[-1] == last
+    assert judged.count(last) <= 1
+
+
 def test_the_plan_carries_hashes_and_explains_itself():
     graph, profile = layers(4)
     request = request_of(graph, profile)
@@ -388,17 +476,30 @@ def test_the_plan_carries_hashes_and_explains_itself():
     assert {"single", "ddp"} <= {r.name for r in found.runners_up} | {found.method}
 
 
-def test_an_imported_plan_is_a_start_and_a_stale_one_is_refused():
+def test_an_imported_plan_is_a_start_and_one_that_does_not_fit_is_refused():
     graph, profile = layers(4)
-    request = replace(request_of(graph, profile), budget=1)
-    best = plan_with_simulator(request_of(graph, profile))
-    again = plan_with_simulator(request, start=best.strategy)
-    assert again.predicted_step_s <= best.predicted_step_s
-    stale = msgspec.structs.replace(
-        best.strategy, made_for=msgspec.structs.replace(best.strategy.made_for, graph_hash="0")
-    )
-    with pytest.raises(StaleStrategyError):
-        plan_with_simulator(request, start=stale)
+    best = plan_with_simulator(request_of(graph, profile)).strategy
+    request = replace(request_of(graph, profile), budget=1, start=best)
+    again = plan_with_simulator(request)
+    assert again.predicted_step_s <= Simulator(graph, profile, request.cluster).step_s(best)
+    assert f"start: {best.name}" in {r.name for r in again.runners_up} | {again.method}
+    stale = msgspec.structs.replace(best.made_for, graph_hash="0")
+    for changes, message in (
+        ({"made_for": stale}, "is stale"),
+        ({"batch": 4}, "has a batch of 4, the search one of 8"),
+        ({"operators": {}}, "does not place operator 'fc0'"),
+    ):
+        start = msgspec.structs.replace(best, **changes)
+        with pytest.raises(StrategyError, match=message):
+            plan_with_simulator(replace(request, start=start))
+
+
+def test_a_start_called_ddp_is_not_what_data_parallel_is_compared_with():
+    graph, profile = layers(4)
+    request = request_of(graph, profile)
+    slow = msgspec.structs.replace(builders.single(graph, 8), name="ddp")
+    found = plan_with_simulator(replace(request, start=slow))
+    assert found.speedup_over_ddp == plan_with_simulator(request).speedup_over_ddp
 
 
 def test_missing_model_or_batch_is_one_error():

@@ -8,14 +8,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure as Canvas
 
 from harness.domain.cluster import Cluster, Node
 from harness.measure.derive import PHASES
 from harness.measure.store import Run, read_results
-from harness.plot.catalog import Catalog, cluster_labels, short_kind
+from harness.plot.catalog import Catalog, cluster_labels, short_kind, without_samples
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.present import format_value, header_of, present
 from harness.plot.render import image_bytes
+from harness.plot.style import joint_legend
 
 Write = Callable[..., Path]
 
@@ -116,6 +118,44 @@ def test_scaling_holds_the_batch_or_the_batch_per_device(catalog: Catalog) -> No
     assert weak["efficiency"] == pytest.approx(0.107 / 0.197, rel=0.01)
     assert weak["speedup"] == pytest.approx(5 * weak["efficiency"])
     assert weak["baseline_devices"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("network", ["about 0.1 Gbit/s", "about 1 Gbit/s"]),
+        ("devices", ["1 × H200 + 2 × RTX 3070", " · RTX 3070"]),
+        ("data", ["cifar10", "synthetic"]),
+    ],
+)
+def test_scaling_keeps_unlike_clusters_and_data_apart(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any,
+    changed: str, told: list[str],
+) -> None:  # fmt: skip
+    three = cluster(3, 1.25e7 if changed == "network" else 1.25e8)
+    if changed == "devices":
+        three.nodes[2] = cluster(3, kind="NVIDIA H200").nodes[2]
+    other = {"dataset": "cifar10"} if changed == "data" else {}
+    for name, slower, on_three, more in (("a", 1, cluster(3), {}), ("b", 2, three, other)):
+        for n, on in ((1, cluster(1)), (3, on_three)):
+            config = configured("single" if n == 1 else "ddp", 36) | more
+            run = header("train", config, on, run_id=f"{name}{n}")
+            write(tmp_path, run, trained(n, 36, 0.1 * slower / n, 0.0))
+    table = table_of("scaling", Catalog(read_results(tmp_path)))
+    three_devices = table[table["n_devices"] == 3]
+    assert len(set(three_devices["time_s"])) == len(three_devices) == 2
+    labels = sorted(three_devices["label"])
+    assert [words in label for words, label in zip(told, labels, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(("letters", "n_columns"), [(10, 2), (90, 1)])
+def test_a_legend_of_long_words_has_fewer_columns(letters: int, n_columns: int) -> None:
+    canvas = Canvas()
+    axes = canvas.subplots()
+    for name in "ab":
+        axes.plot([0], [0], label=name * letters)
+    joint_legend(canvas, [axes], n_columns=2)
+    assert canvas.legends[0]._ncols == n_columns
 
 
 def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
@@ -228,6 +268,22 @@ def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
     rows = table[(table["operation"] == "broadcast") & (table["size_bytes"] == 2**24)]
     assert sorted(rows["n_repeats"]) == [1, 1, 2, 2]  # two transports of two clusters
     assert {label.split(", ")[1] for label in rows["cluster"]} == {"0.094 Gbit/s", "0.94 Gbit/s"}
+
+
+def test_samples_are_drawn_until_there_is_another_run(
+    tmp_path: Path, write: Write, header: Any, cluster: Any, trained: Any, configured: Any
+) -> None:
+    for name in ("sample-a", "sample-b"):
+        run = header("train", configured("ddp", 32), cluster(2), run_id=name)
+        write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    assert len(without_samples(read_results(tmp_path)).runs) == 2
+    run = header("train", configured("ddp", 32), cluster(2), run_id="own")
+    write(tmp_path, run, trained(2, 32, 0.1, 0.1))
+    drawn = without_samples(read_results(tmp_path))
+    assert [run.header.run_id for run in drawn.runs] == ["own"]
+    reason = "2 runs that come with the harness are not drawn beside others"
+    assert drawn.skipped == [(tmp_path / "sample-*", reason)]
+    assert len(read_results(tmp_path).runs) == 3  # all other readers have them
 
 
 def test_equal_labels_tell_the_setting_that_differs(

@@ -123,6 +123,17 @@ def test_json_holds_the_tables(
     assert failed["throughput_samples_per_s"] is None
 
 
+def test_samples_of_the_repository_do_not_stand_beside_own_runs(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(comparison / "single", tmp_path / "results" / "sample-single")
+    shutil.copytree(comparison / "pipeline", tmp_path / "results" / "pipeline")
+    arguments = (tmp_path / "results", "--out", tmp_path, "--only", "throughput", "--json")
+    assert plot(*arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["tables"]["throughput"]
+    assert [row["strategy"] for row in rows] == ["pipeline"]
+
+
 def test_half_written_and_foreign_files_are_skipped_and_named(
     comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,11 +113,15 @@ def test_the_rank_that_computes_longer_than_predicted_lies_apart(
     assert b" 2 " in _text(drawn)
 
 
-def test_ranks_that_agree_share_a_dot() -> None:
+def test_ranks_whose_words_would_overlap_share_a_box() -> None:
     values = pd.Series([0.0, 1.0, 10.0, 1.5, 30.0, 1.2])
-    dots = _together(values.sort_values(), pd.Series([0, 1, 2, 3, 4, 5]), near=2)
-    assert [words for _, words in dots] == ["0 +3", "2", "4"]
-    assert [mean for mean, _ in dots] == pytest.approx([0.925, 10, 30])
+    boxes = _together(values.sort_values(), pd.Series([0, 1, 2, 3, 4, 5]), span=80)
+    assert [words for _, words in boxes] == ["0 +3", "2", "4"]
+    assert [mean for mean, _ in boxes] == pytest.approx([0.925, 10, 30])
+    # A box of three numbers reaches a fourth that is too far for one.
+    values, ranks = pd.Series([0.0, 1.0, 2.0, 4.0]), pd.Series([1, 2, 3, 0])
+    assert _together(values[2:], ranks, span=70) == [(2.0, "3"), (4.0, "0")]
+    assert _together(values, ranks, span=70) == [(1.75, "0 +3")]
 
 
 def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:

@@ -110,6 +110,12 @@ def test_what_fx_cannot_trace_is_exported():
     assert sum(o.kind == "linear" for o in graph.operators) == 1
 
 
+def test_a_model_is_exported_on_the_device_that_it_is_on():
+    model = Looping().to("meta")
+    task = Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    assert capture(task, 2, "looping").module.linear.weight.device.type == "meta"
+
+
 class ByRows(nn.Module):
     """A loop over samples, which exporting unrolls."""
 

@@ -1,8 +1,13 @@
 """The shortest round trip decides the offset."""
 
-import pytest
+from types import SimpleNamespace
 
-from harness.runtime.clock_offset import estimate_offset
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.measure.clock import HostClock
+from harness.runtime.clock_offset import estimate_offset, measure_clock_offset
 
 
 def test_the_shortest_round_trip_decides():
@@ -10,3 +15,14 @@ def test_the_shortest_round_trip_decides():
     offset_s, error_s = estimate_offset(trips)
     assert offset_s == pytest.approx(21.0 - 121.0)
     assert error_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_readings_travel_in_the_memory_that_the_backend_moves(rank, monkeypatch):
+    host, moved = torch.device("cpu"), []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "send", lambda reading, dst: moved.append(reading.device))
+    monkeypatch.setattr(dist, "recv", lambda reading, src: moved.append(reading.device))
+    world = SimpleNamespace(rank=rank, size=2, device=torch.device("cuda"), wire=host)
+    measure_clock_offset(world, HostClock())
+    assert moved == [host] * 24

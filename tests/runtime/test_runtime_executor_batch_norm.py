@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.domain.graph import Operator
 from harness.domain.partition import blocks
@@ -132,6 +133,28 @@ def test_blocks_by_global_statistics_are_the_whole(module, shape, cuts):
                 assert (buffer - whole).abs().max() < 1e-12
         for name, parameter in module.named_parameters():
             assert (sums[name] - parameter.grad).abs().max() < 1e-12
+
+
+class _Seen(TorchDispatchMode):
+    """Notes what weights the backward of a batch norm is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.weights.append(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_without_weights_is_told_ones_which_cuda_needs():
+    shape = {"sample": 3, "feature": 4, "height": 2, "width": 2}
+    ((_, shard),) = global_shards(nn.BatchNorm2d(4, affine=False), shape, {})
+    x = torch.rand(*shape.values(), requires_grad=True)
+    with _Seen() as seen:
+        shard(x).sum().backward()
+    assert [weight.tolist() for weight in seen.weights] == [[1.0] * 4]
 
 
 def test_evaluation_goes_by_running_statistics():

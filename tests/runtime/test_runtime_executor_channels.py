@@ -1,4 +1,4 @@
-"""What ranks are told when others do not answer, without others."""
+"""Groups and transfers of a rank, and what it is told when others do not answer, without others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.errors import PeerError
+from harness.errors import PeerError, StrategyError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.gradients import GradientSync
-from harness.runtime.executor.messages import Message
+from harness.runtime.executor.groups import Groups
+from harness.runtime.executor.messages import Entry, Message
+from harness.runtime.executor.transfers import PairedTransfers, TaggedTransfers, transfers_of
 from harness.runtime.executor.weight_gradients import GradientHomes
 
 
 class FakeWorld(msgspec.Struct):
     backend: str = "gloo"
     rank: int = 0
+    size: int = 3
     device: torch.device = torch.device("cpu")
+    wire: torch.device = torch.device("cpu")
+
+
+def channels_of(world, messages=()):
+    return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0)
+
+
+def message(number=0, source=0, target=1, *, goes=True, returns=True):
+    piece = [Entry(None, mock.Mock(), (2,), 0)]
+    return Message(
+        number=number, source=source, target=target, source_stage=source, target_stage=target,
+        after=0, last=0, before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
+        returning=tuple(piece * returns),
+    )  # fmt: skip
 
 
 class LostWork:
@@ -39,24 +56,136 @@ class LostWork:
         raise RuntimeError("")
 
 
+class Fabric:
+    """Stands in for torch.distributed: notes which groups are made, and what meets where."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.used, self.destroyed = [], [], []
+        for name in ("new_group", "send", "recv", "all_reduce", "destroy_process_group"):
+            monkeypatch.setattr(dist, name, getattr(self, name))
+
+    def new_group(self, ranks, timeout):
+        self.made.append((ranks, timeout))
+        return len(self.made) - 1
+
+    def send(self, tensor, peer, group):
+        self.used.append(("send", peer, group))
+
+    def recv(self, tensor, peer, group):
+        self.used.append(("recv", peer, group))
+
+    def all_reduce(self, tensor, group):
+        self.used.append(("sum", None, group))
+
+    def destroy_process_group(self, group):
+        self.destroyed.append(group)
+
+
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_every_group_has_the_timeout_of_the_plan(backend):
-    message = Message(
-        number=0, source=0, target=1, source_stage=0, target_stage=1, after=0, last=0, before=0,
-        dtype=torch.float32, entries=(), returning=(),
-    )  # fmt: skip
-    with mock.patch.object(dist, "new_group") as made:
-        channels = Channels(FakeWorld(backend), [message], 7.0, {})
-        channels.make_groups_of_sums({(0, 1, 2)})
-        channels.make_groups_of_norms({(0,), (0, 1)})
-    assert {call.kwargs["timeout"] for call in made.mock_calls} == {timedelta(seconds=7)}
-    pairs = 2 * [[0, 1]] if backend == "nccl" else []
-    assert [call.args[0] for call in made.mock_calls] == [*pairs, [0, 1, 2], [0, 1]]
+def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels = channels_of(FakeWorld(backend), [message()])
+    channels.make_groups_of_sums({(0, 1, 2)})
+    channels.make_groups_of_norms({(0,), (0, 1)})
+    assert {timeout for _, timeout in fabric.made} == {timedelta(seconds=7)}
+    pairs = [[0, 1], [1, 0]] if backend == "nccl" else []
+    assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
+
+
+def test_what_carries_nothing_has_no_group(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld("nccl"), [message(returns=False), message(1, 1, 2, goes=False)])
+    assert [ranks for ranks, _ in fabric.made] == [[0, 1], [2, 1]]
+
+
+def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
+    messages = [message(0, 0, 1), message(1, 1, 2), message(2, 0, 2)]
+    used = []
+    for rank in range(3):
+        fabric = Fabric(monkeypatch)
+        channels_of(FakeWorld("nccl", rank), messages).make_groups_of_sums({(0, 1)})
+        used.append(fabric.used)
+    assert used[0] == [
+        ("send", 1, 0), ("send", 2, 1), ("recv", 1, 2), ("recv", 2, 4), ("sum", None, 6),
+    ]  # fmt: skip
+    # Each group is met in by both of its ranks, and by all in the order of its making.
+    assert [group for *_, group in used[1]] == [0, 2, 3, 5, 6]
+    assert used[2] == [("recv", 0, 1), ("recv", 1, 3), ("send", 0, 4), ("send", 1, 5)]
+
+
+def test_gloo_needs_no_meeting(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld(), [message()]).make_groups_of_sums({(0, 1)})
+    assert fabric.used == []
+
+
+def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
+    for rank in range(2):
+        fabric = Fabric(monkeypatch)
+        groups = Groups(FakeWorld("nccl", rank), 7.0)
+        for reader in range(1, 33):
+            groups.for_transfers(0, reader)
+        with pytest.raises(StrategyError, match="rank 0 needs 33 process groups or more"):
+            groups.for_sums((0, 1))
+        assert len(fabric.made) == 32
+
+
+def test_a_group_of_all_is_made_where_streams_count(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    Groups(FakeWorld(), 7.0).for_gradients((0, 1, 2))
+    assert fabric.made == []
+    Groups(FakeWorld("nccl"), 7.0).for_gradients((0, 1, 2))
+    assert [ranks for ranks, _ in fabric.made] == [[0, 1, 2]]
+
+
+def test_groups_are_let_go_of_together(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    groups = Groups(FakeWorld(), 7.0)
+    groups.for_sums((0, 1))
+    groups.for_transfers(0, 1)
+    groups.close()
+    groups.close()
+    assert fabric.destroyed == [0, 1]
+
+
+def test_gloo_tells_transfers_by_tag_and_nccl_by_group(monkeypatch):
+    Fabric(monkeypatch)
+    told = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, rank, **where: told.append((rank, where)))
+    monkeypatch.setattr(dist, "irecv", lambda tensor, rank, **where: told.append((rank, where)))
+    messages = [message(0), message(1)]
+    for backend, kind in (("gloo", TaggedTransfers), ("nccl", PairedTransfers)):
+        world = FakeWorld(backend)
+        transfers = transfers_of(world, messages, Groups(world, 7.0))
+        assert isinstance(transfers, kind)
+        transfers.send(torch.zeros(2), messages[1], 3, is_backward=False)
+        transfers.receive(torch.zeros(2), messages[1], 3, is_backward=True)
+    assert told == [(1, {"tag": 14}), (1, {"tag": 15}), (1, {"group": 0}), (1, {"group": 1})]
+
+
+def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
+    # The meta device plays the GPU; to send, the host does, since nothing is copied from there.
+    moved = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, *_, **__: moved.append(tensor.device))
+    monkeypatch.setattr(dist, "irecv", lambda buffer, *_, **__: moved.append(buffer.device))
+    monkeypatch.setattr(TaggedTransfers, "wait", lambda *_: None)
+    host, gpu = torch.device("cpu"), torch.device("meta")
+    channels = channels_of(FakeWorld(device=gpu, wire=host))
+    transfer = channels.receive(message(), torch.float32, 0, is_backward=True)
+    received_into = transfer.buffer
+    channels.wait(transfer)
+    assert (moved, transfer.buffer.device) == ([host], gpu)
+    again = channels.receive(message(), torch.float32, 1, is_backward=True)
+    assert again.buffer is received_into
+    channels_of(FakeWorld(device=host, wire=gpu)).send(
+        torch.zeros(2), message(), 0, is_backward=False
+    )
+    assert moved == [host, host, gpu]
 
 
 def test_a_batch_norm_that_waits_in_vain_says_for_whom():
     with mock.patch.object(dist, "new_group"):
-        channels = Channels(FakeWorld(), [], 7.0, {})
+        channels = channels_of(FakeWorld())
         channels.make_groups_of_norms({(0, 3)})
     with (
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
@@ -84,6 +213,6 @@ def test_a_sum_of_gradients_may_fail_without_a_word():
     ("backend", "told"), [("gloo", [mock.call(timedelta(seconds=7))]), ("nccl", [mock.call()])]
 )
 def test_the_host_waits_under_gloo_alone(backend, told):
-    channels, work = Channels(FakeWorld(backend), [], 7.0, {}), mock.Mock()
+    channels, work = channels_of(FakeWorld(backend)), mock.Mock()
     channels.wait_for_sum(work, "add", (0, 1))
     assert work.wait.mock_calls == told

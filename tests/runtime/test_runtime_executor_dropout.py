@@ -32,6 +32,12 @@ def test_blocks_drop_what_the_whole_drops(module, cuts):
         assert torch.equal(make(module, block, state)(x[at]), expected[at])
 
 
+def test_masks_come_from_the_hosts_generator_whatever_the_device():
+    x = torch.ones(4, 6, device="meta")
+    dropout = ExactDropout(0.25, x.shape, ((0, 4), (0, 6)), index=0, state=RandomState(0))
+    assert dropout(x).device == x.device
+
+
 def test_what_is_kept_is_scaled_and_its_gradient_too():
     x = torch.ones(1000, 20, requires_grad=True)
     dropout = ExactDropout(0.25, x.shape, ((0, 1000), (0, 20)), index=0, state=RandomState(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -163,6 +164,20 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     return "no error"
 
 
+def matmul_with_little_memory(config: Any, context: Context) -> str:
+    """Multiply where rank 1's device has 256 MiB; the refusal."""
+    from harness.errors import ConfigError
+    from harness.workloads.matmul import run_matmul
+
+    n_bytes = 1 << 28 if context.world.rank == 1 else context.world.memory_bytes
+    world = replace(context.world, memory_bytes=n_bytes)
+    try:
+        run_matmul(config, replace(context, world=world))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
 def links_with_cluster(config: Any, context: Context) -> str:
     """Run links; the cluster file's text on rank 0."""
     from harness.workloads.links import run_links
@@ -170,6 +185,48 @@ def links_with_cluster(config: Any, context: Context) -> str:
     run_links(config, context)
     path = context.run_dir / "cluster.json"
     return path.read_text() if context.world.is_first else ""
+
+
+def corrupted_pairs(config: Any, context: Context) -> str:
+    """Measure pairs where rank 1 receives a wrong element; the error's text."""
+    from harness.errors import VerificationError
+    from harness.runtime.collectives import TorchTransport
+    from harness.runtime.sampling import Budget
+    from harness.workloads.links_collectives import Limits
+    from harness.workloads.links_pairs import measure_pairs
+
+    class Corrupting(TorchTransport):
+        def receive(self, data: torch.Tensor, source: int) -> None:
+            super().receive(data, source)
+            if self.rank == 1 and len(data) > 1:
+                data[-1] += 1
+
+    transport = Corrupting.of(context.world, context.recorder.clock)
+    limits = Limits(budget=Budget(time_s=0.001, n_min=1, n_warm_up=1), longest_s=1.0)
+    try:
+        measure_pairs([1 << 10], transport, context, limits)
+    except VerificationError as error:
+        return str(error)
+    return "no error"
+
+
+def slow_pairs(config: Any, context: Context) -> Any:
+    """Measure pairs where messages to rank 1 take too long; times, and what was left out."""
+    from harness.runtime.collectives import TorchTransport
+    from harness.runtime.sampling import Budget
+    from harness.workloads.links_collectives import Limits
+    from harness.workloads.links_pairs import measure_pairs
+
+    class Slow(TorchTransport):
+        def receive(self, data: torch.Tensor, source: int) -> None:
+            super().receive(data, source)
+            if self.rank == 1 and len(data) > 1:
+                time.sleep(0.3)
+
+    transport = Slow.of(context.world, context.recorder.clock)
+    limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=0.2)
+    found, left_out = measure_pairs([1 << 10, 1 << 12, 1 << 14], transport, context, limits)
+    return {pair: times.transfers for pair, times in found.items()}, left_out
 
 
 def crossing_on_hosts(hostnames: Any, context: Context) -> Any:

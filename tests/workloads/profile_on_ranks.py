@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from msgspec.structs import replace as replace_
 from torch import nn
 
 from harness.domain.profile import Profile
 from harness.runtime.context import Context
 from harness.runtime.op_timer import OperatorCall, OpTimer
+from harness.workloads import profile
 from harness.workloads.profile import run_profile
+from harness.workloads.profile_measure import Measured, PointMeasurer
+from harness.workloads.profile_points import Point
 
 
 def large_linear(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
@@ -41,6 +49,66 @@ def profile_twice(config: Any, context: Context) -> list[dict[str, Any]]:
         steps = Profile.load(Path(config.profile_file)).whole_steps
         found.append(summary | {"latest_s": {step.batch: step.latest_s for step in steps}})
     return found
+
+
+def profile_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
+    """Profile on two kinds of device; rank 1's takes longer than a collective may."""
+    measure = PointMeasurer.measure
+
+    def slowly(self: PointMeasurer, points: Sequence[Point]) -> Measured:
+        if context.world.rank == 1:
+            time.sleep(1.5)
+        return measure(self, points)
+
+    kinds = ["fast", "slow"]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    PointMeasurer.measure = slowly  # type: ignore[method-assign]
+    try:
+        return profile_kinds((config, kinds), context)
+    finally:
+        PointMeasurer.measure = measure  # type: ignore[method-assign]
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+
+
+def _profile_until(config: Any, context: Context, n_batches: int) -> str:
+    """The file's text as a run leaves it that is killed after so many sizes of batch."""
+    take_in = profile._Profiling._take_in
+    calls: list[Any] = []
+
+    def die(self: Any, found: Any, mine: Any) -> Any:
+        if len(calls) == n_batches:
+            raise KeyboardInterrupt
+        calls.append(found)
+        return take_in(self, found, mine)
+
+    profile._Profiling._take_in = die  # type: ignore[method-assign]
+    try:
+        run_profile(config, context)
+    except KeyboardInterrupt:
+        return Path(config.profile_file).read_text()
+    finally:
+        profile._Profiling._take_in = take_in  # type: ignore[method-assign]
+    raise AssertionError("the run was to be killed")
+
+
+def profile_killed_and_again(config: Any, context: Context) -> tuple[str, Any, str]:
+    """What a run left that was killed in its second of two rounds; a whole run after it, and what
+    that left."""
+    left = _profile_until(config, context, n_batches=3)
+    summary = run_profile(config, context)
+    return left, summary, Path(config.profile_file).read_text()
+
+
+def profile_killed_at_another_pace(config: Any, context: Context) -> tuple[str, str]:
+    """A file that knows the whole step, and as a run left it that found steps a million times as
+    long, measured further shapes, and was killed before its comparison."""
+    path = Path(config.profile_file)
+    run_profile(config, context)
+    known = Profile.load(path)
+    steps = [replace_(step, step_s=1e-6 * step.step_s) for step in known.whole_steps]
+    path.write_bytes(replace_(known, whole_steps=steps).to_json())
+    more = replace(config, shards=(*config.shards, 4))
+    return known.to_json().decode(), _profile_until(more, context, n_batches=3)
 
 
 def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:

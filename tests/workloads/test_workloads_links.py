@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from harness.domain.cluster import Cluster, CollectivePoint, Jitter
-from harness.errors import ConfigError
+from harness.errors import ConfigError, VerificationError
+from harness.measure.clock import HostClock
 from harness.measure.derive import (
     collective_table,
     interference_table,
@@ -18,12 +22,13 @@ from harness.measure.derive import (
 )
 from harness.measure.derive_spans import samples_of
 from harness.measure.store import write_header
+from harness.runtime.sampling import Budget
 from harness.workloads import links_interference
 from harness.workloads.links import LinksConfig, links_cases, links_text
-from harness.workloads.links_cluster import build_cluster, device_names, fit_link, measured_flops
+from harness.workloads.links_cluster import build_cluster, fit_link, measured_flops
 from harness.workloads.links_crossing import Crossing
 from harness.workloads.links_interference import Interference, deviation_of
-from harness.workloads.links_pairs import PairTimes
+from harness.workloads.links_pairs import PairTimes, time_pair
 
 MB = 1e6
 SMALL = LinksConfig(
@@ -71,11 +76,6 @@ def test_one_late_middle_size_does_not_move_the_line():
 
 def test_a_latency_that_hides_the_transfer_does_not_make_it_infinitely_fast():
     assert fit_link(PairTimes(0.010, {1 << 20: 0.009}))[1] == pytest.approx((1 << 20) / 0.009)
-
-
-def test_ranks_of_one_host_get_their_own_device_names(run_header):
-    ranks = run_header(["a", "b", "a"]).ranks
-    assert device_names(ranks) == ["a:0", "b:0", "a:1"]
 
 
 @pytest.fixture
@@ -255,6 +255,61 @@ def test_a_drift_is_no_jitter_and_random_pauses_are():
     rng = np.random.default_rng(0)
     drifting = np.linspace(1.0, 2.0, 1000) + rng.normal(0.0, 0.05, 1000)
     assert deviation_of(drifting) == pytest.approx(0.05, rel=0.1)
+
+
+class InProcess:
+    """Two ranks of one process: a message is a queue's item."""
+
+    name, size, device, clock = "queues", 2, torch.device("cpu"), HostClock()
+
+    def __init__(self, rank, to, corrupts=False):
+        self.rank, self._to, self._corrupts = rank, to, corrupts
+
+    def send(self, data, target):
+        self._to[target].put(data.clone())
+
+    def receive(self, data, source):
+        data.copy_(self._to[self.rank].get(timeout=5))
+        if self._corrupts and len(data) > 1:
+            data[0] += 1
+
+
+def test_both_ranks_of_a_pair_fail_when_the_target_receives_wrong_data():
+    queues = [queue.Queue(), queue.Queue()]
+    ranks = [InProcess(0, queues), InProcess(1, queues, corrupts=True)]
+    budget = Budget(time_s=0.001, n_min=1, n_warm_up=1)
+    with ThreadPoolExecutor() as pool:
+        parts = [pool.submit(time_pair, (0, 1), [64], transport, budget) for transport in ranks]
+    for part in parts:
+        with pytest.raises(VerificationError, match=r"1 of 16 elements .* from rank 0 at rank 1"):
+            part.result()
+
+
+def test_wrong_data_between_two_ranks_fails_on_all(run_on_ranks):
+    import local_ranks
+
+    told, _ = run_on_ranks(local_ranks.corrupted_pairs, None, 3)
+    for text in told[:2]:
+        assert "1 of 256 elements of 1 KiB arrived wrong from rank 0 at rank 1" in text
+    assert "from rank 0 to rank 1 over gloo is wrong on another rank" in told[2]
+
+
+def test_a_link_too_slow_for_the_smallest_message_keeps_its_time(run_on_ranks):
+    import local_ranks
+
+    told, run = run_on_ranks(local_ranks.slow_pairs, None, 2)
+    assert told[0] == told[1]
+    transfers, (first, second) = told[0]
+    assert list(transfers[1, 0]) == [1 << 10, 1 << 12, 1 << 14]
+    assert list(transfers[0, 1]) == [1 << 10]
+    assert transfers[0, 1][1 << 10] > 0.2
+    assert first == (
+        "4 KiB over gloo on 1 of 2 links, such as rank 0 to rank 1: a smaller message takes over "
+        "200 ms there; ask for it by --pair-sizes"
+    )
+    assert second.startswith("16 KiB over gloo on 1 of 2 links")
+    n_samples = [s.labels["n_bytes"] for s in samples_of(run.ranks[0], "link_transfer_s")]
+    assert n_samples == [1 << 10]  # the warm-up alone
 
 
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):

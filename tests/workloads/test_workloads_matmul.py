@@ -164,6 +164,16 @@ def test_records_hold_spans_and_what_a_rank_received(run_on_ranks):
         assert not any(math.isnan(value) for value in samples.values())
 
 
+def test_a_device_too_small_for_every_size_is_named_with_the_reason(run_on_ranks):
+    import local_ranks
+
+    told, _ = run_on_ranks(local_ranks.matmul_with_little_memory, SMALL, 2)
+    assert told[0] == told[1]
+    assert "rank 1 (node1) cannot multiply in fp32" in told[0]
+    assert "(size 32: fp32 needs " in told[0]
+    assert ", the device has 256 MiB): choose smaller --sizes" in told[0]
+
+
 def test_a_wrong_block_fails_on_every_rank(run_on_ranks):
     import local_ranks
 

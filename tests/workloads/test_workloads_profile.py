@@ -13,13 +13,14 @@ from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import ConfigError, ModelError
+from harness.measure.store import Run
 from harness.plan.__main__ import main as plan
 from harness.plan.builders import ddp, single, tensor_parallel
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
 from harness.runtime.capture import capture_model
 from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
-from harness.workloads.profile_measure import step_bytes
+from harness.workloads.profile_measure import _stage_shares, step_bytes
 from harness.workloads.profile_points import part_sizes, points_of, shard_counts
 from harness.workloads.profile_store import at_known_pace, read_profile, with_whole_steps
 
@@ -52,12 +53,28 @@ def test_parts_have_every_size_that_a_cut_makes():
     assert shard_counts(16) == [1, 2, 3, 4, 8, 16]
 
 
-def test_a_microbatch_shares_the_cache_with_a_stage_of_the_model():
+def test_a_microbatch_shares_the_cache_with_the_stage_around_its_operator():
+    graph = capture_model("alexnet", 8)
+    first, last = graph.operators[0].name, graph.operators[-1].name
+    whole = step_bytes(graph, first, 8, 1)
+    # By data parallelism each device holds all weights.
+    assert step_bytes(graph, first, 8, 2) == step_bytes(graph, last, 8, 2) == whole
+    assert step_bytes(graph, first, 4, 2) == step_bytes(graph, first, 4, 1) < whole
+    # Two stages are the whole model; the second one has the linear layers.
+    parts = [step_bytes(graph, name, 3, 2) for name in (first, last)]
+    assert sum(parts) == pytest.approx(step_bytes(graph, first, 3, 1))
+    assert parts[1] > 10 * parts[0]
+
+
+@pytest.mark.parametrize("n_devices", [2, 3, 5])
+def test_the_stage_around_an_operator_has_its_part_of_the_flops(n_devices):
     graph = capture_model("lenet", 8)
-    whole = step_bytes(graph, 8, 1)
-    assert step_bytes(graph, 8, 2) == whole  # by data parallelism each device holds all weights
-    assert step_bytes(graph, 4, 2) == step_bytes(graph, 4, 1) < whole
-    assert step_bytes(graph, 3, 2) == step_bytes(graph, 3, 1) / 2
+    flops = {op.name: op.forward_flops + op.backward_flops for op in graph.operators}
+    for name in flops:
+        shares = _stage_shares(graph, name, n_devices)
+        part = sum(share * flops[op] for op, share in shares.items())
+        assert part == pytest.approx(sum(flops.values()) / n_devices, rel=1e-4)
+        assert shares[name] > 0
 
 
 def test_equal_operators_are_measured_once():
@@ -212,6 +229,84 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
         assert step.latest_s == third["latest_s"][step.batch]
         pace = profile.pace(graph.content_hash(), step.device_kind, step.batch)
         assert pace == pytest.approx(step.latest_s / step.step_s)
+
+
+def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    results, _ = run_on_ranks(profile_on_ranks.profile_beside_a_slow_rank, config, 2)
+    assert results[0]["n_measured"] > 0
+
+
+def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=2, min_samples=4,
+    )  # fmt: skip
+    results, _ = run_on_ranks(profile_on_ranks.profile_killed_and_again, config, 1)
+    left, summary, whole = results[0]
+    left, whole = (Profile.from_json(text.encode()) for text in (left, whole))
+    n_samples = {point.key: point.n_samples for point in left.measurements}
+    assert set(n_samples.values()) == {2, 4}
+    missing = [key for key, n in n_samples.items() if n == 2]
+    assert (summary["n_measured"], summary["n_known"]) == (
+        len(missing), len(n_samples) - len(missing),
+    )  # fmt: skip
+    assert {point.n_samples for point in whole.measurements} == {4}
+    # What was whole stays as it was.
+    kept = {point.key: point for point in whole.measurements}
+    assert all(kept[p.key] == p for p in left.measurements if p.n_samples == 4)
+
+
+def test_what_a_killed_run_leaves_has_the_pace_of_the_first(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    results, _ = run_on_ranks(profile_on_ranks.profile_killed_at_another_pace, config, 1)
+    known, left = (Profile.from_json(text.encode()) for text in results[0])
+    before = {point.key for point in known.measurements}
+    new = [point for point in left.measurements if point.key not in before]
+    assert new
+    assert max(point.forward_s + point.backward_s for point in new) < 1e-7
+
+
+@pytest.fixture
+def profiled(run_on_ranks, tmp_path):
+    """A run of the profile workload whose results were moved after it."""
+    import local_ranks
+
+    graph = capture_model("lenet", 8)
+    header = msgspec.structs.replace(
+        local_ranks.header_of(["a"]),
+        workload="profile",
+        config={"model": "lenet"},
+        summary={
+            "profile": "/gone/profile-lenet.json",
+            "graph": "/gone/profile-lenet.graph.json",
+            "n_measured": 1,
+            "n_known": 0,
+        },
+    )
+    (tmp_path / "profile-lenet.json").write_bytes(
+        as_profile(graph, points_of(graph, [1], [1])).to_json()
+    )
+    (tmp_path / "profile-lenet.graph.json").write_bytes(graph.to_json())
+    return Run(path=tmp_path / "run", header=header, ranks={})
+
+
+def test_files_are_found_beside_results_that_moved(profiled):
+    text = profile_text([profiled])
+    assert "heaviest operators" in text
+    assert f"--profile {profiled.path.parent / 'profile-lenet.json'} " in text
+
+
+def test_a_file_that_is_gone_costs_its_own_table_alone(profiled, tmp_path):
+    (tmp_path / "profile-lenet.json").unlink()
+    elsewhere = replace(profiled, path=tmp_path / "elsewhere" / "run")
+    gone = "lenet: profile file /gone/profile-lenet.json: No such file or directory"
+    assert profile_text([profiled, elsewhere]) == f"{gone}\n\n{gone}"
 
 
 def test_later_measurements_join_at_the_pace_of_the_first():

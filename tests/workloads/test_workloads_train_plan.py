@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import tyro
 
+from harness.cases import config_json
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
@@ -216,7 +217,8 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert found[1] == {}
     summary = found[0]
     assert summary["predicted_step_s"] > 0
-    header = msgspec.structs.replace(run.header, summary=summary)
+    asked = config_json(replace(question_of(CASE), search_budget=40))
+    header = msgspec.structs.replace(run.header, summary=summary, config=asked)
     text = search_text([Run(path=run.path, header=header, ranks=run.ranks)])
     assert "best plan by simulator" in text
     line = text.splitlines()[-1]

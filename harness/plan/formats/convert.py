@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import SAMPLE, n_parts
-from harness.domain.sharding import cuttable_dims, full_shape, has_tasks
+from harness.domain.sharding import cuttable_dims, full_units, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import StrategyError
+from harness.plan.builders import cut_or_whole
 from harness.plan.describe import describe_plans
 from harness.plan.formats.flexflow import DimOrder, Entry
 
@@ -41,7 +42,7 @@ def kind_from_name(name: str) -> str:
 def describe_entries(entries: Sequence[Entry], order: DimOrder = "innermost_first") -> str:
     """Name a strategy for what it is, such as `data-parallel MLPs, whole tables on devices`."""
     return describe_plans(
-        (kind_from_name(e.name), dict(e.cuts(order)), list(e.devices)) for e in entries
+        (kind_from_name(e.name), dict(e.shown_cuts(order)), list(e.devices)) for e in entries
     )
 
 
@@ -97,18 +98,19 @@ def _match(entries: Sequence[Entry], graph: Graph) -> dict[str, Entry]:
 def _follow(
     operator: Operator, plans: dict[str, OperatorPlan], graph: Graph, batch: int
 ) -> OperatorPlan:
-    """The plan of the first placed producer, as far as the operator can be cut that way."""
+    """The plan of the first placed producer where the operator can be cut that way; else by samples
+    over its devices; else whole."""
     source = next((plans[name] for name in operator.inputs if name in plans), None)
     if source is None:
         raise StrategyError(
             f"the strategy does not place operator {operator.name!r} of {graph.name!r}"
         )
-    shape = full_shape(operator, batch=batch, graph_batch=graph.batch)
+    shape = full_units(operator, batch=batch, graph_batch=graph.batch)
     allowed = cuttable_dims(operator, shape)
-    if all(dim in allowed for dim in source.partition):
+    if all(dim in allowed and shape[dim] >= n_parts(cut) for dim, cut in source.partition.items()):
         return source
-    n_devices = len(set(source.devices))
-    return OperatorPlan({SAMPLE: n_devices}, sorted(set(source.devices)))
+    devices = sorted(set(source.devices))
+    return cut_or_whole(operator, graph, batch, SAMPLE, len(devices), devices)
 
 
 def entries_from_strategy(strategy: Strategy, graph: Graph) -> list[Entry]:

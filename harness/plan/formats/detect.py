@@ -10,7 +10,7 @@ import msgspec
 from harness.domain.strategy import SCHEMA, Strategy
 from harness.errors import StrategyError
 from harness.plan.formats.convert import describe_entries
-from harness.plan.formats.flexflow import Entry, parse_console, parse_text
+from harness.plan.formats.flexflow import DimOrder, Entry, parse_console, parse_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
 
@@ -29,14 +29,18 @@ class Imported:
     content: Strategy | list[Entry] | PipeDreamPlan
     note: str = ""
 
-    def describe(self) -> str:
-        """One line: what the strategy is."""
+    def describe(self, order: DimOrder = "innermost_first") -> str:
+        """One line: what the strategy is.
+
+        Args:
+            order: of the dims of a FlexFlow file.
+        """
         if isinstance(self.content, Strategy):
             return self.content.name
         if isinstance(self.content, PipeDreamPlan):
             counts = "-".join(str(len(ranks)) for ranks in self.content.ranks())
             return f"pipeline of {len(self.content.ranks())} stages with {counts} replicas"
-        return describe_entries(self.content)
+        return describe_entries(self.content, order)
 
 
 _INNERMOST = "dims taken innermost first, samples last, as FlexFlow writes them"

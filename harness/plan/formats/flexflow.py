@@ -76,12 +76,17 @@ class Entry(msgspec.Struct, frozen=True):
         Raises:
             StrategyError: more dims than tensors of FlexFlow have.
         """
-        names = _NAMED_DIMS.get(len(self.dims))
-        if names is None:
+        if len(self.dims) not in _NAMED_DIMS:
             raise StrategyError(
                 f"operator {self.name!r} has {len(self.dims)} dims, known are 1 to "
                 f"{len(_NAMED_DIMS)}"
             )
+        return self.shown_cuts(order)
+
+    def shown_cuts(self, order: DimOrder = "innermost_first") -> dict[str, int]:
+        """As `cuts`, for people: of more dims than have names, those after samples by number."""
+        n = len(self.dims)
+        names = _NAMED_DIMS.get(n, ("sample", *(f"dim{k}" for k in range(1, n))))
         sizes = self.dims if order == "samples_first" else self.dims[::-1]
         return dict(zip(names, sizes, strict=True))
 

@@ -17,7 +17,7 @@ import msgspec
 
 from harness.domain.files import decode, encode
 from harness.domain.graph import Graph
-from harness.domain.partition import SAMPLE, n_parts
+from harness.domain.partition import SAMPLE
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
@@ -36,13 +36,12 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         stages = set(self.module_to_stage_map)
-        known = {int(key) for key in self.stage_to_rank_map if key.isdigit()}
         if not stages or stages != set(range(len(stages))):
             raise StrategyError(
                 f"module_to_stage_map has stages {sorted(stages)}: they must count from 0 "
                 "without gaps"
             )
-        if known != stages or len(known) != len(self.stage_to_rank_map):
+        if set(self.stage_to_rank_map) != {str(stage) for stage in stages}:
             raise StrategyError(
                 f"module_to_stage_map has stages {sorted(stages)}, stage_to_rank_map has "
                 f"{list(self.stage_to_rank_map)}: they must be the same"
@@ -108,13 +107,18 @@ def from_strategy(strategy: Strategy) -> PipeDreamPlan:
     """One module per stage and one for the loss, as PipeDream generates them.
 
     Raises:
-        StrategyError: a stage that is more than replicated, which the format cannot hold, or one
-            without operators.
+        StrategyError: a stage that is more than replicated, or in unequal shares, which the format
+            cannot hold, or one without operators.
     """
     ranks: dict[int, list[int]] = {}
     for name, plan in strategy.operators.items():
         cut = plan.partition.get(SAMPLE, 1)
-        if n_parts(cut) != len(plan.devices) or len(set(plan.devices)) != len(plan.devices):
+        if isinstance(cut, list):
+            raise StrategyError(
+                f"operator {name!r} is cut into shares {cut}: a PipeDream plan holds equal "
+                "replicas only"
+            )
+        if cut != len(plan.devices) or len(set(plan.devices)) != len(plan.devices):
             raise StrategyError(
                 f"operator {name!r} is cut into {plan.partition}: a PipeDream plan holds "
                 "replicas only"

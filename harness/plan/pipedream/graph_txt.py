@@ -1,4 +1,4 @@
-"""PipeDream's graph.txt: per-operator times and sizes of one minibatch, read and written.
+"""PipeDream's graph.txt: per-operator times and sizes of one minibatch.
 
     node12 -- Conv2d(128, 256, ...) -- forward_compute_time=10.814, backward_compute_time=18.335,
         activation_size=411041792.000, parameter_size=1180672.000[ -- stage_id=0]     (one line)
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from harness.domain.graph import Attribute, Graph, Operator
 from harness.domain.profile import Measurement, Profile
@@ -53,7 +52,7 @@ class _Node:
     description: str
     forward_s: float
     backward_s: float
-    activations: list[float]
+    activation_bytes: float
     parameter_bytes: float
     stage_id: int | None
     producers: list[str] = field(default_factory=list)
@@ -110,48 +109,6 @@ def parse_graph_txt(
     return graph, Profile(model=name, measurements=points, provenance={"source": source})
 
 
-def load_graph_txt(
-    path: Path, *, batch: int | None = None, device_kind: str = "device"
-) -> tuple[Graph, Profile]:
-    """Read a profile file; the model is named after the file.
-
-    Raises:
-        GraphError: missing or malformed; names the path.
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise GraphError(f"profile {path}: {error}") from None
-    return parse_graph_txt(
-        text, name=path.stem, batch=batch, device_kind=device_kind, source=str(path)
-    )
-
-
-def format_graph_txt(
-    graph: Graph, profile: Profile, *, stage_of: dict[str, int] | None = None
-) -> str:
-    """Print what `parse_graph_txt` reads back equal.
-
-    Args:
-        stage_of: stage number by operator name; None keeps the numbers that were read.
-
-    Raises:
-        GraphError: the profile lacks an operator.
-    """
-    points = {point.operator: point for point in profile.measurements}
-    lines = []
-    for operator in graph.operators:
-        point = points.get(operator.profile_key)
-        if point is None:
-            raise GraphError(f"the profile of {profile.model!r} lacks operator {operator.name!r}")
-        stage = operator.attrs.get("stage_id") if stage_of is None else stage_of.get(operator.name)
-        suffix = "" if stage is None else f" -- stage_id={stage}"
-        lines.append(_format_node(operator, point) + suffix)
-    for operator in graph.operators:
-        lines.extend(f"\t{producer} -- {operator.name}" for producer in operator.inputs)
-    return "\n".join(lines) + "\n"
-
-
 def _parse_edge(line: str, where: str) -> tuple[str, str]:
     ends = [part.strip() for part in line.split("--")]
     if len(ends) != 2 or not all(ends):
@@ -173,13 +130,15 @@ def _parse_node(line: str, where: str) -> _Node:
         key: [_parse_number(item, key, parts[0], where) for item in _items(values[key])]
         for key in _FIELDS
     }
-    forward_ms, backward_ms, _, parameter_bytes = (sum(numbers[key]) for key in _FIELDS)
+    forward_ms, backward_ms, activation_bytes, parameter_bytes = (
+        sum(numbers[key]) for key in _FIELDS
+    )
     return _Node(
         name=parts[0],
         description=parts[1],
         forward_s=forward_ms / 1e3,
         backward_s=backward_ms / 1e3,
-        activations=numbers["activation_size"],
+        activation_bytes=activation_bytes,
         parameter_bytes=parameter_bytes,
         stage_id=_parse_stage(parts[3], where) if len(parts) == 4 else None,
     )
@@ -211,8 +170,6 @@ def _operator(node: _Node, shape: dict[str, int]) -> Operator:
     match = _NAME.match(node.description)
     word = match.group() if match else ""
     attrs: dict[str, Attribute] = {"description": node.description}
-    if len(node.activations) > 1:
-        attrs["activation_parts"] = [round(n) for n in node.activations]
     if node.stage_id is not None:
         attrs["stage_id"] = node.stage_id
     linear = _LINEAR.search(node.description)
@@ -224,27 +181,6 @@ def _operator(node: _Node, shape: dict[str, int]) -> Operator:
         inputs=node.producers,
         shape=shape,
         parameter_bytes=round(node.parameter_bytes),
-        activation_bytes=round(sum(node.activations)),
+        activation_bytes=round(node.activation_bytes),
         attrs=attrs,
     )
-
-
-def _format_node(operator: Operator, point: Measurement) -> str:
-    parts = operator.attrs.get("activation_parts")
-    if isinstance(parts, list):
-        activation = "[" + "; ".join(f"{float(n):.1f}" for n in parts) + "]"
-    else:
-        activation = f"{operator.activation_bytes:.3f}"
-    description = operator.attrs.get("description", operator.kind)
-    return (
-        f"{operator.name} -- {description} -- "
-        f"forward_compute_time={_format_ms(point.forward_s)}, "
-        f"backward_compute_time={_format_ms(point.backward_s)}, "
-        f"activation_size={activation}, parameter_size={operator.parameter_bytes:.3f}"
-    )
-
-
-def _format_ms(seconds: float) -> str:
-    """Three digits as PipeDream prints, or as many as reading the same seconds back takes."""
-    short = f"{seconds * 1e3:.3f}"
-    return short if float(short) / 1e3 == seconds else f"{seconds * 1e3:.17g}"

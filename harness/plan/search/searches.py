@@ -52,13 +52,15 @@ class Searches:
         self._spaces: dict[int, Space] = {}
 
     def run(self) -> None:
-        """Pipelines, then per-operator searches for the most promising flows."""
+        """Pipelines, then per-operator searches for the most promising flows, as time allows."""
         if self.simulator.cluster.n_devices > 1:
             self._pipelines(self.budget // 4)
         flows = self._flows()
-        for flow in flows[:1]:
-            self._exhaust(flow)
+        if not self.objective.is_out_of_time():
+            self._exhaust(flows[0])
         for k, flow in enumerate(flows):
+            if self.objective.is_out_of_time():
+                return
             share = self.budget // 2 if k == 0 else self.budget // (4 * max(1, len(flows) - 1))
             self._chains(flow, share)
 
@@ -78,6 +80,8 @@ class Searches:
         objective, end = self.objective, self.objective.n_proposals + budget
         fastest_s = math.inf
         for n_microbatches in self.counts:
+            if objective.is_out_of_time():
+                return
             method = f"{PIPELINES}, {n_microbatches} microbatches"
             objective.start(method, budget=end - objective.n_proposals)
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
@@ -96,10 +100,11 @@ class Searches:
                 if objective.memory_binds:
                     search.judge(pipeline, objective, recompute=True)
             found = objective.best_of.get(method)
-            if found is not None and found.step_s < fastest_s:
-                fastest_s = found.step_s
-                scores = [search.judge(pipeline, objective) for pipeline in candidates[:8]]
-                search.refine(candidates[scores.index(min(scores))], objective)
+            if found is None or found.step_s >= fastest_s or objective.is_out_of_time():
+                continue
+            fastest_s = found.step_s
+            scores = [search.judge(pipeline, objective) for pipeline in candidates[:8]]
+            search.refine(candidates[scores.index(min(scores))], objective)
 
     def _space(self, n_microbatches: int) -> Space:
         """What suits the smallest microbatch suits all."""
@@ -143,7 +148,7 @@ class Searches:
         each = max(1, min(budget // (2 * N_CHAINS), max(200, 10 * n_choices)))
         draw = random.Random(self.seed)
         k = 0
-        while objective.n_proposals < end:
+        while objective.n_proposals < end and not objective.is_out_of_time():
             start = (
                 starts[k]
                 if k < len(starts)
@@ -152,11 +157,11 @@ class Searches:
             objective.start(name, budget=min(each, end - objective.n_proposals))
             chain = Chain(trial, space, objective, seed=1000 * self.seed + 10 * k, turn=k)
             reached = chain.run(start)
+            if objective.is_out_of_time():
+                return
             objective.start(name, budget=min(each, max(1, end - objective.n_proposals)))
             descend(trial, space, objective, reached)
             k += 1
-            if objective.is_out_of_time():
-                return
 
     def _starts(self, space: Space) -> list[dict[int, OperatorPlan]]:
         """The best single-stage strategies so far, as far as the space has their plans."""

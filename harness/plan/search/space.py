@@ -93,25 +93,31 @@ class Space:
         for dim in dims:
             if shape[dim] >= n and dim != "width":
                 yield {dim: n}
-        has_copies = may_have_copies(self._costs.graph.operators[op])
-        if n > 1 and has_copies:
+        if n > 1 and may_have_copies(self._costs.graph.operators[op]):
             yield {REPLICA: n}
-        shares = self._shares(op, devices)
-        if shares is not None and SAMPLE in dims:
-            yield {SAMPLE: shares}
+        if SAMPLE in dims:
+            shares = self._shares(op, devices)
+            if shares is not None:
+                yield {SAMPLE: shares}
+            yield from self._mixed_cuts(op, n, dims)
+
+    def _mixed_cuts(self, op: int, n: int, dims: list[str]) -> Iterator[dict[str, Cut]]:
+        """By samples and another of `dims`, or by samples and copies."""
+        shape = self._costs.units(op)
         second = [dim for dim in ("feature", HEADS, CONTRACTION) if dim in dims]
+        fewer = [a for a in range(2, n // 2 + 1) if n % a == 0 and shape[SAMPLE] >= a]
         for dim in second:
-            for a in range(2, n // 2 + 1):
-                if n % a == 0 and shape[SAMPLE] >= a and shape[dim] >= n // a:
+            for a in fewer:
+                if shape[dim] >= n // a:
                     yield {SAMPLE: a, dim: n // a}
-        for a in range(2, n // 2 + 1 if has_copies and SAMPLE in dims else 0):
-            if n % a == 0 and shape[SAMPLE] >= a:
+        if may_have_copies(self._costs.graph.operators[op]):
+            for a in fewer:
                 yield {SAMPLE: a, REPLICA: n // a}
 
     def _shares(self, op: int, devices: tuple[int, ...]) -> list[int] | None:
         """Samples in proportion to how fast each device runs this operator; None when alike."""
         whole = tuple((0, size) for size in self._costs.shapes[op].values())
-        samples = self._costs.units(op).get(SAMPLE, 1)
+        samples = self._costs.units(op)[SAMPLE]
         if samples < len(devices):
             return None
         times = [self._costs.times.block_s(op, whole, device) for device in devices]

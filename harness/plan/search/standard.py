@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.domain.partition import SAMPLE
-from harness.domain.sharding import full_shape
 from harness.domain.strategy import Strategy
 from harness.plan import builders
 from harness.plan.pipelines import balanced_pipeline, usual_microbatches
@@ -50,16 +48,8 @@ def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
 
 
 def microbatch_counts(simulator: Simulator, batch: int) -> list[int]:
-    """Powers of two and the usual multiples of the devices that leave every operator a sample per
-    microbatch, up to four per device."""
+    """Powers of two and the usual multiples of the devices, up to four for each device, or eight,
+    and to the samples of the batch."""
     most = max(8, 4 * simulator.cluster.n_devices)
     powers = [2**k for k in range(most.bit_length()) if 2**k <= min(most, batch)]
-
-    def has_samples(n: int) -> bool:
-        shapes = (
-            full_shape(op, batch=batch // n, graph_batch=simulator.graph.batch)
-            for op in simulator.graph.operators
-        )
-        return all(shape.get(SAMPLE, 1) >= 1 for shape in shapes)
-
-    return sorted(filter(has_samples, {*powers, *usual_microbatches(simulator, batch)}))
+    return sorted({*powers, *usual_microbatches(simulator, batch)})

@@ -62,7 +62,8 @@ class BlockTimes:
             sizes = dict(zip(self._shapes[op], key[2], strict=True))
             kind = self._devices[device].kind
             samples = sizes.get("sample", self._samples)
-            pace = self._profile.pace(self._graph_hash, kind, samples)
+            dtype = self._times.dtype_of(operator)
+            pace = self._profile.pace(self._graph_hash, kind, samples, dtype)
             speed = self._devices[device].speed / pace
             shown = output_sizes(operator, sizes)
             is_whole = all(sizes[dim] == self._shapes[op][dim] for dim in sizes if dim not in shown)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from harness.plan.simulate import order, restart
+from harness.plan.simulate import order
 from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.jitter import Jitter
 from harness.plan.simulate.reductions import price_reductions
@@ -27,40 +27,79 @@ class Lowered:
 
     Attributes:
         waits: by task, how many others it waits for.
-        rows: (n_rows,) operator * n_devices + device of each row; `row_at` is its inverse.
+        rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
-        held: by task, bytes held while it runs.
         joined: (n_devices,) bytes that products keep of a step's microbatches for their weights.
     """
 
     work: Work
     links: Links
     waits: Ints
-    flow: Flow
     edges: Edges
     buckets: Buckets
     rows: Ints
-    row_at: Ints
     last: Ints
     peak: Floats
-    held: Floats
     joined: Floats
 
 
 def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
-    network = simulator.network
     rows, row_at = _number_rows(tables.active)
-    from_row, to_row = row_at[edges.source], row_at[edges.target]
-    fetched = edges.n_bytes * edges.goes
-    received = np.bincount(to_row, weights=fetched, minlength=len(rows))
+    following, first, last, gate, peak = _ordered(tables, flow, rows, row_at)
+    gradients = _gradients(simulator, tables, flow, rows)
+    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
+    seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
+        simulator, tables, rows, row_at
+    )
     returns = edges.returns & simulator.returns[edges.source // n_devices]
+    found = Work(
+        n_microbatches=flow.n_microbatches,
+        device_of=rows % n_devices,
+        seconds=seconds,
+        following=following,
+        first=first,
+        gate=gate,
+        edge_source=row_at[edges.source],
+        edge_target=row_at[edges.target],
+        edge_bytes=edges.n_bytes * tables.mean_size,
+        edge_crowding=np.where(edges.crosses, simulator.network.crowding, 1.0),
+        edge_messages=_messages(simulator, edges, n_devices),
+        edge_goes=edges.goes,
+        edge_returns=returns,
+        trigger_task=triggers[0],
+        trigger_bucket=triggers[1],
+        **_cluster_columns(simulator),
+        **_sum_columns(simulator, edges.sums, row_at),
+        **_reduction_columns(simulator, tables),
+        **_jitter_columns(simulator, tables, flow, rows, seconds, returns),
+    )
+    return Lowered(
+        work=found,
+        links=link(found),
+        waits=count_waits(found),
+        edges=edges,
+        buckets=buckets,
+        rows=rows,
+        last=last,
+        peak=peak,
+        joined=np.bincount(
+            rows % n_devices, weights=gradients.kept_bytes, minlength=n_devices
+        ).astype(float),
+    )
+
+
+def _ordered(tables: Tables, flow: Flow, rows: Ints, row_at: Ints) -> tuple[Any, ...]:
+    """What `order.order_tasks` returns."""
+    n_devices, edges = tables.n_devices, tables.edge_rows()
+    to_row, fetched = row_at[edges.target], edges.n_bytes * edges.goes
+    received = np.bincount(to_row, weights=fetched, minlength=len(rows))
     stage_of = _stages(tables, flow)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
-    following, first, last, gate, peak, held = order.order_tasks(
+    found: tuple[Any, ...] = order.order_tasks(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
         tables.output_bytes.ravel()[rows] + received,
@@ -73,91 +112,84 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         flow.actions,
         flow.split_weight,
     )
-    gradients = _gradients(simulator, tables, flow, rows)
-    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
-    sums = edges.sums
+    return found
+
+
+def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
+    """Fields of `Work` that no strategy changes."""
+    network, devices = simulator.network, simulator.cluster.devices
+    return {
+        "n_resources": network.n_resources,
+        "latency": network.latency_s,
+        "bandwidth": network.bandwidth,
+        "nic": network.nic,
+        "node_of": network.node_of,
+        "host_s_per_byte": np.array([one.host_s_per_byte for one in devices]),
+        "reduce_s_per_byte": np.array([one.reduce_s_per_byte for one in devices]),
+        "host_s_per_message": np.array([one.host_s_per_message for one in devices]),
+    }
+
+
+def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dict[str, Any]:
+    """Fields of `Work` about all-reduces in the middle of a microbatch."""
+    source_ptr, sources = _lists([one.sources for one in sums], row_at)
+    target_ptr, targets = _lists([one.targets for one in sums], row_at)
+    returns = [
+        bool(one.is_norm or simulator.returns[one.operator]) and one.n_rounds[1] > 0 for one in sums
+    ]
+    return {
+        "sum_is_norm": np.array([one.is_norm for one in sums], dtype=np.bool_),
+        "sum_goes": np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
+        "sum_returns": np.array(returns, dtype=np.bool_),
+        "sum_source_ptr": source_ptr,
+        "sum_source": sources,
+        "sum_target_ptr": target_ptr,
+        "sum_target": targets,
+    }
+
+
+def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
+    """Fields of `Work` about what all-reduces take."""
+    buckets = tables.buckets()
     prices = price_reductions(
-        network,
-        sums,
+        simulator.network,
+        tables.edge_rows().sums,
         zip(buckets.groups, buckets.n_bytes.astype(int).tolist(), strict=True),
         tables.mean_size,
     )
-    source_ptr, sources = _lists([one.sources for one in sums], row_at)
-    target_ptr, targets = _lists([one.targets for one in sums], row_at)
-    devices = simulator.cluster.devices
-    seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
-        simulator, tables, rows, row_at
-    )
-    jitter = simulator.jitter
+    return {
+        "reduce_seconds": prices.seconds,
+        "reduce_ptr": prices.ptr,
+        "reduce_resource": prices.resource,
+        "reduce_occupied": prices.occupied,
+        "reduce_host_bytes": prices.host_bytes,
+        "group_ptr": prices.group_ptr,
+        "group": prices.group,
+    }
+
+
+def _jitter_columns(
+    simulator: Simulator,
+    tables: Tables,
+    flow: Flow,
+    rows: Ints,
+    seconds: Floats,
+    returns: npt.NDArray[np.bool_],
+) -> dict[str, Any]:
+    """Fields of `Work` about how much computing deviates."""
+    jitter, edges, n_devices = simulator.jitter, tables.edge_rows(), tables.n_devices
     both_ways = seconds[order.FORWARD] + seconds[order.BACKWARD]
     computing_s: Floats = np.bincount(
         rows % n_devices, weights=both_ways, minlength=n_devices
     ).astype(float)
-    variances = _transfer_jitter(jitter, computing_s, edges, returns)
-    found = Work(
-        n_microbatches=flow.n_microbatches,
-        n_resources=network.n_resources,
-        device_of=rows % n_devices,
-        seconds=seconds,
-        following=following,
-        first=first,
-        gate=gate,
-        edge_source=from_row,
-        edge_target=to_row,
-        edge_bytes=edges.n_bytes * tables.mean_size,
-        edge_crowding=np.where(edges.crosses, network.crowding, 1.0),
-        edge_messages=_messages(simulator, edges, n_devices),
-        edge_goes=edges.goes,
-        edge_returns=returns,
-        latency=network.latency_s,
-        sender_variance=variances[0],
-        own_variance=variances[1],
-        bandwidth=network.bandwidth,
-        nic=network.nic,
-        node_of=network.node_of,
-        host_s_per_byte=np.array([one.host_s_per_byte for one in devices]),
-        reduce_s_per_byte=np.array([one.reduce_s_per_byte for one in devices]),
-        host_s_per_message=np.array([one.host_s_per_message for one in devices]),
-        sum_is_norm=np.array([one.is_norm for one in sums], dtype=np.bool_),
-        sum_goes=np.array([one.n_rounds[0] > 0 for one in sums], dtype=np.bool_),
-        sum_returns=np.array(
-            [
-                bool(one.is_norm or simulator.returns[one.operator]) and one.n_rounds[1] > 0
-                for one in sums
-            ],
-            dtype=np.bool_,
+    sender_variance, own_variance = _transfer_jitter(jitter, computing_s, edges, returns)
+    return {
+        "sender_variance": sender_variance,
+        "own_variance": own_variance,
+        "reduce_jitter": _group_jitter(
+            jitter, edges.sums, tables.buckets(), computing_s, flow.n_microbatches
         ),
-        sum_source_ptr=source_ptr,
-        sum_source=sources,
-        sum_target_ptr=target_ptr,
-        sum_target=targets,
-        reduce_seconds=prices.seconds,
-        reduce_jitter=_group_jitter(jitter, sums, buckets, computing_s, flow.n_microbatches),
-        reduce_ptr=prices.ptr,
-        reduce_resource=prices.resource,
-        reduce_occupied=prices.occupied,
-        reduce_host_bytes=prices.host_bytes,
-        group_ptr=prices.group_ptr,
-        group=prices.group,
-        trigger_task=triggers[0],
-        trigger_bucket=triggers[1],
-    )
-    return Lowered(
-        work=found,
-        links=link(found),
-        waits=count_waits(found),
-        flow=flow,
-        edges=edges,
-        buckets=buckets,
-        rows=rows,
-        row_at=row_at,
-        last=last,
-        peak=peak,
-        held=held,
-        joined=np.bincount(
-            rows % n_devices, weights=gradients.kept_bytes, minlength=n_devices
-        ).astype(float),
-    )
+    }
 
 
 def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
@@ -343,52 +375,3 @@ def _triggers(
 def _lists(places: list[tuple[int, ...]], row_at: Ints) -> tuple[Ints, Ints]:
     ends = np.concatenate([[0], np.cumsum([len(own) for own in places])]).astype(np.int64)
     return ends, row_at[np.array([place for own in places for place in own], dtype=np.int64)]
-
-
-def untouched(before: Lowered, log: Ints, after: Lowered) -> Ints:
-    """Events of the last run that come first in the next one too (see `restart`)."""
-    mapping = restart.Mapping(
-        row=after.row_at[before.rows],
-        edge=_map_edges(before.edges, after.edges),
-        sum=_map_sums(before.edges, after.edges),
-        bucket=_map_buckets(before.buckets, after.buckets),
-    )
-    found: Ints = restart.untouched_prefix(
-        log,
-        before.work,
-        before.links,
-        before.waits,
-        after.work,
-        after.links,
-        after.waits,
-        mapping,
-    )
-    return found
-
-
-def _map_edges(before: Edges, after: Edges) -> Ints:
-    """Edge rows of fans that have not changed are shifted as a whole."""
-    if before is after:
-        return np.arange(len(before.source))
-    counts = np.diff(before.first)
-    pairs = zip(before.fans, after.fans, strict=True)
-    same = np.array([a is b for a, b in pairs], dtype=np.bool_)
-    moved = np.arange(len(before.source)) + np.repeat(after.first[:-1] - before.first[:-1], counts)
-    return np.where(np.repeat(same, counts), moved, order.NONE)
-
-
-def _map_sums(before: Edges, after: Edges) -> Ints:
-    found: list[int] = []
-    first = 0
-    for own, now in zip(before.fans, after.fans, strict=True):
-        found += [first + k if own is now else order.NONE for k in range(len(own.sums))]
-        first += len(now.sums)
-    return np.array(found, dtype=np.int64)
-
-
-def _map_buckets(before: Buckets, after: Buckets) -> Ints:
-    if before is after:
-        return np.arange(len(before.groups))
-    place: dict[Any, int] = {identity: k for k, identity in enumerate(after.identities)}
-    found = [place.get(identity, order.NONE) for identity in before.identities]
-    return np.array(found, dtype=np.int64)

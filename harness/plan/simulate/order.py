@@ -17,6 +17,22 @@ N_PASSES = 4
 NONE = -1
 
 
+@njit(cache=True, inline="always")
+def _held_bytes(
+    what: int, again: bool, split_weight: bool, kept_bytes: float, outside_bytes: float
+) -> Any:
+    """Bytes of activations that a task takes when it begins, and those that its end frees.
+
+    Args:
+        again: its stage recomputes.
+    """
+    if what == FORWARD:
+        return kept_bytes, kept_bytes - outside_bytes if again else 0.0
+    if what == RECOMPUTE:
+        return kept_bytes - outside_bytes, 0.0
+    return 0.0, kept_bytes if what == (WEIGHT if split_weight else BACKWARD) else 0.0
+
+
 @njit(cache=True)
 def order_tasks(
     n_microbatches: int,
@@ -39,13 +55,11 @@ def order_tasks(
         gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last before
             the action ahead of its own.
         peak: (D,) most bytes of activations held at once.
-        held: (n_tasks,) bytes held while the task runs.
     """
     rows, n_devices = len(kept_bytes), row_at.shape[1]
     n_tasks = N_PASSES * n_microbatches * rows
     following = np.full(n_tasks, NONE, np.int64)
     gate = np.full(n_tasks, NONE, np.int64)
-    held = np.zeros(n_tasks)
     first = np.full(n_devices, NONE, np.int64)
     last = np.full(n_devices, NONE, np.int64)
     peak = np.zeros(n_devices)
@@ -60,11 +74,10 @@ def order_tasks(
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
             again = recompute[stage]
             before_previous, before_this = before_this, last[device]
-            for run in range(2):
+            for what in (RECOMPUTE, kind):
                 # A backward action of a recomputing stage runs its forward once more first.
-                if run == 0 and not (kind == BACKWARD and again):
+                if what == RECOMPUTE and not (kind == BACKWARD and again):
                     continue
-                what = RECOMPUTE if run == 0 else kind
                 for k in range(high - low):
                     forwards = what in (FORWARD, RECOMPUTE)
                     op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
@@ -72,18 +85,11 @@ def order_tasks(
                     if row == NONE:
                         continue
                     task = (what * n_microbatches + microbatch) * rows + row
-                    freed = 0.0
-                    if what == FORWARD and again:
-                        memory += kept_bytes[row]
-                        freed = kept_bytes[row] - outside_bytes[row]
-                    elif what == FORWARD:
-                        memory += kept_bytes[row]
-                    elif what == RECOMPUTE:
-                        memory += kept_bytes[row] - outside_bytes[row]
-                    elif what == (WEIGHT if split_weight else BACKWARD):
-                        freed = kept_bytes[row]
+                    taken, freed = _held_bytes(
+                        what, again, split_weight, kept_bytes[row], outside_bytes[row]
+                    )
                     gate[task] = before_previous
-                    held[task] = memory
+                    memory += taken
                     peak[device] = max(peak[device], memory)
                     memory -= freed
                     if last[device] == NONE:
@@ -91,4 +97,4 @@ def order_tasks(
                     else:
                         following[last[device]] = task
                     last[device] = task
-    return following, first, last, gate, peak, held
+    return following, first, last, gate, peak

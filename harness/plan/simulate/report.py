@@ -1,4 +1,4 @@
-"""A simulation as records like a measured run's, memory over time, and an explanation in words."""
+"""A simulation as records like a measured run's, and an explanation in words."""
 
 from __future__ import annotations
 
@@ -128,17 +128,6 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
         begin = float(out.device_begin_s[rank])
         own.append(Span(kind="step", step=step, start_s=begin, duration_s=out.step_s))
     return found
-
-
-def memory_over_time(simulation: Simulation, device: int) -> list[tuple[float, int]]:
-    """(seconds, bytes) of a device at the start of each of its tasks; static bytes included."""
-    out = simulation.outcome
-    base = float(out.static_bytes[device])
-    return [
-        (event.start_s, round(base + float(out.held[event.task])))
-        for event in events(simulation)
-        if event.kind != "communication" and event.ranks == (device,)
-    ]
 
 
 def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:

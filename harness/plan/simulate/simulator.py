@@ -32,8 +32,6 @@ from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
 if TYPE_CHECKING:
     from harness.plan.simulate.lowering import Lowered
 
-_NO_EVENTS: Ints = np.zeros(0, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -61,7 +59,6 @@ class Outcome:
     finish: Floats
     cause: Ints
     busy: Floats
-    held: Floats
     rows: Ints
     seconds: Floats
     edge_source: Ints
@@ -140,12 +137,6 @@ class Trial:
     """A strategy under change: tables, plans by operator's position, and the flow.
 
     `replace` does not validate: the search proposes only what is valid.
-
-    Args:
-        restarts: whether `outcome` begins where changes since its last call take effect.
-
-    Attributes:
-        n_events, n_replayed: events of the last outcome, and how many of them the one before gave.
     """
 
     def __init__(
@@ -157,7 +148,6 @@ class Trial:
         n_microbatches: int = 1,
         schedule: ScheduleName = "gpipe",
         stages: Sequence[Stage] = (Stage(),),
-        restarts: bool = True,
     ) -> None:
         self.simulator = simulator
         samples = -(-batch // n_microbatches)
@@ -174,9 +164,6 @@ class Trial:
         self.schedule: ScheduleName = schedule
         self._flow: Flow | None = None
         self._stage_key: object = None
-        self._restarts = restarts
-        self._last_run: tuple[Lowered, Ints] | None = None
-        self.n_replayed = self.n_events = 0
 
     @classmethod
     def from_strategy(cls, simulator: Simulator, strategy: Strategy) -> Trial:
@@ -241,8 +228,7 @@ class Trial:
         return lowering.lower(self.simulator, self.tables, self._current_flow())
 
     def outcome(self) -> Outcome:
-        """Run the events of a step: only those from the first on that changes since the last call
-        touch.
+        """Run the events of a step.
 
         Of a pipeline the step after it is run too, and that is the outcome: each device begins it
         as soon as it is done with its own part of the one before, as the executor's ranks do, so
@@ -252,17 +238,13 @@ class Trial:
         tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
         optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
-        prefix = self._prefix(lowered)
         begin: Floats = np.zeros(tables.n_devices)
-        ran, log = _run(lowered, begin, prefix)
-        if self._restarts:
-            self._last_run = lowered, log
-        self.n_replayed, self.n_events = len(prefix), len(log)
+        ran = _run(lowered, begin)
         if len(self.stages) > 1:
             works = lowered.work.first >= 0
             done = ran.device_end_s + optimizer
             begin = np.where(works, done - done[works].min(), 0.0)
-            ran, _ = _run(lowered, begin)
+            ran = _run(lowered, begin)
         static = weights * (2 + simulator.options.n_optimizer_states)
         edges = lowered.edges
         return Outcome(
@@ -276,7 +258,6 @@ class Trial:
             finish=ran.finish,
             cause=ran.cause,
             busy=ran.busy,
-            held=lowered.held,
             rows=lowered.rows,
             seconds=lowered.work.seconds,
             edge_source=edges.source,
@@ -286,21 +267,6 @@ class Trial:
             sums=edges.sums,
             buckets=lowered.buckets,
         )
-
-    def _prefix(self, lowered: Lowered) -> Ints:
-        """Events to replay. Where transfers slow computation down, the order is not known; where
-        computing deviates, what one device computes changes what others wait for from the start.
-        """
-        from harness.plan.simulate import lowering
-        from harness.plan.simulate.processors import takes_computing
-
-        is_known = not takes_computing(lowered.work) and not self.simulator.jitter.is_measured
-        if self._last_run is None or not is_known:
-            return _NO_EVENTS
-        before, log = self._last_run
-        if before.flow is not lowered.flow:
-            return _NO_EVENTS
-        return lowering.untouched(before, log, lowered)
 
 
 class _Ran(NamedTuple):
@@ -313,16 +279,16 @@ class _Ran(NamedTuple):
     device_end_s: Floats
 
 
-def _run(lowered: Lowered, begin: Floats, prefix: Ints = _NO_EVENTS) -> tuple[_Ran, Ints]:
-    """Run the events where devices begin at given times; with the log for the next `_prefix`."""
+def _run(lowered: Lowered, begin: Floats) -> _Ran:
+    """Run the events where devices begin at given times."""
     from harness.plan.simulate import kernels
 
-    start, finish, cause, busy, log = kernels.run_events(
-        lowered.work, lowered.links, lowered.waits, begin, prefix
+    start, finish, cause, busy = kernels.run_events(
+        lowered.work, lowered.links, lowered.waits, begin
     )
     ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets))
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
-    return _Ran(start, finish, cause, busy, ends), log
+    return _Ran(start, finish, cause, busy, ends)
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
@@ -342,13 +308,9 @@ def _needs_gradient(graph: Graph) -> npt.NDArray[np.bool_]:
 
 
 def compile_events(simulator: Simulator, strategy: Strategy) -> None:
-    """Have the event loops ready, the one that restarts too: compiling them takes seconds of
-    processor time once on a machine, which is no time of a search."""
-    trial = Trial.from_strategy(simulator, strategy)
-    trial.outcome()
-    op, plan = next(iter(trial.tables.plans.items()))
-    trial.replace(op, OperatorPlan(dict(plan.partition), list(plan.devices), plan.stage))
-    trial.outcome()
+    """Have the event loop ready: compiling it takes seconds of processor time once on a machine,
+    which is no time of a search."""
+    Trial.from_strategy(simulator, strategy).outcome()
 
 
 @dataclass(frozen=True)

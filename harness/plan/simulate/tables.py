@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -58,15 +57,6 @@ class Buckets:
     end_device: Ints
     end_bucket: Ints
 
-    @cached_property
-    def identities(self) -> list[tuple[object, ...]]:
-        """What makes each bucket the same one in another strategy."""
-        sizes = self.n_bytes.tolist()
-        return [
-            (tuple(members), group, n_bytes)
-            for members, group, n_bytes in zip(self.members, self.groups, sizes, strict=True)
-        ]
-
 
 @dataclass(frozen=True)
 class Edges:
@@ -78,10 +68,8 @@ class Edges:
         goes, returns: whether it travels forward, and whether its gradient comes back.
         index: number of the graph's edge.
         crosses: whether flows share interfaces at both ends (see `Fan`).
-        first: (n_fans + 1,) where each fan's begin.
     """
 
-    fans: tuple[Fan, ...]
     source: Ints
     target: Ints
     n_bytes: Floats
@@ -90,7 +78,6 @@ class Edges:
     returns: npt.NDArray[np.bool_]
     index: Ints
     crosses: npt.NDArray[np.bool_]
-    first: Ints
     sums: tuple[Sum, ...]
 
 
@@ -242,9 +229,8 @@ class Tables:
                 self._edges = None
         self._stale.clear()
         if self._edges is None:
-            fans = tuple(self._fans[op] for op in self._placed)
+            fans = [self._fans[op] for op in self._placed]
             self._edges = Edges(
-                fans=fans,
                 source=np.concatenate([fan.source for fan in fans]),
                 target=np.concatenate([fan.target for fan in fans]),
                 n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
@@ -253,7 +239,6 @@ class Tables:
                 returns=np.concatenate([fan.returns for fan in fans]),
                 index=np.concatenate([fan.edge for fan in fans]),
                 crosses=np.concatenate([fan.crosses for fan in fans]),
-                first=_pointers([fan.source for fan in fans]),
                 sums=tuple(one for fan in fans for one in fan.sums),
             )
         return self._edges

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive_prediction import device_names
+from harness.domain.run import device_names
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import LIMIT, bar_panels, joint_legend, label_bars, mark_failed
@@ -40,7 +40,7 @@ def _predicted_peak(case: TrainingCase, catalog: Catalog) -> tuple[float, int, i
     """Bytes, rank and limit of the device that is predicted to be the fullest."""
     peaks = []
     for run in case.case.runs:
-        names = device_names(run.header)
+        names = device_names(run.header.ranks)
         plan = catalog.plans.get(run.path)
         of_device = plan.prediction.memory_bytes if plan and plan.prediction else {}
         peaks += [

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
+# Of a box with ranks, as shares of the axis.
+_PADDING, _LETTER = 0.016, 0.01
 SHOWN = ("compute", "exposed_communication")
 COLUMNS = [
     "model",
@@ -59,7 +61,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
-    """A row of numbered dots per case, one dot for each rank; ranks that agree share a number."""
+    """A row of numbers per case, one for each rank; ranks that agree share a box."""
     groups = list(table.groupby("model", sort=True))
     sizes = [rows["label"].nunique() for _, rows in groups]
     panels = bar_panels(canvas, sizes, extra_in=1.0)
@@ -74,7 +76,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     for y, (_, case) in enumerate(cases):
         values = shares[case.index].sort_values()
         axes.plot([values.iloc[0], values.iloc[-1]], [y, y], color="#C8CCD2", linewidth=2, zorder=1)
-        for value, words in _together(values, case["rank"], 0.025 * span):
+        for value, words in _together(values, case["rank"], span):
             axes.annotate(
                 words, (value, y), ha="center", va="center", fontsize=7, color="white",
                 bbox={"boxstyle": "round,pad=0.25", "facecolor": SERIES[0], "edgecolor": "white"},
@@ -82,19 +84,34 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     axes.axvline(0, color=LIMIT, linewidth=0.9)
     label_bars(axes, [str(label) for label, _ in cases])
     axes.set_xlim(min(shares.min(), 0) - 0.06 * span, max(shares.max(), 0) + 0.06 * span)
-    axes.set_xlabel("computing, predicted - measured, % of the measured step")
+    axes.set_xlabel(
+        "computing of each rank (its number), predicted - measured, % of its measured step"
+    )
     axes.set_title(model)
 
 
-def _together(values: pd.Series, ranks: pd.Series, near: float) -> list[tuple[float, str]]:
-    """(mean, ranks in words) of each run of ascending values that lie near each other."""
-    groups: list[list[int]] = []
-    for index, value in values.items():
-        if groups and value - values[groups[-1][0]] < near:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return [(fmean(values[group]), _ranks_in_words(sorted(ranks[group]))) for group in groups]
+def _together(values: pd.Series, ranks: pd.Series, span: float) -> list[tuple[float, str]]:
+    """(mean, ranks in words) of ascending values; those whose words would overlap are one.
+
+    Args:
+        span: of the axis, in the values' unit.
+    """
+    groups: list[list[tuple[float, int]]] = []
+    for value, rank in zip(values, ranks[values.index], strict=True):
+        groups.append([(value, rank)])
+        while len(groups) > 1 and _overlap(_placed(groups[-2]), _placed(groups[-1]), span):
+            last = groups.pop()
+            groups[-1] += last
+    return [_placed(group) for group in groups]
+
+
+def _placed(group: list[tuple[float, int]]) -> tuple[float, str]:
+    return fmean(value for value, _ in group), _ranks_in_words(sorted(rank for _, rank in group))
+
+
+def _overlap(left: tuple[float, str], right: tuple[float, str], span: float) -> bool:
+    n_letters = len(left[1]) + len(right[1])
+    return right[0] - left[0] < (_PADDING + _LETTER / 2 * n_letters) * span
 
 
 def _ranks_in_words(ranks: list[int]) -> str:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table, summa_table
 from harness.measure.statistics import Summary
-from harness.plot.catalog import Case, Catalog, TrainingCase, merged, short_kind
+from harness.plot.catalog import (
+    Case,
+    Catalog,
+    TrainingCase,
+    merged,
+    network_bytes_per_s,
+    short_kind,
+    speed_class,
+)
 from harness.plot.figure import Figure
-from harness.plot.style import MUTED, WIDTH_IN, colour_of, joint_legend, note_failures, series_style
+from harness.plot.style import (
+    LEGEND_ROW_IN,
+    MUTED,
+    WIDTH_IN,
+    colour_of,
+    joint_legend,
+    note_failures,
+    series_style,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,30 +57,72 @@ def _first_kind(case: Case) -> str:
     return f"{short_kind(first.device_kind)}/{first.n_cores:.2g}" if first else ""
 
 
+def _kinds(case: Case) -> dict[tuple[str, float], int]:
+    """Number of devices of each kind and number of cores."""
+    return Counter((short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks)
+
+
 def _device_words(case: Case) -> str:
-    kinds = {(short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks}
-    return "unlike devices" if len(kinds) > 1 else next((kind for kind, _ in kinds), "")
+    """The kind of all devices, or how many there are of each."""
+    kinds = sorted(_kinds(case).items())
+    if len(kinds) == 1:
+        return kinds[0][0][0]
+    return " + ".join(f"{n} × {kind}" for (kind, _), n in kinds)
 
 
-def _training_point(case: TrainingCase) -> ScalingPoint | None:
+def _network_words(case: Case) -> str:
+    """What joins the devices; empty for one device, and where nobody knows."""
+    if case.n_devices == 1:
+        return ""
+    if len(case.header.cluster.nodes) == 1:
+        return "one node"
+    speed = speed_class(network_bytes_per_s(case.runs[0]))
+    return "" if speed is None else f"about {10**speed:.2g} Gbit/s"
+
+
+def _setting(case: TrainingCase) -> dict[str, str]:
+    """What else must be equal in a series, in words."""
+    config, cores = case.case.header.config, [c for _, c in sorted(_kinds(case.case)) if c]
+    return {
+        "cores": " + ".join(f"{c:g}" for c in cores) + " cores" if cores else "",
+        "network": _network_words(case.case),
+        "data": str(config.get("dataset") or config.get("data") or ""),
+    }
+
+
+def _telling(cases: Iterable[TrainingCase]) -> list[str]:
+    """The parts of settings that differ between cases, where they are known."""
+    values: dict[str, set[str]] = defaultdict(set)
+    for case in cases:
+        for name, words in _setting(case).items():
+            values[name] |= {words} - {""}
+    return [name for name, found in values.items() if len(found) > 1]
+
+
+def _series(case: TrainingCase, telling: list[str]) -> str:
+    """What may be compared at several numbers of devices, as short as tells it apart."""
+    first, setting = case.first, _setting(case)
+    words = [first.strategy, first.model, first.dtype, _device_words(case.case)]
+    words += [setting[name] for name in telling]
+    return " · ".join(word for word in words if word) + f", by {first.unit}"
+
+
+def _training_point(case: TrainingCase, telling: list[str]) -> ScalingPoint | None:
     first = case.first
     durations = [s.duration for s in case.summaries if s.duration is not None]
     if not case.case.is_ok or not durations or not first.n_samples:
         return None
     time = merged(durations)
-    config = case.case.header.config
-    data = config.get("dataset") or config.get("data") or ""
-    family = f"{first.model} {first.dtype} {data} {first.unit} {_first_kind(case.case)}"
-    devices = _device_words(case.case)
+    data = _setting(case)["data"]
     return ScalingPoint(
-        family=family,
-        series=f"{first.strategy} · {first.model} · {first.dtype} · {devices}, by {first.unit}",
+        family=f"{first.model} {first.dtype} {data} {first.unit} {_first_kind(case.case)}",
+        series=_series(case, telling),
         n_devices=case.case.n_devices,
         work=first.n_samples,
         time_s=time.median,
         low_s=time.low,
         high_s=time.high,
-        is_baseline=first.strategy == "single",
+        is_baseline=case.case.n_devices == 1,
     )
 
 
@@ -123,11 +182,12 @@ def _failed(case: TrainingCase) -> dict[str, Any]:
 
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per series and number of devices for each kind of scaling; then what is not ok."""
-    points = [point for case in catalog.training if (point := _training_point(case))]
+    telling = _telling(catalog.training)
+    points = [p for case in catalog.training if (p := _training_point(case, telling))]
     points += _summa_points(catalog)
-    rows = [_row(r) for r in scaling_table(points, "strong")]
-    rows += [_row(r) for r in scaling_table(points, "weak")]
-    rows = list({(r["scaling"], r["label"], r["n_devices"], r["work"]): r for r in rows}.values())
+    results = [*scaling_table(points, "strong"), *scaling_table(points, "weak")]
+    # Series that share a baseline have its row in common.
+    rows = [_row(r) for r in {(r.scaling, r.point): r for r in results}.values()]
     rows.sort(key=lambda row: (row["scaling"], row["label"], row["n_devices"]))
     if rows:
         rows += [_failed(case) for case in catalog.training if not case.case.is_ok]
@@ -136,7 +196,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Two panels, strong and weak; the dashed line is perfect scaling."""
-    canvas.set_size_inches(WIDTH_IN, 4.8)
+    canvas.set_size_inches(WIDTH_IN, 4.0 + LEGEND_ROW_IN * table["label"].nunique())
     left, right = canvas.subplots(1, 2, sharey=True)
     markers = series_style(table["label"])
     for axes, scaling in ((left, "strong"), (right, "weak")):

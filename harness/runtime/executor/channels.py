@@ -1,8 +1,6 @@
 """Move messages between devices: sends that never block, receives posted ahead, reused buffers.
 
-On gloo every transfer has a tag of its own, so the order of posting is free. NCCL knows no tags:
-there each pair of stages on a pair of devices has a process group for each direction, and both
-sides post in the same order, which the program's order guarantees.
+What a GPU sends over gloo is copied to the host first, and what it is sent is copied to it.
 
 gloo does not say when a send is done. But what another rank sends in an action tells that it has
 read all that earlier actions of its own waited for:
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.errors import PeerError
+from harness.runtime.executor.groups import Groups
 from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.executor.timetable import Order
+from harness.runtime.executor.transfers import ends, transfers_of
 from harness.runtime.world import World
-
-_WAYS = (False, True)  # forward, backward
-
-_Pair = tuple[int, int, int, int, bool]
 
 
 class _Done:
@@ -105,21 +100,17 @@ class Channels:
     """
 
     def __init__(
-        self, world: World, messages: Iterable[Message], timeout_s: float, order: Order
+        self, world: World, messages: Sequence[Message], groups: Groups, order: Order
     ) -> None:
-        self._world, self._timeout = world, timedelta(seconds=timeout_s)
-        self._timeout_s, self._order = timeout_s, order
+        self._world, self._groups, self._order = world, groups, order
         self.buffers = Buffers(world.device)
+        is_staged = world.wire != world.device
+        self._arriving = Buffers(world.wire) if is_staged else self.buffers
+        self._transfers = transfers_of(world, messages, groups)
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
-        self._groups: dict[_Pair, Any] = {}
         self._sum_groups: dict[tuple[int, ...], Any] = {}
         self._norm_groups: dict[tuple[int, ...], Any] = {}
         self.is_muted = False
-        routes = list(messages)
-        self._n_messages = 1 + max((message.number for message in routes), default=0)
-        if world.backend == "nccl":
-            for key in sorted({_pair(m, is_backward) for m in routes for is_backward in _WAYS}):
-                self._groups[key] = dist.new_group([key[0], key[1]], timeout=self._timeout)
 
     def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Let these sets of devices add up; all ranks must call it with the same sets."""
@@ -133,10 +124,7 @@ class Channels:
         self._norm_groups = self._make_groups(one for one in sets if len(one) > 1)
 
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        return {
-            devices: dist.new_group(list(devices), timeout=self._timeout)
-            for devices in sorted(set(sets))
-        }
+        return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
 
     def add_up_norm(self, tensor: Tensor, devices: tuple[int, ...]) -> None:
         """Sum statistics over devices, in place, and wait for them; each of them calls it.
@@ -161,44 +149,30 @@ class Channels:
         """Wait until a sum is there.
 
         Raises:
-            PeerError: another rank died or took longer than the timeout.
+            PeerError: as for `wait`.
         """
         try:
-            self._wait_for(work)
+            self._transfers.wait(work)
         except RuntimeError as error:
             raise self._no_sum(what, devices, error) from error
-
-    def _wait_for(self, work: Any) -> None:
-        """The stream waits under NCCL, the host under gloo: told a timeout, NCCL would block the
-        host too; its watchdog knows the group's."""
-        if self._world.backend == "nccl":
-            work.wait()
-        else:
-            work.wait(self._timeout)
 
     def _no_sum(self, what: str, devices: tuple[int, ...], error: Exception) -> PeerError:
         return PeerError(
             f"rank {self._world.rank} waited for the sum of {what} over ranks "
             f"{list(devices)}, one of which died or did not answer within "
-            f"{self._timeout_s:g} s ({first_line(error)}): look at their logs, or raise the "
+            f"{self._groups.timeout_s:g} s ({first_line(error)}): look at their logs, or raise the "
             "timeout",
             devices,
         )
 
-    def _route(self, message: Message, microbatch: int, *, is_backward: bool) -> dict[str, Any]:
-        if self._groups:
-            return {"group": self._groups[_pair(message, is_backward)]}
-        tag = (microbatch * self._n_messages + message.number) * 2 + is_backward
-        return {"tag": tag % (2**31 - 1)}
-
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
         """Start sending; the tensor must not change until the step ends."""
-        _, reader = _ends(message, is_backward=is_backward)
         tensor = tensor.contiguous()
         if self.is_muted:
             return
-        route = self._route(message, microbatch, is_backward=is_backward)
-        work = dist.isend(tensor, reader.rank, **route)
+        _, reader = ends(message, is_backward=is_backward)
+        tensor = tensor.to(self._world.wire)
+        work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
         what = _words(message, microbatch, is_backward)
         read_at = self._order(reader.stage, microbatch, is_backward)
         self._sending[reader.rank].append(_Sent(work, tensor, what, read_at))
@@ -207,15 +181,14 @@ class Channels:
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
         """Post a receive."""
-        sender, _ = _ends(message, is_backward=is_backward)
+        sender, _ = ends(message, is_backward=is_backward)
         entries = message.carried(is_backward=is_backward)
         n_elements = sum(entry.n_elements for entry in entries)
         shape = entries[0].shape if len(entries) == 1 else (n_elements,)
-        buffer = self.buffers.take(shape, dtype)
+        buffer = self._arriving.take(shape, dtype)
         work: Any = _DONE
         if not self.is_muted:
-            route = self._route(message, microbatch, is_backward=is_backward)
-            work = dist.irecv(buffer, sender.rank, **route)
+            work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
         elif not buffer.is_floating_point():
             buffer.zero_()  # indices must be some that exist
         what = _words(message, microbatch, is_backward)
@@ -226,11 +199,22 @@ class Channels:
         """Wait until what was sent is here; give pieces back to `buffers` when done with them.
 
         Raises:
-            PeerError: the other rank died or took longer than the timeout.
+            PeerError: the other rank died or took longer than the timeout. Under NCCL nothing is
+                raised: its watchdog ends this process.
         """
         self._wait(transfer.work, transfer.what, transfer.source, "from")
+        transfer.buffer = self._brought(transfer.buffer)
         transfer.is_here = True
         self._finish_sends(transfer.source, before=transfer.sent_at)
+
+    def _brought(self, buffer: Tensor) -> Tensor:
+        """What arrived, on the device."""
+        if self._arriving is self.buffers:
+            return buffer
+        found = self.buffers.take(tuple(buffer.shape), buffer.dtype)
+        found.copy_(buffer)
+        self._arriving.give_back(buffer)
+        return found
 
     def finish_sends(self) -> None:
         """Wait until all that was sent has left.
@@ -240,11 +224,6 @@ class Channels:
         """
         for target in self._sending:
             self._finish_sends(target)
-
-    @property
-    def n_sending(self) -> int:
-        """Sends whose tensors are kept."""
-        return sum(map(len, self._sending.values()))
 
     def _finish_sends(self, target: int, before: int | None = None) -> None:
         """Wait for what a rank has read before an action of its own, or for all; let go of it."""
@@ -258,31 +237,14 @@ class Channels:
 
     def _wait(self, work: Any, what: str, peer: int, direction: str) -> None:
         try:
-            self._wait_for(work)
+            self._transfers.wait(work)
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self._world.rank} waited for {what} {direction} rank {peer}, which died or "
-                f"did not answer within {self._timeout_s:g} s ({first_line(error)}): look at rank "
-                f"{peer}'s log, or raise the timeout",
+                f"did not answer within {self._groups.timeout_s:g} s ({first_line(error)}): look "
+                f"at rank {peer}'s log, or raise the timeout",
                 [peer],
             ) from error
-
-
-class _End(NamedTuple):
-    rank: int
-    stage: int
-
-
-def _ends(message: Message, *, is_backward: bool) -> tuple[_End, _End]:
-    """Who sends and who reads."""
-    source = _End(message.source, message.source_stage)
-    target = _End(message.target, message.target_stage)
-    return (target, source) if is_backward else (source, target)
-
-
-def _pair(message: Message, is_backward: bool) -> _Pair:
-    stages = message.source_stage, message.target_stage
-    return message.source, message.target, *stages, is_backward
 
 
 def _words(message: Message, microbatch: int, is_backward: bool) -> str:

@@ -26,12 +26,14 @@ class RandomState:
     step: int = 0
     microbatch: int = 0
 
-    def generator(self, index: int, device: torch.device) -> torch.Generator:
-        """A fresh generator for operator `index`, the same whenever it is asked for."""
+    def generator(self, index: int) -> torch.Generator:
+        """A fresh generator for operator `index`, the same whenever it is asked for.
+
+        The host's: a GPU draws other numbers, which depend on how many processors it has.
+        """
         place = f"{self.seed} {self.step} {self.microbatch} {index}".encode()
         digest = hashlib.blake2b(place, digest_size=7).digest()
-        generator = torch.Generator(device=device)
-        return generator.manual_seed(int.from_bytes(digest, "big"))
+        return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 class ExactDropout(Shard):
@@ -65,9 +67,10 @@ class ExactDropout(Shard):
 
     def _mask(self, x: Tensor) -> Tensor:
         kept = 1.0 - self._probability
-        generator = self._state.generator(self._index, x.device)
-        whole = torch.rand(self._sizes, generator=generator, device=x.device) < kept
-        mask = whole[tuple(slice(*interval) for interval in self._block)].to(x.dtype)
+        generator = self._state.generator(self._index)
+        whole = torch.rand(self._sizes, generator=generator, device="cpu") < kept
+        own = whole[tuple(slice(*interval) for interval in self._block)]
+        mask = own.to(x.device).to(x.dtype)
         return mask / kept if kept > 0 else mask
 
 

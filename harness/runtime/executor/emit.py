@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.partition import SAMPLE, Block
 from harness.runtime.executor.assemble import Kept, Place, Relative, assembled
-from harness.runtime.executor.batch_norm import BatchNormShard
+from harness.runtime.executor.batch_norm import BatchNormShard, Reduce
 from harness.runtime.executor.deferred import (
     AtOnce,
     WeightQueue,
@@ -45,8 +45,6 @@ from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Weights
 from harness.runtime.models.task import Task
-
-Reduce = Callable[[Tensor], Tensor]
 
 
 class LossPart(nn.Module):

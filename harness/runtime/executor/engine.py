@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from harness.errors import ConfigError, StrategyError
@@ -32,6 +30,7 @@ from harness.runtime.executor.feed import Feed
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
+from harness.runtime.executor.groups import Groups
 from harness.runtime.executor.inplace import check_in_place
 from harness.runtime.executor.joining import Joining
 from harness.runtime.executor.lower import Lowering
@@ -89,7 +88,8 @@ class ExecutorEngine:
         self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups = Groups(world, plan.timeout_s)
+        self._gradient_groups: dict[tuple[int, ...], Any] = {}
         # A zero-bubble stage computes the gradients of its weights apart, but for the first: no
         # stage waits for those of its inputs, and both at once take less than one by one.
         stages = range(1, len(plan.strategy.stages))
@@ -128,12 +128,12 @@ class ExecutorEngine:
         for form in forms.values():
             self.holders.merge(form.holders)
         for devices in self.holders.groups():
-            self._groups[devices] = self._new_group(devices)
+            self._gradient_groups[devices] = self._groups.for_gradients(devices)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,
             [m for found in messages.values() for m in found],
-            self.plan.timeout_s,
+            self._groups,
             self._timetable.order,
         )
         self._channels.make_groups_of_sums(
@@ -177,11 +177,6 @@ class ExecutorEngine:
         if not has_copies or not is_worth_it or self.plan.is_asynchronous:
             return None
         return AtOnce(lambda parameter: self._sync.reached(parameter))
-
-    def _new_group(self, devices: tuple[int, ...]) -> Any:
-        if len(devices) == self._world.size:
-            return dist.group.WORLD
-        return dist.new_group(list(devices), timeout=timedelta(seconds=self.plan.timeout_s))
 
     def _reduce_over(self, devices: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         def reduce(x: Tensor) -> Tensor:
@@ -227,7 +222,7 @@ class ExecutorEngine:
         trained = self.weights.trainable()
         return GradientSync(
             [(piece.name, weight, self.holders.of(piece)) for piece, weight in trained.items()],
-            self._groups,
+            self._gradient_groups,
             uses,
             self._recorder,
             bucket_bytes,
@@ -264,7 +259,7 @@ class ExecutorEngine:
         stage's last ones in flight for the next step, or for `flush`.
 
         Raises:
-            PeerError: another rank died or hangs.
+            PeerError: another rank died or hangs; NCCL ends this process instead.
             StrategyError: the global batch is not the strategy's.
         """
         if share.n_global != self.plan.strategy.batch:
@@ -363,6 +358,14 @@ class ExecutorEngine:
         """Each rank writes its parts of the whole state, for `state_files.load_sharded`."""
         self.flush()
         save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
+
+    def close(self) -> None:
+        """Let go of its process groups, when all ranks are done with its steps; all must call it.
+
+        What the engine holds besides goes with it, once the garbage collector has seen it: its
+        parts refer to each other.
+        """
+        self._groups.close()
 
     def verify_replicas(self) -> str:
         """Check that weights held by several ranks are equal, bit by bit; all must call it.

@@ -42,7 +42,6 @@ class _Bucket:
             self.views[parameter] = self.flat[at : at + parameter.numel()].view_as(parameter)
             at += parameter.numel()
         self.n_missing = 0
-        self.is_started = False
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -158,7 +157,7 @@ class GradientSync:
         """Start what backward did not complete, and wait for all sums; all devices call it.
 
         Raises:
-            PeerError: another device died or hangs.
+            PeerError: another device died or hangs; NCCL ends this process instead.
         """
         for devices, queue in self._queues.items():
             for bucket in queue:

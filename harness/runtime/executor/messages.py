@@ -55,6 +55,7 @@ class Message:
         last: position of the operator that gives the last of its pieces, those of which the
             gradient alone travels included.
         before: position of the segment of the receiver's stage that waits for it.
+        first: position of the first operator of that segment.
         entries: what goes, in the order in which it is computed.
         returning: that of which gradients come back, with their places in that message.
     """
@@ -67,6 +68,7 @@ class Message:
     after: int
     last: int
     before: int
+    first: int
     dtype: torch.dtype
     entries: tuple[Entry, ...]
     returning: tuple[Entry, ...]
@@ -89,7 +91,7 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     """The messages of a layout; equal on every rank."""
     drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
     before = {
-        want.number: (stage, position)
+        want.number: _Waiting((stage, position), forms.layout.position[draft.parts[0].operator])
         for own in drafts.values()
         for stage, segments in own.items()
         for position, draft in enumerate(segments)
@@ -100,11 +102,18 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     for own in drafts.values():
         for segments in own.values():
             for leaving in _leaving(forms.layout, segments, summed):
-                groups[(*leaving.key, *before[leaving.send.want.number])].append(leaving)
+                groups[(*leaving.key, *before[leaving.send.want.number].place)].append(leaving)
     return [
         _message(forms.layout, number, pieces, before)
         for number, pieces in enumerate(groups.values())
     ]
+
+
+class _Waiting(NamedTuple):
+    """The segment that waits for a want, and the position of its first operator."""
+
+    place: Place
+    first: int
 
 
 class _Piece(NamedTuple):
@@ -134,10 +143,11 @@ def _leaving(
 
 
 def _message(
-    layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, Place]
+    layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, _Waiting]
 ) -> Message:
     first = pieces[0].send
-    stage, position = before[first.want.number]
+    waiting = before[first.want.number]
+    stage, position = waiting.place
     return Message(
         number=number,
         source=first.piece.part.device,
@@ -147,6 +157,7 @@ def _message(
         after=pieces[-1].after,
         last=layout.position[pieces[-1].send.piece.part.operator],
         before=position,
+        first=waiting.first,
         dtype=layout.tensor(first.want.value).dtype,
         entries=_entries(layout, [one.send for one in pieces if one.send.goes]),
         returning=_entries(

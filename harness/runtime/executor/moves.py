@@ -163,15 +163,9 @@ class Moves:
         """What a stage waits for, in the order in which the others send it."""
         if is_backward:
             mine = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
-            return sorted(
-                (m for m in mine if m.returning),
-                key=lambda m: (-m.returning[0].want.first_consumer, -m.before, m.number),
-            )
+            return sorted((m for m in mine if m.returning), key=_returns_before)
         mine = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
-        return sorted(
-            (m for m in mine if m.entries),
-            key=lambda m: (m.last, m.after, m.number),
-        )
+        return sorted((m for m in mine if m.entries), key=lambda m: (m.last, m.after, m.number))
 
     def _at(self, stage: int) -> tuple[int, int]:
         return self._device, stage
@@ -233,11 +227,19 @@ class Moves:
     def _collected(self, segment: Segment) -> tuple[Return, ...]:
         """Gradients of a segment's outputs, first those that are sent first."""
         found: list[Return] = []
-        for send in sorted(segment.sends, key=lambda s: (-s.want.first_consumer, s.want.number)):
+        for send in segment.sends:
             carried = self._backward.get((send.want.number, send.piece.part.index))
             if carried is not None:
                 found.append(Return(*self._held(send.want, send.piece), carried))
-        return tuple(found)
+        return tuple(sorted(found, key=lambda one: _returns_before(one.carried.message)))
+
+
+def _returns_before(message: Message) -> tuple[int, int, int]:
+    """What orders messages whose gradients come back: the segments that return them, last to first.
+
+    Several of one operator's tasks may each begin a segment.
+    """
+    return -message.first, -message.before, message.number
 
 
 def _by_piece(messages: list[Message], *, is_backward: bool) -> dict[tuple[int, int], Carried]:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Block, Interval
+from harness.runtime.executor.inplace import copying_function
 from harness.runtime.executor.shards_base import Given, Held, Part, Shard
 from harness.runtime.executor.shards_regions import Region, region
-from harness.runtime.operators import function_name
-
-_OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ipow: operator.pow,
-}
 
 
 class PointwiseShard(Shard):
@@ -125,16 +115,8 @@ def _function(part: Part) -> Callable[..., Any] | None:
     if isinstance(target, str):
         name = target.removesuffix("_")
         return lambda x, *args, **kwargs: getattr(x, name)(*args, **kwargs)
-    if target in _OUT_OF_PLACE:
-        return _OUT_OF_PLACE[target]
-    if isinstance(target, torch._ops.OpOverload):
-        packet = getattr(torch.ops.aten, function_name(target).removesuffix("_"), None)
-        found: Callable[..., Any] | None = getattr(packet, target._overloadname, None)
-        return found
-    name = function_name(target)
-    if name.endswith("_") and not name.endswith("__"):
-        return getattr(torch, name.removesuffix("_"), None)
-    return target
+    found: Callable[..., Any] | None = copying_function(target)
+    return found
 
 
 def _module(part: Part, module: nn.Module) -> Callable[..., Any] | None:

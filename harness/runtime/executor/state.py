@@ -80,12 +80,8 @@ class StateGatherer:
 
     def whole(self, parts: Parts) -> dict[str, Tensor]:
         """Every tensor that any rank has parts of, on the host of every rank; all must call it."""
-        places: list[dict[WeightSlice, torch.dtype]] = [{} for _ in range(self._world.size)]
         own = {piece: tensor.dtype for piece, tensor in parts.items()}
-        if self._world.size > 1:
-            dist.all_gather_object(places, own)
-        else:
-            places = [own]
+        places = _everyone(self._world, own)
         found: dict[str, Tensor] = {}
         for piece in sorted({p for place in places for p in place}, key=_in_order):
             source = next(rank for rank, place in enumerate(places) if piece in place)
@@ -140,7 +136,9 @@ class StateGatherer:
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     by_key.setdefault(key, {})[piece] = value
                 else:
-                    single.setdefault(self._own_name(piece), {})[key] = value
+                    # On the host, for ranks that have not this one's device.
+                    kept = value.cpu() if isinstance(value, Tensor) else value
+                    single.setdefault(self._own_name(piece), {})[key] = kept
         return by_key, single
 
     def own_parts(self, optimizer: Optimizer) -> OwnParts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.capture import Captured
-from harness.runtime.executor.weights import canonical_names
+from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models.task import InputSpec
 
 
@@ -68,8 +66,7 @@ class MetaModel:
         self, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device
     ) -> None:
         self._nodes = list(captured.module.graph.nodes)
-        self.module: fx.GraphModule = copy.deepcopy(captured.module).to("meta")
-        _tie(self.module, canonical_names(captured.module))
+        self.module: fx.GraphModule = meta_copy(captured.module)
         for module in self.module.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()  # refuses single values in training, which shapes do not care about
@@ -107,17 +104,6 @@ class MetaModel:
             elif not _has_tensors(value):
                 constants[node] = value
         return Values(tensors, constants)
-
-
-def _tie(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Share again what several names share, which moving to another kind of device forgets."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, first in names.items():
-        path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
-        table: dict[str, Any] = {**owner._parameters, **owner._buffers}
-        if name != first and attribute in table:
-            setattr(owner, attribute, tensors[first])
 
 
 def _has_tensors(value: Any) -> bool:

@@ -15,7 +15,6 @@ from harness.plan.simulate.report import (
     critical_path,
     device_seconds,
     explain,
-    memory_over_time,
     spans,
 )
 from harness.plan.simulate.simulator import Simulator
@@ -135,11 +134,12 @@ def test_records_are_those_of_a_measured_run():
     assert by_rank[0][1].n_bytes == 32
 
 
-def test_memory_over_time_rises_and_falls():
+def test_memory_holds_outputs_until_their_backward():
     graph, profile = chain()
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
     found = simulate(graph, profile, cluster_of(), plans)
-    assert memory_over_time(found, 0) == [(0, 392), (1, 408), (3, 408), (7, 392)]
+    # 120 B of weights, as much of gradients and of momentum, and the outputs of both.
+    assert found.memory_bytes == {"node0:0": 360 + 32 + 16, "node0:1": 0}
 
 
 def test_the_critical_path_names_what_binds():

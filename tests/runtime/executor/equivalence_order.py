@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from equivalence_cases import DTYPES, Case
 from equivalence_models import OwnPrecisionTask
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.domain.partition import REPLICA
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.runtime.executor.messages import Message
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.world import World
 
@@ -41,7 +44,22 @@ class ReadTwice(nn.Module):
         return x.relu().tanh() + self.late(x)
 
 
-_MODELS = {"branches": Branches, "read twice": ReadTwice}
+class ReadAhead(nn.Module):
+    """Two values, of which the first is read by an early operator of a late stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.stem(x)
+        second = first.tanh()
+        ahead = first.relu()
+        both = second.sigmoid() * first
+        return ahead + both.cos()
+
+
+_MODELS = {"branches": Branches, "read twice": ReadTwice, "read ahead": ReadAhead}
 
 
 class OrderCase(Case, frozen=True, kw_only=True):
@@ -79,19 +97,44 @@ def read_by_two_stages() -> OrderCase:
     return OrderCase(name="read twice", model="read twice", n_ranks=2, strategy=strategy, seed=1)
 
 
-Order = list[int]
+def read_ahead() -> OrderCase:
+    """Stages 0 and 2 on device 0, 1 and 3 on device 1, which fetches both values in stage 1."""
+    stage_of = {"stem": 0, "tanh": 0, "relu": 3, "sigmoid": 1, "mul": 1, "cos": 2}
+    stage_of |= {"add": 3, "loss": 3}
+    strategy = Strategy(
+        name="read ahead",
+        batch=8,
+        operators={name: OperatorPlan({}, [s % 2], s) for name, s in stage_of.items()},
+        n_microbatches=4,
+        schedule="interleaved",
+        stages=[Stage()] * 4,
+    )
+    return OrderCase(name="read ahead", model="read ahead", n_ranks=2, strategy=strategy)
 
 
-def order_of_messages(case: Case, world: World) -> dict[str, tuple[Order, Order]]:
-    """Numbers of the messages that this rank sends and receives, forward and backward, in order."""
+# Numbers of messages by their stages, from and to.
+Orders = dict[tuple[int, int], list[int]]
+
+
+def _orders(messages: Iterable[Message]) -> Orders:
+    found: Orders = {}
+    for message in messages:
+        stages = message.source_stage, message.target_stage
+        found.setdefault(stages, []).append(message.number)
+    return found
+
+
+def order_of_messages(case: Case, world: World) -> dict[str, tuple[Orders, Orders]]:
+    """What this rank sends and receives, forward and backward, in order."""
     engine = make_engine(case, case.make_task(), world)
-    ((_, moves),) = engine._programs.values()
+    ((program, moves),) = engine._programs.values()
     leaving, returning = sorted(moves.leaving.items()), sorted(moves.returning.items())[::-1]
     sent = {
-        "forward": [one.message.number for _, own in leaving for one in own],
-        "backward": [one.message.number for _, own in returning for one in own],
+        "forward": [one.message for _, own in leaving for one in own],
+        "backward": [one.message for _, own in returning for one in own],
     }
-    return {
-        way: (numbers, [m.number for m in moves.received(0, is_backward=way == "backward")])
-        for way, numbers in sent.items()
+    received = {
+        way: [m for stage in program.stages for m in moves.received(stage, is_backward=is_backward)]
+        for way, is_backward in (("forward", False), ("backward", True))
     }
+    return {way: (_orders(sent[way]), _orders(received[way])) for way in sent}

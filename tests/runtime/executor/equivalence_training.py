@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,7 +132,7 @@ def most_sending(case: Case, world: World) -> int:
 
     def counted(channels: Channels, *told: Any, **by: Any) -> None:
         send(channels, *told, **by)
-        found.append(channels.n_sending)
+        found.append(sum(map(len, channels._sending.values())))
 
     with mock.patch.object(Channels, "send", counted):
         train_step(engine, case, task, 0)
@@ -162,6 +164,23 @@ def receives_posted(case: Case, world: World) -> tuple[int, int]:
     ):
         train_step(engine, case, task, 0)
     return max(counts), n_posted
+
+
+def closing(case: Case, world: World) -> tuple[int, int, bool]:
+    """How many process groups an engine makes, how many are left of it when it is closed, and
+    whether it is freed then."""
+    task = case.make_task()
+    n_before = len(dist.distributed_c10d._world.pg_map)
+    engine = make_engine(case, task, world)
+    train_step(engine, case, task, 0)
+    n_made = len(dist.distributed_c10d._world.pg_map) - n_before
+    dist.barrier()  # nobody is in a step any more
+    engine.close()
+    known = weakref.ref(engine)
+    del engine
+    gc.collect()
+    n_left = len(dist.distributed_c10d._world.pg_map) - n_before
+    return n_made, n_left, known() is None
 
 
 def samples_of_joined_products(case: Case, world: World) -> list[int]:
@@ -198,6 +217,11 @@ def train_by_strategy(case: Case, world: World) -> Trace:
     if world.rank:
         return Trace(losses=losses, gradients=[], state={})
     return Trace(losses=losses, gradients=gradients, state=state)
+
+
+def train_in_pairs(case: Case, world: World) -> Trace:
+    """The same over groups of pairs, as NCCL needs them."""
+    return train_by_strategy(case, replace(world, backend="nccl"))
 
 
 def merged(traces: list[Trace]) -> Trace:

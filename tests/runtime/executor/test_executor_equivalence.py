@@ -8,6 +8,7 @@ import torch
 from equivalence_cases import Case, copied_case, random_case
 from equivalence_check import check
 from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
+from equivalence_exported import cut_before_what_works_in_place
 from equivalence_models import small_graph
 from equivalence_ranks import RanksFailedError, local_world
 from equivalence_reference import Trace, train_alone, train_alone_asynchronously
@@ -17,6 +18,7 @@ from equivalence_strategies import (
     replicated_pipeline,
 )
 from equivalence_training import (
+    closing,
     fail_on_rank_1,
     make_engine,
     merged,
@@ -75,6 +77,10 @@ def test_strategies_that_once_trained_another_model(index, model, ranks):
     case = random_case(0, index)
     assert case.model == model
     assert_equal(case, ranks)
+
+
+def test_an_exported_operator_leaves_what_it_is_sent_as_it_is(ranks):
+    assert_equal(cut_before_what_works_in_place(), ranks)
 
 
 @pytest.mark.slow
@@ -201,6 +207,13 @@ def test_a_step_without_communication_computes_all_and_waits_for_nobody(case, ra
     for together, alone, can_skip in ranks.run(case.n_ranks, steps_alone, case):
         assert can_skip
         assert alone == [(kind, name) for kind, name in together if not name.startswith("bucket")]
+
+
+def test_nothing_is_left_of_an_engine_that_was_closed(ranks):
+    case = make_case("mlp", named("mlp", 3, 6, "hybrid"), 3)
+    for n_made, n_left, is_freed in ranks.run(3, closing, case):
+        assert n_made > 0
+        assert (n_left, is_freed) == (0, True)
 
 
 def test_one_device_has_nobody_to_tell(ranks):

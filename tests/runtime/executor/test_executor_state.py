@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from equivalence_cases import Case
@@ -102,6 +104,15 @@ def one_device(model, **changes):
     )
     task = case.make_task()
     return case, task, make_engine(case, task, local_world(0, 1))
+
+
+def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
+    _, _, engine = one_device("mlp")
+    counter = mock.Mock(spec=torch.Tensor, shape=torch.Size())
+    for parameter in engine.weights.trainable().values():
+        engine._optimizer.state[parameter]["step"] = counter
+    single = engine._gatherer.own_parts(engine._optimizer).single
+    assert {id(values["step"]) for values in single.values()} == {id(counter.cpu.return_value)}
 
 
 @pytest.mark.parametrize("model", ["disordered", "exported"])

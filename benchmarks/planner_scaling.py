@@ -7,9 +7,7 @@ its number of steps. With `balanced`, samples go in proportion to the GPUs' spee
 
 from __future__ import annotations
 
-import csv
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +17,14 @@ from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import Strategy
-from harness.errors import DataError, PlanError
+from harness.errors import PlanError
 from harness.plan import builders
 from harness.plan.search.space import proportional_shares
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import device_seconds
 from harness.plan.simulate.simulator import Simulator
+from harness.plot.imports.deepspeed_log import parse_deepspeed_log
+from harness.plot.imports.epoch_csv import parse_epoch_csv
 
 _ONE_BUCKET = 2**62
 
@@ -210,29 +210,17 @@ class EpochLog:
 
 
 def read_epoch_log(path: Path) -> EpochLog:
-    """Read a per-epoch CSV with columns Rank, Epoch, Computation_Time (s) and GPU_Name.
-
-    A rank's line may be missing from an epoch; the others stand for it.
+    """Read a per-epoch CSV; a rank's line may be missing from an epoch, the others stand for it.
 
     Raises:
-        DataError: missing, or without these columns.
+        ResultsError: it is none.
     """
-    slowest: dict[str, float] = {}
-    kinds: dict[int, str] = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                seconds = float(row["Computation_Time"])
-                slowest[row["Epoch"]] = max(slowest.get(row["Epoch"], 0.0), seconds)
-                kinds[int(row["Rank"])] = row["GPU_Name"]
-    except OSError as error:
-        raise DataError(f"epoch log {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"epoch log {path} is not a CSV of Rank, Epoch, Computation_Time, GPU_Name: {error}"
-        ) from None
-    if not slowest:
-        raise DataError(f"epoch log {path} has no epoch")
+    rows, _ = parse_epoch_csv(path.read_text(), path)
+    slowest: dict[tuple[int, int], float] = {}
+    for row in rows:
+        epoch = row.occurrence, row.epoch
+        slowest[epoch] = max(slowest.get(epoch, 0.0), row.duration_s)
+    kinds = {row.rank: row.device_kind for row in rows}
     epoch_s = statistics.median(slowest.values())
     return EpochLog(
         epoch_s=epoch_s,
@@ -241,33 +229,11 @@ def read_epoch_log(path: Path) -> EpochLog:
     )
 
 
-_STEP_LINE = re.compile(
-    r"fwd: ([\d.]+) \| bwd: [\d.]+ \| bwd_inner: ([\d.]+) \| bwd_allreduce: ([\d.]+) \| "
-    r"step: ([\d.]+)"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLog:
-    """Medians over DeepSpeed's step lines."""
-
-    compute_s: float
-    all_reduce_s: float
-
-
-def read_step_log(path: Path) -> StepLog:
-    """Read DeepSpeed's `time (ms) | fwd: ... | bwd_allreduce: ...` lines; others are skipped.
+def read_all_reduce_s(path: Path) -> float:
+    """Median seconds of a step's all-reduce in DeepSpeed's log.
 
     Raises:
-        DataError: missing, or without such a line.
+        ResultsError: it has no step line.
     """
-    try:
-        lines = _STEP_LINE.findall(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"step log {path}: {error}") from None
-    if not lines:
-        raise DataError(f"step log {path} has no DeepSpeed line like `fwd: 1.0 | bwd: ...`")
-    forward, backward, all_reduce, step = (
-        statistics.median(float(line[k]) for line in lines) for k in range(4)
-    )
-    return StepLog(compute_s=(forward + backward + step) / 1e3, all_reduce_s=all_reduce / 1e3)
+    steps, _ = parse_deepspeed_log(path.read_text(), path)
+    return statistics.median(step.allreduce_s for step in steps if step.allreduce_s is not None)

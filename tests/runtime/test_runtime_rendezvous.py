@@ -1,0 +1,127 @@
+"""What ranks make of each other's hosts, and what a run's process group is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.runtime import rendezvous
+from harness.runtime.host import Gpu, HostFacts, _list_gpus
+from harness.runtime.interface import Interface
+from harness.runtime.launcher import Launch
+
+LOOPBACK = Interface(name="lo", address="127.0.0.1", prefix_length=8)
+
+
+def gpu(uuid, memory_bytes=80):
+    return Gpu(name="a card", uuid=uuid, memory_bytes=memory_bytes)
+
+
+def facts(*gpus):
+    return HostFacts(
+        hostname="host", cpu="a CPU", n_cores=8.0, memory_bytes=64, gpus=list(gpus),
+        interfaces=[LOOPBACK], versions={},
+    )  # fmt: skip
+
+
+def worlds(everyone):
+    """Each rank's world, all on one host."""
+    return [
+        rendezvous._build_world(
+            Launch(
+                launcher="slurm", rank=rank, size=len(everyone), local_rank=rank,
+                local_size=len(everyone), has_mpi=False,
+            ),
+            everyone, None, "",
+        )
+        for rank in range(len(everyone))
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def with_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_ranks_that_see_their_own_gpu_alone_do_not_share_it():
+    first, second = worlds([facts(gpu("a", 80)), facts(gpu("b", 40))])
+    assert (first.backend, second.backend) == ("nccl", "nccl")
+    assert first.device == second.device == torch.device("cuda", 0)
+    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_ranks_that_see_all_gpus_take_one_each():
+    both = facts(gpu("a", 80), gpu("b", 40))
+    first, second = worlds([both, both])
+    assert first.backend == "nccl"
+    assert [first.device.index, second.device.index] == [0, 1]
+    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
+    everyone = worlds([facts(gpu("a", 80)), facts(gpu("a", 80)), facts(gpu("b", 40))])
+    assert {world.backend for world in everyone} == {"gloo"}
+    assert everyone[0].backend_reason.startswith("2 ranks share a GPU (a card) on host")
+    assert [world.memory_bytes for world in everyone] == [40, 40, 40]
+
+
+@pytest.mark.usefixtures("with_cuda")
+def test_a_rank_without_a_gpu_has_its_share_of_the_host():
+    first, second = worlds([facts(gpu("a", 80)), facts()])
+    assert first.backend_reason == "rank 1 on host has no GPU"
+    assert (first.memory_bytes, second.memory_bytes) == (80, 32)
+
+
+def test_gloo_moves_the_hosts_memory_and_nccl_the_gpus():
+    (world,) = worlds([facts()])
+    driven = replace(world, device=torch.device("cuda", 1))
+    assert driven.wire == torch.device("cpu")
+    assert replace(driven, backend="nccl").wire == torch.device("cuda", 1)
+
+
+def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetName=lambda handle: f"card {handle}",
+        nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, free=1),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
+    assert _list_gpus() == [
+        Gpu(name="card GPU-3", uuid="GPU-3", memory_bytes=80 << 30),
+        Gpu(name="card GPU-x", uuid="GPU-x", memory_bytes=80 << 30),
+    ]
+
+
+@pytest.mark.parametrize(("known", "told"), [(None, "eth7"), ("ib0", "ib0")])
+def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, known or "")
+        if known is None:
+            monkeypatch.delenv(name)
+    seen = []
+
+    def init_process_group(*_, **__):
+        seen.extend(os.environ.get(name) for name in names)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(rendezvous, "connect_store", lambda *_: None)
+    (world,) = worlds([facts()])
+    rendezvous.join_process_group(replace(world, interface="eth7"), "", 0, "run", 1.0)
+    assert seen == [told, told]
