@@ -9,6 +9,7 @@ that are near each other.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
 from harness.measure.race import MOST_ROUNDS, places, race
 from harness.measure.recorder import Recorder
 from harness.measure.text import table
@@ -38,6 +40,8 @@ from harness.runtime.precision import set_tensor_cores
 from harness.units import format_duration
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_share import from_first, wait_for_all
+
+_log = logging.getLogger(__name__)
 
 # A plan that is predicted to take longer than this many times the best is not tried.
 _WORTH_TRYING = 1.3
@@ -90,7 +94,7 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
 
     Returns:
         On rank 0 what was tried, the fastest first; nothing where a single plan is worth trying,
-        and on the other ranks.
+        where the backend can carry out none, and on the other ranks.
 
     Raises:
         PeerError: another rank died or hangs in a step.
@@ -107,16 +111,17 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
     if len(told.strategies) < 2:
         return []
     seconds = _measure(question, told.strategies, context)
-    if found is None:
+    if found is None or not seconds:
         return []
+    known = list(seconds)
     tried = [
         Tried(
-            candidate=candidates[place.index],
-            name=told.strategies[place.index].name,
+            candidate=candidates[known[place.index]],
+            name=told.strategies[known[place.index]].name,
             measured_s=place.duration_s,
             n_rounds=place.n_rounds,
         )
-        for place in places(seconds)
+        for place in places(list(seconds.values()))
     ]
     for one in tried:
         context.recorder.sample("trial_step_s", one.measured_s, plan=one.name)
@@ -125,13 +130,14 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
 
 def _measure(
     question: SearchConfig, strategies: Sequence[Strategy], context: Context
-) -> list[list[float]]:
-    """Seconds of a step of each strategy on the slowest rank, by round."""
+) -> dict[int, list[float]]:
+    """Seconds of a step of each strategy on the slowest rank, by round; by place among those given,
+    of those that the backend can carry out."""
     set_tensor_cores(question.dtype)
-    trials: list[_Trial] = []
-    for strategy in strategies:
-        trials.append(_Trial(question, strategy, context))
-        wait_for_all(context.world)  # ranks take unlike time to build their parts
+    built = _build(question, strategies, context)
+    if not built:
+        return {}
+    trials = list(built.values())
     for trial in trials:
         trial.run(1)  # warms up
     start_s, n_timed = time.monotonic(), [0] * len(trials)
@@ -145,13 +151,29 @@ def _measure(
         (elapsed_s,) = agree_on_maximum([time.monotonic() - start_s], context.world)
         return elapsed_s > _SECONDS
 
-    rounds = race(time_one, len(trials), is_late)
+    rounds = dict(zip(built, race(time_one, len(trials), is_late), strict=True))
     # Nobody is in a step any more: the ranks have agreed on the time of the last.
     for trial in trials:
         trial.close()
     trials.clear()
+    built.clear()
     _free_memory(context.world.device)
     return rounds
+
+
+def _build(
+    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+) -> dict[int, _Trial]:
+    """Engines by place of their strategy; what one refuses, all ranks refuse alike."""
+    built: dict[int, _Trial] = {}
+    for place, strategy in enumerate(strategies):
+        try:
+            built[place] = _Trial(question, strategy, context)
+        except StrategyError as error:
+            if context.world.is_first:
+                _log.warning("%s is not tried: %s", strategy.name, error)
+        wait_for_all(context.world)  # ranks take unlike time to build their parts
+    return built
 
 
 def _free_memory(device: torch.device) -> None:

@@ -235,7 +235,7 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert all(rate > 0 for rate in rates)
 
 
-def searched(run_on_ranks, ranks, **changes):
+def searched(run_on_ranks, ranks, body=run_search, **changes):
     """What a short search on two ranks returned, and its run."""
     _, results = ranks
     question = replace(question_of(CASE), search_budget=40, **changes)
@@ -244,7 +244,15 @@ def searched(run_on_ranks, ranks, **changes):
         results.write_links(directory, 2)
         results.write_profile(directory, question, 2)
 
-    return run_on_ranks(run_search, question, 2, beside)
+    return run_on_ranks(body, question, 2, beside)
+
+
+def test_a_plan_that_the_backend_refuses_is_not_tried(run_on_ranks, ranks):
+    bodies, _ = ranks
+    found, run = searched(run_on_ranks, ranks, bodies.search_whose_best_is_refused, trials=3)
+    tried = [r.labels["plan"] for r in run.ranks[0] if r.metric == "trial_step_s"]
+    assert 1 <= len(tried) <= 2
+    assert found[0]["strategy"] in tried
 
 
 def test_the_fastest_of_the_plans_that_were_tried_is_chosen(run_on_ranks, ranks):

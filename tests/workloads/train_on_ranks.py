@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile, WholeStep
 from harness.domain.record import Sample
-from harness.errors import HarnessError
+from harness.errors import HarnessError, StrategyError
 from harness.measure.store import read_header, write_header
 from harness.runtime.context import Context
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor.state_files import load_sharded
-from harness.workloads.plan_config import question_of
+from harness.workloads import plan_trials
+from harness.workloads.plan_config import SearchConfig, question_of
 from harness.workloads.plan_inputs import capture_graph
 from harness.workloads.plan_needs import plain
+from harness.workloads.plan_search import run_search
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
 from harness.workloads.train_loop import TrainLoop
@@ -48,6 +50,22 @@ def tiny_norm(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
         nn.Tanh(),
         nn.Linear(16, n_classes),
     )
+
+
+def search_whose_best_is_refused(question: SearchConfig, context: Context) -> Any:
+    """A search on a backend that cannot carry out the first plan that is tried."""
+
+    class Refusing(plan_trials.ExecutorEngine):
+        n_made = 0
+
+        def __init__(self, *arguments: Any) -> None:
+            Refusing.n_made += 1
+            if Refusing.n_made == 1:
+                raise StrategyError("too many process groups")
+            super().__init__(*arguments)
+
+    plan_trials.ExecutorEngine = Refusing  # type: ignore[misc]
+    return run_search(question, context)
 
 
 def not_a_model() -> str:
