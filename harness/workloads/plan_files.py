@@ -60,7 +60,7 @@ def first_devices(cluster: Cluster, n: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, links=links)
 
 
-def _is_whole(config: dict[str, Any]) -> bool:
+def is_whole(config: dict[str, Any]) -> bool:
     """Whether a links run measured all that planning prices, over what training uses."""
     is_narrow = config.get("sizes") or config.get("pair_sizes")
     is_of_training = config.get("transport") != "mpi"
@@ -78,7 +78,7 @@ def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
     """
     n = wanted.n_devices
     for header, path in finished_runs(results, "links"):
-        if places(header.cluster)[:n] != places(wanted) or not _is_whole(header.config):
+        if places(header.cluster)[:n] != places(wanted) or not is_whole(header.config):
             continue
         try:
             return first_devices(Cluster.load(path / CLUSTER_FILE), n)

@@ -10,6 +10,7 @@ from harness.measure.statistics import verdict
 from harness.workloads import WORKLOADS
 from harness.workloads.comparison import comparison
 from harness.workloads.plan_config import question_of
+from harness.workloads.plan_files import is_whole
 from harness.workloads.plan_needs import plain
 
 
@@ -29,6 +30,7 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
     for case in cases["train"]:
         for need in WORKLOADS["train"].needs(case):
             assert need.name in parts
+    assert is_whole(plain(parts["links"]))
     (profile,) = cases["profile"]
     wanted = plain(question_of(searched).profile_config())
     same = {"model", "batch_size", "image_size", "n_classes", "n_channels", "dropout", "dtype"}
