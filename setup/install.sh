@@ -25,6 +25,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 constraints=$root/setup/constraints.txt
 stamp=$venv/.installed
+# shellcheck source=setup/lib.sh
+source "$root/setup/lib.sh"
 
 torch=pinned extra='[dev]' system=yes python='' force=no
 
@@ -53,25 +55,16 @@ has() { command -v "$1" >/dev/null || PATH=/usr/local/sbin:/usr/sbin:/sbin comma
 
 can_import() { "$1" -c "import $2" 2>/dev/null; }
 
-# Prints python interpreters worth trying, best first.
-candidates() {
+find_base() {
     if [[ -n $python ]]; then
-        echo "$python"
+        find_python "$python"
     else
-        printf '%s\n' python3 python3.13 python3.12 python3.11
+        find_python "${pythons[@]}"
     fi
 }
 
-find_python() {
-    local candidate
-    while read -r candidate; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            command -v "$candidate"
-            return
-        fi
-    done < <(candidates)
-    return 1
-}
+# Prints the Debian package that lets an interpreter make environments.
+venv_package() { "$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'; }
 
 missing_packages() {
     has sshd || echo openssh-server
@@ -79,10 +72,11 @@ missing_packages() {
     has ip && has tc || echo iproute2
     has iperf3 || echo iperf3
     local base
-    if ! base=$(find_python); then
-        echo python3 python3-venv
-    elif ! can_import "$base" ensurepip && ! has uv; then
-        echo python3-venv
+    if base=$(find_base); then
+        can_import "$base" ensurepip || has uv || venv_package "$base"
+    elif [[ -z $python ]]; then
+        # Ubuntu 22.04's own is 3.10; it has 3.11 beside.
+        has python3 && echo python3.11 python3.11-venv || echo python3 python3-venv
     fi
 }
 
@@ -149,8 +143,8 @@ is_venv_as_asked() {
 make_venv() {
     local base
     local -a options=()
-    base=$(find_python) || fail "Python 3.11 or newer is missing${python:+ ($python is none)}: install it" \
-        "(apt-get install python3 python3-venv) or name one by --python"
+    base=$(find_base) || fail "Python 3.11 or newer is missing${python:+ ($python is none)}: apt-get install" \
+        "python3.11 python3.11-venv, or make one (conda create -n py python=3.12) and name it by --python"
     local sees_base=false
     [[ $torch != keep ]] || options=(--system-site-packages) sees_base=true
     if is_venv_as_asked "$base" "$sees_base"; then
@@ -162,7 +156,7 @@ make_venv() {
         say "making $venv from $base by uv"
         uv venv --quiet --seed --clear --python "$base" "${options[@]}" "$venv"
     else
-        fail "$base has no venv module: apt-get install python3-venv"
+        fail "$base has no venv module: apt-get install $(venv_package "$base")"
     fi
 }
 

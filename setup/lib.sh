@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# What the scripts that reach other hosts share. Sourced; `root` is the checkout, `work` a
-# directory for the answers of hosts; both are the caller's.
+# What scripts share. Sourced; `root` is the checkout, `work` a directory for the answers of hosts;
+# both are the caller's.
 
 # Never asks, never trusts a new or changed host key, never hangs on a dead host.
 ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=5
@@ -12,11 +12,31 @@ fail() {
     exit 2
 }
 
+pythons=(python3 python3.13 python3.12 python3.11)
+
+# Prints the first of some interpreters that is of Python 3.11 or later.
+find_python() {
+    local candidate
+    for candidate; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+# Prints what runs the harness's standard-library programs, before and after an installation.
+find_any_python() {
+    find_python "$root/.venv/bin/python" "${pythons[@]}" ||
+        fail "needs Python 3.11 or later on this machine: run bash setup/install.sh"
+}
+
 # Prints a hostfile's names, one a line; ends the script when it is malformed. The harness's own
 # parser lets through only what is a name, so none can be taken for an option.
 host_names() {
-    local python=$root/.venv/bin/python
-    [[ -x $python ]] || python=python3
+    local python
+    python=$(find_any_python) || exit 2
     "$python" -P -c '
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -17,13 +17,14 @@ hostfile='' apply=no dir=$root install_flags='--no-system' copy_venv=no
 usage() {
     cat <<'TEXT'
 Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--torch VERSION|keep]
-       [--copy-venv]
+       [--python PYTHON] [--copy-venv]
 
 Compares the code and the versions on every host of an Open MPI hostfile with those here; with
 --apply brings them where they differ, on all hosts at once, and compares again.
 
   --dir PATH    where on the hosts (default: the same path as here, which mpirun needs)
   --torch T     handed to setup/install.sh
+  --python P    handed to setup/install.sh, where a host's python3 is too old or lacks torch
   --copy-venv   send .venv as it is here instead of installing there, for equal hosts that reach
                 no package index (over 1 GB each)
 
@@ -41,6 +42,11 @@ parse_flags() {
             --torch)
                 [[ ${2:-} =~ ^[A-Za-z0-9.+]+$ ]] || fail "--torch needs a version or keep"
                 install_flags+=" --torch $2"
+                shift
+                ;;
+            --python)
+                [[ ${2:-} =~ ^[A-Za-z0-9/][A-Za-z0-9._/-]*$ ]] || fail "--python '${2:-}' is not a path like /usr/bin/python3.11"
+                install_flags+=" --python $2"
                 shift
                 ;;
             -h | --help) usage && exit 0 ;;

@@ -4,8 +4,9 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$root/.venv/bin/python
-[[ -x $python ]] || python=python3
+# shellcheck source=setup/lib.sh
+source "$root/setup/lib.sh"
+python=$(find_any_python) || exit 2
 
 # The module is found by this path alone: neither the caller's directory nor PYTHONPATH may
 # decide, and nothing of it may reach the commands which run on the nodes.

@@ -61,3 +61,38 @@ def test_a_torch_that_cannot_be_kept_is_refused(call, tmp_path):
     done = call("torch=keep; install_packages")
     assert done.returncode == 2
     assert "can import no torch of the Python that it is made from" in done.stderr
+
+
+def _pythons(tmp_path: Path, **fits: bool) -> None:
+    """Interpreters of these versions and no others, none of which can make an environment."""
+    for name in ("python3", "python3_13", "python3_12", "python3_11"):
+        text = f"""case $2 in
+        *"< (3, 11)"*) exit {0 if fits.get(name) else 1} ;;
+        *venv*) echo {name.replace("_", ".")}-venv ;;
+        *) exit 1 ;;
+        esac"""
+        _program(tmp_path / "bin" / name.replace("_", "."), text)
+
+
+def test_beside_an_old_python3_a_newer_one_is_found_with_its_own_package(call, tmp_path):
+    _pythons(tmp_path, python3_12=True, python3_11=True)
+    assert call("find_base").stdout == f"{tmp_path}/bin/python3.12\n"
+    done = call("has() { [[ $1 != uv ]]; }; missing_packages; make_venv")
+    assert done.stdout == "python3.12-venv\n"
+    assert "has no venv module: apt-get install python3.12-venv" in done.stderr
+
+
+def test_an_old_python3_alone_is_helped_by_what_its_system_has_beside(call, tmp_path):
+    _pythons(tmp_path)
+    done = call("has() { [[ $1 != uv ]]; }; missing_packages; make_venv")
+    assert done.stdout.split() == ["python3.11", "python3.11-venv"]
+    assert done.returncode == 2
+    assert "apt-get install python3.11 python3.11-venv, or make one (conda " in done.stderr
+
+
+def test_what_only_needs_a_python_finds_the_newer_one_too(tmp_path, call):
+    _pythons(tmp_path, python3_11=True)
+    assert call("root=/none; find_any_python").stdout == f"{tmp_path}/bin/python3.11\n"
+    _pythons(tmp_path)
+    done = call("root=/none; find_any_python")
+    assert "needs Python 3.11 or later" in done.stderr

@@ -41,6 +41,7 @@ def test_help_shows_how_to_use_it(script):
         ("sync_env.sh", ["a.txt", "--dir", "/srv/$(reboot)"], "must be absolute"),
         ("sync_env.sh", ["a.txt", "--dir", "relative"], "must be absolute"),
         ("sync_env.sh", ["a.txt", "--torch", "2; reboot"], "--torch needs a version or keep"),
+        ("sync_env.sh", ["a.txt", "--python", "-c reboot"], "--python '-c reboot' is not a path"),
         ("sync_env.sh", ["a.txt", "--copy-venv", "--dir", "/srv/x"], "--copy-venv needs the path"),
         ("install.sh", ["--torhc", "2.9"], "unknown option --torhc"),
         ("install.sh", ["--torch"], "--torch needs a version or keep"),
