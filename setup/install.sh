@@ -124,18 +124,26 @@ apt_install() {
 checksum() {
     {
         cat "$root/pyproject.toml" "$constraints" "$root/setup/install.sh"
-        echo "$torch $extra $python"
+        echo "$torch $extra $python $venv"
+        "$venv/bin/python" -V
     } | sha256sum | cut -d' ' -f1
 }
 
 is_current() {
-    [[ $force == no && -f $stamp && -x $venv/bin/python && $(cat "$stamp") == "$(checksum)" ]]
+    [[ $force == no && -f $stamp ]] && does_venv_work && [[ $(cat "$stamp") == "$(checksum)" ]]
 }
 
-# Whether .venv runs, sees the packages of the Python it is made from or not, and is of the version of --python.
+# Whether .venv runs here and was made here: one from another system lacks its packages, one from
+# another path has programs that start by that path.
+does_venv_work() {
+    find_python "$venv/bin/python" >/dev/null && can_import "$venv/bin/python" pip &&
+        grep -qF -- "$venv/bin/" "$venv/bin/pip" 2>/dev/null
+}
+
+# Whether .venv works, sees the packages of the Python it is made from or not, and is of the version of --python.
 is_venv_as_asked() {
     local base=$1 sees_base=$2 version='import sys; print(sys.version_info[:2])'
-    [[ -x $venv/bin/python ]] && "$venv/bin/python" -c '' 2>/dev/null &&
+    does_venv_work &&
         grep -qix "include-system-site-packages = $sees_base" "$venv/pyvenv.cfg" &&
         [[ -z $python || $("$base" -c "$version") == "$("$venv/bin/python" -c "$version")" ]]
 }

@@ -96,3 +96,39 @@ def test_what_only_needs_a_python_finds_the_newer_one_too(tmp_path, call):
     _pythons(tmp_path)
     done = call("root=/none; find_any_python")
     assert "needs Python 3.11 or later" in done.stderr
+
+
+def _environment(tmp_path: Path, version: str = "3.12.4") -> None:
+    """One that was made at its path by a Python with pip."""
+    answers = f'case $1 in -V) echo "Python {version}" ;; *) exit 0 ;; esac'
+    python = _program(tmp_path / ".venv/bin/python", answers)
+    (tmp_path / ".venv/bin/pip").write_text(f"#!{python}\n")
+
+
+def _is_current(call) -> bool:
+    return call("is_current").returncode == 0
+
+
+def test_an_installation_is_current_until_something_changes(call, tmp_path):
+    _environment(tmp_path)
+    assert not _is_current(call)
+    call('checksum >"$stamp"')
+    assert _is_current(call)
+    assert call("extra='' is_current").returncode == 1
+    _environment(tmp_path, version="3.13.1")
+    assert not _is_current(call)
+
+
+@pytest.mark.parametrize("broken", ["exit 1", "case $2 in 'import pip') exit 1 ;; esac"])
+def test_an_environment_that_does_not_run_or_has_no_pip_is_not_current(call, tmp_path, broken):
+    _environment(tmp_path)
+    _program(tmp_path / ".venv/bin/python", broken)
+    call('checksum >"$stamp"')
+    assert not _is_current(call)
+
+
+def test_an_environment_made_at_another_path_is_not_current(call, tmp_path):
+    _environment(tmp_path)
+    call('checksum >"$stamp"')
+    (tmp_path / ".venv/bin/pip").write_text("#!/elsewhere/.venv/bin/python\n")
+    assert not _is_current(call)
