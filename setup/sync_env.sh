@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Bring this checkout and its environment to every host, at the same path:
 #   bash setup/sync_env.sh HOSTFILE [--apply] [--dir PATH]
-# Where the disk is shared there is nothing to send; elsewhere the files go by tar over ssh and
-# setup/install.sh runs there. Without --apply it only says what it would do.
+# Where the disk is shared there is nothing to send; elsewhere the files go by tar over ssh, in place
+# of the programs that are there, and setup/install.sh runs there. Without --apply it only says what it would do.
 # shellcheck disable=SC2317,SC2329  # functions are handed to on_all by name
 set -euo pipefail
 
@@ -12,7 +12,7 @@ source "$root/setup/lib.sh"
 
 probe_timeout_s=30
 install_timeout_s=1800
-hostfile='' apply=no dir=$root install_flags='--no-system' copy_venv=no
+hostfile='' apply=no dir=$root install_flags='--no-system' copy_venv=no torch=''
 
 usage() {
     cat <<'TEXT'
@@ -20,10 +20,11 @@ Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--tor
        [--python PYTHON] [--copy-venv]
 
 Compares the code and the versions on every host of an Open MPI hostfile with those here; with
---apply brings them where they differ, on all hosts at once, and compares again.
+--apply brings them where they differ, on all hosts at once, and compares again. Programs under
+harness/ that are not here are removed there.
 
   --dir PATH    where on the hosts (default: the same path as here, which mpirun needs)
-  --torch T     handed to setup/install.sh
+  --torch T     handed to setup/install.sh, also on hosts that are the same otherwise
   --python P    handed to setup/install.sh, where a host's python3 is too old or lacks torch
   --copy-venv   send .venv as it is here instead of installing there, for equal hosts that reach
                 no package index (over 1 GB each)
@@ -41,7 +42,7 @@ parse_flags() {
             --dir) dir=${2:-} && shift ;;
             --torch)
                 [[ ${2:-} =~ ^[A-Za-z0-9.+]+$ ]] || fail "--torch needs a version or keep"
-                install_flags+=" --torch $2"
+                install_flags+=" --torch $2" torch=$2
                 shift
                 ;;
             --python)
@@ -82,6 +83,9 @@ code_digest() {
     (code_files | sort -z | (cd "$root" && xargs -0 sha256sum) | sha256sum | cut -d' ' -f1)
 }
 
+# Prints check_nodes' hash of the programs under harness/, from what its own program says.
+only_hash() { sed 's/.*"harness_hash": "\([0-9a-f]*\)".*/\1/'; }
+
 # Leaves a mark on a host's disk, so that hosts which share one with each other are known.
 announce() {
     remote "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
@@ -101,12 +105,15 @@ announce_all() {
     done
 }
 
-# Prints four lines: shared or own disk (as seen from here), digest of the code there, versions
-# there, and the first host that has announced itself on that disk.
+# Prints five lines: shared or own disk (as seen from here), digest of the code that was brought there,
+# hash of the programs there, versions there, and the first host that has announced itself on that disk.
 probe() {
     remote "$probe_timeout_s" "$1" <<SCRIPT
 if [ -e "$dir/$mark" ]; then echo shared; else echo own; fi
 cat "$dir/.synced" 2>/dev/null || echo missing
+"$dir/.venv/bin/python" - "$dir" <<'CODE' 2>/dev/null || echo missing
+$(cat "$root/harness/nodes/remote/versions.py")
+CODE
 "$dir/.venv/bin/python" - <<'CODE' 2>/dev/null || echo missing
 $(cat "$root/setup/versions.py")
 CODE
@@ -115,23 +122,36 @@ SCRIPT
 }
 
 is_same() {
-    local disk=$1 code=$2 versions=$3
-    [[ $versions == "$wanted_versions" && ($disk == shared || $code == "$digest") ]]
+    local disk=$1 versions=$4
+    [[ $versions == "$wanted_versions" ]] && { [[ $disk == shared ]] || is_same_code "$2" "$3"; }
 }
 
-# Sends and installs where the code or the versions differ; once for each disk.
+# What was brought may have been edited since: the programs themselves count, as in check_nodes.
+is_same_code() { [[ $1 == "$digest" && $(only_hash <<<"$2") == "$wanted_hash" ]]; }
+
+# Sends and installs where the code or the versions differ, or another torch is asked for; once for
+# each disk.
 bring() {
     local host=$1
     local -a answer
     mapfile -t answer <"$work/$host.probe"
-    if ((${#answer[@]} != 4)) || is_same "${answer[@]}"; then return 0; fi
-    [[ ${answer[0]} == own && ${answer[3]} == "$host" ]] || return 0
+    ((${#answer[@]} == 5)) || return 0
+    [[ -n $torch ]] || ! is_same "${answer[@]}" || return 0
+    [[ ${answer[0]} == own && ${answer[4]} == "$host" ]] || return 0
+    remove_programs "$host"
     (cd "$root" && code_files | tar -cf - --null -T -) | unpack "$host"
     if [[ $copy_venv == yes ]]; then
         (cd "$root" && tar -cf - .venv) | unpack "$host"
     else
         remote "$install_timeout_s" "$host" "bash $dir/setup/install.sh $install_flags"
     fi
+}
+
+# Removes just what check_nodes hashes: a program that is gone here must not stay there.
+remove_programs() {
+    remote "$probe_timeout_s" "$1" <<SCRIPT
+[ ! -d "$dir/harness" ] || find "$dir/harness" -type f \( -name '*.py' -o -name '*.sh' \) -exec rm -f {} +
+SCRIPT
 }
 
 unpack() {
@@ -163,7 +183,7 @@ report() {
     local host=$1
     local -a answer
     mapfile -t answer <"$work/$host.probe"
-    if ((${#answer[@]} != 4)); then
+    if ((${#answer[@]} != 5)); then
         row "$host" '?' "UNREACHABLE: $(why_unreachable "$host.probe")"
     elif is_same "${answer[@]}"; then
         row "$host" "${answer[0]}" OK
@@ -175,11 +195,11 @@ report() {
 
 # What differs, and what to do.
 difference() {
-    local disk=$1 code=$2 versions=$3 remedy='--apply brings it'
+    local disk=$1 code=$2 versions=$4 remedy='--apply brings it'
     [[ $apply == no ]] || remedy='it failed, see below'
     if [[ $disk == shared ]]; then
         echo "DIFFERS: the disk is shared, but versions there are: $versions; is its Python another?"
-    elif [[ $code != "$digest" ]]; then
+    elif ! is_same_code "$code" "$3"; then
         echo "DIFFERS: code $([[ $code == missing ]] && echo missing || echo 'of another state'); $remedy"
     else
         echo "DIFFERS: versions there are: $versions; $remedy"
@@ -198,6 +218,7 @@ main() {
     mapfile -t hosts <<<"$names"
     digest=$(code_digest)
     wanted_versions=$("$root/.venv/bin/python" "$root/setup/versions.py")
+    wanted_hash=$("$root/.venv/bin/python" "$root/harness/nodes/remote/versions.py" "$root" | only_hash)
     work=$(mktemp -d)
     # Seen under the same path on another host, this very file tells that the disk is the same.
     reached=()

