@@ -18,11 +18,16 @@ read_settings() {
         number=$((number + 1))
         [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
         name=${line%%=*}
-        if [[ ! $line =~ ^[A-Z][A-Z0-9_]*= ]]; then
+        if [[ ! $line =~ ^[A-Z][A-Za-z0-9_]*= ]]; then
             echo "error: $file:$number: '$line' is not NAME=VALUE" >&2
             exit 2
         fi
         case $name in
+            OMPI_MCA_oob_* | OMPI_MCA_plm_* | OMPI_MCA_rmaps_* | OMPI_MCA_hwloc_*)
+                echo "error: $file:$number: $name is mpirun's, which has started already when this is read:" \
+                    "mpirun --mca ${name#OMPI_MCA_} ${line#*=}" >&2
+                exit 2
+                ;;
             NCCL_* | GLOO_* | OMP_* | MKL_* | KMP_* | TORCH_* | CUDA_* | OMPI_* | UCX_* | HARNESS_* | MALLOC_*) ;;
             *)
                 echo "error: $file:$number: $name may not be set here (allowed: NCCL_*, GLOO_*, OMP_*," \
@@ -55,10 +60,22 @@ local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${LOCAL_WORLD_SIZE:-
 threads=$(($(nproc) / local_size))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
+# Prints, each after a comma, the bridges above no physical device: those of containers and virtual
+# machines.
+inner_bridges() {
+    local bridge
+    for bridge in "$1"/*/bridge; do
+        bridge=${bridge%/bridge}
+        [[ ! -d $bridge/bridge ]] || compgen -G "$bridge/lower_*/device" >/dev/null ||
+            compgen -G "$bridge/lower_*/lower_*/device" >/dev/null || printf ',%s' "${bridge##*/}"
+    done
+}
+
 # docker0 and the like have the same address on every host: Open MPI must not try them. It refuses
 # to be told both which interfaces to take and which not.
-if [[ ! -v OMPI_MCA_btl_tcp_if_include ]]; then
-    export OMPI_MCA_btl_tcp_if_exclude=${OMPI_MCA_btl_tcp_if_exclude:-127.0.0.1/8,docker0,virbr0}
+if [[ ! -v OMPI_MCA_btl_tcp_if_include && ! -v OMPI_MCA_btl_tcp_if_exclude ]]; then
+    OMPI_MCA_btl_tcp_if_exclude=127.0.0.1/8,docker0,virbr0$(inner_bridges /sys/class/net)
+    export OMPI_MCA_btl_tcp_if_exclude
 fi
 # A waiting rank must not spin on the cores that another one measures.
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}

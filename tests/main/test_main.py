@@ -140,7 +140,12 @@ def test_one_rank_trains_and_its_results_can_be_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("PATH=/evil", "PATH may not be set here"), ("rm -rf /", "is not NAME=VALUE")],
+    [
+        ("PATH=/evil", "PATH may not be set here"),
+        ("rm -rf /", "is not NAME=VALUE"),
+        ("OMPI_MCA_oob_tcp_if_include=eth0", "mpirun --mca oob_tcp_if_include eth0"),
+        ("OMPI_MCA_hwloc_base_binding_policy=none", "hwloc_base_binding_policy is mpirun's"),
+    ],
 )
 def test_settings_files_are_data(tmp_path, line, message):
     (tmp_path / "cluster.env").write_text(f"# a comment\nNCCL_DEBUG=INFO\n{line}\n")
@@ -148,6 +153,11 @@ def test_settings_files_are_data(tmp_path, line, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "cluster.env:3" in done.stderr
+
+
+def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
+    (tmp_path / "cluster.env").write_text("OMPI_MCA_btl_tcp_if_include=10.0.0.0/24\n")
+    assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -162,6 +172,28 @@ def test_a_chosen_interface_replaces_the_exclusions(tmp_path, chosen, has_exclus
     done = entry("matmul", HARNESS_VENV=str(tmp_path), **chosen)
     assert done.returncode == 0, done.stderr
     assert ("OMPI_MCA_btl_tcp_if_exclude=" in done.stdout) == has_exclusions
+
+
+@pytest.mark.parametrize(
+    ("below", "is_inner"),
+    [
+        ("", True),
+        ("lower_veth1", True),
+        ("lower_eth0/device", False),
+        ("lower_bond0/lower_eth0/device", False),
+    ],
+)
+def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, below, is_inner):
+    (tmp_path / "br-1f2e/bridge").mkdir(parents=True)
+    (tmp_path / "br-1f2e" / below).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "eth0/device").mkdir(parents=True)
+    lines = (ROOT / "entry.sh").read_text()
+    function = "inner_bridges() {" + lines.partition("inner_bridges() {")[2].partition("\n}\n")[0]
+    script = f"{function}\n}}\ninner_bridges {tmp_path}"
+    done = subprocess.run(
+        ["bash", "-euc", script], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == (",br-1f2e" if is_inner else "")
 
 
 @pytest.mark.parametrize(
