@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.mpi import network_flags
 from harness.nodes.pairs import Connection, Pairs
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration
@@ -124,6 +125,12 @@ def _judge_names(report: HostReport, survey: Survey) -> Verdict:
         return critical(
             f"no rank ran on {report.facts.hostname}; they ran on {', '.join(hello.names)}",
             f"mpirun -np 1 --host {report.name} hostname; correct /etc/hosts where it says another",
+        )
+    if hello.network:
+        return warn(
+            f"the job starts only where mpirun is told the network {hello.network}",
+            f"mpirun {' '.join(network_flags(hello.network))} ... in every run: hosts have "
+            "interfaces with addresses that lead nowhere",
         )
     spent = format_duration(hello.duration_s)
     text = f"{n_ranks} ranks on {n_ranks} hosts started and ended in {spent}"

@@ -31,12 +31,14 @@ class Hello:
         error: the launcher's own words; empty when it ended well.
         culprits: hosts on which a rank does not even start alone, and why (looked for after a
             failure only).
+        network: without which, named on the command line, mpirun fails; empty: it needs none.
     """
 
     hosts: tuple[str, ...]
     names: tuple[str, ...] = ()
     error: str = ""
     culprits: dict[str, str] = field(default_factory=dict)
+    network: str = ""
     duration_s: float = 0.0
 
 
@@ -62,26 +64,30 @@ def common_network(facts: Mapping[str, Facts]) -> str | None:
     return network or None
 
 
+def network_flags(network: str) -> list[str]:
+    """What keeps mpirun and its ranks to a network."""
+    parameters = ("btl_tcp_if_include", "oob_tcp_if_include")
+    return [word for name in parameters for word in ("--mca", name, network)]
+
+
 def mpi_command(
     mpirun: str,
     hosts: Sequence[str],
     *,
     python: str,
-    network: str | None,
     timeout_s: float,
+    network: str = "",
     shared: str = "",
 ) -> list[str]:
     """The argument list of a hello over `hosts`, one rank each."""
     limit_s = max(1, round(timeout_s))
-    interface = ["--mca", "btl_tcp_if_include", network or ""]
-    interface += ["--mca", "oob_tcp_if_include", network or ""]
     return [
         mpirun,
         *("--timeout", str(limit_s)),
         *("-np", str(len(hosts))),
         *("--host", ",".join(f"{host}:1" for host in hosts)),
         *("--mca", "plm_rsh_args", " ".join(ssh.options(timeout_s, shared=shared))),
-        *(interface if network else []),
+        *(network_flags(network) if network else []),
         *("--wdir", "/"),
         *(python, "-c", remote_text("remote/hello.py"), str(limit_s)),
     ]
@@ -90,19 +96,26 @@ def mpi_command(
 async def run_hello(
     mpirun: str, facts: Mapping[str, Facts], *, python: str, timeout_s: float, shared: str = ""
 ) -> Hello:
-    """Start one rank on each host and wait for all; on failure, each host alone.
+    """Start one rank on each host and wait for all, as a run does; on failure, over the hosts'
+    common network, and each host alone.
 
     Args:
         shared: directory of connections that may be used; a host alone is logged into anew.
     """
     hosts = tuple(facts)
-    network = common_network(facts) if len(hosts) > 1 else None
-    command = mpi_command(
-        mpirun, hosts, python=python, network=network, timeout_s=timeout_s, shared=shared
-    )
-    hello = await _run(command, hosts, timeout_s)
+
+    async def run_over(network: str) -> Hello:
+        command = mpi_command(
+            mpirun, hosts, python=python, timeout_s=timeout_s, network=network, shared=shared
+        )
+        return replace(await _run(command, hosts, timeout_s), network=network)
+
+    hello = await run_over("")
     if not hello.error or len(hosts) == 1:
         return hello
+    network = common_network(facts)
+    if network and not (named := await run_over(network)).error:
+        return named
     return replace(hello, culprits=await _find_culprits(mpirun, hosts, python, timeout_s / 2))
 
 
@@ -125,7 +138,7 @@ async def _find_culprits(
     gate = asyncio.Semaphore(_N_ALONE_AT_ONCE)
 
     async def run_alone(host: str) -> str:
-        command = mpi_command(mpirun, [host], python=python, network=None, timeout_s=timeout_s)
+        command = mpi_command(mpirun, [host], python=python, timeout_s=timeout_s)
         async with gate:
             return (await _run(command, (host,), timeout_s)).error
 

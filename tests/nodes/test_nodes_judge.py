@@ -305,6 +305,14 @@ def test_a_rank_on_another_machine_is_critical_for_the_host_that_missed_it(hosts
     assert "no rank ran on n1" in cluster.judge("mpi", 1, hello=hello)[0].detail
 
 
+def test_a_job_that_needs_a_networks_name_is_a_warning_with_the_flags(hosts) -> None:
+    hello = Hello(hosts=("n0", "n1"), names=("n0", "n1"), network="10.0.0.0/24")
+    (finding,) = hosts(2).judge("mpi", 0, hello=hello)
+    assert finding.status is Status.WARN
+    flags = "--mca btl_tcp_if_include 10.0.0.0/24 --mca oob_tcp_if_include 10.0.0.0/24"
+    assert f"mpirun {flags} " in finding.remedy
+
+
 def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
     culprits = {"n1": "orted: command not found"}
     hello = Hello(hosts=("n0", "n1"), error="ORTE was unable", culprits=culprits)

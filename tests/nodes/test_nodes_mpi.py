@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from harness.nodes.facts import Facts, Interface, Route
 from harness.nodes.mpi import (
+    Hello,
     common_network,
     explain_mpirun,
     find_mpirun,
@@ -14,6 +17,7 @@ from harness.nodes.mpi import (
     parse_hello,
     run_hello,
 )
+from harness.nodes.remote_text import remote_text
 
 
 def facts(address: str, *, prefix: int = 24) -> Facts:
@@ -42,8 +46,51 @@ def test_the_command_names_hosts_once_and_never_asks() -> None:
     assert command[:7] == ["/e/bin/mpirun", "--timeout", "9", "-np", "2", "--host", "a:1,b:1"]
     assert "BatchMode=yes" in command[command.index("plm_rsh_args") + 1]
     assert command[command.index("btl_tcp_if_include") + 1] == "10.0.0.0/24"
-    alone = mpi_command("m", ["a"], python="p", network=None, timeout_s=9)
-    assert "btl_tcp_if_include" not in alone
+    unnamed = mpi_command("m", ["a", "b"], python="p", timeout_s=9)
+    assert "btl_tcp_if_include" not in unnamed
+    assert "oob_tcp_if_include" not in unnamed
+
+
+def mpirun_that(tmp_path: Path, condition: str) -> str:
+    """A stand-in that gathers the names a and b where a condition on its words `$*` holds."""
+    program = tmp_path / "mpirun"
+    answer = '@harness:hello {"size": 2, "names": ["a", "b"]}'
+    program.write_text(
+        f"#!/bin/sh\ncase $* in {condition}) echo '{answer}' ;; *) echo no >&2; exit 1 ;; esac\n"
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def hello_over_two(mpirun: str) -> Hello:
+    both = {"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}
+    return asyncio.run(run_hello(mpirun, both, python="p", timeout_s=9))
+
+
+def test_a_job_is_started_as_a_run_is_before_a_network_is_named(tmp_path: Path) -> None:
+    hello = hello_over_two(mpirun_that(tmp_path, "*"))
+    assert (hello.names, hello.network) == (("a", "b"), "")
+
+
+def test_a_job_that_needs_the_networks_name_says_so(tmp_path: Path) -> None:
+    hello = hello_over_two(mpirun_that(tmp_path, "*oob_tcp_if_include\\ 10.0.0.0/24*"))
+    assert (hello.names, hello.network, hello.error) == (("a", "b"), "10.0.0.0/24", "")
+
+
+def test_a_job_that_no_network_helps_names_its_culprits(tmp_path: Path) -> None:
+    hello = hello_over_two(mpirun_that(tmp_path, "*--host\\ b:1*"))
+    assert (hello.names, hello.network, hello.culprits) == ((), "", {"a": "no"})
+
+
+def test_the_hello_leaves_the_same_bridges_out_as_entry_sh(tmp_path: Path) -> None:
+    for path in ("br-1/bridge", "br-1/lower_veth0", "br0/bridge", "br0/lower_eth0/device"):
+        (tmp_path / path).mkdir(parents=True)
+    for path in ("br1/bridge", "br1/lower_bond0/lower_eth0/device", "eth0/device"):
+        (tmp_path / path).mkdir(parents=True)
+    program, _, _ = remote_text("remote/hello.py").partition('if "OMPI')
+    names: dict[str, Callable[[str], list[str]]] = {}
+    exec(program, names)
+    assert names["inner_bridges"](str(tmp_path)) == ["br-1"]
 
 
 def test_rank_zeros_line_is_found_among_others() -> None:
