@@ -12,22 +12,31 @@ from pathlib import Path
 from harness.errors import HostfileError
 
 # user@ is refused on purpose: Open MPI takes it, ssh options and result names do not.
-_HOST = re.compile(r"^[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?$")
+_HOST = re.compile(r"^[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line: a name or address, and how many ranks it takes."""
+    """One line: a name or address, and how many ranks it takes.
+
+    Attributes:
+        slots: None: not said, and Open MPI takes as many as the host has cores.
+    """
 
     name: str
-    slots: int = 1
+    slots: int | None = None
 
 
 def _parse_line(line: str, where: str) -> Host:
-    name, *options = line.split()
+    name, *options = re.sub(r"\s*=\s*", "=", line).split()
+    if name.count(":") > 1:
+        raise HostfileError(
+            f"{where}: {name} is an IPv6 address, of which mpirun takes the last part for slots: "
+            "give it a name in /etc/hosts or ~/.ssh/config, and write that"
+        )
     if not _HOST.match(name):
         raise HostfileError(f"{where}: {name!r} is not a host name or address")
-    slots = 1
+    slots = None
     for option in options:
         key, _, value = option.partition("=")
         if key not in ("slots", "max_slots", "max-slots"):

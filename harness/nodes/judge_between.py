@@ -106,7 +106,20 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
     if hello.error:
         command = f"mpirun -np {len(hello.hosts)} --host {','.join(hello.hosts)} hostname"
         return [critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)]
-    return [_judge_names(report, survey)]
+    return [*_judge_slots(report, survey), _judge_names(report, survey)]
+
+
+def _judge_slots(report: HostReport, survey: Survey) -> list[Verdict]:
+    is_said = report.probe.host.slots is not None
+    if is_said or len(survey.reports) == 1 or report.facts.n_cores == 1:
+        return []
+    n_gpus = len(report.facts.gpu.gpus)
+    return [
+        warn(
+            "its line says no slots=: mpirun takes one for each core, and fills this host first",
+            f"write `{report.name} slots={n_gpus or 1}` in the hostfile",
+        )
+    ]
 
 
 def _judge_names(report: HostReport, survey: Survey) -> Verdict:

@@ -128,7 +128,7 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
     if gpu.driver and gpu.driver != usual:
         text = f"driver {gpu.driver}, most others {usual}"
         verdicts.append(warn(text, f"install driver {usual} on {report.name}"))
-    if slots > len(gpu.gpus):
+    if slots is not None and slots > len(gpu.gpus):
         text = f"{slots} slots share {len(gpu.gpus)} GPU(s): NCCL refuses two ranks on one"
         verdicts.append(warn(text, f"write `{report.name} slots={len(gpu.gpus)}` in the hostfile"))
     return verdicts

@@ -11,6 +11,10 @@ def test_hosts_slots_and_comments():
     assert parse_hostfile(text) == [Host("ecetesla0", 2), Host("10.0.0.7"), Host("n2", 1)]
 
 
+def test_blanks_around_the_sign_are_as_open_mpi_takes_them():
+    assert parse_hostfile("a slots = 2\nb slots =3\n") == [Host("a", 2), Host("b", 3)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -23,6 +27,8 @@ def test_hosts_slots_and_comments():
         ("-oProxyCommand=evil\n", "not a host name"),
         ("$(id)\n", "not a host name"),
         ("root@a\n", "not a host name"),
+        ("a:2\n", "not a host name"),
+        ("fe80::1 slots=1\n", "fe80::1 is an IPv6 address"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line(text, message):

@@ -67,7 +67,7 @@ class Hosts:
             mpi="Open MPI 4.1.8",
         )
         probe = Probe(
-            host=Host(names[index]),
+            host=Host(names[index], 1),
             target=ssh.Target(hostname=names[index], port=22, user="ada", is_proxied=False),
             addresses=(own,),
             is_port_open=True,

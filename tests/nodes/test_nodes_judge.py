@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from harness.domain.hostfile import Host
 from harness.errors import ConfigError
 from harness.nodes.allreduce import Reduction
 from harness.nodes.checks import CHECKS, judge_all, select
@@ -311,6 +312,15 @@ def test_a_job_that_needs_a_networks_name_is_a_warning_with_the_flags(hosts) -> 
     assert finding.status is Status.WARN
     flags = "--mca btl_tcp_if_include 10.0.0.0/24 --mca oob_tcp_if_include 10.0.0.0/24"
     assert f"mpirun {flags} " in finding.remedy
+
+
+def test_a_line_without_slots_is_a_warning_with_the_line_to_write(hosts) -> None:
+    hello = Hello(hosts=("n0", "n1"), names=("n0", "n1"))
+    cluster = hosts(2).probe(1, host=Host("n1"))
+    assert [f.status for f in cluster.judge("mpi", 0, hello=hello)] == [Status.OK]
+    finding = cluster.judge("mpi", 1, hello=hello)[0]
+    assert finding.status is Status.WARN
+    assert finding.remedy == "write `n1 slots=1` in the hostfile"
 
 
 def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
