@@ -106,8 +106,9 @@ install_system() {
 }
 
 apt_install() {
-    local log
+    local log had_logins=no
     log=$(mktemp)
+    if takes_logins; then had_logins=yes; fi
     if ! { as_root apt-get update -q && as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get install -qy --no-install-recommends "$@"; } >"$log" 2>&1; then
         tail -n 5 "$log" >&2
@@ -116,9 +117,15 @@ apt_install() {
     fi
     rm -f "$log"
     # The virtual cluster starts its own sshd: installing one must not open this machine's port 22.
-    if [[ " $* " == *" openssh-server "* && -d /run/systemd/system ]]; then
-        as_root systemctl disable --now ssh >/dev/null 2>&1 || true
+    if [[ " $* " == *" openssh-server "* && $had_logins == no ]] && has systemctl; then
+        as_root systemctl disable --now ssh.socket >/dev/null 2>&1 || true
+        as_root systemctl disable --now ssh.service >/dev/null 2>&1 || true
     fi
+}
+
+takes_logins() {
+    { systemctl is-enabled --quiet ssh.service ssh.socket ||
+        systemctl is-active --quiet ssh.service ssh.socket; } 2>/dev/null
 }
 
 checksum() {

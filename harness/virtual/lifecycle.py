@@ -48,9 +48,8 @@ def _build(place: State, saved: Saved) -> None:
         limits.create(place.name, one)
     node.write_files(place, saved)
     _connect(place, saved)
-    if not _SSHD_DIRECTORY.exists():
-        (place.root / "made-run-sshd").touch()
-        _SSHD_DIRECTORY.mkdir(mode=0o755)
+    # It stays: where systemd starts this machine's sshd at a login, a later one may count on it.
+    _SSHD_DIRECTORY.mkdir(mode=0o755, exist_ok=True)
     for one in saved.plan.nodes:
         node.boot(place, one.name)
     for one in saved.plan.nodes:
@@ -141,7 +140,8 @@ def down(place: State, hostfile: Path | None = None) -> bool:
     if plan is not None:
         _remove_mpi_sessions(plan)
     state.remove(place)
-    _remove_files(place.root, hostfile if existed else None)
+    if existed and hostfile is not None:
+        _remove_files(hostfile)
     return existed
 
 
@@ -151,14 +151,9 @@ def _remove_mpi_sessions(plan: ClusterPlan) -> None:
         shutil.rmtree(Path("/tmp") / f"ompi.{one.name}.{os.geteuid()}", ignore_errors=True)
 
 
-def _remove_files(root: Path, hostfile: Path | None) -> None:
-    if hostfile is not None:
-        hostfile.unlink(missing_ok=True)
-        hostfile.with_suffix(".json").unlink(missing_ok=True)
-    made = root / "made-run-sshd"
-    if made.exists() and not state.standing(root):
-        shutil.rmtree(_SSHD_DIRECTORY, ignore_errors=True)
-        made.unlink()
+def _remove_files(hostfile: Path) -> None:
+    hostfile.unlink(missing_ok=True)
+    hostfile.with_suffix(".json").unlink(missing_ok=True)
 
 
 def status(place: State) -> list[dict[str, object]]:

@@ -145,3 +145,16 @@ def test_mpirun_starts_the_environments_daemon_and_binds_no_rank(call, tmp_path)
         f"orte_launch_agent = {tmp_path}/.venv/bin/orted",
         "hwloc_base_binding_policy = none",
     ]
+
+
+@pytest.mark.parametrize("had_logins", [False, True])
+def test_only_an_sshd_that_was_installed_here_is_switched_off(call, tmp_path, had_logins):
+    log = tmp_path / "log"
+    answer = f"case $1 in is-*) exit {0 if had_logins else 3} ;; *) echo $* >>{log} ;; esac"
+    _program(tmp_path / "bin" / "systemctl", answer)
+    _program(tmp_path / "bin" / "apt-get", "exit 0")
+    log.touch()
+    done = call('as_root() { "$@"; }; apt_install openssh-server')
+    assert done.returncode == 0, done.stderr
+    units = [] if had_logins else ["ssh.socket", "ssh.service"]
+    assert log.read_text().splitlines() == [f"disable --now {unit}" for unit in units]
