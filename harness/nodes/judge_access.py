@@ -32,11 +32,13 @@ def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
             )
         ]
     loopback = [address for address in probe.addresses if address.startswith("127.")]
-    if loopback and len(survey.reports) > 1:
+    if loopback and len(survey.reports) > 1 and report.facts.hostname != report.name:
         return [
             warn(
                 f"resolves to {loopback[0]} here: other hosts cannot use that",
-                f"remove {report.name} from the 127.0.0.0/8 lines of /etc/hosts here",
+                f"write {report.facts.hostname or 'its real name'} instead of {report.name} into "
+                f"the hostfile, or {report.name}'s network address in place of {loopback[0]} "
+                "into /etc/hosts here",
             )
         ]
     return [ok(probe.addresses[0])]
@@ -86,14 +88,16 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
     port = f"-p {target.port} " if target and target.port != 22 else ""
     known = _known_name(report)
     key_file = f" -f {shlex.quote(probe.key_file)}" if probe.key_file else ""
-    scan = f"ssh-keyscan {port}{name} >> ~/.ssh/known_hosts"
-    fingerprint = "compare with `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` at its console"
+    meet = (
+        f"ssh {name} true, and answer yes if the fingerprint is that of `ssh-keygen -lf "
+        "/etc/ssh/ssh_host_ed25519_key.pub` at its console"
+    )
     quiet = "" if probe.banner or probe.port_error else " (the port is open, but nothing answers)"
     table = {
-        Login.UNKNOWN_KEY: ("its host key is not known here", f"{scan}; {fingerprint}"),
+        Login.UNKNOWN_KEY: ("its host key is not known here", meet),
         Login.CHANGED_KEY: (
             "its host key is not the one known here: reinstalled, or another machine",
-            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {scan}; {fingerprint}",
+            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {meet}",
         ),
         Login.DENIED: (
             f"asks for more than a key: {probe.login_detail}",
@@ -124,10 +128,12 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
 
 
 def _known_name(report: HostReport) -> str:
-    """As known_hosts writes it: with brackets where the port is not 22."""
+    """As known_hosts writes it: the real name, in brackets where the port is not 22."""
     target = report.probe.target
-    if target is None or target.port == 22:
+    if target is None:
         return report.name
+    if target.port == 22:
+        return shlex.quote(target.hostname)
     return shlex.quote(f"[{target.hostname}]:{target.port}")
 
 

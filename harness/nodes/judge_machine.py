@@ -150,7 +150,18 @@ def _describe(interface: Interface, facts: Facts) -> str:
         if other.name not in (interface.name, "lo") and other.networks
     ]
     unused = f"; not used: {', '.join(others)}" if others else ""
-    return f"{interface.name} {facts.cluster_address}{rate}{unused}"
+    return f"{interface.name} {facts.cluster_address}{rate}{unused}{_own_name(facts)}"
+
+
+def _own_name(facts: Facts) -> str:
+    """A note on what many systems are installed with; runs name their interface instead."""
+    loopback = [a for a in facts.own_addresses if a.startswith("127.") or a == "::1"]
+    if not loopback:
+        return ""
+    return (
+        f"; its own name is {loopback[0]} there (programs other than this harness may want "
+        f"{facts.cluster_address} in its place in /etc/hosts)"
+    )
 
 
 def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
@@ -163,15 +174,6 @@ def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
                 f"reaches the others through {' and '.join(names)}",
                 f"entry.sh takes {interface.name}; put the others' addresses on its network, or "
                 "set the interface per host",
-            )
-        )
-    loopback = [a for a in facts.own_addresses if a.startswith("127.") or a == "::1"]
-    if loopback:
-        verdicts.append(
-            warn(
-                f"its own name resolves to {loopback[0]} there: gloo would listen where nobody "
-                "connects",
-                f"remove {facts.hostname} from the {loopback[0]} line of its /etc/hosts",
             )
         )
     return verdicts

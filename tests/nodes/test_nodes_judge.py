@@ -79,8 +79,8 @@ def test_each_shut_port_has_its_remedy(hosts, error: str, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("login", "detail", "remedy"),
     [
-        (Login.UNKNOWN_KEY, "its host key is not known here", "ssh-keyscan n1 >> "),
-        (Login.CHANGED_KEY, "not the one known here", "ssh-keygen -R n1 && ssh-keyscan n1 >> "),
+        (Login.UNKNOWN_KEY, "its host key is not known here", "ssh n1 true, and answer yes if "),
+        (Login.CHANGED_KEY, "not the one known here", "ssh-keygen -R n1 && ssh n1 true, and "),
         (Login.DENIED, "asks for more than a key", "ssh-copy-id n1"),
         (Login.KEY_FILE_OPEN, "others may read", "chmod 600"),
         (Login.TIMED_OUT, "hangs: no login", "sudo systemctl restart ssh"),
@@ -101,7 +101,25 @@ def test_remedies_for_another_port_and_key_file_can_be_typed_as_they_are(hosts) 
     cluster = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target, key_file="/etc/my hosts")
     (finding,) = cluster.judge("login", 1)
     assert "ssh-keygen -R '[n1.lab]:2222' -f '/etc/my hosts' && " in finding.remedy
-    assert "ssh-keyscan -p 2222 n1 >> ~/.ssh/known_hosts" in finding.remedy
+    assert " && ssh n1 true, and answer yes if " in finding.remedy
+
+
+def test_a_changed_key_is_forgotten_under_the_name_behind_an_alias(hosts) -> None:
+    target = Target(hostname="n1.lab", port=22, user="ada", is_proxied=True)
+    (finding,) = hosts(2).fail_login(1, Login.CHANGED_KEY, target=target).judge("login", 1)
+    assert "ssh-keygen -R n1.lab && ssh n1 true" in finding.remedy
+
+
+def test_localhost_among_other_hosts_is_to_be_written_by_its_name(hosts) -> None:
+    cluster = hosts(2).probe(1, addresses=("127.0.0.1",)).facts(1, hostname="ecetesla1")
+    (finding,) = cluster.judge("resolve", 1)
+    assert finding.status is Status.WARN
+    assert finding.remedy.startswith("write ecetesla1 instead of n1 into the hostfile")
+
+
+def test_this_machines_own_name_may_be_a_loopback_address_here(hosts) -> None:
+    (finding,) = hosts(2).probe(1, addresses=("127.0.1.1",)).judge("resolve", 1)
+    assert (finding.status, finding.detail) == (Status.OK, "127.0.1.1")
 
 
 def test_a_hang_behind_the_login_is_located_and_keeps_earlier_facts(hosts) -> None:
@@ -151,7 +169,7 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
         ("memory", {"memory_limit_bytes": 2**28}, Status.CRITICAL, "256 MiB free of 256 MiB"),
         ("disk", {"disks": ()}, Status.UNKNOWN, "df does not answer"),
         ("nic", {"routes": ()}, Status.CRITICAL, "no route to any"),
-        ("nic", {"own_addresses": ("127.0.1.1",)}, Status.WARN, "resolves to 127.0.1.1 there"),
+        ("nic", {"own_addresses": ("127.0.1.1",)}, Status.OK, "its own name is 127.0.1.1 there"),
         ("env", {"environment": ""}, Status.CRITICAL, "no environment at /e"),
         ("env", {"mpi": ""}, Status.CRITICAL, "lacks mpirun"),
         ("env", {"mpi": "Open MPI 5.0.3"}, Status.CRITICAL, "MPI Open MPI 5.0.3, while 2 of 3"),

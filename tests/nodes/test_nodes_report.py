@@ -86,7 +86,7 @@ def test_json_holds_every_finding_and_its_schema(hosts, full_mesh) -> None:
     assert {f["check"] for f in document["hosts"][1]["findings"]} == set(CHECKS)
     login = next(f for f in document["hosts"][1]["findings"] if f["check"] == "login")
     assert login["status"] == Status.CRITICAL.name
-    assert login["remedy"].startswith("ssh-keyscan n1")
+    assert login["remedy"].startswith("ssh n1 true, and answer yes")
     assert document["hosts"][0]["facts"]["cpu_model"] == "AMD EPYC"
     assert document["pairs"][0] == {
         "source": "n0", "target": "n1", "rtt_s": 0.0002, "error": "", "detail": "10.0.0.1"
