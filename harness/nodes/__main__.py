@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         help="hosts, one a line, as for mpirun --hostfile (default: hosts/tesla.txt)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", default="20s", metavar="TIME",
+        "--timeout", default="60s", metavar="TIME",
         help="what one host may cost in all (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
