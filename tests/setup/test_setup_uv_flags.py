@@ -25,12 +25,18 @@ def test_every_source_is_handed_over_once(uv_flags):
         "global.extra-index-url='https://one.example/simple\\nhttps://two.example/simple'",
         "global.timeout='60'",
     ]
-    assert uv_flags.flags(uv_flags.parse(listing)) == [
-        *("--index-strategy", "unsafe-best-match"),
-        *("--find-links", "/opt/wheels", "--find-links", "/opt/more"),
-        *("--default-index", "https://packages.example/simple"),
-        *("--index", "https://one.example/simple", "--index", "https://two.example/simple"),
+    settings = uv_flags.parse(listing)
+    assert uv_flags.variables(settings) == [
+        "UV_FIND_LINKS=/opt/wheels,/opt/more",
+        "UV_DEFAULT_INDEX=https://packages.example/simple",
+        "UV_INDEX=https://one.example/simple https://two.example/simple",
     ]
+
+
+def test_a_password_in_a_source_is_no_argument(uv_flags):
+    settings = uv_flags.parse(["global.index-url='https://me:secret@packages.example/simple'"])
+    assert uv_flags.flags(settings) == ["--index-strategy", "unsafe-best-match"]
+    assert "secret" in uv_flags.variables(settings)[0]
 
 
 def test_an_offline_configuration_stays_offline(uv_flags):
@@ -40,4 +46,6 @@ def test_an_offline_configuration_stays_offline(uv_flags):
 
 @pytest.mark.parametrize("line", ["", "WARNING: pip is old", "global.x=", "global.x='unclosed"])
 def test_other_lines_are_skipped(uv_flags, line):
-    assert uv_flags.flags(uv_flags.parse([line])) == ["--index-strategy", "unsafe-best-match"]
+    settings = uv_flags.parse([line])
+    assert uv_flags.flags(settings) == ["--index-strategy", "unsafe-best-match"]
+    assert uv_flags.variables(settings) == []
