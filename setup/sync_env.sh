@@ -21,7 +21,8 @@ Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--tor
 
 Compares the code and the versions on every host of an Open MPI hostfile with those here; with
 --apply brings them where they differ, on all hosts at once, and compares again. Programs under
-harness/ that are not here are removed there.
+harness/ that are not here are removed there. Proxies and package indexes that variables name here
+(http_proxy, https_proxy, no_proxy, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT) are used there.
 
   --dir PATH    where on the hosts (default: the same path as here, which mpirun needs)
   --torch T     handed to setup/install.sh, also on hosts that are the same otherwise
@@ -143,8 +144,19 @@ bring() {
     if [[ $copy_venv == yes ]]; then
         (cd "$root" && tar -cf - .venv) | unpack "$host"
     else
-        remote "$install_timeout_s" "$host" "bash $dir/setup/install.sh $install_flags"
+        install_on "$host"
     fi
+}
+
+# What reaches package indexes here goes along, read by the host from standard input: it may hold passwords.
+install_on() {
+    local name
+    {
+        for name in {http,https,no}_proxy {HTTP,HTTPS,NO}_PROXY PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_CERT; do
+            [[ ! -v $name ]] || printf 'export %s=%q\n' "$name" "${!name}"
+        done
+        echo "bash $dir/setup/install.sh $install_flags </dev/null"
+    } | remote "$install_timeout_s" "$1" "bash -s"
 }
 
 # Removes just what check_nodes hashes: a program that is gone here must not stay there.
@@ -241,4 +253,4 @@ main() {
     exit "$status"
 }
 
-main "$@"
+[[ ${BASH_SOURCE[0]} != "$0" ]] || main "$@"

@@ -115,3 +115,31 @@ def test_builds_of_one_release_and_patches_of_one_python_are_the_same_versions(m
     monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "12", "7"))
     runpy.run_path(str(ROOT / "setup" / "versions.py"), run_name="__main__")
     assert capsys.readouterr().out.startswith("python 3.12, torch 2.13.0, torchvision 2.13.0, ")
+
+
+def test_hosts_install_through_the_proxies_and_indexes_of_here_and_no_argument_tells(tmp_path):
+    (tmp_path / "bin").mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(
+        '#!/bin/bash\necho "$*"\nenv -u PIP_INDEX_URL -u http_proxy bash -c "${@: -1}"\n'
+    )
+    ssh.chmod(0o755)
+    (tmp_path / "setup").mkdir()
+    (tmp_path / "setup/install.sh").write_text('echo "$PIP_INDEX_URL $http_proxy $*"\n')
+    index = "https://me:it's $ecret@packages.example/simple"
+    done = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/setup/sync_env.sh; dir={tmp_path}; install_on gpu-a"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "PIP_INDEX_URL": index,
+            "http_proxy": "http://proxy.example:3128",
+        },
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    arguments, installed = done.stdout.splitlines()
+    assert "ecret" not in arguments
+    assert installed == f"{index} http://proxy.example:3128 --no-system"
