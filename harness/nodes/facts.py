@@ -21,8 +21,10 @@ class Interface:
 
     Attributes:
         networks: its addresses with prefix length, such as `10.0.0.2/24`.
+        is_up: switched on, with a cable that has a carrier.
         kind: physical, virtual or wireless.
-        speed_mbit_per_s: None when the driver gives none, as virtual ones do.
+        speed_mbit_per_s: None when the driver gives none, or a made-up one, as virtual ones do.
+        claimed_mbit_per_s: what the driver says, made up or not: runs compare that.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Interface:
     is_up: bool = True
     kind: str = "virtual"
     speed_mbit_per_s: int | None = None
+    claimed_mbit_per_s: int | None = None
     duplex: str = ""
     mtu_bytes: int | None = None
 
@@ -130,6 +133,7 @@ class Facts:
         quota_cores: the tightest cgroup CPU limit.
         memory_limit_bytes: the tightest cgroup memory limit.
         own_addresses: what its own name resolves to there.
+        run_interface, run_address: what a run over the hosts that answered takes; empty: not known.
         environment: the asked environment's path, "" when it is not there.
         python: the environment's interpreter, else the system's.
     """
@@ -151,6 +155,8 @@ class Facts:
     interfaces: tuple[Interface, ...] = ()
     routes: tuple[Route, ...] = ()
     own_addresses: tuple[str, ...] = ()
+    run_interface: str = ""
+    run_address: str = ""
     environment: str = ""
     python: PythonFacts | None = None
     python_error: str = ""
@@ -180,8 +186,8 @@ class Facts:
 
     @property
     def cluster_interface(self) -> Interface | None:
-        """The one that reaches most of the others; None when no route is known."""
-        names = [route.interface for route in self.peer_routes]
+        """The one that runs take, else that of most routes; None when no route is known."""
+        names = [self.run_interface or route.interface for route in self.peer_routes]
         by_name = {interface.name: interface for interface in self.interfaces}
         known = [name for name in names if name in by_name]
         return by_name[max(known, key=known.count)] if known else None
@@ -189,6 +195,8 @@ class Facts:
     @property
     def cluster_address(self) -> str:
         """The own address that the others see; empty when no route is known."""
+        if self.run_address:
+            return self.run_address
         interface = self.cluster_interface
         sources = [
             r.source for r in self.peer_routes if interface and r.interface == interface.name

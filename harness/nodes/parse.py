@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
@@ -168,9 +168,10 @@ def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
             Interface(
                 name=name,
                 networks=tuple(networks.get(name, ())),
-                is_up="UP" in link[2].split(",") if link else True,
+                is_up=_is_up(link[2].split(",")) if link else True,
                 kind=kind,
                 speed_mbit_per_s=_speed(speed) if kind != "virtual" else None,
+                claimed_mbit_per_s=_speed(speed),
                 duplex=duplex if duplex in ("half", "full") else "",
                 mtu_bytes=int(link[3]) if link else None,
             )
@@ -179,6 +180,10 @@ def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
 
 
 _LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+(\d+)")
+
+
+def _is_up(flags: Collection[str]) -> bool:
+    return "UP" in flags and "NO-CARRIER" not in flags
 
 
 def _speed(text: str) -> int | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from harness.domain.hostfile import Host
@@ -26,6 +26,7 @@ from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.pairs import Pairs
 from harness.nodes.parse import parse_facts
 from harness.nodes.probe import Order, Probe, probe
+from harness.nodes.run_interface import choose_run_interfaces
 from harness.nodes.session import Session
 from harness.nodes.ssh import Login
 from harness.nodes.talk import Healthy, Progress, Talk
@@ -95,13 +96,21 @@ async def survey(
     taken = {session.host for session, _ in healthy}
     return Survey(
         order=order,
-        reports=reports,
+        reports=_as_in_a_run(reports),
         late=tuple(r.name for r in reports if r.is_in and r.name not in taken),
         pairs=talk.pairs,
         hello=talk.hello,
         reduction=talk.reduction,
         has_mpirun=find_mpirun(order.env_dir) is not None,
     )
+
+
+def _as_in_a_run(reports: Sequence[HostReport]) -> tuple[HostReport, ...]:
+    """With the interfaces of a run over those that answered."""
+    answered = [report for report in reports if report.is_in]
+    chosen = choose_run_interfaces([report.facts for report in answered])
+    by_name = {r.name: replace(r, facts=f) for r, f in zip(answered, chosen, strict=True)}
+    return tuple(by_name.get(report.name, report) for report in reports)
 
 
 class _Inspection:

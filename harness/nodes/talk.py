@@ -10,12 +10,18 @@ from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun, run_hello
 from harness.nodes.pairs import Pairs, connect_pairs
 from harness.nodes.probe import Order
+from harness.nodes.run_interface import choose_run_interfaces
 from harness.nodes.session import Session
 
 # Checks that talk between hosts; the rest look at one host.
 TCP, MPI, ALLREDUCE = "tcp", "mpi", "allreduce"
 Healthy = tuple[Session, Facts]
 Progress = Callable[[str], None]
+
+
+def _as_in_a_run(hosts: Sequence[Healthy]) -> list[Healthy]:
+    chosen = choose_run_interfaces([facts for _, facts in hosts])
+    return [(session, facts) for (session, _), facts in zip(hosts, chosen, strict=True)]
 
 
 class Talk:
@@ -44,14 +50,14 @@ class Talk:
         """
         await self._connect(hosts)
         self._start_ranks(hosts)
-        await self._say_hello(hosts)
+        await self._say_hello(_as_in_a_run(hosts))
 
     async def carry_on(self, hosts: Sequence[Healthy]) -> None:
         """Reduce over all these hosts, and let those that have joined meet the others."""
         self._start_ranks(hosts)
-        await self._reduce(hosts)
+        await self._reduce(_as_in_a_run(hosts))
         await self._connect(hosts)
-        await self._say_hello(hosts)
+        await self._say_hello(_as_in_a_run(hosts))
 
     async def _connect(self, hosts: Sequence[Healthy]) -> None:
         sessions = [session for session, _ in hosts]

@@ -12,7 +12,8 @@ import msgspec
 import psutil
 import torch
 
-from harness.runtime.interface import Interface, list_interfaces
+from harness.domain.interface import Interface
+from harness.runtime.interface import list_interfaces
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from harness.domain.interface import Interface, choose_interface
 from harness.errors import LaunchError
 from harness.runtime.control import Control
 from harness.runtime.host import Gpu, HostFacts, describe_host
-from harness.runtime.interface import Interface, choose_interface
 from harness.runtime.launcher import Launch
 from harness.runtime.world import World
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.domain.interface import Interface
 from harness.runtime import rendezvous
 from harness.runtime.host import Gpu, HostFacts, _list_gpus
-from harness.runtime.interface import Interface
 from harness.runtime.launcher import Launch
 
 LOOPBACK = Interface(name="lo", address="127.0.0.1", prefix_length=8)

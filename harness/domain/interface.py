@@ -1,0 +1,75 @@
+"""Choose the NIC by which each rank reaches the others.
+
+Interfaces such as docker0 carry the same address on every host and hang collectives; so an
+interface counts only if its subnet holds a different address of every other host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """One IPv4 address of a host.
+
+    Attributes:
+        speed_bits_per_s: as the driver says, or as a traffic shaper on it limits; 0 when unknown.
+    """
+
+    name: str
+    address: str
+    prefix_length: int
+    speed_bits_per_s: float = 0.0
+
+    @property
+    def network(self) -> ipaddress.IPv4Network:
+        return ipaddress.IPv4Network(f"{self.address}/{self.prefix_length}", strict=False)
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.IPv4Address(self.address).is_loopback
+
+
+def _reaches(mine: Interface, others: list[list[Interface]]) -> bool:
+    for interfaces in others:
+        peers = [i for i in interfaces if ipaddress.IPv4Address(i.address) in mine.network]
+        if not peers or any(peer.address == mine.address for peer in peers):
+            return False
+    return True
+
+
+def _preferred(candidates: list[Interface]) -> Interface:
+    return max(candidates, key=lambda i: (i.speed_bits_per_s, [-ord(c) for c in i.name]))
+
+
+def choose_interface(
+    rank: int, hostnames: list[str], interfaces: list[list[Interface]], wanted: str = ""
+) -> Interface | None:
+    """The interface of `rank` that reaches every other host.
+
+    Args:
+        hostnames: by rank.
+        interfaces: each rank's interfaces, by rank.
+        wanted: a name that the user insists on (GLOO_SOCKET_IFNAME), or empty.
+
+    Returns:
+        Loopback when all ranks share one host; the fastest interface whose subnet holds an address
+        of every other host; else any that is not loopback (a routed network); None without one.
+    """
+    mine = interfaces[rank]
+    if wanted:
+        return next((i for i in mine if i.name == wanted), None)
+    others = [interfaces[k] for k, name in enumerate(hostnames) if name != hostnames[rank]]
+    loopback = [i for i in mine if i.is_loopback]
+    if not others and loopback:
+        return loopback[0]
+    outward = [i for i in mine if not i.is_loopback]
+    shared = [i for i in outward if _reaches(i, others)]
+    if shared:
+        return _preferred(shared)
+    # On a routed network no subnet is shared; an address that another host also has leads nowhere.
+    foreign = {i.address for host in others for i in host}
+    routed = [i for i in outward if i.address not in foreign]
+    return _preferred(routed) if routed else None
