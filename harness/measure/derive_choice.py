@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,21 +29,24 @@ class CellSummary:
     """How well the prediction orders strategies of equal model, batch, dtype and cluster: a cell.
 
     Attributes:
+        n_failed: strategies that were predicted and gave no measured step.
         median_error, worst_error: of |error| over the strategies.
         rank_correlation: Spearman's, predicted against measured; None below three strategies or
             when either side is constant.
-        chosen: the strategy that is predicted to be the fastest; of equals the slowest measured.
+        chosen: the strategy that is predicted to be the fastest; of equals the slowest measured,
+            and slower than any is one that failed.
         best: the strategy that was measured to be the fastest.
-        regret: measured step of `chosen` over that of `best`, less 1.
+        regret: measured step of `chosen` over that of `best`, less 1; None where `chosen` failed.
     """
 
     n_strategies: int
+    n_failed: int
     median_error: float
     worst_error: float
     rank_correlation: float | None
     chosen: str
     best: str
-    regret: float
+    regret: float | None
 
 
 def _spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -55,26 +58,36 @@ def _spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])
 
 
-def cell_summary(strategies: Sequence[Judged]) -> CellSummary:
+def cell_summary(
+    strategies: Sequence[Judged], failed: Mapping[str, float] | None = None
+) -> CellSummary:
     """Judge the predictions of one cell.
 
+    Args:
+        strategies: those that were measured.
+        failed: predicted steps, by name, of those that gave no measured step.
+
     Raises:
-        ValueError: no strategy.
+        ValueError: no strategy was measured.
     """
     if not strategies:
         raise ValueError("a cell is judged by at least one strategy that has a measured step")
     errors = [abs(judged.error) for judged in strategies]
+    failed = failed or {}
     chosen = min(strategies, key=lambda judged: (judged.predicted_s, -judged.measured_s))
+    faster = {name: step_s for name, step_s in failed.items() if step_s <= chosen.predicted_s}
+    doomed = min(faster, key=faster.__getitem__, default=None)
     best = min(strategies, key=lambda judged: judged.measured_s)
     return CellSummary(
         n_strategies=len(strategies),
+        n_failed=len(failed),
         median_error=median(errors),
         worst_error=max(errors),
         rank_correlation=_spearman(
             [judged.predicted_s for judged in strategies],
             [judged.measured_s for judged in strategies],
         ),
-        chosen=chosen.name,
+        chosen=doomed or chosen.name,
         best=best.name,
-        regret=chosen.measured_s / best.measured_s - 1,
+        regret=None if doomed else chosen.measured_s / best.measured_s - 1,
     )

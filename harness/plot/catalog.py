@@ -222,6 +222,11 @@ class Catalog:
         self.plans, problems = read_plans(results.runs)
         self.skipped = [*results.skipped, *problems]
 
+    def is_failed_pipeline(self, case: Case) -> bool:
+        """Whether pipelines were planned of a case that is not ok."""
+        plans = [self.plans.get(run.path) for run in case.runs]
+        return not case.is_ok and any(plan.is_pipeline for plan in plans if plan)
+
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:
         """Measured matmul peaks of all runs: MAMFU's denominator."""

@@ -22,6 +22,11 @@ class Plan:
     strategy: Strategy | None
     prediction: Prediction | None
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether two or more stages were planned."""
+        return self.strategy is not None and len(self.strategy.stages) > 1
+
 
 def read_plan(run_dir: Path) -> tuple[Plan, list[Problem]]:
     """Read both files; one that is malformed is a problem, named with its path, and left out."""

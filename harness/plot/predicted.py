@@ -46,6 +46,11 @@ class PlannedCase:
         words = [first.model, batch, first.dtype, self.training.case.cluster]
         return " · ".join(word for word in words if word)
 
+    @property
+    def predicted_s(self) -> float:
+        """Median over the repeats."""
+        return median(repeat.prediction.step_s for repeat in self.repeats)
+
     def judged(self) -> Judged | None:
         """Medians over the repeats that were measured; None when none was."""
         known = [r.compared for r in self.repeats if r.compared.measured is not None]
@@ -83,11 +88,12 @@ def _first_device(case: PlannedCase) -> tuple[object, ...]:
 
 
 def cells(cases: Iterable[PlannedCase]) -> dict[str, list[PlannedCase]]:
-    """Measured cases by cell; one device alone joins every cell that starts with that device."""
-    known = [case for case in cases if case.judged() is not None]
-    alone = [case for case in known if case.training.case.n_devices == 1]
+    """Cases by cell, failed ones included, where any was measured; one device alone joins every
+    cell that starts with that device."""
+    every = list(cases)
+    alone = [case for case in every if case.training.case.n_devices == 1]
     found: dict[str, list[PlannedCase]] = defaultdict(list)
-    for case in known:
+    for case in every:
         if case.training.case.n_devices > 1:
             found[case.cell].append(case)
     for case in alone:
@@ -96,4 +102,4 @@ def cells(cases: Iterable[PlannedCase]) -> dict[str, list[PlannedCase]]:
             own.append(case)
         if not joined:
             found[case.cell].append(case)
-    return dict(found)
+    return {cell: own for cell, own in found.items() if any(case.judged() for case in own)}

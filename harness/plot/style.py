@@ -136,6 +136,13 @@ def wrap_label(text: str, limit: int = 44) -> str:
     return "\n".join(shorten(line, limit + 4) for line in lines)
 
 
+def rank_words(ranks: Sequence[int]) -> str:
+    """`0-2` for consecutive ascending ranks, else a list."""
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(str(rank) for rank in ranks)
+
+
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
     """Say in place of a bar why there is none; a run that is ok has not measured it."""
     is_ok = status == "ok"
@@ -160,6 +167,12 @@ def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
     ]
     if lines:
         canvas.supxlabel("\n".join(lines), fontsize=8, color=FAILED, ha="left", x=0.01)
+
+
+def note_cut(canvas: Canvas, n_shown: int, n_all: int, what: str) -> None:
+    """Say above a figure that it leaves some out."""
+    if n_all > n_shown:
+        canvas.suptitle(f"The first {n_shown} of {n_all} {what}; all are in the table")
 
 
 def bar_panels(

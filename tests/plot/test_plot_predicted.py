@@ -13,7 +13,7 @@ import pytest
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.measure.derive import PARTS
-from harness.measure.store import read_results
+from harness.measure.store import read_header, read_results, write_header
 from harness.plot.__main__ import main
 from harness.plot.catalog import Catalog
 from harness.plot.figures import load_figure
@@ -58,6 +58,7 @@ def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog: 
         "pipeline",
         "searched",
         "single",
+        "tensor",  # out of memory
     ]
 
 
@@ -68,9 +69,65 @@ def test_a_cell_has_the_order_and_the_regret_of_its_predictions(catalog: Catalog
     assert table["strategy"].iloc[0] == "pipeline"
     assert list(table["n_repeats"][table["strategy"] == "ddp"]) == [2]
     (cell,) = figure.report_table(table).to_dict("records")
-    assert (cell["n_strategies"], cell["regret"]) == (4, 0.0)
+    assert (cell["n_strategies"], cell["n_failed"], cell["regret"]) == (4, 1, 0.0)
     assert cell["rank_correlation"] == pytest.approx(1.0)
     assert cell["median_error"] == pytest.approx(table["error"].abs().median())
+
+
+def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(
+    planned: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "results"
+    for name in ("ddp-0", "searched-0", "tensor-0"):
+        shutil.copytree(planned / name, root / name)
+    path = root / "tensor-0" / PREDICTION_FILE
+    path.write_bytes(msgspec.structs.replace(Prediction.load(path), step_s=1e-3).to_json())
+    figure = load_figure("prediction_choice")
+    table = figure.table(Catalog(read_results(root)))
+    first = table.iloc[0]
+    assert (first["strategy"], first["status"], first["is_chosen"]) == ("tensor", "oom", True)
+    assert pd.isna(first["measured_s"])
+    (cell,) = figure.report_table(table).to_dict("records")
+    assert cell["regret"] == "predicted choice failed"
+    assert cell["chosen"].startswith("tensor")
+    text = _text(image_bytes(figure, table, "svg")[0])
+    assert b"predicted choice failed" in text
+    assert b"out of memory, predicted to be the fastest" in text
+
+
+def test_a_repeat_that_failed_leaves_the_choice_to_the_others(
+    planned: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "results"
+    for name in ("pipeline-0", "searched-0"):
+        shutil.copytree(planned / name, root / name)
+    _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-1"), "pipeline-1")
+    table = table_of("prediction_choice", Catalog(read_results(root)))
+    assert sorted(table["status"]) == ["crash", "ok", "ok"]
+    assert set(table["regret"]) == {0.0}
+    assert set(table["n_failed"]) == {0}
+
+
+@pytest.mark.parametrize("name", ["pipeline_bubble", "stage_times", "prediction_ranks", "timeline"])
+def test_a_pipeline_that_failed_is_noted_below_the_others(
+    name: str, planned: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "results"
+    shutil.copytree(planned / "searched-0", root / "searched-0")
+    _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-0"), "pipeline-0")
+    figure = load_figure(name)
+    table = figure.table(Catalog(read_results(root)))
+    assert list(table["strategy" if "strategy" in table else "label"][table["status"] == "crash"])
+    assert b"crashed (rank 3 is gone)" in _text(image_bytes(figure, table, "svg")[0])
+
+
+def _fail(run_dir: Path, run_id: str) -> None:
+    """Let a run have crashed, with nothing recorded."""
+    header = read_header(run_dir)
+    more = {"run_id": run_id, "status": "crash", "reason": "rank 3 is gone"}
+    write_header(run_dir, msgspec.structs.replace(header, **more))
+    for path in run_dir.glob("rank*.jsonl"):
+        path.unlink()
 
 
 def test_differences_of_the_parts_sum_to_the_error(catalog: Catalog) -> None:
@@ -91,7 +148,8 @@ def test_the_rank_that_computes_longer_than_predicted_lies_apart(
     table = table_of("prediction_ranks", catalog)
     own = table[table["strategy"] == "pipeline"]
     assert list(own["rank"]) == [0, 1, 2, 3, 4]
-    assert set(table["strategy"]) == {"ddp", "pipeline", "searched"}  # not one rank, not failed
+    known = table[table["rank"].notna()]
+    assert set(known["strategy"]) == {"ddp", "pipeline", "searched"}  # not one rank, not failed
     errors = table_of("prediction_error", catalog).set_index("strategy")["difference_compute_s"]
     assert own["difference_compute_s"].mean() == pytest.approx(errors["pipeline"])
 
@@ -116,12 +174,18 @@ def test_the_rank_that_computes_longer_than_predicted_lies_apart(
 def test_ranks_whose_words_would_overlap_share_a_box() -> None:
     values = pd.Series([0.0, 1.0, 10.0, 1.5, 30.0, 1.2])
     boxes = _together(values.sort_values(), pd.Series([0, 1, 2, 3, 4, 5]), span=80)
-    assert [words for _, words in boxes] == ["0 +3", "2", "4"]
+    assert [words for _, words in boxes] == ["0 and 3 more", "2", "4"]
     assert [mean for mean, _ in boxes] == pytest.approx([0.925, 10, 30])
     # A box of three numbers reaches a fourth that is too far for one.
-    values, ranks = pd.Series([0.0, 1.0, 2.0, 4.0]), pd.Series([1, 2, 3, 0])
-    assert _together(values[2:], ranks, span=70) == [(2.0, "3"), (4.0, "0")]
-    assert _together(values, ranks, span=70) == [(1.75, "0 +3")]
+    values, ranks = pd.Series([0.0, 1.0, 2.0, 4.0]), pd.Series([1, 2, 4, 0])
+    assert _together(values[2:], ranks, span=70) == [(2.0, "4"), (4.0, "0")]
+    assert _together(values, ranks, span=70) == [(1.75, "0 and 3 more")]
+
+
+def test_many_ranks_in_a_box_are_a_range() -> None:
+    values = pd.Series([0.0, 0.1, 0.2, 0.3, 0.4])
+    (box,) = _together(values, pd.Series([3, 1, 0, 2, 4]), span=80)
+    assert box[1] == "0-4"
 
 
 def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog) -> None:

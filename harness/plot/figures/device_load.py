@@ -11,7 +11,7 @@ from harness.measure.derive_spans import samples_of
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
+from harness.plot.style import WIDTH_IN, note_cut, series_style, shorten, wrap_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,9 +91,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
             _draw_metric(axes, readings[readings["metric"] == metric], metric, styles)
         handles, names = row.axes[0].get_legend_handles_labels()
         row.legend(handles, names, loc="outside right center", fontsize=7.5)
-    n_all = table["label"].nunique()
-    if n_all > MAX_RUNS:
-        canvas.suptitle(f"The first {MAX_RUNS} of {n_all} runs; all are in the table")
+    note_cut(canvas, MAX_RUNS, table["label"].nunique(), "runs")
 
 
 def _draw_metric(

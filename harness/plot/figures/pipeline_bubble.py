@@ -11,7 +11,15 @@ from harness.measure.derive import PipelineSummary, pipeline_summary
 from harness.measure.derive_prediction import predicted_bubble
 from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figure import Figure
-from harness.plot.style import LIMIT, MUTED, bar_panels, colour_of, joint_legend, label_bars
+from harness.plot.style import (
+    LIMIT,
+    MUTED,
+    bar_panels,
+    colour_of,
+    joint_legend,
+    label_bars,
+    note_failures,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,14 +54,16 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     """One row for the mean over ranks, without a rank, and one for each rank."""
     found = [pipeline_summary(run) for run in case.case.runs] if case.case.is_ok else []
     known = [summary for summary in found if summary is not None]
-    if not known:
-        return []
-    base = {
+    base: dict[str, Any] = {
         "model": case.first.model,
         "label": case.label,
         "strategy": case.first.strategy,
         "status": case.case.status,
         "reason": case.case.reason,
+    }
+    if not known:
+        return [base] if catalog.is_failed_pipeline(case.case) else []
+    base |= {
         "n_repeats": len(known),
         "n_stages": known[0].n_stages,
         "n_microbatches": known[0].n_microbatches,
@@ -75,17 +85,19 @@ def _rank_rows(known: list[PipelineSummary]) -> list[dict[str, Any]]:
 def table(catalog: Catalog) -> pd.DataFrame:
     """For each pipeline a row for the mean over its ranks (no rank), then one for each rank."""
     rows = [row for case in catalog.training for row in _rows(case, catalog)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["bubble"].notna().any() else frame.iloc[:0]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A bar for each pipeline, a dot for each rank, a mark where the bubble was predicted."""
-    groups = list(table.groupby("model", sort=True))
+    groups = list(table[table["bubble"].notna()].groupby("model", sort=True))
     sizes = [rows["label"].nunique() for _, rows in groups]
     panels = bar_panels(canvas, sizes, row_in=0.56)
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows)
     joint_legend(canvas, panels, n_columns=3)
+    note_failures(canvas, table)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
@@ -119,7 +131,9 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 
 def _label(row: Any) -> str:
-    return f"{row['label']} · {row['n_stages']} stages, {row['n_microbatches']} microbatches"
+    return (
+        f"{row['label']} · {row['n_stages']:.0f} stages, {row['n_microbatches']:.0f} microbatches"
+    )
 
 
 FIGURE = Figure(

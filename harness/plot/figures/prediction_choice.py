@@ -10,7 +10,16 @@ from harness.measure.derive import CellSummary, Judged, cell_summary
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, cells, planned_cases
-from harness.plot.style import LIMIT, bar_panels, colour_of, label_bars, shorten
+from harness.plot.style import (
+    FAILED,
+    LIMIT,
+    bar_panels,
+    colour_of,
+    label_bars,
+    note_failures,
+    shorten,
+    status_words,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,14 +38,17 @@ COLUMNS = [
     "is_chosen",
     "is_best",
     "n_strategies",
+    "n_failed",
     "median_error",
     "worst_error",
     "rank_correlation",
     "regret",
 ]
+FAILED_CHOICE = "predicted choice failed"  # in place of a regret
 CELL_COLUMNS = [
     "cell",
     "n_strategies",
+    "n_failed",
     "median_error",
     "worst_error",
     "rank_correlation",
@@ -46,27 +58,32 @@ CELL_COLUMNS = [
 ]
 
 
-def _name(case: PlannedCase, judged: Judged, cell: str) -> str:
+def _name(case: PlannedCase, cell: str) -> str:
     """The case's label without what its cell says already."""
     told = set(cell.split(" · "))
-    words = [word for word in judged.name.split(" · ") if word not in told]
+    words = [word for word in case.training.label.split(" · ") if word not in told]
     return " · ".join(words) or case.training.first.strategy
 
 
-def _row(case: PlannedCase, judged: Judged, cell: str, summary: CellSummary) -> dict[str, Any]:
+def _row(
+    case: PlannedCase, judged: Judged | None, cell: str, summary: CellSummary
+) -> dict[str, Any]:
+    """Of a case that was not measured without numbers but the predicted one."""
+    name = case.training.label
     return {
         "cell": cell,
-        "label": _name(case, judged, cell),
+        "label": _name(case, cell),
         "strategy": case.training.first.strategy,
         "status": case.training.case.status,
         "reason": case.training.case.reason,
         "n_repeats": len(case.repeats),
-        "predicted_s": judged.predicted_s,
-        "measured_s": judged.measured_s,
-        "error": judged.error,
-        "is_chosen": judged.name == summary.chosen,
-        "is_best": judged.name == summary.best,
+        "predicted_s": judged.predicted_s if judged else case.predicted_s,
+        "measured_s": judged.measured_s if judged else None,
+        "error": judged.error if judged else None,
+        "is_chosen": name == summary.chosen,
+        "is_best": judged is not None and name == summary.best,
         "n_strategies": summary.n_strategies,
+        "n_failed": summary.n_failed,
         "median_error": summary.median_error,
         "worst_error": summary.worst_error,
         "rank_correlation": summary.rank_correlation,
@@ -75,14 +92,22 @@ def _row(case: PlannedCase, judged: Judged, cell: str, summary: CellSummary) -> 
 
 
 def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
-    known = [(case, judged) for case in cases if (judged := case.judged()) is not None]
-    summary = cell_summary([judged for _, judged in known])
-    ordered = sorted(known, key=lambda pair: (pair[1].predicted_s, pair[1].name))
-    return [_row(case, judged, cell, summary) for case, judged in ordered]
+    pairs = [(case, case.judged()) for case in cases]
+    known = {judged.name: judged for _, judged in pairs if judged is not None}
+    # A strategy of which some repeats failed is judged by the others.
+    failed = {
+        case.training.label: case.predicted_s
+        for case, _ in pairs
+        if case.training.label not in known
+    }
+    summary = cell_summary(list(known.values()), failed)
+    rows = [_row(case, judged, cell, summary) for case, judged in pairs]
+    return sorted(rows, key=lambda row: (row["predicted_s"], row["label"]))
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
-    """A row per strategy of each cell that has two or more, fastest predicted first."""
+    """A row per strategy of each cell that has two or more, fastest predicted first; those that
+    failed have no measured step."""
     found = sorted(cells(planned_cases(catalog)).items())
     rows = [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -94,6 +119,7 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
     for cell, strategies in table.groupby("cell", sort=False):
         row = strategies.iloc[0].to_dict() | {"cell": cell}
         row["chosen"] = strategies.loc[strategies["is_chosen"], "label"].iloc[0]
+        row["regret"] = FAILED_CHOICE if pd.isna(row["regret"]) else row["regret"]
         row["best"] = strategies.loc[strategies["is_best"], "label"].iloc[0]
         rows.append(row)
     return pd.DataFrame(rows, columns=CELL_COLUMNS)
@@ -107,6 +133,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
         _draw_cell(axes, str(cell), rows)
     handles, labels = panels[0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="outside upper center", ncols=3)
+    note_failures(canvas, table)
 
 
 def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
@@ -123,11 +150,10 @@ def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=LIMIT, linewidth=0.9, label="fastest measured")
     right = pd.concat([measured, predicted], axis=1).max(axis=1)
     for y, (_, row) in enumerate(rows.iterrows()):
-        words = f"{row['error']:+.0%}"
-        words += ", predicted to be the fastest" if row["is_chosen"] else ""
+        is_measured = not pd.isna(row["measured_s"])
         axes.annotate(
-            words, (right.iloc[y], y), xytext=(8, 0), textcoords="offset points",
-            va="center", fontsize=8,
+            _words(row), (right.iloc[y], y), xytext=(8, 0), textcoords="offset points",
+            va="center", fontsize=8, color=LIMIT if is_measured else FAILED,
         )  # fmt: skip
     label_bars(axes, list(rows["label"]))
     low, high = float(min(measured.min(), predicted.min())), float(right.max())
@@ -136,9 +162,21 @@ def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
     axes.set_title(f"{shorten(cell, 80)}\n{_verdict(rows.iloc[0])}", fontsize=8.5)
 
 
+def _words(row: Any) -> str:
+    """What stands beside a strategy's points."""
+    if not pd.isna(row["measured_s"]):
+        words = f"{row['error']:+.0%}"
+    elif row["status"] == "ok":
+        words = "not measured"
+    else:
+        words = f"✕ {status_words(row['status'])}"
+    return words + (", predicted to be the fastest" if row["is_chosen"] else "")
+
+
 def _verdict(row: Any) -> str:
     order = row["rank_correlation"]
-    words = [f"regret {row['regret']:.1%}", f"median |error| {row['median_error']:.1%}"]
+    regret = FAILED_CHOICE if pd.isna(row["regret"]) else f"regret {row['regret']:.1%}"
+    words = [regret, f"median |error| {row['median_error']:.1%}"]
     return ", ".join(words + ([] if pd.isna(order) else [f"rank correlation {order:.2f}"]))
 
 
@@ -150,7 +188,8 @@ FIGURE = Figure(
         "fastest predicted down. Where the prediction orders them rightly, the filled points "
         "(measured) go to the right from row to row. Regret is what is lost by training the "
         "strategy that was predicted to be the fastest instead of the one that is; rank "
-        "correlation is Spearman's, blank below three strategies. Repeats count as one strategy."
+        "correlation is Spearman's, blank below three strategies. Repeats count as one strategy. A "
+        "strategy that failed has its predicted step only; as the choice it has no regret."
     ),
     better="lower regret is better; rank correlation 1 is best",
     needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",

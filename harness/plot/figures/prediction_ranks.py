@@ -10,7 +10,7 @@ import pandas as pd
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import LIMIT, SERIES, bar_panels, label_bars
+from harness.plot.style import LIMIT, SERIES, bar_panels, label_bars, note_failures, rank_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ COLUMNS = [
     "model",
     "label",
     "strategy",
+    "status",
+    "reason",
     "rank",
     "n_repeats",
     "measured_s",
@@ -35,12 +37,18 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
     known = [r.compared for r in case.repeats if r.compared.measured_by_rank]
     sides = [(c.predicted_by_rank, c.measured_by_rank) for c in known]
     ranks = [set(predicted) & set(measured) for predicted, measured in sides]
+    base: dict[str, Any] = {
+        "model": case.training.first.model,
+        "label": case.training.label,
+        "strategy": case.training.first.strategy,
+        "status": case.training.case.status,
+        "reason": case.training.case.reason,
+    }
+    if not case.training.case.is_ok and case.training.case.n_devices > 1:
+        return [base]
     rows = []
     for rank in sorted(set.intersection(*ranks)) if ranks else []:
-        row: dict[str, Any] = {
-            "model": case.training.first.model,
-            "label": case.training.label,
-            "strategy": case.training.first.strategy,
+        row = base | {
             "rank": rank,
             "n_repeats": len(known),
             "measured_s": fmean(sum(measured[rank].values()) for _, measured in sides),
@@ -57,16 +65,18 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per rank that computes, of cases that have several: means over repeats."""
     rows = [row for case in planned_cases(catalog) for row in _rows(case)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["rank"].notna().any() else frame.iloc[:0]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A row of numbers per case, one for each rank; ranks that agree share a box."""
-    groups = list(table.groupby("model", sort=True))
+    groups = list(table[table["rank"].notna()].groupby("model", sort=True))
     sizes = [rows["label"].nunique() for _, rows in groups]
     panels = bar_panels(canvas, sizes, extra_in=1.0)
     for axes, (model, rows) in zip(panels, groups, strict=True):
         _draw_model(axes, str(model), rows)
+    note_failures(canvas, table)
 
 
 def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
@@ -76,7 +86,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     for y, (_, case) in enumerate(cases):
         values = shares[case.index].sort_values()
         axes.plot([values.iloc[0], values.iloc[-1]], [y, y], color="#C8CCD2", linewidth=2, zorder=1)
-        for value, words in _together(values, case["rank"], span):
+        for value, words in _together(values, case["rank"].astype(int), span):
             axes.annotate(
                 words, (value, y), ha="center", va="center", fontsize=7, color="white",
                 bbox={"boxstyle": "round,pad=0.25", "facecolor": SERIES[0], "edgecolor": "white"},
@@ -115,10 +125,10 @@ def _overlap(left: tuple[float, str], right: tuple[float, str], span: float) -> 
 
 
 def _ranks_in_words(ranks: list[int]) -> str:
-    """All of up to three, else the first and how many more."""
-    shown = ranks if len(ranks) <= 3 else ranks[:1]
-    more = len(ranks) - len(shown)
-    return ",".join(str(rank) for rank in shown) + (f" +{more}" if more else "")
+    """All of up to three or of consecutive ones, else the first and how many more."""
+    words = rank_words(ranks)
+    is_long = len(ranks) > 3 and "," in words
+    return f"{ranks[0]} and {len(ranks) - 1} more" if is_long else words
 
 
 FIGURE = Figure(

@@ -19,6 +19,9 @@ from harness.plot.style import (
     bar_panels,
     joint_legend,
     label_bars,
+    note_cut,
+    note_failures,
+    rank_words,
     shorten,
     time_unit,
 )
@@ -54,7 +57,7 @@ def _stage_row(
     stage: int, known: Sequence[PipelineSummary], totals: Sequence[dict[int, float]]
 ) -> dict[str, Any]:
     times = [summary.stages[stage] for summary in known]
-    row: dict[str, Any] = {"stage": times[0].stage, "ranks": _span_words(times[0].ranks)}
+    row: dict[str, Any] = {"stage": times[0].stage, "ranks": rank_words(times[0].ranks)}
     row |= {f"{name}_s": fmean(getattr(t, f"{name}_s") for t in times) for name in PASSES}
     row["total_s"] = sum(row[f"{name}_s"] for name in PASSES)
     predicted = [total[times[0].stage] for total in totals if times[0].stage in total]
@@ -62,25 +65,18 @@ def _stage_row(
     return row
 
 
-def _span_words(ranks: Sequence[int]) -> str:
-    """`0-2` for consecutive ranks, else a list."""
-    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(str(rank) for rank in ranks)
-
-
 def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     found = [(run, pipeline_summary(run)) for run in case.case.runs] if case.case.is_ok else []
     known = [summary for _, summary in found if summary is not None]
-    if not known:
-        return []
-    totals = [_predicted_totals(run, catalog) for run, summary in found if summary is not None]
     base = {
         "label": f"{case.first.model} · {case.label}",
         "strategy": case.first.strategy,
         "status": case.case.status,
         "reason": case.case.reason,
     }
+    if not known:
+        return [base] if catalog.is_failed_pipeline(case.case) else []
+    totals = [_predicted_totals(run, catalog) for run, summary in found if summary is not None]
     n_stages = min(summary.n_stages for summary in known)
     rows = [base | _stage_row(stage, known, totals) for stage in range(n_stages)]
     slowest = max(row["total_s"] for row in rows)
@@ -90,16 +86,20 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per stage of each pipeline: means over repeats of the medians of each."""
     rows = [row for case in catalog.training for row in _rows(case, catalog)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return frame if frame["stage"].notna().any() else frame.iloc[:0]
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Stacked horizontal bars, a panel for each pipeline and a bar for each stage."""
-    groups = list(table.groupby("label", sort=False))[:MAX_CASES]
-    panels = bar_panels(canvas, [len(rows) for _, rows in groups], row_in=0.34, extra_in=1.1)
-    for axes, (label, rows) in zip(panels, groups, strict=True):
+    groups = list(table[table["stage"].notna()].groupby("label", sort=False))
+    shown = groups[:MAX_CASES]
+    panels = bar_panels(canvas, [len(rows) for _, rows in shown], row_in=0.34, extra_in=1.1)
+    for axes, (label, rows) in zip(panels, shown, strict=True):
         _draw_case(axes, str(label), rows)
     joint_legend(canvas, panels, n_columns=4)
+    note_cut(canvas, MAX_CASES, len(groups), "cases")
+    note_failures(canvas, table)
 
 
 def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
@@ -137,7 +137,7 @@ def _draw_case(axes: Axes, label: str, rows: pd.DataFrame) -> None:
 
 def _stage_words(row: Any) -> str:
     ranks = str(row["ranks"])
-    return f"stage {row['stage']}, rank{'s' if len(ranks) > 1 else ''} {ranks}"
+    return f"stage {row['stage']:.0f}, rank{'' if ranks.isdigit() else 's'} {ranks}"
 
 
 FIGURE = Figure(

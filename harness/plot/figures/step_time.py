@@ -10,7 +10,15 @@ from harness.measure.derive import epoch_times, outliers, step_times
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
-from harness.plot.style import FAILED, LIMIT, colour_of, grid_panels, note_failures, wrap_label
+from harness.plot.style import (
+    FAILED,
+    LIMIT,
+    colour_of,
+    grid_panels,
+    note_cut,
+    note_failures,
+    wrap_label,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,8 +95,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
         grid_panels(canvas, min(len(groups), MAX_PANELS), height_in=2.7), groups, strict=False
     ):
         _draw_case(axes, str(label), steps)
-    if len(groups) > MAX_PANELS:
-        canvas.suptitle(f"The first {MAX_PANELS} of {len(groups)} cases; all are in the table")
+    note_cut(canvas, MAX_PANELS, len(groups), "cases")
     note_failures(canvas, table)
 
 

@@ -14,7 +14,14 @@ from harness.measure.derive import Timeline, measured_timeline, predicted_timeli
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
-from harness.plot.style import KIND_COLOURS, WIDTH_IN, shorten, time_unit
+from harness.plot.style import (
+    KIND_COLOURS,
+    WIDTH_IN,
+    note_cut,
+    note_failures,
+    shorten,
+    time_unit,
+)
 from harness.units import format_duration
 
 if TYPE_CHECKING:
@@ -115,11 +122,9 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
-    """A row per span that is drawn, of the first cases; times count from the step's start."""
+    """A row per span; times count from the step's start."""
     cases = [case for case in planned_cases(catalog) if case.first.prediction.spans]
-    shown = [case for case in cases if case.training.case.is_ok][:MAX_CASES]
-    failed = [case for case in cases if not case.training.case.is_ok]
-    rows = [row for case in [*shown, *failed] for row in _rows(case)]
+    rows = [row for case in cases for row in _rows(case)]
     frame = pd.DataFrame(rows, columns=COLUMNS)
     return frame if frame["side"].notna().any() else frame.iloc[:0]
 
@@ -141,12 +146,15 @@ def digest(table: pd.DataFrame) -> pd.DataFrame:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """For each case two panels, predicted above measured, with a row for every rank."""
     groups = list(table[table["side"].notna()].groupby("label", sort=False))
-    heights = [_height_in(rows) for _, rows in groups]
+    shown = groups[:MAX_CASES]
+    heights = [_height_in(rows) for _, rows in shown]
     canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.5)
-    parts = canvas.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, (label, rows) in zip(parts, groups, strict=True):
+    parts = canvas.subfigures(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, (label, rows) in zip(parts, shown, strict=True):
         _draw_case(part, str(label), rows)
     _draw_legend(canvas, table)
+    note_cut(canvas, MAX_CASES, len(groups), "cases")
+    note_failures(canvas, table)
 
 
 def _height_in(rows: pd.DataFrame) -> float:
