@@ -39,11 +39,15 @@ def _shifted(records: Iterable[Record], by_s: float) -> list[Span]:
     return [moved(record, by_s) for record in records if isinstance(record, Span)]
 
 
-def _flows(slices: Sequence[tuple[int, Slice]]) -> Iterator[tuple[Slice, Slice]]:
+def _flows(
+    slices: Sequence[tuple[int, Slice]], error_s: float | None
+) -> Iterator[tuple[Slice, Slice]]:
     """Pairs of a pass and the wait of another rank that its result ended, as far as they tell.
 
-    The sender's last part of the pass of that microbatch which began before the wait's end.
+    The sender's last part of the pass of that microbatch which ended before the wait did, as far as
+    clocks tell; where none had, the first that had begun.
     """
+    slack_ns = round((error_s or 0.0) * 1e9)
     passes: dict[tuple[int, int | None, int, str], list[Slice]] = defaultdict(list)
     for rank, item in slices:
         match = _PASS.fullmatch(item.span.name)
@@ -55,9 +59,12 @@ def _flows(slices: Sequence[tuple[int, Slice]]) -> Iterator[tuple[Slice, Slice]]
             continue
         kind = "backward" if match[1] else "forward"
         made = passes[int(match[3]), item.span.step, int(match[2]), kind]
-        before = [other for other in made if other.start_ns < item.end_ns]
-        if before:
-            yield max(before, key=lambda other: other.end_ns), item
+        begun = [other for other in made if other.start_ns < item.end_ns]
+        ended = [other for other in begun if other.end_ns <= item.end_ns + slack_ns]
+        if ended:
+            yield max(ended, key=lambda other: other.end_ns), item
+        elif begun:
+            yield min(begun, key=lambda other: other.start_ns), item
 
 
 def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
@@ -97,7 +104,7 @@ def _add_measured(events: TraceEvents, run: Run, shifts: Shifts, before_s: float
         pid = events.process(_node_of(run, rank), _clock_words(shifts.error_s))
         spans = _shifted(run.ranks[rank], before_s - shift_s)
         slices += [(rank, item) for item in events.add_rank(pid, rank, spans)]
-    for sent, waited in _flows(slices):
+    for sent, waited in _flows(slices, shifts.error_s):
         events.add_flow(sent, waited)
 
 

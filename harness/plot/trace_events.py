@@ -71,11 +71,13 @@ class TraceEvents:
         return slices
 
     def add_flow(self, source: Slice, target: Slice) -> None:
-        """An arrow from the end of one slice to the end of another."""
+        """An arrow from the end of one slice to the end of another, or from when that one ends if
+        it is first: `source` must have begun by then."""
         self._n_flows += 1
         base = {"cat": "transfer", "name": "transfer", "id": self._n_flows}
         # An arrow belongs to the slice that holds its time, so it ends just within.
-        leaves, arrives = (max(s.start_ns, s.end_ns - 1) / 1e3 for s in (source, target))
+        end, arrives = (max(s.start_ns, s.end_ns - 1) / 1e3 for s in (source, target))
+        leaves = min(end, arrives)
         self.events += [
             {**base, "ph": "s", "pid": source.pid, "tid": source.tid, "ts": leaves},
             {**base, "ph": "f", "bp": "e", "pid": target.pid, "tid": target.tid, "ts": arrives},

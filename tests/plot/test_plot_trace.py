@@ -14,6 +14,7 @@ import pytest
 from harness.domain.prediction import PREDICTION_FILE, Prediction
 from harness.domain.record import Span
 from harness.plot.__main__ import main
+from harness.plot.trace import _flows
 from harness.plot.trace_events import TraceEvents
 
 Event = dict[str, Any]
@@ -137,6 +138,29 @@ def test_arrows_lead_from_the_senders_pass_into_the_wait(trace: dict[str, Any]) 
         )  # every wait of the fixture names rank 1's first pass
         assert target["name"].startswith("wait ")
         assert source["ts"] < target["ts"] + target["dur"]
+
+
+def test_no_arrow_leaves_after_it_arrives() -> None:
+    """A pass of which parts went out early: one ended before the wait did, one while it ran on."""
+    for parts, leaving in (
+        ([(0.0, 1.0), (2.0, 5.0)], (0.0, 1.0)),
+        ([(1.0, 6.0)], (1.0, 4.0)),
+        ([(0.0, 1.0), (2.0, 4.05)], (2.0, 4.0)),  # as long as clocks tell
+    ):
+        events = TraceEvents()
+        sender = [
+            Span(kind="forward", name="stage0 #0", start_s=a * 1e-3, duration_s=(b - a) * 1e-3)
+            for a, b in parts
+        ]
+        name = "wait conv1 #0 from rank 0"
+        wait = [Span(kind="communication", name=name, start_s=1e-3, duration_s=3e-3)]
+        slices = [(0, item) for item in events.add_rank(1, 0, sender)]
+        slices += [(1, item) for item in events.add_rank(2, 1, wait)]
+        ((sent, waited),) = _flows(slices, error_s=1e-4)
+        events.add_flow(sent, waited)
+        left, arrived = events.events[-2:]
+        assert (sent.start_ns / 1e6, pytest.approx(left["ts"] / 1e3, abs=1e-5)) == leaving
+        assert left["ts"] <= arrived["ts"] == pytest.approx(4e3, abs=1e-2)
 
 
 def _holding(slices: dict[tuple[int, int], list[Event]], end: Event) -> Event:
