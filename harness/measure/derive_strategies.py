@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from harness.measure.derive_training import TrainingSummary, configured
-from harness.measure.statistics import Verdict, verdict
+from harness.measure.statistics import Summary, Verdict, summarize, verdict
 from harness.measure.store import Run
 
 # What tells strategies apart, or how they are found; every other setting must be equal.
@@ -27,6 +27,7 @@ class StrategyRow:
         n_started: repeats, those that failed included.
         step_s: the median step of each repeat that ended ok; empty when none did.
         throughput: samples per second of the job, at the median of `step_s`.
+        interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
         against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
     """
@@ -36,10 +37,16 @@ class StrategyRow:
     n_started: int
     step_s: tuple[float, ...]
     throughput: float | None
+    interval: Summary | None = None
     run_ids: tuple[str, ...] = ()
     against: str = ""
     speedup: float | None = None
     verdict: Verdict | None = None
+
+    @property
+    def median_s(self) -> float | None:
+        """Of `step_s`; None when no repeat ended ok."""
+        return median(self.step_s) if self.step_s else None
 
 
 def strategy_table(
@@ -93,8 +100,15 @@ def _row(repeats: Sequence[tuple[Run, TrainingSummary]]) -> StrategyRow:
         n_started=len(repeats),
         step_s=steps,
         throughput=n_samples / median(steps) if n_samples and steps else None,
+        interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
     )
+
+
+def _interval(repeats: Sequence[TrainingSummary], steps: Sequence[float]) -> Summary | None:
+    if len(steps) > 1:
+        return summarize(steps)
+    return repeats[0].duration if repeats else None
 
 
 def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from harness.measure.statistics import CONFIDENCE, Summary
+from harness.units import format_duration
+
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align rows under their heads, all to the left; empty when there are no rows."""
@@ -33,6 +36,12 @@ def _align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]
 
 def _starts_a_number(cell: str) -> bool:
     return cell[:1].isdigit() or cell == "-"
+
+
+def interval_words(durations: Summary) -> str:
+    """The interval of some durations; said where they are so few that it is their range."""
+    words = f"{format_duration(durations.low)} to {format_duration(durations.high)}"
+    return words if durations.coverage >= CONFIDENCE else f"{words} (range)"
 
 
 def format_shape(shape: Mapping[str, int]) -> str:

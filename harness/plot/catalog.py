@@ -79,6 +79,10 @@ class TrainingCase:
     def first(self) -> TrainingSummary:
         return self.summaries[0]
 
+    @property
+    def batch(self) -> float | None:
+        return batch_of(self.case.runs[0], self.first)
+
 
 def short_kind(kind: str) -> str:
     """A device's kind without brands: `NVIDIA GeForce RTX 3070` is `RTX 3070`."""

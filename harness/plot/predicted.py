@@ -1,8 +1,7 @@
-"""Training cases beside their predictions, and the cells in which their strategies compete."""
+"""Training cases beside their predictions."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +9,8 @@ from statistics import median
 from harness.domain.prediction import Prediction
 from harness.measure.derive import Judged, PredictedRun, predicted_run
 from harness.measure.store import Run
-from harness.plot.catalog import Catalog, TrainingCase, batch_of
+from harness.plot.catalog import Catalog, TrainingCase
+from harness.plot.cells import cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +33,6 @@ class PlannedCase:
     @property
     def first(self) -> Planned:
         return self.repeats[0]
-
-    @property
-    def batch(self) -> float | None:
-        return batch_of(self.first.run, self.training.first)
-
-    @property
-    def cell(self) -> str:
-        """What its strategy competes in, in words; one device alone may join others."""
-        first = self.training.first
-        batch = "" if self.batch is None else f"batch {self.batch:g}"
-        words = [first.model, batch, first.dtype, self.training.case.cluster]
-        return " · ".join(word for word in words if word)
 
     @property
     def predicted_s(self) -> float:
@@ -80,26 +68,11 @@ def planned_cases(catalog: Catalog) -> list[PlannedCase]:
     return cases
 
 
-def _first_device(case: PlannedCase) -> tuple[object, ...]:
-    """What a run on one device shares with runs on more: workload, host and kind of device."""
-    summary, ranks = case.training.first, case.training.case.header.ranks
-    device = (ranks[0].hostname, ranks[0].device_kind, ranks[0].n_cores) if ranks else ()
-    return (summary.model, case.batch, summary.dtype, device)
-
-
-def cells(cases: Iterable[PlannedCase]) -> dict[str, list[PlannedCase]]:
-    """Cases by cell, failed ones included, where any was measured; one device alone joins every
-    cell that starts with that device."""
-    every = list(cases)
-    alone = [case for case in every if case.training.case.n_devices == 1]
-    found: dict[str, list[PlannedCase]] = defaultdict(list)
-    for case in every:
-        if case.training.case.n_devices > 1:
-            found[case.cell].append(case)
-    for case in alone:
-        joined = [own for own in found.values() if _first_device(own[0]) == _first_device(case)]
-        for own in joined:
-            own.append(case)
-        if not joined:
-            found[case.cell].append(case)
+def competing(cases: Iterable[PlannedCase]) -> dict[str, list[PlannedCase]]:
+    """Cases by cell, failed ones included, where any was measured."""
+    by_training = {id(case.training): case for case in cases}
+    found = {
+        cell: [by_training[id(training)] for training in own]
+        for cell, own in cells(case.training for case in by_training.values()).items()
+    }
     return {cell: own for cell, own in found.items() if any(case.judged() for case in own)}

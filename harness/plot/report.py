@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
-from harness.measure.derive import stolen_warnings
 from harness.measure.store import Run
 from harness.plot.catalog import Catalog
+from harness.plot.headlines import compared_strategies, warnings
 from harness.plot.present import present
 from harness.plot.render import Drawn
 from harness.plot.style import status_words
@@ -106,22 +106,12 @@ def _versions(headers: Sequence[RunHeader]) -> list[tuple[str, str, bool]]:
 
 
 def _warnings(catalog: Catalog) -> list[str]:
-    warnings = []
-    for case in catalog.training:
-        for run, summary in zip(case.case.runs, case.summaries, strict=True):
-            if case.case.is_ok:
-                warnings += [f"{run.header.run_id}: {text}" for text in summary.warnings]
-    warnings += stolen_warnings(catalog.results.runs)
-    headers = [run.header for run in catalog.results.runs]
-    commits = {header.commit for header in headers if header.commit}
-    if len(commits) > 1:
-        warnings.append(f"runs of {len(commits)} commits stand side by side")
-    warnings += [
-        f"runs disagree on the version of {name}: {versions}"
-        for name, versions, differ in _versions(headers)
+    versions = _versions([run.header for run in catalog.results.runs])
+    return warnings(catalog) + [
+        f"runs disagree on the version of {name}: {found}"
+        for name, found, differ in versions
         if differ
     ]
-    return warnings
 
 
 def build_report(
@@ -140,6 +130,7 @@ def build_report(
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
         root=root.resolve().name,
+        strategies=present(compared_strategies(catalog)),
         sections=[_section(figure) for figure in drawn],
         missing=list(missing),
         runs=[_run_row(run) for run in catalog.results.runs],

@@ -12,9 +12,8 @@ from harness.measure.derive import (
     pipeline_summary,
     strategy_table,
 )
-from harness.measure.statistics import CONFIDENCE, summarize
 from harness.measure.store import Run
-from harness.measure.text import columns
+from harness.measure.text import columns, interval_words
 from harness.units import format_bytes, format_duration
 from harness.workloads.train_config import is_file
 
@@ -38,7 +37,7 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
 
 
 def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
-    step_s = median(row.step_s) if row.step_s else None
+    step_s = row.median_s
     predicted_s = _middle(repeats, lambda run, _: run.header.summary.get("predicted_step_s"))
     return [
         row.workload,
@@ -48,7 +47,7 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         else f"{len(repeats)} of {row.n_started}",
         "-" if row.throughput is None else f"{row.throughput:.4g}",
         _duration(step_s),
-        _interval(row, repeats),
+        interval_words(row.interval) if row.interval else "-",
         _duration(_middle(repeats, lambda _, summary: summary.exposed_communication_s)),
         _percent(_middle(repeats, lambda run, _: _bubble(run))),
         _bytes(_middle(repeats, lambda _, summary: _memory(summary))),
@@ -65,17 +64,6 @@ def _middle(
     found = [value(run, summary) for run, summary in repeats]
     known = [float(one) for one in found if one is not None]
     return median(known) if known else None
-
-
-def _interval(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
-    """Of the repeats' steps; of its own steps where there is one repeat. Few have a range only."""
-    whole = summarize(row.step_s) if len(row.step_s) > 1 else None
-    if whole is None:
-        whole = repeats[0][1].duration if repeats else None
-    if whole is None:
-        return "-"
-    words = f"{format_duration(whole.low)} to {format_duration(whole.high)}"
-    return words if whole.coverage >= CONFIDENCE else f"{words} (range)"
 
 
 def _bubble(run: Run) -> float | None:

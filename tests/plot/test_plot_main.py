@@ -94,6 +94,23 @@ def test_report_holds_the_environment_and_what_failed(plots: Path) -> None:
         assert expected in text
 
 
+def test_report_begins_with_verdicts_and_warnings(plots: Path) -> None:
+    page = Page((plots / "report.html").read_text())
+    first = page.links[:3]
+    assert first == ["#strategies", "#warnings", "#throughput"]
+    text = page.text[page.text.index("parts of a step are means") :]
+    order = [
+        "Strategies against each other",
+        "ddp on 5",
+        "against single on 1: inconclusive (ratio ",
+        "Warnings",
+        "steps far above the others",
+        "Training throughput by strategy",
+    ]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
 def test_equal_results_give_an_equal_report(comparison: Path, plots: Path, tmp_path: Path) -> None:
     names = ("throughput", "scaling", "link_heatmap")
     assert plot(comparison, "--out", tmp_path / "once", "--only", *names) == 0

@@ -18,7 +18,7 @@ from harness.plot.__main__ import main
 from harness.plot.catalog import Catalog
 from harness.plot.figures import load_figure
 from harness.plot.figures.prediction_ranks import _together
-from harness.plot.predicted import cells, planned_cases
+from harness.plot.predicted import competing, planned_cases
 from harness.plot.render import image_bytes
 
 OF_PREDICTIONS = [
@@ -52,7 +52,7 @@ def test_error_is_predicted_over_measured_for_every_run(catalog: Catalog, planne
 
 
 def test_one_device_alone_competes_with_the_cluster_it_is_the_first_of(catalog: Catalog) -> None:
-    (cell,) = cells(planned_cases(catalog)).values()
+    (cell,) = competing(planned_cases(catalog)).values()
     assert sorted(case.training.first.strategy for case in cell) == [
         "ddp",
         "pipeline",

@@ -56,10 +56,10 @@ def _rows(case: Case) -> list[dict[str, Any]]:
     for run in case.runs:
         for row in matmul_table(run):
             groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
-    return [base | _numbers(rows) for rows in groups.values()] + _skipped(case)
+    return [base | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
 
-def _skipped(case: Case) -> list[dict[str, Any]]:
+def skipped_products(case: Case) -> list[dict[str, Any]]:
     """Products that a device could not do, each reason once with its ranks."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, records in sorted(case.runs[0].ranks.items()):

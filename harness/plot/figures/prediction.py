@@ -64,7 +64,7 @@ def _row(case: PlannedCase, planned: Planned) -> dict[str, Any]:
         "plan": compared.plan,
         "method": compared.method,
         "cluster": case.training.case.cluster,
-        "batch": case.batch,
+        "batch": case.training.batch,
         "dtype": summary.dtype,
         "status": case.training.case.status,
         "reason": case.training.case.reason,

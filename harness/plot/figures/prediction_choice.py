@@ -9,7 +9,7 @@ import pandas as pd
 from harness.measure.derive import CellSummary, Judged, cell_summary
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.predicted import PlannedCase, cells, planned_cases
+from harness.plot.predicted import PlannedCase, competing, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -108,7 +108,7 @@ def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per strategy of each cell that has two or more, fastest predicted first; those that
     failed have no measured step."""
-    found = sorted(cells(planned_cases(catalog)).items())
+    found = sorted(competing(planned_cases(catalog)).items())
     rows = [row for cell, cases in found if len(cases) > 1 for row in _cell_rows(cell, cases)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
