@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure as Canvas
@@ -15,6 +16,7 @@ from harness.measure.derive import PHASES
 from harness.measure.store import Run, read_results
 from harness.plot.catalog import Catalog, cluster_labels, short_kind, without_samples
 from harness.plot.figures import FIGURES, load_figure
+from harness.plot.figures.link_heatmap import bandwidth_scale, latency_scale
 from harness.plot.present import format_value, header_of, present
 from harness.plot.render import image_bytes
 from harness.plot.style import joint_legend
@@ -214,6 +216,15 @@ def test_heat_map_shows_the_slow_node_in_both_directions(catalog: Catalog) -> No
     assert len(slow) == 8
     ends = zip(slow["source_name"], slow["target_name"], strict=True)
     assert all("tesla4" in pair for pair in ends)
+
+
+def test_links_that_differ_by_a_little_have_almost_one_colour() -> None:
+    grid = np.array([[np.nan, 0.118], [0.120, np.nan]])
+    assert bandwidth_scale(grid)(0.118) == pytest.approx(0.118 / 0.120)
+    latency = latency_scale(grid * 1e3)
+    assert latency(120) == pytest.approx(np.log2(120 / 118))  # of a span of one octave
+    wide = latency_scale(np.array([[np.nan, 10.0], [1000.0, np.nan]]))
+    assert (wide(10.0), wide(100.0), wide(1000.0)) == (0, pytest.approx(0.5), 1)
 
 
 def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:

@@ -10,11 +10,19 @@ import pandas as pd
 from harness.measure.derive import link_matrices
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import MUTED, WIDTH_IN, note_failures, shorten, wrap_label
+from harness.plot.style import (
+    MUTED,
+    WIDTH_IN,
+    note_failures,
+    plain_log_axis,
+    shorten,
+    wrap_label,
+)
 from harness.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure as Canvas
 
 COLUMNS = [
@@ -31,6 +39,9 @@ COLUMNS = [
     "bandwidth_bytes_per_s",
     "latency_s",
 ]
+LEAST_SPAN = 2.0  # of the colours of latency
+# Sides of a map, and a digit of a value in it.
+MAP_IN, LETTER_IN = 2.6, 0.062
 
 
 def _rows(case: Case) -> list[dict[str, Any]]:
@@ -120,8 +131,6 @@ def _draw_map(
     for _, row in rows.iterrows():
         grid[order.index(row["source"]), order.index(row["target"])] = row[column]
     grid *= scale
-    # Dark is slow in both, so that a bad link stands out.
-    colours = "cividis" if column.startswith("bandwidth") else "cividis_r"
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
     ticks = [shorten(str(names[rank]), 14) for rank in order]
@@ -134,20 +143,46 @@ def _draw_map(
             "not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color=MUTED
         )
         return
-    image = axes.imshow(grid, cmap=colours)
-    canvas.colorbar(image, ax=axes, shrink=0.8)
-    if len(order) <= 16:
-        _write_values(axes, grid, image)
+    # Dark is slow in both, so that a bad link stands out.
+    if column.startswith("bandwidth"):
+        image = axes.imshow(grid, cmap="cividis", norm=bandwidth_scale(grid))
+    else:
+        image = axes.imshow(grid, cmap="cividis_r", norm=latency_scale(grid))
+    bar = canvas.colorbar(image, ax=axes, shrink=0.8)
+    if not column.startswith("bandwidth"):
+        plain_log_axis(bar.ax, "y")
+    _write_values(axes, grid, image)
+
+
+def bandwidth_scale(grid: np.ndarray) -> Normalize:
+    """From 0, so that links that differ little look alike."""
+    from matplotlib.colors import Normalize
+
+    return Normalize(0, float(np.nanmax(grid)))
+
+
+def latency_scale(grid: np.ndarray) -> LogNorm:
+    """Logarithmic, over a factor of LEAST_SPAN at least."""
+    from matplotlib.colors import LogNorm
+
+    least = float(np.nanmin(grid))
+    return LogNorm(least, max(float(np.nanmax(grid)), LEAST_SPAN * least))
+
+
+def _words(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def _write_values(axes: Axes, grid: np.ndarray, image: Any) -> None:
+    """Where they fit into their cells."""
+    room = MAP_IN / len(grid) / LETTER_IN
     for (i, j), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            red, green, blue, _ = image.to_rgba(value)
-            is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
-            words = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-            colour = "black" if is_light else "white"
-            axes.text(j, i, words, ha="center", va="center", fontsize=7, color=colour)
+        if np.isnan(value) or len(_words(value)) > room:
+            continue
+        red, green, blue, _ = image.to_rgba(value)
+        is_light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.55
+        colour = "black" if is_light else "white"
+        axes.text(j, i, _words(value), ha="center", va="center", fontsize=7, color=colour)
 
 
 FIGURE = Figure(
@@ -156,7 +191,8 @@ FIGURE = Figure(
     caption=(
         "Every ordered pair of ranks, each way measured on its own: a row sends to a column. "
         "Left: bandwidth of the largest message. Right: latency, half a round trip of the smallest "
-        "one. Dark cells are slow in both; a dark row or column points to one node's NIC."
+        "one. Dark cells are slow in both; a dark row or column points to one node's NIC. Colours "
+        "of bandwidth begin at 0, those of latency are logarithmic, over a factor of two at least."
     ),
     better="bandwidth: higher is better; latency: lower is better",
     needs="a links run: ./entry.sh links",
