@@ -53,6 +53,7 @@ KIND_COLOURS = PHASE_COLOURS | {
     "communication": PHASE_COLOURS["exposed_communication"],
     "recompute": "#CC79A7",
 }
+FEWEST = 8  # values of which a median has an interval of 99 %
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STATUS_WORDS = {
@@ -134,6 +135,21 @@ def wrap_label(text: str, limit: int = 44) -> str:
         else:
             lines.append(word)
     return "\n".join(shorten(line, limit + 4) for line in lines)
+
+
+def spread_caption(what: str) -> str:
+    """What whiskers and shades are, for captions."""
+    return (
+        f"{what} are 99 % intervals of the median, over repeats where there are several; of fewer "
+        f"than {FEWEST} values they are their range."
+    )
+
+
+def range_words(n_values: float) -> str:
+    """What stands beside a whisker that is a range; empty where it is an interval."""
+    if n_values >= FEWEST:
+        return ""
+    return f" (range of {n_values:.0f})" if n_values > 1 else " (1 value)"
 
 
 def rank_words(ranks: Sequence[int]) -> str:

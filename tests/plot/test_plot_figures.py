@@ -91,6 +91,18 @@ def test_repeats_merge_into_one_row(catalog: Catalog) -> None:
     assert ddp["per_device_samples_per_s"] == ddp["throughput_samples_per_s"] / 5
 
 
+def test_whiskers_of_few_values_are_said_to_be_their_range(catalog: Catalog) -> None:
+    figure = load_figure("throughput")
+    table = figure.table(catalog)
+    assert row_of(table, strategy="ddp", batch=160)["n_values"] == 3  # repeats
+    assert row_of(table, strategy="single")["n_values"] == 40  # steps
+    drawn = image_bytes(figure, table, "svg")[0]
+    assert drawn.count(b"(range of 3)") == 2
+    assert b"(range of 40)" not in drawn
+    for name in ("throughput", "pipeline_bubble", "memory_bandwidth", "bandwidth", "scaling"):
+        assert "of fewer than 8 values they are their range" in load_figure(name).caption
+
+
 def test_mamfu_uses_the_matmul_run_beside_it(catalog: Catalog) -> None:
     single = row_of(table_of("throughput", catalog), strategy="single")
     flops_per_s = 2.5e10 * single["throughput_samples_per_s"]

@@ -17,6 +17,7 @@ from harness.plot.style import (
     note_failures,
     plain_log_axis,
     series_style,
+    spread_caption,
     wrap_label,
 )
 from harness.units import format_bandwidth, format_bytes
@@ -163,7 +164,8 @@ FIGURE = Figure(
         "time, scaled by nccl-tests' factor so that a perfect ring reads the speed of the link "
         "whatever the number of ranks. The time is the slowest rank's. The dashed line is what the "
         "slowest NIC can carry, the dotted one the best bandwidth measured between two nodes. "
-        "Shades are 99 % intervals. Small messages are bound by latency, not by bandwidth."
+        "Small messages are bound by latency, not by bandwidth. "
+        f"{spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",
     needs="a links run: ./entry.sh links",

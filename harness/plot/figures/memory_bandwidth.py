@@ -10,7 +10,14 @@ from harness.measure.derive import MemoryRow, memory_table
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
-from harness.plot.style import SERIES, bar_panels, label_bars, note_failures
+from harness.plot.style import (
+    SERIES,
+    bar_panels,
+    label_bars,
+    note_failures,
+    range_words,
+    spread_caption,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +34,7 @@ COLUMNS = [
     "kernel",
     "array_bytes",
     "traffic_bytes_per_s",
+    "n_values",
     "low_bytes_per_s",
     "high_bytes_per_s",
 ]
@@ -57,6 +65,7 @@ def _numbers(rows: list[MemoryRow]) -> dict[str, Any]:
         "kernel": first.kernel,
         "array_bytes": first.n_bytes,
         "traffic_bytes_per_s": over.median,
+        "n_values": first.time.n if is_single else over.n,
         "low_bytes_per_s": first.low if is_single else over.low,
         "high_bytes_per_s": first.high if is_single else over.high,
     }
@@ -93,7 +102,11 @@ def _draw_cluster(axes: Axes, label: str, rows: pd.DataFrame) -> None:
         ]
         at = [ranks.index(rank) + shift for rank in bars["rank"]]
         drawn = axes.barh(at, values, 0.36, xerr=errors, color=colour, label=kernel, error_kw=thin)
-        axes.bar_label(drawn, fmt="%.4g", fontsize=7.5, padding=4)
+        words = [
+            f"{value:.4g}{range_words(n)}"
+            for value, n in zip(values, bars["n_values"], strict=True)
+        ]
+        axes.bar_label(drawn, words, fontsize=7.5, padding=4)
     names = rows.drop_duplicates("rank").set_index("rank")
     label_bars(
         axes,
@@ -110,9 +123,9 @@ FIGURE = Figure(
     title="Memory bandwidth of each device",
     caption=(
         "How fast each device reads and writes its own memory: STREAM's copy (two arrays) and "
-        "triad (three arrays), traffic / median time, on arrays larger than its caches. Whiskers "
-        "are 99 % intervals. It bounds all that computes little on much data, such as the "
-        "optimizer."
+        "triad (three arrays), traffic / median time, on arrays larger than its caches. It "
+        "bounds all that computes little on much data, such as the optimizer. "
+        f"{spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",

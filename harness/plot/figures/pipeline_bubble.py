@@ -19,6 +19,8 @@ from harness.plot.style import (
     joint_legend,
     label_bars,
     note_failures,
+    range_words,
+    spread_caption,
 )
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ COLUMNS = [
     "n_stages",
     "n_microbatches",
     "rank",
+    "n_values",
     "bubble",
     "low",
     "high",
@@ -69,7 +72,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
         "n_microbatches": known[0].n_microbatches,
     }
     over = merged([summary.bubble for summary in known])
-    mean = base | {"bubble": over.median, "low": over.low, "high": over.high}
+    mean = base | {"bubble": over.median, "low": over.low, "high": over.high, "n_values": over.n}
     mean["predicted_bubble"] = _predicted(case, catalog)
     return [mean, *(base | row for row in _rank_rows(known))]
 
@@ -119,8 +122,9 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
                 label="predicted",
             )  # fmt: skip
         axes.annotate(
-            f"{value:.1f} %", (0, y), xytext=(5, 0), textcoords="offset points", va="center",
-            fontsize=8, bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"},
+            f"{value:.1f} %{range_words(row['n_values'])}", (0, y), xytext=(5, 0),
+            textcoords="offset points", va="center", fontsize=8,
+            bbox={"boxstyle": "round,pad=0.2", "fc": "white", "ec": "none"},
         )  # fmt: skip
     label_bars(axes, [_label(row) for _, row in means.iterrows()])
     axes.set_xlim(
@@ -142,8 +146,8 @@ FIGURE = Figure(
     caption=(
         "The share of a step in which the ranks of a pipeline idle: they neither compute nor run "
         "the optimizer, because the pipeline fills or drains, a stage is slower than another, or a "
-        "transfer or a gradient is awaited. The bar is the mean over ranks with its 99 % interval, "
-        "a dot each rank, the black mark the same of the simulated step."
+        "transfer or a gradient is awaited. The bar is the mean over ranks, a dot each rank, the "
+        f"black mark the same of the simulated step. {spread_caption('Whiskers')}"
     ),
     better="lower is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",

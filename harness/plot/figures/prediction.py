@@ -206,10 +206,11 @@ FIGURE = Figure(
     name="prediction",
     title="Predicted against measured step time",
     caption=(
-        "Each point is a run: what planning predicted for its step, and the median that was "
-        "measured, with its 99 % interval. On the diagonal the prediction is exact; below it the "
-        "run was slower than predicted. The bands are 10 % and 20 % off; points that miss by more "
-        "are named. Predictions are made before the run and never corrected afterwards."
+        "Each point is a run: what planning predicted for its step, and the median of its "
+        "steps; the whisker is their 99 % interval, of fewer than 8 steps their range. On the "
+        "diagonal the prediction is exact; below it the run was slower than predicted. The bands "
+        "are 10 % and 20 % off; points that miss by more are named. Predictions are made before "
+        "the run and never corrected afterwards."
     ),
     better="nearer to the diagonal is better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",

@@ -28,6 +28,7 @@ from harness.plot.style import (
     joint_legend,
     note_failures,
     series_style,
+    spread_caption,
 )
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ FIGURE = Figure(
         "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
         "FLOPs. 100 % (dashed) means that adding devices costs nothing. A series starts "
         "at the run on the fewest devices. Where the devices of a run are unlike, it starts at the "
-        "first rank alone, and 100 % is not the ideal."
+        f"first rank alone, and 100 % is not the ideal. {spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",

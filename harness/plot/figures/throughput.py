@@ -9,7 +9,14 @@ import pandas as pd
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase, batch_of
 from harness.plot.figure import Figure
-from harness.plot.style import bar_panels, colour_of, label_bars, mark_failed
+from harness.plot.style import (
+    bar_panels,
+    colour_of,
+    label_bars,
+    mark_failed,
+    range_words,
+    spread_caption,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +33,7 @@ COLUMNS = [
     "status",
     "reason",
     "n_repeats",
+    "n_values",
     "throughput_samples_per_s",
     "low_samples_per_s",
     "high_samples_per_s",
@@ -58,11 +66,13 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
     """Over repeats when there are several, else over the steps of the only one."""
     first = known[0]
     median, low, high = first.throughput, first.throughput_low, first.throughput_high
-    cv = first.duration.cv
+    cv, n_values = first.duration.cv, first.duration.n
     if len(known) > 1:
         over = summarize([summary.throughput for summary in known], shortest=0)
         median, low, high, cv = over.median, over.low, over.high, over.cv
+        n_values = over.n
     return {
+        "n_values": n_values,
         "throughput_samples_per_s": median,
         "low_samples_per_s": low,
         "high_samples_per_s": high,
@@ -104,7 +114,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         axes.barh(y, value, 0.68, color=colour_of(row["strategy"]))
         axes.errorbar(value, y, xerr=errors, color="#111111", capsize=3, linewidth=1)
         axes.annotate(
-            f"{value:.4g}",
+            f"{value:.4g}{range_words(row['n_values'])}",
             (row["high_samples_per_s"], y),
             xytext=(5, 0),
             textcoords="offset points",
@@ -112,7 +122,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
             fontsize=8,
         )
     label_bars(axes, list(rows["label"]))
-    axes.set_xlim(0, widest * 1.14 if widest > 0 else 1)
+    axes.set_xlim(0, widest * 1.22 if widest > 0 else 1)
     axes.set_xlabel("samples per second, whole job")
     axes.set_title(model)
 
@@ -122,9 +132,8 @@ FIGURE = Figure(
     title="Training throughput by strategy",
     caption=(
         "Samples that the whole job trains in a second: global batch / median step time. The bar "
-        "is the median, the whisker its 99 % interval (of fewer than 8 values their range): over "
-        "repeats where there are several, else over the steps of the one run. A red cross stands "
-        "for a run that gave no number."
+        "is the median, over repeats where there are several, else over the steps of the one run. "
+        f"{spread_caption('Whiskers')} A red cross stands for a run that gave no number."
     ),
     better="higher is better",
     needs="a training run: ./entry.sh train",
