@@ -200,6 +200,15 @@ def test_timeline_puts_ranks_on_one_clock_and_states_its_error(catalog: Catalog)
     assert sorted(set(predicted["rank"])) == [0, 1, 2, 3, 4]
 
 
+def test_transfers_at_the_same_time_count_once_in_the_digest() -> None:
+    base = {"label": "a", "status": "ok", "reason": "", "side": "measured", "rank": 0}
+    base |= {"step_s": 4.0, "clock_error_s": 0.0}
+    spans = [("communication", 0.0, 3.0), ("communication", 2.0, 2.0), ("forward", 0.0, 1.0)]
+    rows = [base | {"kind": k, "start_s": s, "duration_s": d} for k, s, d in spans]
+    (row,) = load_figure("timeline").report_table(pd.DataFrame(rows)).to_dict("records")
+    assert (row["communication_s"], row["forward_s"], row["backward_s"]) == (4.0, 1.0, 0.0)
+
+
 def test_operators_of_one_pass_are_drawn_as_one(catalog: Catalog) -> None:
     table = table_of("timeline", catalog)
     own = table[table["label"].str.contains("searched") & (table["rank"] == 4)]

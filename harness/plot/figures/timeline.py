@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from harness.domain.record import Span
-from harness.measure.derive import Timeline, measured_timeline, predicted_timeline
+from harness.measure.derive import Timeline, covered_s, measured_timeline, predicted_timeline
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
@@ -130,17 +130,22 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
-    """Seconds of each kind by rank and side, and when the rank's last span ends."""
+    """Seconds in which each kind is under way, by rank and side, and when the last span ends."""
     rows = []
     keys = ["label", "status", "reason", "side", "rank"]
     for values, spans in table.groupby(keys, sort=False, dropna=False):
         row: dict[str, Any] = dict(zip(keys, values, strict=True))
         row |= {name: spans[name].iloc[0] for name in ("step_s", "clock_error_s")}
         for kind in KINDS:
-            row[f"{kind}_s"] = spans.loc[spans["kind"] == kind, "duration_s"].sum()
+            row[f"{kind}_s"] = _covered_s(spans[spans["kind"] == kind])
         row["end_s"] = (spans["start_s"] + spans["duration_s"]).max()
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _covered_s(rows: pd.DataFrame) -> float:
+    times = zip(rows["kind"], rows["start_s"], rows["duration_s"], strict=True)
+    return covered_s(Span(kind=kind, start_s=s, duration_s=d) for kind, s, d in times)
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
