@@ -182,6 +182,18 @@ def test_outlier_steps_are_marked_in_every_repeat(catalog: Catalog) -> None:
     assert digest["n_outliers"].sum() == 8
 
 
+def test_a_repeat_is_one_however_many_steps_it_has() -> None:
+    base = {"label": "a", "unit": "step", "status": "ok", "reason": "", "is_outlier": False}
+    times = {0: [1.0] * 9, 1: [2.0], 2: [4.0]}
+    rows = [
+        base | {"repeat": repeat, "step": step, "duration_s": duration_s}
+        for repeat, own in times.items()
+        for step, duration_s in enumerate(own)
+    ]
+    (row,) = load_figure("step_time").report_table(pd.DataFrame(rows)).to_dict("records")
+    assert (row["n_steps"], row["median_s"]) == (11, 2.0)
+
+
 def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
     table = table_of("memory", catalog)
     row = row_of(table[table["strategy"] == "pipeline"], kind="allocated")

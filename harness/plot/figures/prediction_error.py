@@ -28,6 +28,7 @@ COLOURS = {
     "optimizer": PHASE_COLOURS["optimizer"],
     "rest": PHASE_COLOURS["data"],
 }
+SUM = "sum of parts, mean over ranks"
 COLUMNS = [
     "model",
     "label",
@@ -97,7 +98,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         for y, width in enumerate(widths):
             (above if width > 0 else below)[y] += width
     totals = rows["difference_s"] / rows["measured_s"] * 100
-    axes.plot(totals, range(len(rows)), "D", color=LIMIT, markersize=5, label="error of the step")
+    axes.plot(totals, range(len(rows)), "D", color=LIMIT, markersize=5, label=SUM)
     axes.axvline(0, color=LIMIT, linewidth=0.9)
     span = max(*above, *(-value for value in below), 1.0)
     for y, (_, row) in enumerate(rows.iterrows()):
@@ -120,7 +121,8 @@ FIGURE = Figure(
     caption=(
         "Predicted less measured seconds of each part of a step, as a share of the measured step: "
         "mean over the ranks that compute and over the middle half of the steps. To the left, the "
-        "part took longer than predicted. The parts sum to the diamond, the error of the step. "
+        "part took longer than predicted. The parts sum to the diamond: not quite the error of "
+        "the step, which is of its slowest rank and of the median step. "
         "Contention is what computing takes longer because transfers run beside it: predicted from "
         "what a byte and a message cost their ends, measured as computing in a step less that in "
         "steps without communication (where a run has none, compute holds it). Exposed "

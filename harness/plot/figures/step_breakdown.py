@@ -40,7 +40,7 @@ COLUMNS = [
 WORDS = {
     "host_to_device": "host to device",
     "exposed_communication": "exposed communication",
-    "other": "rest (no span)",
+    "other": "other (no span)",
 }
 
 
@@ -127,9 +127,11 @@ FIGURE = Figure(
     caption=(
         "The mean step of the ranks that compute, split into its phases. Exposed "
         "communication is the part of the transfers that no computation hides: it is what a "
-        "better link or a better strategy can win. The rest is time that no span explains. "
-        "no_sync_exposed_s is a second reading of it: the step minus the same step without "
-        "communication; it holds slowed_compute_s too, what communication takes from computing."
+        "better link or a better strategy can win. Other is time that no span explains. "
+        "no_sync_exposed_s is a second reading of exposed communication: the step minus the same "
+        "step without communication; it holds slowed_compute_s too, what communication takes from "
+        "computing. In a pipeline it is far less: without communication the slowest rank still "
+        "takes its time, while the first reading is the mean over ranks, which wait for that one."
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",
