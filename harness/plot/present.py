@@ -18,6 +18,8 @@ FRACTIONS = {
     *("error", "median_error", "worst_error", "regret", "profile_fit_error"),
     *("bubble", "predicted_bubble"),
 }
+# Of these a zero says much.
+TELLING_ZEROS = {"regret", "median_error", "worst_error", "relative_error"}
 COUNTS = {"step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work", "stage"}
 ABBREVIATIONS = {"cv": "CV", "mfu": "MFU", "mamfu": "MAMFU", "p95": "p95"}
 SUFFIXES = (
@@ -85,7 +87,7 @@ def _is_telling(frame: pd.DataFrame, column: str) -> bool:
     if column in ("status", "reason") or all(_is_blank(value) for value in values):
         return False
     if all(_is_blank(value) or value is False or value == 0 for value in values):
-        return column in COUNTS or column.startswith("n_")
+        return column in COUNTS | TELLING_ZEROS or column.startswith("n_")
     if "label" not in frame.columns or column == "label":
         return True
     texts = zip(values, frame["label"], strict=True)

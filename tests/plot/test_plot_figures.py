@@ -355,6 +355,8 @@ def test_device_kinds_lose_their_brands() -> None:
         ("flops_per_s", 1.5e13, "15 TFLOP/s"),
         ("step_s", 0.0123, "12.3 ms"),
         ("efficiency", 0.876, "87.6%"),
+        ("error", -0.041, "-4.1%"),
+        ("relative_error", 3.012e-7, "3.012e-07"),  # of a product, not of a prediction
         ("n_devices", 5.0, "5"),
         ("mfu", float("nan"), ""),
         ("is_above_peak", True, "yes"),
@@ -382,4 +384,7 @@ def test_columns_that_say_nothing_are_left_out_of_the_report() -> None:
         "cells": ["ddp · b", "out of memory (too large)", ""],
         "is_ok": False,
     }
+    none_lost = pd.DataFrame({"cell": ["a", "b"], "regret": [0.0, 0.0], "compute_s": [0.0, 0.0]})
+    assert present(none_lost)["headers"] == ["cell", "regret"]
+    assert present(pd.DataFrame({"regret": [None]}))["headers"] == []
     assert header_of("exposed_communication_s") == "exposed communication"

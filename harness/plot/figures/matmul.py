@@ -42,7 +42,7 @@ COLUMNS = [
     "max_flops_per_s",
     "cv",
     "peak_flops_per_s",
-    "error",
+    "relative_error",
     "is_above_peak",
 ]
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
@@ -100,7 +100,7 @@ def _numbers(rows: list[Any]) -> dict[str, Any]:
         "max_flops_per_s": max(row.max_flops_per_s for row in rows),
         "cv": cv,
         "peak_flops_per_s": first.peak_flops_per_s,
-        "error": max((row.error for row in rows if row.error is not None), default=None),
+        "relative_error": max((row.error for row in rows if row.error is not None), default=None),
         "is_above_peak": any(row.is_above_peak for row in rows),
     }
 
