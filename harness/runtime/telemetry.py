@@ -53,13 +53,13 @@ def _cpu_temperature() -> float | None:
     return next((s[0].current for s in sensors.values() if s), None)
 
 
-def _cpu_reader() -> Callable[[], Reading]:
+def _cpu_reader(n_cores: float) -> Callable[[], Reading]:
     process = psutil.Process()
     process.cpu_percent()
 
     def read() -> Reading:
         reading = {
-            "device_utilization_percent": process.cpu_percent() / torch.get_num_threads(),
+            "device_utilization_percent": process.cpu_percent() / n_cores,
             "memory_used_bytes": float(process.memory_info().rss),
         }
         temperature = _cpu_temperature()
@@ -99,12 +99,12 @@ def _origin_s(clock: Clock) -> float:
 
 
 @contextlib.contextmanager
-def watched_device(device: torch.device, recorder: Recorder) -> Iterator[None]:
+def watched_device(device: torch.device, n_cores: float, recorder: Recorder) -> Iterator[None]:
     """Read the device about once a second while the body runs; the samples go to the recorder.
 
-    A CPU's utilization is of this process, in percent of the cores that torch computes on.
+    Of a CPU both load, in percent of its `n_cores`, and memory are this process's own.
     """
-    reader: Any = _gpu_reader(device.index or 0) if device.type == "cuda" else _cpu_reader()
+    reader: Any = _gpu_reader(device.index or 0) if device.type == "cuda" else _cpu_reader(n_cores)
     if reader is None:
         yield
         return

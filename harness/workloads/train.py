@@ -112,9 +112,10 @@ def run_train(case: TrainCase, context: Context) -> dict[str, Any]:
         StrategyError, PlanError: no strategy was found, or it does not fit.
         PeerError: another rank died or hangs in a step.
     """
-    reset_peak(context.world.device)
+    world = context.world
+    reset_peak(world.device)
     try:
-        with watched_device(context.world.device, context.recorder):
+        with watched_device(world.device, world.n_cores, context.recorder):
             return _train(case, context)
     finally:
         _record_peaks(context)

@@ -70,9 +70,16 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
-    """Median and maximum of each reading, by device."""
-    grouped = table.groupby(["label", "repeat", "device", "metric"], sort=False)["value"]
-    return grouped.agg(readings="size", median="median", max="max").reset_index()
+    """Median and maximum of every metric, a row per device."""
+    keys = ["label", "repeat", "device"]
+    rows = []
+    for values, readings in table.groupby(keys, sort=False):
+        row: dict[str, Any] = dict(zip(keys, values, strict=True))
+        for metric in METRICS:
+            own = readings.loc[readings["metric"] == metric, "value"]
+            row |= {f"median_{metric}": own.median(), f"max_{metric}": own.max()}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
@@ -99,8 +106,7 @@ def _draw_metric(
 ) -> None:
     words, scale = METRICS[metric]
     is_long = readings["time_s"].max() > 600
-    for device, points in readings.groupby("device", sort=True):
-        points = points.sort_values("time_s")
+    for device, points in readings.sort_values(["rank", "time_s"]).groupby("device", sort=False):
         colour, marker = styles[str(device)]
         axes.plot(
             points["time_s"] / (60 if is_long else 1),
@@ -117,7 +123,7 @@ def _draw_metric(
     last = float(readings["time_s"].max()) / (60 if is_long else 1)
     axes.set_xlim(0, last * 1.05 if last > 0 else 1)
     if metric == "device_utilization_percent":
-        # A CPU's load is in percent of one core, so it may be above 100.
+        # A CPU's load is of the cores that its rank may use; what a quota saved up is above 100.
         axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))
     else:
         axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)
@@ -127,10 +133,11 @@ FIGURE = Figure(
     name="device_load",
     title="Device load and temperature over time",
     caption=(
-        "What each device reported during the run: load, temperature, memory in use by anybody, "
-        "power. A device that is hot and falls in load is throttling; one that is idle waits for "
-        "data or for other ranks. Of repeats the first is drawn. Times are seconds or minutes from "
-        "each rank's own start."
+        "What each device reported during the run: load, temperature, memory, power. Of a GPU, "
+        "memory is what anybody uses of it. Of a CPU, load and memory are its rank's process's "
+        "own: percent of the cores that the rank may use, and the resident set. A device that is "
+        "hot and falls in load is throttling; one that is idle waits for data or for other ranks. "
+        "Of repeats the first is drawn. Times are seconds or minutes from each rank's own start."
     ),
     better="load: higher is better; temperature: lower and steady is better",
     needs="a run on devices with counters (NVML), or imported logs",
