@@ -6,6 +6,7 @@ Colours are Okabe and Ito's (Color Universal Design), darkened where white is th
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ STRATEGIES = {
 }
 # Of strategies that go by a name of their own, such as a file's.
 OTHER_STRATEGIES = ("#8C6D31", "#843C39", "#6B6ECF", "#637939", "#AD494A", "#393B79")
+# How much lighter, or darker, those are that differ from one of STRATEGIES by a schedule or so.
+SHADES = (-0.45, -0.3, -0.15, 0.2, 0.35, 0.5, 0.62)
 PHASE_COLOURS = {
     "data": "#B8BCC2",
     "host_to_device": "#E6C229",
@@ -55,6 +58,7 @@ KIND_COLOURS = PHASE_COLOURS | {
 }
 FEWEST = 8  # values of which a median has an interval of 99 %
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
+DIGITS = re.compile(r"(\d+)")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -98,18 +102,33 @@ def drawing_style() -> Iterator[None]:
 
 
 def colour_of(strategy: str) -> str:
-    """A strategy's colour, the same in all figures; unknown names get a fixed one as well."""
+    """A strategy's colour, the same in all figures; `pipeline-gpipe` has a shade of `pipeline`'s,
+    and unknown names get a fixed one as well."""
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
     for name, colour in STRATEGIES.items():
-        if strategy == name or strategy.startswith((f"{name}_", f"{name}-")):
-            return colour
+        if strategy.startswith((f"{name}_", f"{name}-")):
+            return _shade(colour, strategy.removeprefix(name))
     return OTHER_STRATEGIES[zlib.crc32(strategy.encode()) % len(OTHER_STRATEGIES)]
 
 
+def _shade(colour: str, variant: str) -> str:
+    amount = SHADES[zlib.crc32(variant.encode()) % len(SHADES)]
+    end = 255 if amount > 0 else 0
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(c + (end - c) * abs(amount)):02X}" for c in channels)
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A key by which `rank 2` is before `rank 10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in DIGITS.split(name)]
+
+
 def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each name, by its place in the sorted names."""
-    places = sorted(set(names))
+    """Colour and marker of each name, by its place in the sorted names; no two are equal."""
     return {
-        name: (SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(places)
+        name: (SERIES[i % len(SERIES)], MARKERS[(i + i // len(SERIES)) % len(MARKERS)])
+        for i, name in enumerate(sorted(set(names), key=_by_number))
     }
 
 

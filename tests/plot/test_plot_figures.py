@@ -19,7 +19,7 @@ from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.link_heatmap import bandwidth_scale, latency_scale
 from harness.plot.present import format_value, header_of, present
 from harness.plot.render import image_bytes
-from harness.plot.style import joint_legend
+from harness.plot.style import colour_of, joint_legend, series_style
 
 Write = Callable[..., Path]
 
@@ -256,6 +256,24 @@ def test_device_load_keeps_time_and_device(catalog: Catalog) -> None:
     readings = table[table["metric"] == "device_temperature_c"]
     assert len(readings) == 20 * (1 + 5 * 7)
     assert readings["time_s"].max() == 19.0
+    digest = load_figure("device_load").report_table(table)
+    row = row_of(digest, label="resnet50 · single · batch 32 · fp32 · 1 × RTX 3070")
+    assert row["max_device_temperature_c"] == 55 + 19 / 4
+    assert 70 < row["median_device_utilization_percent"] < 90
+
+
+def test_no_two_of_many_series_look_alike_and_ranks_are_in_order() -> None:
+    styles = series_style(f"rank {rank} (node)" for rank in range(64))
+    assert list(styles) == [f"rank {rank} (node)" for rank in range(64)]
+    assert len(set(styles.values())) == 64
+
+
+def test_schedules_of_a_pipeline_and_stages_of_zero_have_shades_of_their_own() -> None:
+    names = ("pipeline", *(f"pipeline-{s}" for s in ("gpipe", "interleaved", "zero_bubble")))
+    names += ("pipeline-recompute", "pipeline-asynchronous", "deepspeed-zero1", "deepspeed-zero2")
+    assert len({colour_of(name) for name in names}) == len(names)
+    assert colour_of("ddp") == "#0072B2"
+    assert colour_of("executor-ddp") == "#003F63"  # a name of its own, no shade
 
 
 def test_drawing_twice_gives_equal_bytes(catalog: Catalog) -> None:
