@@ -257,6 +257,20 @@ def _median(values: list[float]) -> float | None:
     return summarize(values, shortest=0).median if values else None
 
 
+def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
+    """One line where products are faster than their devices' measured peaks, naming the most."""
+    every = list(rows)
+    above = [row for row in every if row.efficiency is not None and row.efficiency > 1]
+    if not above:
+        return []
+    most = max(above, key=lambda row: row.efficiency or 0.0)
+    return [
+        f"{len(above)} of {len(every)} distributed products ran faster than the sum of their "
+        f"devices' matmul peaks (most: {most.efficiency:.0%}, n = {most.n} {most.dtype} on "
+        f"{most.n_ranks}): these peaks are too low, measure them again"
+    ]
+
+
 def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
     """Every distributed product; peaks default to those that the run itself measured."""
     peaks = matmul_peaks([run]) if peaks is None else peaks

@@ -313,10 +313,15 @@ def _losses(run: Run) -> dict[str, float]:
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
     doubts = list(summary.duration.warnings) if summary.duration else []
-    if summary.outlier_steps:
-        doubts.append(f"{len(summary.outlier_steps)} {summary.unit}s far above the others")
+    n_far = len(summary.outlier_steps)
+    if n_far:
+        doubts.append(f"{n_far} {summary.unit}{'s' if n_far > 1 else ''} far above the others")
     for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
         doubts.append(f"rank {rank.rank} ({rank.info.hostname}) is a straggler")
     if summary.mfu is not None and summary.mfu > 1:
         doubts.append("MFU above 1: FLOPs, times or the device's peak are wrong")
+    if summary.mamfu is not None and summary.mamfu > 1:
+        doubts.append(
+            f"MAMFU of {summary.mamfu:.0%}: the measured matmul peak is too low, measure it again"
+        )
     return dataclasses.replace(summary, warnings=tuple(doubts))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.measure.derive import StrategyRow, stolen_warnings, strategy_table
+from harness.measure.derive import (
+    StrategyRow,
+    low_peak_warnings,
+    stolen_warnings,
+    strategy_table,
+    summa_table,
+)
 from harness.measure.store import Run
 from harness.measure.text import interval_words
 from harness.plot.catalog import Catalog
@@ -70,6 +76,9 @@ def warnings(catalog: Catalog) -> list[str]:
     for case in catalog.cases("matmul"):
         skipped = skipped_products(case) if case.is_ok else []
         found += [f"{row['label']}: skipped: {row['reason']}" for row in skipped]
+        for run in case.runs if case.is_ok else ():
+            doubts = low_peak_warnings(summa_table(run, catalog.peaks))
+            found += [f"{run.header.run_id}: {text}" for text in doubts]
     runs = catalog.results.runs
     found += [f"{run.header.run_id}: left out: {text}" for run in runs for text in _left_out(run)]
     found += stolen_warnings(runs)

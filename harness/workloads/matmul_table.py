@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from harness.domain.record import Sample
@@ -9,6 +10,7 @@ from harness.measure.derive import (
     MatmulRow,
     MemoryRow,
     SummaRow,
+    low_peak_warnings,
     matmul_table,
     memory_table,
     summa_table,
@@ -26,7 +28,9 @@ def matmul_text(runs: list[Run]) -> str:
 def _parts(run: Run) -> list[str]:
     if run.header.status != "ok":
         return [f"{run.header.run_id}: {run.header.status} {run.header.reason}".rstrip()]
-    return [_devices(run), _memory(run), _skipped(run), _distributed(run)]
+    summa = summa_table(run)
+    doubts = "\n".join(low_peak_warnings(summa))
+    return [_devices(run), _memory(run), _skipped(run), _distributed(summa), doubts]
 
 
 def _devices(run: Run) -> str:
@@ -80,10 +84,10 @@ def _skipped(run: Run) -> str:
     return "\n".join(f"skipped on ranks {ranks}: {text}" for text, ranks in reasons.items())
 
 
-def _distributed(run: Run) -> str:
+def _distributed(rows: Sequence[SummaRow]) -> str:
     heads = ["scaling", "dtype", "n", "ranks", "time", "rate", "of local sum", "compute",
              "communication", "exposed"]  # fmt: skip
-    return columns(heads, [_summa_cells(row) for row in summa_table(run)])
+    return columns(heads, [_summa_cells(row) for row in rows])
 
 
 def _summa_cells(row: SummaRow) -> list[str]:

@@ -309,6 +309,19 @@ def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
     assert (row.time.median, row.flops_per_s, row.efficiency) == (2.0, 2e6, 0.5)
     assert row.exposed_communication_s == 0.25  # of the slowest rank, as the time is
     assert row.compute_s is None
+    assert derive.low_peak_warnings([row]) == []
+
+
+def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
+    labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
+    ranks: list[list[Record]] = [[Sample(metric="summa_s", value=1.0, labels=labels, step=0)]]
+    run = make_run(ranks, workload="matmul")
+    (warning,) = derive.low_peak_warnings(derive.summa_table(run, {("GPU", 4, "fp32"): 2e6}))
+    assert "(most: 200%, n = 100 fp32 on 1)" in warning
+    summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
+    assert (
+        "MAMFU of 190%: the measured matmul peak is too low, measure it again" in summary.warnings
+    )
 
 
 @pytest.mark.parametrize(

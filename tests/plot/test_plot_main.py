@@ -104,7 +104,7 @@ def test_report_begins_with_verdicts_and_warnings(plots: Path) -> None:
         "ddp on 5",
         "against single on 1: inconclusive (ratio ",
         "Warnings",
-        "steps far above the others",
+        "1 step far above the others",
         "Training throughput by strategy",
     ]
     places = [text.index(words) for words in order]

@@ -10,7 +10,15 @@ from harness.measure.derive import SummaRow, summa_table
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import PHASE_COLOURS, WIDTH_IN, flops_unit, label_bars, mark_failed
+from harness.plot.style import (
+    FAILED,
+    LIMIT,
+    PHASE_COLOURS,
+    WIDTH_IN,
+    flops_unit,
+    label_bars,
+    mark_failed,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,14 +124,16 @@ def _draw_rates(axes: Axes, table: pd.DataFrame) -> None:
             continue
         rate = row["flops_per_s"] * scale
         axes.barh(y, rate, 0.66, color="#0072B2")
-        words, right = f"{rate:.3g}", rate
+        words, right, colour = f"{rate:.3g}", rate, LIMIT
         if not pd.isna(row["efficiency"]):
             peak = rate / row["efficiency"]
             axes.plot([peak] * 2, [y - 0.36, y + 0.36], color="#111111", linewidth=2)
             right = max(rate, peak)
             words += f"  ({row['efficiency']:.0%})"
+            colour = FAILED if row["efficiency"] > 1 else LIMIT
         axes.annotate(
-            words, (right, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
+            words, (right, y), xytext=(5, 0), textcoords="offset points", va="center",
+            fontsize=8, color=colour,
         )  # fmt: skip
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
@@ -156,8 +166,9 @@ FIGURE = Figure(
     caption=(
         "One matrix product distributed over all ranks in blocks (SUMMA). Left: FLOP/s of all "
         "devices together; the percentage is the efficiency against the sum of the peaks that "
-        "each device reached alone (black mark). Right: the product's time, and of it the slowest "
-        "rank's computing and the transfers that computing did not hide."
+        "each device reached alone (black mark); above 100 %, in red, that peak is too low. Right: "
+        "the product's time, and of it the slowest rank's computing and the transfers that "
+        "computing did not hide."
     ),
     better="left: higher is better; right: shorter is better",
     needs="a matmul run on several ranks: ./entry.sh matmul",
