@@ -201,6 +201,20 @@ def test_memory_is_the_highest_ranks(catalog: Catalog) -> None:
     assert (row["rank"], row["device_bytes"]) == (4, 8 * 2**30)
 
 
+@pytest.mark.parametrize(("device_gib", "is_drawn"), [(2.0, True), (64.0, False)])
+def test_a_device_far_larger_than_the_bars_is_written_and_not_drawn(
+    device_gib: float, is_drawn: bool
+) -> None:
+    base = {"model": "m", "label": "ddp", "strategy": "ddp", "status": "ok", "reason": ""}
+    sizes = {"peak_bytes": 2.0**29, "device_bytes": device_gib * 2.0**30}
+    canvas = Canvas()
+    load_figure("memory").draw(pd.DataFrame([base | sizes | {"kind": "rss"}]), canvas)
+    (axes,) = canvas.axes
+    assert (axes.get_xlim()[1] > device_gib) == is_drawn
+    written = [text.get_text() for text in axes.texts]
+    assert ("device: 64 GiB" in written) == (not is_drawn)
+
+
 def test_matmul_has_a_row_per_device_dtype_and_size(catalog: Catalog) -> None:
     table = table_of("matmul", catalog)
     assert len(table) == 5 * 2 * 5

@@ -9,7 +9,14 @@ import pandas as pd
 from harness.domain.run import device_names
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
-from harness.plot.style import LIMIT, bar_panels, joint_legend, label_bars, mark_failed
+from harness.plot.style import (
+    LIMIT,
+    MUTED,
+    bar_panels,
+    joint_legend,
+    label_bars,
+    mark_failed,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +41,7 @@ KINDS = {
     "used": ("#CC79A7", "device in use, by anybody"),
 }
 GIB = 2.0**30
+FURTHEST = 5.0  # times the longest bar, that a device's memory is drawn to scale
 
 
 def _predicted_peak(case: TrainingCase, catalog: Catalog) -> tuple[float, int, int] | None:
@@ -98,6 +106,7 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
     labels = list(dict.fromkeys(rows["label"]))
     kinds = [kind for kind in KINDS if (rows["kind"] == kind).any()]
     height = 0.76 / max(1, len(kinds))
+    widest = float(rows["peak_bytes"].max()) / GIB
     for y, label in enumerate(labels):
         of_case = rows[rows["label"] == label]
         if of_case["peak_bytes"].isna().all():
@@ -114,14 +123,26 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
                 )  # fmt: skip
         limit = of_case["device_bytes"].min()
         if not pd.isna(limit):
-            axes.plot(
-                [limit / GIB] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
-                label="memory of the device",
-            )  # fmt: skip
+            _draw_limit(axes, y, limit / GIB, widest)
     label_bars(axes, labels)
+    axes.margins(x=0.3)
     axes.set_xlim(left=0)
     axes.set_xlabel("GiB, on the rank with the highest peak")
     axes.set_title(model)
+
+
+def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> None:
+    """A mark; where it would leave no room for the bars, its number at the right edge."""
+    if limit_gib <= FURTHEST * widest_gib:
+        axes.plot(
+            [limit_gib] * 2, [y - 0.42, y + 0.42], color=LIMIT, linewidth=2,
+            label="memory of the device",
+        )  # fmt: skip
+        return
+    axes.annotate(
+        f"device: {limit_gib:.3g} GiB", (1, y), xycoords=axes.get_yaxis_transform(),
+        ha="right", va="center", fontsize=7.5, color=MUTED,
+    )  # fmt: skip
 
 
 FIGURE = Figure(
@@ -129,7 +150,8 @@ FIGURE = Figure(
     title="Peak memory",
     caption=(
         "The highest use of memory during the run, on the rank where it was highest. The black "
-        "mark is what that device has (for a CPU: the limit of its rank). A run out of memory "
+        "mark is what that device has (for a CPU: the limit of its rank), written at "
+        "the right where it is far more. A run out of memory "
         "stays as a red cross. The simulator predicts the tensors of training alone, so that the "
         "resident set of a process, which holds the interpreter and the libraries too, lies above."
     ),
