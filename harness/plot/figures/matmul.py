@@ -45,6 +45,7 @@ COLUMNS = [
     "relative_error",
     "is_above_peak",
 ]
+RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 
 
@@ -123,8 +124,9 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """For each cluster: rate against size on the left, the best of each device on the right."""
     timed = table[table["flops_per_s"].notna()]
     groups = list(timed.groupby("label", sort=False))
-    canvas.set_size_inches(WIDTH_IN, 3.8 * len(groups) + 0.3)
-    panels = canvas.subplots(len(groups), 2, squeeze=False)
+    heights = [max(3.8, 1.0 + RANK_IN * rows["rank"].nunique()) for _, rows in groups]
+    canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.3)
+    panels = canvas.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
     styles = series_style(DTYPES)
     for (left, right), (label, rows) in zip(panels, groups, strict=True):
         scale, unit = flops_unit(float(rows["flops_per_s"].max()))
