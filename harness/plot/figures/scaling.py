@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -196,7 +197,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
-    """Two panels, strong and weak; the dashed line is perfect scaling."""
+    """Two panels, strong and weak; the grey line is perfect scaling."""
     canvas.set_size_inches(WIDTH_IN, 4.0 + LEGEND_ROW_IN * table["label"].nunique())
     left, right = canvas.subplots(1, 2, sharey=True)
     markers = series_style(table["label"])
@@ -222,12 +223,16 @@ def _draw_panel(
         )
         axes.set_xticks([])
         return
+    measured = sorted(rows["n_devices"].unique())
     for label, points in rows.groupby("label", sort=True):
         values = points["efficiency"] * 100
         colour = colour_of(points["strategy"].iloc[0])
         # A series starts at its baseline, which may be another strategy's run on one device.
         start = points["baseline_devices"].iloc[0]
-        axes.plot([start, *points["n_devices"]], [100, *values], color=colour, linewidth=1.4)
+        line = dict(zip([start, *points["n_devices"]], [100, *values], strict=True))
+        for (n, value), (more, after) in pairwise(sorted(line.items())):
+            style = "--" if any(n < other < more for other in measured) else "-"
+            axes.plot([n, more], [value, after], color=colour, linewidth=1.4, linestyle=style)
         axes.errorbar(
             points["n_devices"],
             values,
@@ -245,7 +250,7 @@ def _draw_panel(
             axes.annotate(
                 f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points", fontsize=8
             )
-    axes.set_xticks(sorted(rows["n_devices"].unique()))
+    axes.set_xticks(measured)
     axes.margins(x=0.12)
 
 
@@ -256,9 +261,10 @@ FIGURE = Figure(
         "How much of perfect speed-up is left with more devices. Strong scaling keeps the whole "
         "problem and divides it: t(1) / (n t(n)). Weak scaling keeps the problem of each device: "
         "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
-        "FLOPs. 100 % (dashed) means that adding devices costs nothing. A series starts "
-        "at the run on the fewest devices. Where the devices of a run are unlike, it starts at the "
-        f"first rank alone, and 100 % is not the ideal. {spread_caption('Whiskers')}"
+        "FLOPs. 100 % (grey) means that adding devices costs nothing. A series starts at the run "
+        "on the fewest devices; its line is dashed where others were measured in between. Where "
+        "the devices of a run are unlike, it starts at the first rank alone, and 100 % is not the "
+        f"ideal. {spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",
