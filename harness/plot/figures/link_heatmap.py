@@ -42,6 +42,8 @@ COLUMNS = [
 LEAST_SPAN = 2.0  # of the colours of latency
 # Sides of a map, and a digit of a value in it.
 MAP_IN, LETTER_IN = 2.6, 0.062
+MAX_HEIGHT_IN = 4.8  # a map is as wide as half a figure, however many its ranks
+MAX_TICKS = 20
 
 
 def _rows(case: Case) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """For each cluster and transport: bandwidth on the left, latency on the right."""
     groups = list(table[table["source"].notna()].groupby("label", sort=True))
     n = max(int(rows[["source", "target"]].max().max()) + 1 for _, rows in groups)
-    canvas.set_size_inches(WIDTH_IN, len(groups) * min(8.0, 1.9 + 0.42 * n) + 0.3)
+    canvas.set_size_inches(WIDTH_IN, len(groups) * min(MAX_HEIGHT_IN, 1.9 + 0.42 * n) + 0.3)
     panels = canvas.subplots(len(groups), 2, squeeze=False)
     for (left, right), (label, rows) in zip(panels, groups, strict=True):
         size = format_bytes(float(rows["message_bytes"].max() or 0))
@@ -133,9 +135,11 @@ def _draw_map(
     grid *= scale
     axes.set_title(title, fontsize=9)
     axes.grid(visible=False)
-    ticks = [shorten(str(names[rank]), 14) for rank in order]
-    axes.set_xticks(range(len(order)), ticks, rotation=35, ha="right", fontsize=7.5)
-    axes.set_yticks(range(len(order)), ticks, fontsize=7.5)
+    places = range(0, len(order), -(-len(order) // MAX_TICKS))
+    ticks = [shorten(str(names[order[place]]), 14) for place in places]
+    angle = {"rotation": 90} if len(ticks) > 10 else {"rotation": 35, "ha": "right"}
+    axes.set_xticks(places, ticks, fontsize=7, **angle)
+    axes.set_yticks(places, ticks, fontsize=7)
     axes.set_xlabel("to")
     axes.set_ylabel("from")
     if np.isnan(grid).all():
