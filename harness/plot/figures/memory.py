@@ -125,7 +125,6 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
         if not pd.isna(limit):
             _draw_limit(axes, y, limit / GIB, widest)
     label_bars(axes, labels)
-    axes.margins(x=0.3)
     axes.set_xlim(left=0)
     axes.set_xlabel("GiB, on the rank with the highest peak")
     axes.set_title(model)
@@ -139,6 +138,7 @@ def _draw_limit(axes: Axes, y: float, limit_gib: float, widest_gib: float) -> No
             label="memory of the device",
         )  # fmt: skip
         return
+    axes.margins(x=0.3)
     axes.annotate(
         f"device: {limit_gib:.3g} GiB", (1, y), xycoords=axes.get_yaxis_transform(),
         ha="right", va="center", fontsize=7.5, color=MUTED,
