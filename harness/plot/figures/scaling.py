@@ -223,7 +223,6 @@ def _draw_panel(
         )
         axes.set_xticks([])
         return
-    measured = sorted(rows["n_devices"].unique())
     for label, points in rows.groupby("label", sort=True):
         values = points["efficiency"] * 100
         colour = colour_of(points["strategy"].iloc[0])
@@ -231,7 +230,7 @@ def _draw_panel(
         start = points["baseline_devices"].iloc[0]
         line = dict(zip([start, *points["n_devices"]], [100, *values], strict=True))
         for (n, value), (more, after) in pairwise(sorted(line.items())):
-            style = "--" if any(n < other < more for other in measured) else "-"
+            style = "-" if more in (n + 1, 2 * n) else "--"
             axes.plot([n, more], [value, after], color=colour, linewidth=1.4, linestyle=style)
         axes.errorbar(
             points["n_devices"],
@@ -250,7 +249,7 @@ def _draw_panel(
             axes.annotate(
                 f"{value:.0f} %", (n, value), xytext=(5, 6), textcoords="offset points", fontsize=8
             )
-    axes.set_xticks(measured)
+    axes.set_xticks(sorted(rows["n_devices"].unique()))
     axes.margins(x=0.12)
 
 
@@ -262,9 +261,9 @@ FIGURE = Figure(
         "problem and divides it: t(1) / (n t(n)). Weak scaling keeps the problem of each device: "
         "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
         "FLOPs. 100 % (grey) means that adding devices costs nothing. A series starts at the run "
-        "on the fewest devices; its line is dashed where others were measured in between. Where "
-        "the devices of a run are unlike, it starts at the first rank alone, and 100 % is not the "
-        f"ideal. {spread_caption('Whiskers')}"
+        "on the fewest devices; its line is dashed where it skips more than a doubling would. "
+        "Where the devices of a run are unlike, it starts at the first rank alone, and 100 % is "
+        f"not the ideal. {spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",
