@@ -81,9 +81,9 @@ class _Chunks:
         return time.perf_counter() - start_s
 
     def settle(self) -> None:
-        """Wait for what is queued."""
+        """Wait for what this process queued, and not for transfers, which NCCL queues elsewhere."""
         if self._is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
         """Chunks computed before `is_over`, at least one, and the seconds they took."""
@@ -252,19 +252,36 @@ def _in_lockstep(
     kind: _SendRecv, chunks: _Chunks, n_chunks: int, n_rounds: int, world: World
 ) -> list[float]:
     """Seconds of computing of each round between exchanges with both neighbours."""
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
-    message = torch.zeros(_SMALL_BYTES // 4, device=device)
+    message = torch.zeros(_SMALL_BYTES // 4, device=world.wire)
+    exchange = _together if world.backend == "nccl" else _posted_ahead
     took_s, sends = [], []
     dist.barrier()
     for _ in range(n_rounds):
-        arriving = kind.receive(message)  # as the executor does, before it computes
-        took_s.append(chunks.run(n_chunks))
-        sends.append(kind.send(message))
-        arriving.wait()
+        duration_s, arriving, sent = exchange(kind, chunks, n_chunks, message)
+        took_s.append(duration_s)
+        sends += sent
+        for work in arriving:
+            work.wait()
         chunks.settle()  # a GPU waits in its queue, and would be timed with the next round
     for work in sends:
         work.wait()
     return took_s
+
+
+def _posted_ahead(
+    kind: _SendRecv, chunks: _Chunks, n_chunks: int, message: torch.Tensor
+) -> tuple[float, list[Any], list[Any]]:
+    """Seconds of computing, what is to arrive, and what leaves; as the executor does."""
+    arriving = kind.receive(message)
+    duration_s = chunks.run(n_chunks)
+    return duration_s, [arriving], [kind.send(message)]
+
+
+def _together(
+    kind: _SendRecv, chunks: _Chunks, n_chunks: int, message: torch.Tensor
+) -> tuple[float, list[Any], list[Any]]:
+    """The same where both ways to a rank share a queue: a send behind a receive never starts."""
+    return chunks.run(n_chunks), kind.start(message), []
 
 
 def deviation_of(values: Sequence[float]) -> float:
@@ -300,10 +317,9 @@ def _alone(chunks: _Chunks, sample_s: float) -> float:
 
 def _message_of(kind: _Kind, sample_s: float, world: World) -> torch.Tensor:
     """A message that takes at least a sample's time, of the same size on every rank."""
-    device = world.device if world.backend == "nccl" else torch.device("cpu")
     n_bytes = kind.start_bytes
     while True:
-        message = torch.zeros(n_bytes // 4, device=device)
+        message = torch.zeros(n_bytes // 4, device=world.wire)
         dist.barrier()
         start_s = time.perf_counter()
         for work in kind.start(message):

@@ -218,7 +218,15 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert "of 128 ms" in links_text([run])
 
 
-def test_waiting_for_the_others_is_not_timed_as_computing(monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "each"),
+    [
+        ("gloo", ["receive", "compute", "send", "wait", "settle"]),
+        # Between two ranks NCCL has one queue for both ways: a send behind a receive never starts.
+        ("nccl", ["compute", "both", "wait", "settle"]),
+    ],
+)
+def test_waiting_for_the_others_is_not_timed_as_computing(backend, each, monkeypatch):
     told = []
 
     class Call:
@@ -234,6 +242,10 @@ def test_waiting_for_the_others_is_not_timed_as_computing(monkeypatch):
             told.append("send")
             return Call()
 
+        def start(self, message):
+            told.append("both")
+            return [Call()]
+
     class Chunks:
         def run(self, n_chunks):
             told.append("compute")
@@ -243,11 +255,26 @@ def test_waiting_for_the_others_is_not_timed_as_computing(monkeypatch):
             told.append("settle")
 
     monkeypatch.setattr(links_interference.dist, "barrier", lambda: told.append("barrier"))
-    world = SimpleNamespace(backend="gloo")
+    world = SimpleNamespace(backend=backend, wire=torch.device("cpu"))
     assert links_interference._in_lockstep(Exchange(), Chunks(), 3, 2, world) == [3.0, 3.0]
     # On a GPU waiting only queues: what is queued is over before the next round is timed.
-    each = ["receive", "compute", "send", "wait", "settle"]
-    assert told == ["barrier", *each, *each, "wait", "wait"]
+    sent = ["wait", "wait"] if backend == "gloo" else []
+    assert told == ["barrier", *each, *each, *sent]
+
+
+def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
+    waited = []
+
+    class Stream:
+        def synchronize(self):
+            waited.append("computing")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("everything"))
+    chunks = links_interference._Chunks(SimpleNamespace(device=torch.device("cpu")))
+    chunks._is_cuda = True
+    chunks.run(2)
+    assert waited == ["computing"] * 2
 
 
 def test_a_drift_is_no_jitter_and_random_pauses_are():
