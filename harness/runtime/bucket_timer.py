@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.measure.recorder import Recorder
+from harness.runtime.aside import Aside
+from harness.runtime.world import World
 
 
 class BucketTimer:
     """DDP's communication hook: all-reduces each bucket and marks when it was under way."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, world: World) -> None:
+        self._recorder, self._aside = recorder, Aside(world)
         self.n_buckets = 0
         self.last_ready: Any = None
         self.last_done: Any = None
@@ -36,7 +38,7 @@ class BucketTimer:
 
         def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             # Runs when the bucket is reduced: in gloo's thread, or on a stream that waits for NCCL.
-            end = self.last_done = clock.mark()
+            end = self.last_done = self._aside.mark(work, clock)
             self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
             return future.value()[0]
 

@@ -69,7 +69,7 @@ class TorchEngine:
         self._timer: BucketTimer | None = None
         self._forward_model: nn.Module = task.model
         if world.size > 1:
-            self._timer = BucketTimer(recorder)
+            self._timer = BucketTimer(recorder, world)
             self._forward_model = _distribute(
                 task.model, world.device, options.bucket_bytes, self._timer
             )

@@ -194,12 +194,17 @@ def test_a_batch_norm_that_waits_in_vain_says_for_whom():
         channels.add_up_norm(torch.zeros(2), (0, 3))
 
 
+def sync_of(world, parameter, recorder):
+    """Sums one weight over ranks 0 and 1."""
+    return GradientSync(
+        world, [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8,
+        GradientHomes(),
+    )  # fmt: skip
+
+
 def test_a_sum_of_gradients_may_fail_without_a_word():
     parameter = nn.Parameter(torch.ones(2))
-    recorder, homes = Recorder(HostClock()), GradientHomes()
-    sync = GradientSync(
-        [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8, homes
-    )
+    sync = sync_of(FakeWorld(), parameter, Recorder(HostClock()))
     sync.start_step()
     with mock.patch.object(dist, "all_reduce", return_value=LostWork()):
         (2 * parameter).sum().backward()
@@ -207,6 +212,20 @@ def test_a_sum_of_gradients_may_fail_without_a_word():
         PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"
     ):
         sync.finish()
+
+
+def test_nccl_is_not_asked_to_call_back():
+    # It would on a stream of its own pool: a group that has the same one would wait for the sum.
+    parameter, work = nn.Parameter(torch.ones(2)), mock.Mock()
+    recorder = Recorder(HostClock())
+    sync = sync_of(FakeWorld("nccl"), parameter, recorder)
+    sync.start_step()
+    with mock.patch.object(dist, "all_reduce", return_value=work):
+        (2 * parameter).sum().backward()
+    sync.finish()
+    assert work.mock_calls == [mock.call.wait()]
+    (span,) = recorder.collect()
+    assert (span.kind, span.name, span.n_bytes) == ("communication", "bucket0", 8)
 
 
 @pytest.mark.parametrize(

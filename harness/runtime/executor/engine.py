@@ -221,6 +221,7 @@ class ExecutorEngine:
         )
         trained = self.weights.trainable()
         return GradientSync(
+            self._world,
             [(piece.name, weight, self.holders.of(piece)) for piece, weight in trained.items()],
             self._gradient_groups,
             uses,

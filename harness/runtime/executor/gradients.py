@@ -12,7 +12,7 @@ device of the set starts them in the same order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
+from harness.runtime.aside import Aside
 from harness.runtime.executor.channels import first_line
 from harness.runtime.executor.weight_gradients import GradientHomes
+from harness.runtime.world import World
 
 Group = tuple[int, ...]
 
@@ -73,6 +75,7 @@ class GradientSync:
 
     def __init__(
         self,
+        world: World,
         parameters: Sequence[tuple[str, nn.Parameter, Group]],
         groups: Mapping[Group, Any],
         n_uses: Mapping[nn.Parameter, int],
@@ -81,6 +84,7 @@ class GradientSync:
         homes: GradientHomes,
     ) -> None:
         self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
+        self._is_nccl = world.backend == "nccl"
         self._queues: dict[Group, list[_Bucket]] = {}
         shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
         self._name_of = {parameter: name for name, parameter, _ in parameters}
@@ -97,6 +101,7 @@ class GradientSync:
                 for parameter in chunk:
                     self._bucket_of[parameter] = devices, bucket
                     homes.settle(parameter, bucket.views[parameter])
+        self._asides = {devices: Aside(world) for devices in self._queues}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}
@@ -145,13 +150,23 @@ class GradientSync:
         n_bytes = bucket.flat.numel() * bucket.flat.element_size()
         work = dist.all_reduce(bucket.flat, group=self._groups[devices], async_op=True)
 
+        def note_end() -> None:
+            end = self._asides[devices].mark(work, clock)
+            recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
+
+        bucket.work = self._with_end(work, note_end)
+
+    def _with_end(self, work: Any, note_end: Callable[[], None]) -> Any:
+        """Have the end of a sum noted; returns what to wait for."""
+        if self._is_nccl:  # it would call back at once, on a stream that one of its groups may have
+            note_end()
+            return work
+
         def finish(future: Any) -> Any:
-            recorder.add_marks(
-                "communication", start, clock.mark(), name=bucket.name, n_bytes=n_bytes
-            )
+            note_end()
             return future.value()
 
-        bucket.work = work.get_future().then(finish)
+        return work.get_future().then(finish)
 
     def finish(self) -> None:
         """Start what backward did not complete, and wait for all sums; all devices call it.
