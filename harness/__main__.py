@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)
             options.check()
-            cases = _cases(name, config, launch, has_gpu=torch.cuda.device_count() > 0)
+            cases = _cases(name, config, launch, has_gpu=torch.cuda.is_available())
     except (SystemExit, HarnessError):
         if launch.rank != 0:
             return 0

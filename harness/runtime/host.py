@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import torch
+import torch.distributed as dist
 
 from harness.domain.interface import Interface
 from harness.runtime.interface import list_interfaces
@@ -39,7 +40,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         n_cores: whole host's cores that its processes may use (affinity and cgroup quota).
         memory_bytes: of the host or its cgroup.
-        gpus: those that this rank sees, by CUDA index.
+        gpus: those that this rank can use, by CUDA index.
+        has_nccl: whether its torch does.
         versions: of the libraries that must agree.
     """
 
@@ -48,6 +50,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_cores: float
     memory_bytes: int
     gpus: list[Gpu]
+    has_nccl: bool
     interfaces: list[Interface]
     versions: dict[str, str]
 
@@ -147,11 +150,10 @@ def code_commit() -> str:
 
 
 def _list_gpus() -> list[Gpu]:
-    # The count comes from NVML without a CUDA context, so that children can still be forked;
-    # names and sizes need one, so they are read through NVML as well.
-    n_gpus = torch.cuda.device_count()
-    if n_gpus == 0:
+    if not torch.cuda.is_available():  # NVML counts cards too that this torch cannot start
         return []
+    # Names and sizes need a CUDA context, or NVML.
+    n_gpus = torch.cuda.device_count()
     import pynvml
 
     pynvml.nvmlInit()
@@ -186,6 +188,7 @@ def describe_host() -> HostFacts:
         n_cores=min(float(affinity), quota_cores()),
         memory_bytes=memory_limit_bytes(),
         gpus=_list_gpus(),
+        has_nccl=dist.is_nccl_available(),
         interfaces=list_interfaces(),
         versions=library_versions(),
     )

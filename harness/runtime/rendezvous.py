@@ -140,18 +140,18 @@ def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
     return Counter(gpu.uuid for gpu in driven if gpu is not None)
 
 
-def _choose_backend(driven: list[Gpu | None], hostnames: list[str]) -> tuple[str, str]:
-    """nccl where every rank has a GPU of its own, else gloo; and why."""
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        return "gloo", "this torch build or host has no CUDA"
+def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[str, str]:
+    """nccl where every rank has a GPU of its own, else gloo; and why: the same on every rank."""
     n_sharing = _n_sharing(driven)
-    for rank, (hostname, gpu) in enumerate(zip(hostnames, driven, strict=True)):
+    for rank, (fact, gpu) in enumerate(zip(facts, driven, strict=True)):
         if gpu is None:
-            return "gloo", f"rank {rank} on {hostname} has no GPU"
+            return "gloo", f"rank {rank} on {fact.hostname} has no GPU"
+        if not fact.has_nccl:
+            return "gloo", f"the torch of rank {rank} on {fact.hostname} has no NCCL"
         if n_sharing[gpu.uuid] > 1:
             return "gloo", (
-                f"{n_sharing[gpu.uuid]} ranks share a GPU ({gpu.name}) on {hostname}, and NCCL "
-                "takes one rank a GPU"
+                f"{n_sharing[gpu.uuid]} ranks share a GPU ({gpu.name}) on {fact.hostname}, and "
+                "NCCL takes one rank a GPU"
             )
     return "nccl", "every rank has a GPU of its own"
 
@@ -180,8 +180,8 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
             f"{_names(mine.interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
         )
     driven = _driven_gpus(facts, hostnames)
-    backend, reason = _choose_backend(driven, hostnames)
-    gpu = driven[launch.rank] if torch.cuda.is_available() else None
+    backend, reason = _choose_backend(facts, driven)
+    gpu = driven[launch.rank]
     n_cores = mine.n_cores / local_size
     return World(
         rank=launch.rank,

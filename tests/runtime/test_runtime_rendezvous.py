@@ -23,10 +23,10 @@ def gpu(uuid, memory_bytes=80):
     return Gpu(name="a card", uuid=uuid, memory_bytes=memory_bytes)
 
 
-def facts(*gpus):
+def facts(*gpus, has_nccl=True):
     return HostFacts(
         hostname="host", cpu="a CPU", n_cores=8.0, memory_bytes=64, gpus=list(gpus),
-        interfaces=[LOOPBACK], versions={},
+        has_nccl=has_nccl, interfaces=[LOOPBACK], versions={},
     )  # fmt: skip
 
 
@@ -44,13 +44,6 @@ def worlds(everyone):
     ]  # fmt: skip
 
 
-@pytest.fixture
-def with_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-
-
-@pytest.mark.usefixtures("with_cuda")
 def test_ranks_that_see_their_own_gpu_alone_do_not_share_it():
     first, second = worlds([facts(gpu("a", 80)), facts(gpu("b", 40))])
     assert (first.backend, second.backend) == ("nccl", "nccl")
@@ -58,7 +51,6 @@ def test_ranks_that_see_their_own_gpu_alone_do_not_share_it():
     assert (first.memory_bytes, second.memory_bytes) == (80, 40)
 
 
-@pytest.mark.usefixtures("with_cuda")
 def test_ranks_that_see_all_gpus_take_one_each():
     both = facts(gpu("a", 80), gpu("b", 40))
     first, second = worlds([both, both])
@@ -67,7 +59,6 @@ def test_ranks_that_see_all_gpus_take_one_each():
     assert (first.memory_bytes, second.memory_bytes) == (80, 40)
 
 
-@pytest.mark.usefixtures("with_cuda")
 def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
     everyone = worlds([facts(gpu("a", 80)), facts(gpu("a", 80)), facts(gpu("b", 40))])
     assert {world.backend for world in everyone} == {"gloo"}
@@ -75,11 +66,18 @@ def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
     assert [world.memory_bytes for world in everyone] == [40, 40, 40]
 
 
-@pytest.mark.usefixtures("with_cuda")
 def test_a_rank_without_a_gpu_has_its_share_of_the_host():
     first, second = worlds([facts(gpu("a", 80)), facts()])
     assert first.backend_reason == "rank 1 on host has no GPU"
     assert (first.memory_bytes, second.memory_bytes) == (80, 32)
+
+
+def test_all_ranks_choose_the_backend_by_the_same_facts():
+    everyone = worlds([facts(gpu("a", 80)), facts(gpu("b", 40), has_nccl=False)])
+    assert {world.backend for world in everyone} == {"gloo"}
+    assert {world.backend_reason for world in everyone} == {
+        "the torch of rank 1 on host has no NCCL"
+    }
 
 
 def test_gloo_moves_the_hosts_memory_and_nccl_the_gpus():
@@ -100,12 +98,19 @@ def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, free=1),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
     assert _list_gpus() == [
         Gpu(name="card GPU-3", uuid="GPU-3", memory_bytes=80 << 30),
         Gpu(name="card GPU-x", uuid="GPU-x", memory_bytes=80 << 30),
     ]
+
+
+def test_a_card_that_torch_cannot_start_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # as NVML has it
+    assert _list_gpus() == []
 
 
 @pytest.mark.parametrize(("known", "told"), [(None, "eth7"), ("ib0", "ib0")])
