@@ -49,6 +49,8 @@ _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
 _MOST_BYTES = 1 << 28
 _SMALL_BYTES = 256
+# Messages each way that NCCL gets as one group: it has a limit for those, in the thousands.
+_N_GROUP = 64
 
 
 class _Chunks:
@@ -175,7 +177,8 @@ class _SendRecv:
                 (dist.irecv, torch.empty_like(piece), self._previous),
             )
         ]
-        return list(dist.batch_isend_irecv(moves))
+        groups = (moves[at : at + 2 * _N_GROUP] for at in range(0, len(moves), 2 * _N_GROUP))
+        return [work for group in groups for work in dist.batch_isend_irecv(group)]
 
     def moved(self, n_bytes: int) -> float:
         return 2.0 * n_bytes
@@ -297,7 +300,7 @@ def _beside(chunks: _Chunks, kind: _Kind, message: torch.Tensor, world: World) -
     start_s = time.perf_counter()
     work = kind.start(message)
     if world.backend == "nccl":
-        return chunks.until(lambda: all(one.is_completed() for one in work))
+        return chunks.until(work[-1].is_completed)  # in the order in which they were posted
     posting_s = time.perf_counter() - start_s if world.device.type == "cpu" else 0.0
     # gloo's transfers between two ranks do not say that they are done, unless waited for.
     waiting = threading.Thread(target=lambda: [one.wait() for one in work])
@@ -318,17 +321,23 @@ def _alone(chunks: _Chunks, sample_s: float) -> float:
 def _message_of(kind: _Kind, sample_s: float, world: World) -> torch.Tensor:
     """A message that takes at least a sample's time, of the same size on every rank."""
     n_bytes = kind.start_bytes
+    _timed_alone(kind, torch.zeros(n_bytes // 4, device=world.wire), world)  # opens connections
     while True:
         message = torch.zeros(n_bytes // 4, device=world.wire)
-        dist.barrier()
-        start_s = time.perf_counter()
-        for work in kind.start(message):
-            work.wait()
-        if world.backend == "nccl":
-            torch.cuda.synchronize()
-        took_s = agree_on_maximum([time.perf_counter() - start_s], world)[0]
+        took_s = agree_on_maximum([_timed_alone(kind, message, world)], world)[0]
         larger = n_bytes * min(8, max(2, round(1.2 * sample_s / took_s)))
         is_long = took_s >= sample_s or took_s * larger / n_bytes > _LONGEST_S
         if is_long or larger > _MOST_BYTES:
             return message
         n_bytes = larger
+
+
+def _timed_alone(kind: _Kind, message: torch.Tensor, world: World) -> float:
+    """Seconds of this rank's communication while nobody computes."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    for work in kind.start(message):
+        work.wait()
+    if world.backend == "nccl":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s

@@ -13,7 +13,7 @@ import torch
 
 from harness.domain.cluster import Cluster, CollectivePoint, Jitter
 from harness.errors import ConfigError, VerificationError
-from harness.measure.clock import HostClock
+from harness.measure.clock import FakeClock, HostClock
 from harness.measure.derive import (
     collective_table,
     interference_table,
@@ -275,6 +275,46 @@ def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
     chunks._is_cuda = True
     chunks.run(2)
     assert waited == ["computing"] * 2
+
+
+class SlowToConnect:
+    """Ten seconds for the first message, then 1 MB/s."""
+
+    start_bytes = 1 << 10
+
+    def __init__(self, clock):
+        self._clock, self._is_new = clock, True
+
+    def start(self, message):
+        self._clock.advance(10.0 * self._is_new + message.nbytes / MB)
+        self._is_new = False
+        return []
+
+
+def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(links_interference.dist, "barrier", lambda: None)
+    monkeypatch.setattr(links_interference, "agree_on_maximum", lambda values, world: values)
+    monkeypatch.setattr(links_interference.time, "perf_counter", clock.mark)
+    world = SimpleNamespace(backend="gloo", wire=torch.device("cpu"))
+    message = links_interference._message_of(SlowToConnect(clock), 0.1, world)
+    assert 0.1 <= message.nbytes / MB <= 0.2
+
+
+def test_small_messages_go_in_groups_that_nccl_takes(monkeypatch):
+    groups = []
+
+    def batch(moves):
+        groups.append([move.tensor.nbytes for move in moves])
+        return [f"group {len(groups)}"]
+
+    monkeypatch.setattr(links_interference.dist, "P2POp", lambda _, tensor, peer: SimpleNamespace(
+        tensor=tensor, peer=peer))  # fmt: skip
+    monkeypatch.setattr(links_interference.dist, "batch_isend_irecv", batch)
+    messages = links_interference._Messages(SimpleNamespace(rank=0, size=2))
+    works = messages.start(torch.zeros(100 * 256 // 4))
+    assert works == ["group 1", "group 2"]
+    assert groups == [[256] * 128, [256] * 72]
 
 
 def test_a_drift_is_no_jitter_and_random_pauses_are():
