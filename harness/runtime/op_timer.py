@@ -4,10 +4,11 @@ An iteration runs the operator as training would: under autocast, recording grad
 that were written just before, as their producer would have, and with everything else out of the
 cache where the whole model would have pushed it out. What pushes data out takes the code of calls
 and of autograd with it, which in training the operator before has just used: on CPUs a tiny
-operator is called first.
+operator is called first. A GPU is held up until what is timed is queued: marks of one that had
+nothing to do would time the host's calls.
 
-    [flush] write inputs, wake | forward | [flush] write gradients, wake | backward |
-                               ^         ^                               ^          ^   marks
+    [hold, flush] write inputs, wake | forward | [hold, flush] write gradients, wake | backward |
+                            marks    ^         ^                                     ^          ^
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
 operator that hits is chance. There the processor's time tells how the sample's time is shared out.
@@ -35,6 +36,8 @@ _N_BATCH = 16
 _MOST_EACH = 1024
 # Iterations of what computes nothing, and how long they may take unless that is too few.
 _N_IDLE, _LEAST_IDLE, _IDLE_S = 65, 9, 2.0
+# Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
+_HOLD_CYCLES = 1_000_000
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -86,6 +89,11 @@ class OperatorSamples:
         return (high - low) / middle if middle > 0 else 0.0
 
 
+def hold_gpu() -> None:
+    """Keep the GPU busy for about half a millisecond; does not wait for it."""
+    torch.cuda._sleep(_HOLD_CYCLES)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
@@ -134,6 +142,8 @@ class OpTimer:
         autocast: makes the context of a forward pass; entered anew each time, since it keeps casts
             of parameters as long as it lasts.
         flush: passes so many bytes through the cache; None leaves it as it is.
+        hold: keeps the device busy while the host queues what is timed; None where it queues
+            nothing.
         shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
         processor: reads the seconds that this process has computed, to share a sample's time out
             by; None where the clock reads the device's own time.
@@ -147,6 +157,7 @@ class OpTimer:
         device: torch.device,
         autocast: Autocast,
         flush: Callable[[float], None] | None = None,
+        hold: Callable[[], None] | None = None,
         shortest_s: float = 0.0,
         processor: Callable[[], float] | None = None,
     ) -> None:
@@ -155,6 +166,7 @@ class OpTimer:
         self._device = device
         self._autocast = autocast
         self._flush = flush or (lambda n_bytes: None)
+        self._hold = hold or (lambda: None)
         self._shortest_s = shortest_s
         self._processor = processor
         self._n_between = math.inf
@@ -260,6 +272,7 @@ class OpTimer:
             torch.autograd.grad(woken, self._tiny)
 
     def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
+        self._hold()
         self._flush(self._n_between)
         # Operators in place spoil their inputs; and a producer would just have written them.
         args, kwargs = _written((call.args, call.kwargs))
@@ -271,6 +284,7 @@ class OpTimer:
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not outputs or not wanted:
             return _Marks((start, end), None)
+        self._hold()
         self._flush(self._n_between)
         ones = [torch.ones_like(tensor) for tensor in outputs]
         self._wake_backward(woken)

@@ -29,6 +29,7 @@ from harness.runtime.op_timer import (
     OperatorSamples,
     OpTimer,
     as_leaves,
+    hold_gpu,
     tensors_in,
 )
 from harness.runtime.precision import Precision
@@ -129,14 +130,16 @@ class PointMeasurer:
         self._dtype = dtype
         self._context = context
         self._precision = Precision(dtype, context.world.device)
+        is_cpu = context.world.device.type == "cpu"
         self._timer = OpTimer(
             context.recorder.clock,
             budget,
             device=context.world.device,
             autocast=self._precision.autocast,
             flush=flush,
+            hold=None if is_cpu else hold_gpu,
             shortest_s=_shortest_s(context.world.device.type),
-            processor=time.process_time if context.world.device.type == "cpu" else None,
+            processor=time.process_time if is_cpu else None,
         )
         self._between = between
         self._samples: dict[_Name, OperatorSamples] = {}

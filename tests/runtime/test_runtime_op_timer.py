@@ -73,6 +73,35 @@ def test_what_takes_time_without_the_operator_is_not_its():
     assert (nothing.forward_s, nothing.backward_s) == ([0.0] * 4, [0.0] * 4)
 
 
+class Queueing(FakeClock):
+    """A GPU that the host is ahead of, or not: marks are passed when both have come to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.host_s = 0.0
+
+    def advance(self, duration_s):
+        self.now_s = max(self.now_s, self.host_s) + duration_s
+
+    def mark(self):
+        self.host_s += 0.25
+        self.advance(0.0)
+        return self.now_s
+
+    def settle(self):
+        self.host_s = self.now_s
+
+
+@pytest.mark.parametrize("forward_s", [0.125, 3.0])
+def test_what_the_host_takes_is_not_the_gpus(forward_s):
+    # Without being held up it ends its work before the host has queued more: a quarter of a second
+    # between two marks that stand for nothing, and all or none of it between those of an operator.
+    clock = Queueing()
+    held = timer(clock, hold=lambda: clock.advance(10.0))
+    found = held.measure(slow_call(clock, always(forward_s), 2.0))
+    assert (found.forward_s, found.backward_s) == ([forward_s] * 4, [2.0] * 4)
+
+
 def test_more_samples_of_a_call_are_added():
     clock = FakeClock()
     operators = timer(clock)
