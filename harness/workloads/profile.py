@@ -216,10 +216,10 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     """The model on this rank's device, and its graph."""
     set_tensor_cores(config.dtype)
     task = build_task(config.model, config.model_options())
-    captured = capture(task, config.batch_size, config.model)
     device = context.world.device
-    captured.module.to(device)
-    task.model.to(device)
+    task.model.to(device)  # before it is exported, which writes down where tensors are made
+    captured = capture(task, config.batch_size, config.model)
+    captured.module.to(device)  # constants too
     return task, captured
 
 

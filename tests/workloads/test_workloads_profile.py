@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
@@ -18,7 +20,8 @@ from harness.plan.__main__ import main as plan
 from harness.plan.builders import ddp, single, tensor_parallel
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.costs import Costs
-from harness.runtime.capture import capture_model
+from harness.runtime.capture import capture, capture_model
+from harness.workloads import profile
 from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
 from harness.workloads.profile_measure import _stage_shares, step_bytes
 from harness.workloads.profile_points import part_sizes, points_of, shard_counts
@@ -43,6 +46,22 @@ QUICK = ProfileConfig(
 def test_impossible_flags_are_refused_with_their_values(change, error, message):
     with pytest.raises(error, match=message):
         profile_cases(replace(QUICK, **change), 2)
+
+
+def test_a_model_is_captured_where_it_is_measured(monkeypatch):
+    # Exporting writes the device into operators that make tensors; meta plays the GPU.
+    device = torch.device("meta")
+    captured_on = []
+
+    def capturing(task, batch, name):
+        captured_on.extend(parameter.device for parameter in task.model.parameters())
+        return capture(task, batch, name)
+
+    monkeypatch.setattr(profile, "capture", capturing)
+    task, captured = profile._prepare(QUICK, SimpleNamespace(world=SimpleNamespace(device=device)))
+    assert set(captured_on) == {device}
+    for model in (task.model, captured.module):
+        assert {parameter.device for parameter in model.parameters()} == {device}
 
 
 def test_parts_have_every_size_that_a_cut_makes():
