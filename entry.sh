@@ -60,6 +60,11 @@ local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${LOCAL_WORLD_SIZE:-
 threads=$(($(nproc) / local_size))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
+# NVML numbers GPUs by their place on the bus, CUDA by itself the fastest first.
+export CUDA_DEVICE_ORDER=${CUDA_DEVICE_ORDER:-PCI_BUS_ID}
+# As many hardware queues as there may be: streams that share one wait for each other's receives.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+
 # Prints, each after a comma, the bridges above no physical device: those of containers and virtual
 # machines.
 inner_bridges() {

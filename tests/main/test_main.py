@@ -27,6 +27,22 @@ def entry(*arguments, **environ):
     )
 
 
+def test_gpus_are_numbered_as_nvml_does_and_have_all_queues_unless_told(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] || env\n')
+    python.chmod(0o755)
+    (tmp_path / "cluster.env").write_text("CUDA_DEVICE_MAX_CONNECTIONS=1\n")
+
+    def told(hosts):
+        done = entry(HARNESS_VENV=str(tmp_path), HARNESS_HOSTS=str(hosts))
+        seen = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+        return seen["CUDA_DEVICE_ORDER"], seen["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+    assert told(tmp_path / "none") == ("PCI_BUS_ID", "32")
+    assert told(tmp_path) == ("PCI_BUS_ID", "1")
+
+
 def test_help_lists_the_workloads(capsys):
     with pytest.raises(SystemExit) as left:
         main(["--help"])
