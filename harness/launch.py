@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from harness.cases import (
@@ -231,8 +232,8 @@ class Launcher:
             raise
         outcomes = self._control.gather("outcome", outcome, Outcome)
         status, reason = worst(outcomes, self._world.hostnames)
-        if not plan.case.workload.is_isolated and dist.is_initialized():
-            dist.destroy_process_group()
+        if not plan.case.workload.is_isolated:
+            _let_go()
         self._bring_records(run_dir)
         return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
 
@@ -306,6 +307,13 @@ def _outcome_of(ending: Ending) -> Outcome:
         outcome: Outcome = ending.value
         return outcome
     return msgspec.convert({"status": ending.status, "reason": ending.reason}, Outcome)
+
+
+def _let_go() -> None:
+    """Leave what a run in this process held to the processes of later runs."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.cuda.empty_cache()  # does nothing unless a GPU was used
 
 
 def _has_size(path: Path, n_bytes: int) -> bool:

@@ -178,7 +178,7 @@ class CollectiveTrial:
 
 
 def _chunk(whole: torch.Tensor, transport: Transport) -> torch.Tensor:
-    return whole.chunk(transport.size)[transport.rank]
+    return whole.chunk(transport.size)[transport.rank].clone()  # the whole need not stay
 
 
 def _make_all_reduce(t: Transport, n: int) -> CollectiveTrial:

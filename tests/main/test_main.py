@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from harness.__main__ import _preloaded, main
 from harness.errors import ConfigError, LaunchError
@@ -221,3 +222,11 @@ def test_torchvision_is_imported_once_for_the_models_that_may_need_it(model, is_
     found = _preloaded([SimpleNamespace(config=config)])
     assert ("harness.runtime.preload_torchvision" in found) == is_needed
     assert "torch" in found
+
+
+def test_later_runs_have_the_memory_that_links_had_of_a_gpu(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("let go"))
+    flags = ["--measure", "collectives", "--operations", "all_reduce", "--sizes", "1KiB"]
+    assert main(["links", *flags, "--results", str(tmp_path)]) == 0
+    assert told == ["let go"]

@@ -158,3 +158,10 @@ def test_only_the_operation_is_timed():
         return time_trial(trial, transport, 3)
 
     assert on_ranks(2, work) == [[0.5, 0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_trial_keeps_no_more_memory_than_its_tensors_have(operation):
+    trial = make_trial(operation, 4096, ThreadTransport(Board(4), 0))
+    for tensor in (trial.source, trial.out, trial.expected):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
