@@ -9,6 +9,7 @@ from torch import nn
 from harness.errors import ConfigError
 from harness.measure.clock import FakeClock
 from harness.measure.recorder import Recorder
+from harness.runtime import replicas
 from harness.runtime.engine import Share
 from harness.runtime.engine_deepspeed import TimedBackend
 from harness.runtime.optimizers import OptimizerOptions, make_optimizer
@@ -44,6 +45,18 @@ def test_exchanged_values_change_the_fingerprint():
     changed = fingerprint(model)
     assert changed[0, 0] == before[0, 0]
     assert changed[0, 1] != before[0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fingerprint_does_not_depend_on_how_much_is_summed_at_once(dtype, monkeypatch):
+    whole = torch.randn(7, 5).to(dtype)
+    words = whole.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])
+    bits = words.reshape(-1).tolist()
+    sums = [sum(bits), sum(place * word for place, word in enumerate(bits, 1))]
+    modulo = [(total + 2**63) % 2**64 - 2**63 for total in sums]
+    for n_at_once in (1, 4, 35, 1 << 20):
+        monkeypatch.setattr(replicas, "_N_AT_ONCE", n_at_once)
+        assert replicas.fingerprint_of(whole).tolist() == modulo
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
