@@ -17,6 +17,14 @@ _LARGEST_INT = 2**31 - 1
 # Blocks up to the first bound stay, or up to the second, where glibc refuses so large a one.
 _STAYING_BYTES = (1 << 30, 32 << 20)
 
+# Of the CPU allocator, of CUDA and NCCL, and of libraries whose own workspaces have no room.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
 
 def keep_freed_memory(device: torch.device) -> None:
     """Let this process keep the memory that its tensors on the CPU leave, as GPUs' allocators do.
@@ -39,10 +47,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: CUDA's, the CPU allocator's or Python's own."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "can't allocate memory" in text or "out of memory" in text.lower()
-    )
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from harness.runtime.memory import is_out_of_memory
 
 _PROGRAM = """
 import resource, sys, torch
@@ -33,3 +36,18 @@ def test_freed_memory_is_not_fetched_again_page_by_page():
 
     assert faults() > 1000  # of 204800 pages
     assert faults("keep") < 100
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_libraries_that_find_no_room_have_run_out_of_memory(error, is_it):
+    assert is_out_of_memory(error) == is_it
