@@ -235,8 +235,9 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
     """Start torch's process group under `name`, over the NIC that reaches the others unless the
     environment names another; all ranks of the run must call it."""
     # Not where ranks meet: a run's own process has the environment of the fork server.
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, world.interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", world.interface)
+    # NCCL takes a bare name for the beginning of several.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={world.interface}")
     if world.device.type == "cuda":  # under gloo too: events and streams are the current device's
         torch.cuda.set_device(world.device)
     store = connect_store(address, port, name)

@@ -38,7 +38,8 @@ def connect(order: dict[str, object]) -> None:
     """Meet the other ranks; rank 0 says at which port."""
     interface = str(order["interface"])
     if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # bare, several begin with it
     timeout = timedelta(seconds=float(str(order["timeout_s"])))
     rank, size = int(str(order["rank"])), int(str(order["size"]))
     store = dist.TCPStore(
