@@ -64,6 +64,7 @@ def measure_crossing(context: Context) -> Crossing | None:
     if len(ranks) < _FEWEST_NODES:
         return None
     n_bytes = _START_BYTES
+    _exchange(ranks, n_bytes, world)  # opens connections
     while _exchange(ranks, n_bytes, world) < _LEAST_S and n_bytes < _MOST_BYTES:
         n_bytes *= 2
     found: list[float] = []

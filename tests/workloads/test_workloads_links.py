@@ -23,7 +23,7 @@ from harness.measure.derive import (
 from harness.measure.derive_spans import samples_of
 from harness.measure.store import write_header
 from harness.runtime.sampling import Budget
-from harness.workloads import links_interference
+from harness.workloads import links_crossing, links_interference
 from harness.workloads.links import LinksConfig, links_cases, links_text
 from harness.workloads.links_cluster import build_cluster, fit_link, measured_flops
 from harness.workloads.links_crossing import Crossing
@@ -299,6 +299,22 @@ def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
     world = SimpleNamespace(backend="gloo", wire=torch.device("cpu"))
     message = links_interference._message_of(SlowToConnect(clock), 0.1, world)
     assert 0.1 <= message.nbytes / MB <= 0.2
+
+
+def test_opening_connections_does_not_make_a_crossing_long(monkeypatch):
+    told = iter([10.0])  # seconds of the first; then 100 MB/s
+
+    def exchange(ranks, n_bytes, world):
+        return next(told, n_bytes / 100 / MB)
+
+    monkeypatch.setattr(links_crossing, "_exchange", exchange)
+    nothing = SimpleNamespace(update=lambda *_: None, sample=lambda *_, **__: None)
+    context = SimpleNamespace(
+        world=SimpleNamespace(hostnames=["a", "b", "c"]), progress=nothing, recorder=nothing,
+        flush=lambda: None,
+    )  # fmt: skip
+    found = links_crossing.measure_crossing(context)
+    assert found == Crossing((0, 1, 2), 8 << 20, (8 << 20) / 100 / MB)
 
 
 def test_small_messages_go_in_groups_that_nccl_takes(monkeypatch):
