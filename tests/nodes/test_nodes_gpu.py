@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from harness.nodes.findings import Status
 from harness.nodes.judge_gpu import kernel_support
 from harness.nodes.parse import split_sections
 from harness.nodes.parse_gpu import parse_gpus
+from harness.nodes.remote_text import remote_text
 
 Xml = Callable[[str], str]
 CUDA_128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -224,3 +229,29 @@ def test_torchs_own_words_are_read(smi_xml: Xml) -> None:
     )
     more = "@harness:torch_cuda\nImportError: libcudart.so.11.0\n@rc=1\n"
     assert facts_of(smi_xml("h200"), more=more).torch_error == "ImportError: libcudart.so.11.0"
+
+
+_TWO_UNLIKE_CARDS = """
+import os
+import types
+
+__version__ = "2.0"
+version = types.SimpleNamespace(cuda="12.8")
+capabilities = [(8, 6), (9, 0)]  # by place on the bus; CUDA by itself has the fastest first
+if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    capabilities.reverse()
+cuda = types.SimpleNamespace(
+    is_available=lambda: True,
+    device_count=lambda: 2,
+    get_device_capability=lambda index: capabilities[index],
+)
+_C = None
+"""
+
+
+def test_torch_numbers_gpus_as_nvidia_smi_does(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(_TWO_UNLIKE_CARDS)
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    argv = [sys.executable, "-c", remote_text("remote/kernel.py"), "0"]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["capabilities"] == [[8, 6], [9, 0]]
