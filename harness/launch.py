@@ -34,10 +34,12 @@ from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.measure.store import Results, Run, read_run, write_header
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
+from harness.runtime.control import Control
 from harness.runtime.host import code_commit
-from harness.runtime.isolate import Ending, run_isolated
+from harness.runtime.isolate import Ending, Limit, run_isolated
 from harness.runtime.peaks import peak_flops_per_s
-from harness.runtime.rendezvous import Meeting, without_mpi
+from harness.runtime.rendezvous import Meeting, connect_store, without_mpi
+from harness.runtime.watchdog import Watchdog
 from harness.workloads import WORKLOADS
 from harness.workloads.contract import Need
 
@@ -55,7 +57,9 @@ class RunOptions:
     dry_run: bool = False
     """Print the runs that would be carried out, and stop."""
     run_timeout_s: float = 3600.0
-    """Stop a run after this many seconds; it becomes a row with status timeout."""
+    """Stop a run after this many seconds; it becomes a row with status timeout. So is a rank
+    stopped whose peer has failed. links, which runs in the ranks' first processes, ends the sweep
+    then."""
     collective_timeout_s: float = 300.0
     """A collective that a rank has waited in for this long fails the run."""
 
@@ -224,18 +228,48 @@ class Launcher:
             write_header(run_dir, header)
         start_s = time.monotonic()
         try:
-            outcome = Outcome(status="ok")
-            if self._world.rank < plan.n_ranks:
-                outcome = self._part(plan, f"run{number}", run_dir)
+            outcomes = self._outcomes(plan, f"run{number}", header, start_s)
         except KeyboardInterrupt:
             self._close(run_dir, header, "crash", "interrupted", start_s, {})
             raise
-        outcomes = self._control.gather("outcome", outcome, Outcome)
         status, reason = worst(outcomes, self._world.hostnames)
         if not plan.case.workload.is_isolated:
             _let_go()
         self._bring_records(run_dir)
         return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
+
+    def _outcomes(
+        self, plan: Planned, name: str, header: RunHeader, start_s: float
+    ) -> list[Outcome]:
+        """How every rank's part of a run ended."""
+        run_dir = self._results / header.run_id
+        if plan.case.workload.is_isolated:
+            return self._parts(plan, name, run_dir, self._control)
+        store = connect_store(self._meeting.address, self._meeting.port, header.run_id)
+        control = Control(store, self._world.rank, self._world.size)
+
+        def close(ending: Ending) -> None:
+            status: Status = "timeout" if ending.status == "timeout" else "crash"
+            self._close(run_dir, header, status, ending.reason, start_s, {})
+            first = ending.reason.partition("\n")[0]
+            _log.error("%s: %s %s: no further runs", header.run_id, status, first)
+
+        limit = Limit(self._options.run_timeout_s, lambda: control.read_failure(name))
+        with Watchdog(limit, close if self._world.is_first else None):
+            return self._parts(plan, name, run_dir, control)
+
+    def _parts(self, plan: Planned, name: str, run_dir: Path, control: Control) -> list[Outcome]:
+        """Carry out this rank's part, and learn how the others' ended.
+
+        Args:
+            control: where ranks tell each other that their part has failed.
+        """
+        outcome = Outcome(status="ok")
+        if self._world.rank < plan.n_ranks:
+            outcome = self._part(plan, name, run_dir)
+        if outcome.status != "ok":
+            control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
+        return self._control.gather("outcome", outcome, Outcome)
 
     def _part(self, plan: Planned, name: str, run_dir: Path) -> Outcome:
         """This rank's part of a run."""
@@ -257,12 +291,8 @@ class Launcher:
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
             )
-            outcome = _outcome_of(ending)
-        else:
-            outcome = run_case(case.workload.body, case.config, world, spec)
-        if outcome.status != "ok":
-            self._control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
-        return outcome
+            return _outcome_of(ending)
+        return run_case(case.workload.body, case.config, world, spec)
 
     def _bring_records(self, run_dir: Path) -> None:
         """Copy to rank 0 the records of ranks whose disk it does not share."""

@@ -45,6 +45,35 @@ class Ending:
     reason: str = ""
 
 
+class Limit:
+    """When a rank stops waiting for its part of a run."""
+
+    def __init__(self, timeout_s: float, peer_failure: Callable[[], str | None]) -> None:
+        """Begin to count.
+
+        Args:
+            timeout_s: the part may take this long.
+            peer_failure: a text means that another rank's part has failed, and that this one has a
+                few seconds of grace left.
+        """
+        self._timeout_s = timeout_s
+        self._peer_failure = peer_failure
+        self._deadline_s = time.monotonic() + timeout_s
+        self._give_up_s = float("inf")
+        self._failure = ""
+
+    def reached(self) -> Ending | None:
+        """How the part ends; None while it may go on."""
+        now_s = time.monotonic()
+        if now_s > self._deadline_s:
+            return Ending(status="timeout", reason=f"not done after {self._timeout_s:.0f} s")
+        if now_s > self._give_up_s:
+            return Ending(status="skipped", reason=f"stopped, because rank {self._failure}")
+        if not self._failure and (found := self._peer_failure()):
+            self._failure, self._give_up_s = found, now_s + _GRACE_S
+        return None
+
+
 def start_fork_server(preload: list[str]) -> None:
     """Start it before MPI and CUDA are initialised here, which do not survive a fork.
 
@@ -114,23 +143,14 @@ def run_isolated(
     process.start()
     writer.close()
     try:
-        return _watch(process, reader, timeout_s, peer_failure, kills)
+        return _watch(process, reader, Limit(timeout_s, peer_failure), kills)
     finally:
         if process.is_alive():
             _stop(process)
         reader.close()
 
 
-def _watch(
-    process: Any,
-    reader: Connection,
-    timeout_s: float,
-    peer_failure: Callable[[], str | None],
-    kills: int,
-) -> Ending:
-    deadline_s = time.monotonic() + timeout_s
-    give_up_s = float("inf")
-    failure = ""
+def _watch(process: Any, reader: Connection, limit: Limit, kills: int) -> Ending:
     while True:
         wait([reader], timeout=_POLL_S)
         if reader.poll():
@@ -141,10 +161,5 @@ def _watch(
                 return _died(process.exitcode, kills)
             process.join()
             return Ending(status="ok", value=value)
-        now_s = time.monotonic()
-        if now_s > deadline_s:
-            return Ending(status="timeout", reason=f"not done after {timeout_s:.0f} s")
-        if now_s > give_up_s:
-            return Ending(status="skipped", reason=f"stopped, because rank {failure}")
-        if not failure and (found := peer_failure()):
-            failure, give_up_s = found, now_s + _GRACE_S
+        if (ending := limit.reached()) is not None:
+            return ending

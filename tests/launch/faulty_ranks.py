@@ -1,8 +1,9 @@
 """A rank's program for the tests: carries out runs in which rank 1 fails in a given way.
 
-usage: faulty_ranks.py RESULTS FAULT...      (started by mpirun)
+usage: faulty_ranks.py RESULTS [--resume] [--over-mpi] FAULT...      (started by mpirun)
 
-In every run, each rank's process is to have been told the interface that the ranks chose.
+In every run, each rank's process is to have been told the interface that the ranks chose. With
+--over-mpi runs are in the ranks' first processes, where rank 0 waits for rank 1 in MPI.
 """
 
 import os
@@ -52,6 +53,8 @@ def body(config, context):
     check_interface(context.world)
     if context.world.rank == 1:
         fail(config.fault)
+    if context.world.mpi is not None:
+        context.world.mpi.Barrier()
     total = torch.ones(1)
     dist.all_reduce(total)
     context.recorder.sample("loss", float(total))
@@ -59,22 +62,20 @@ def body(config, context):
 
 
 def main():
-    results, *faults = sys.argv[1:]
+    results, *words = sys.argv[1:]
+    faults = [word for word in words if not word.startswith("--")]
     start_fork_server(["torch", "harness.run"])
     meeting = meet(read_launch(os.environ), os.environ)
-    options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in faults)
+    options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in words)
     workload = Workload(
         summary="fails",
         config=Config,
         cases=lambda config, n: [config],
         body=body,
         table=lambda runs: "",
+        is_isolated="--over-mpi" not in words,
     )
-    cases = [
-        Case(name="faulty", workload=workload, config=Config(fault=fault))
-        for fault in faults
-        if fault != "--resume"
-    ]
+    cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     headers = Launcher(meeting, options, sys.argv).carry_out(cases)
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))

@@ -60,6 +60,22 @@ def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
     assert done.stdout.split() == ["timeout", "ok"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "status", "reason"),
+    [("oom", "crash", "rank 1 "), ("hang", "timeout", "not done after 20 s")],
+)
+def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
+    tmp_path, fault, status, reason
+):
+    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "none", fault, "none", timeout_s=60)
+    assert done.returncode != 0
+    first, ended = sorted(read_results(tmp_path).runs, key=lambda run: run.header.start_utc)
+    assert first.header.status == "ok"
+    assert (ended.header.config["fault"], ended.header.status) == (fault, status)
+    assert reason in ended.header.reason
+    assert f"{ended.header.run_id}: {status} " in done.stderr
+
+
 def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):
     first = mpirun(2, PROGRAM, tmp_path, "none", "none")
     assert first.returncode == 0, first.stderr
