@@ -11,6 +11,11 @@ from collections.abc import Iterable
 EXIT_CODE = 2
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in short; its type where it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class HarnessError(Exception):
     """Base of every error caused by input or environment rather than by a bug."""
 

@@ -175,7 +175,7 @@ class Launcher:
     def _carry_out_logged(self, plan: Planned, number: str, what: str) -> RunHeader:
         _log.info("%s", what)
         header = self._carry_out_one(plan, number)
-        _log.info("%s: %s %s", what, header.status, header.reason.splitlines()[:1] or "")
+        _log.info("%s: %s", what, header.ending)
         return header
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
@@ -250,9 +250,8 @@ class Launcher:
 
         def close(ending: Ending) -> None:
             status: Status = "timeout" if ending.status == "timeout" else "crash"
-            self._close(run_dir, header, status, ending.reason, start_s, {})
-            first = ending.reason.partition("\n")[0]
-            _log.error("%s: %s %s: no further runs", header.run_id, status, first)
+            closed = self._close(run_dir, header, status, ending.reason, start_s, {})
+            _log.error("%s: %s; no further runs", header.run_id, closed.ending)
 
         limit = Limit(self._options.run_timeout_s, lambda: control.read_failure(name))
         with Watchdog(limit, close if self._world.is_first else None):

@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from harness.errors import HarnessError, PeerError, VerificationError
+from harness.errors import HarnessError, PeerError, VerificationError, first_line
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
@@ -99,18 +99,18 @@ def _has_timed_out(error: BaseException) -> bool:
 
 def _classify(error: BaseException, world: World) -> Outcome:
     if is_out_of_memory(error):
-        return Outcome(status="oom", reason=str(error).splitlines()[0])
+        return Outcome(status="oom", reason=first_line(error))
     if isinstance(error, VerificationError):
         return Outcome(status="invalid", reason=str(error))
     if isinstance(error, HarnessError):
         peers = error.peers if isinstance(error, PeerError) else ()
         return Outcome(status="crash", reason=str(error), peers=peers)
     if _has_lost_peer(error):
-        return Outcome(status="skipped", reason=f"lost its peer: {str(error).splitlines()[0]}")
+        return Outcome(status="skipped", reason=f"lost its peer: {first_line(error)}")
     where = "".join(traceback.format_exception(error))
     if _has_timed_out(error):
         reason = (
-            f"a collective had no answer from another rank ({str(error).splitlines()[0]}): look at "
+            f"a collective had no answer from another rank ({first_line(error)}): look at "
             f"the other ranks' logs, or raise --collective-timeout-s\n{where}"
         )
         peers = tuple(rank for rank in range(world.size) if rank != world.rank)

@@ -86,6 +86,12 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
+    @property
+    def ending(self) -> str:
+        """The status, and why in one line where there is a reason."""
+        why = self.reason.partition("\n")[0]
+        return f"{self.status}: {why}" if why else self.status
+
 
 def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:
     """Hash what makes two runs repeats of one another: workload, configuration and cluster."""

@@ -27,7 +27,7 @@ def matmul_text(runs: list[Run]) -> str:
 
 def _parts(run: Run) -> list[str]:
     if run.header.status != "ok":
-        return [f"{run.header.run_id}: {run.header.status} {run.header.reason}".rstrip()]
+        return [f"{run.header.run_id}: {run.header.ending}"]
     summa = summa_table(run)
     doubts = "\n".join(low_peak_warnings(summa))
     return [_devices(run), _memory(run), _skipped(run), _distributed(summa), doubts]

@@ -201,7 +201,7 @@ def search_text(runs: list[Run]) -> str:
 def _run_text(run: Run) -> str:
     header = run.header
     if header.status != "ok":
-        return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
+        return f"{header.config.get('model')}: {header.ending}"
     lines = [str(line) for line in header.summary.get("text", [])]
     return "\n".join([*lines, f"train it with: {_training_command(run)}"])
 

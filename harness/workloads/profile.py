@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from harness.domain.profile import Measurement, MeasurementKey, Profile
+from harness.errors import first_line
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
@@ -164,7 +165,7 @@ class _Profiling:
             if not is_out_of_memory(error):
                 raise
             task.model.zero_grad(set_to_none=True)
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             self._context.recorder.sample("model_step_skipped", 1, reason=reason)
             return None
         sampler.restart()

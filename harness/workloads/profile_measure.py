@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.domain.graph import Graph
 from harness.domain.profile import Measurement
-from harness.errors import HarnessError, ModelError
+from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
 from harness.runtime.context import Context
@@ -304,12 +304,12 @@ class PointMeasurer:
         if is_out_of_memory(error):
             if self._context.world.device.type == "cuda":
                 torch.cuda.empty_cache()
-            return f"out of memory: {str(error).splitlines()[0]}"
+            return f"out of memory: {first_line(error)}"
         if isinstance(error, HarnessError):
             raise error
         if samples == self._captured.graph.batch:
             raise ModelError(f"an operator cannot run by itself: {error}") from error
-        return f"cannot run: {str(error).splitlines()[0]}"
+        return f"cannot run: {first_line(error)}"
 
     def _skip(self, points: list[Point], reason: str) -> None:
         for point in points:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.errors import first_line
 from harness.runtime.context import Context
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
@@ -109,7 +110,7 @@ class StepSampler:
             except (RuntimeError, ValueError) as error:
                 if samples == largest or is_out_of_memory(error):
                     raise
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
                 self._context.recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
                 del self._data[samples], self.seconds[samples]
         self._task.model.zero_grad(set_to_none=True)

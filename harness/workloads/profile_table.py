@@ -29,7 +29,7 @@ def profile_text(runs: list[Run]) -> str:
 def _run_text(run: Run) -> str:
     header = run.header
     if header.status != "ok":
-        return f"{header.config.get('model')}: {header.status}: {header.reason.splitlines()[0]}"
+        return f"{header.config.get('model')}: {header.ending}"
     try:
         profile = Profile.load(_file_of(run, "profile"))
         graph = Graph.load(_file_of(run, "graph"))

@@ -73,7 +73,7 @@ def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     assert first.header.status == "ok"
     assert (ended.header.config["fault"], ended.header.status) == (fault, status)
     assert reason in ended.header.reason
-    assert f"{ended.header.run_id}: {status} " in done.stderr
+    assert f"{ended.header.run_id}: {status}: " in done.stderr
 
 
 def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import PeerError
+from harness.errors import PeerError, first_line
 from harness.runtime.executor.groups import Groups
 from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.executor.timetable import Order
@@ -250,8 +250,3 @@ class Channels:
 def _words(message: Message, microbatch: int, is_backward: bool) -> str:
     kind = "the gradient of" if is_backward else "the output of"
     return f"{kind} {message.words} (microbatch {microbatch})"
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in short; its type where it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.sharding import first_bucket_bytes
-from harness.errors import PeerError
+from harness.errors import PeerError, first_line
 from harness.measure.recorder import Recorder
 from harness.runtime.aside import Aside
-from harness.runtime.executor.channels import first_line
 from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.world import World
 
