@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.domain.graph import Graph, Operator
-from harness.errors import ModelError
+from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.draws import draws, is_dropout
 from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
@@ -337,8 +337,21 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     """Trace a task's model for a global batch of `batch` samples; allocates no activations.
 
     Raises:
-        ModelError: the model cannot be traced.
+        ModelError: the model cannot be traced, or its operators not run on the meta device.
     """
+    try:
+        return _capture(task, batch, name)
+    except HarnessError:
+        raise
+    except Exception as error:  # whatever a model's operators raise
+        raise ModelError(
+            f"{name} cannot be captured ({type(error).__name__}: {first_line(error)}): replace "
+            "operators whose shapes depend on values, or train it by --engine torch, which needs "
+            "no plan"
+        ) from error
+
+
+def _capture(task: Task, batch: int, name: str) -> Captured:
     device = next((parameter.device for parameter in task.model.parameters()), None)
     examples = tuple(
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs

@@ -19,7 +19,7 @@ from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError
+from harness.errors import HarnessError, ModelError
 from harness.measure.store import read_header
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.context import Context
@@ -138,7 +138,7 @@ class _Planner:
         except HarnessError as error:
             if self._case.engine == "executor":
                 raise
-            if self._case.predict:
+            if self._case.predict or isinstance(error, ModelError):
                 _log.warning("the step is not predicted: %s", error)
             return msgspec.json.encode(_Told())
         found = self._known(question)

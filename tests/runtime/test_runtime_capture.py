@@ -136,6 +136,18 @@ def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
         capture(task, batch, "rows")
 
 
+class Selecting(nn.Module):
+    def forward(self, x):
+        return x[torch.nonzero(x)]
+
+
+def test_an_operator_without_a_shape_is_named_with_its_model():
+    task = Task(model=Selecting(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    message = r"^selecting cannot be captured \(NotImplementedError: .*nonzero.*--engine torch"
+    with pytest.raises(ModelError, match=message):
+        capture(task, 2, "selecting")
+
+
 class Deciding(nn.Module):
     def forward(self, x):
         return x if x.sum().item() > 0 else -x

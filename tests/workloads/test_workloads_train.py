@@ -216,6 +216,12 @@ def test_batch_norm_over_all_ranks_needs_gpus():
         set_batch_norm(torch.nn.BatchNorm1d(2), "global", torch.device("cpu"))
 
 
+def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed(run_on_ranks, ranks):
+    case = replace(CASE, model="train_on_ranks:tiny_uncapturable", strategy="single", n_ranks=1)
+    (summary,), _ = run_on_ranks(run_train, case, 1)
+    assert summary["last_loss"] < summary["first_loss"]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -52,6 +52,18 @@ def tiny_norm(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
     )
 
 
+class Counting(nn.Module):
+    """Something that has no shape before it is computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.nonzero(x).isfinite().all()
+
+
+def tiny_uncapturable(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
+    """The same, but no plan can be made of it."""
+    return nn.Sequential(tiny_mlp(n_classes, n_channels, image_size), Counting())
+
+
 def search_whose_best_is_refused(question: SearchConfig, context: Context) -> Any:
     """A search on a backend that cannot carry out the first plan that is tried."""
 
