@@ -165,6 +165,8 @@ class _Planner:
                 run_dir.parent, header, made_for, any_profile=True
             )
             return repeated or found_by_search(question, self.inputs, self._context)
+        if case.balance == "speed":
+            return None  # its shares were measured for this repeat
         found = find_plan(run_dir.parent, header, made_for)
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None

@@ -298,3 +298,23 @@ def test_a_plan_is_kept_and_predicted_by_the_pace_of_now(run_on_ranks, ranks, na
     assert slower.method == made.method
     # An asynchronous step is never that of a search.
     assert slower.search_s == (None if name == "asynchronous" else 45.0)
+
+
+def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
+    train, results = ranks
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question_of(CASE), 2)
+
+    case = replace(CASE, strategy="ddp", balance="speed")
+    found = run_on_ranks(train.plans_at_two_speeds, case, 2, beside)[0][0]
+    first, second = (Strategy.from_json(data) for data in found)
+    assert _shares(first) == [8, 4]
+    assert _shares(second) == [4, 8]
+
+
+def _shares(strategy):
+    """Samples of each device's block of the loss."""
+    (sizes,) = strategy.operators["loss"].partition.values()
+    return list(sizes)

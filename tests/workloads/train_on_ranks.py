@@ -213,3 +213,16 @@ def plans_at_two_paces(case: TrainCase, context: Context) -> list[dict[str, byte
     found.append(planned())
     kept.slow_the_devices(3.0)
     return [*found, planned()]
+
+
+def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
+    """Strategies of two repeats whose ranks were found to be of other speeds."""
+    kept = KeptPlan(case, context)
+    found = []
+    for shares in ((8, 4), (4, 8)):
+        plan_training(case, context, shares)
+        if context.world.is_first:
+            files = (PREDICTION_FILE, STRATEGY_FILE)
+            kept.write({name: (context.run_dir / name).read_bytes() for name in files})
+            found.append((context.run_dir / STRATEGY_FILE).read_bytes())
+    return found
