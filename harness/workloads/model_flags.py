@@ -52,6 +52,16 @@ class ModelFlags:
         )
 
 
+def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
+    """Flags with what was left to the model and the data filled in, so that runs of equal models
+    have equal configurations."""
+    return {
+        "image_size": fitted.image_size,
+        "n_classes": fitted.n_classes,
+        "n_channels": fitted.n_channels,
+    }
+
+
 def shared_flags(source: Any, kind: type) -> dict[str, Any]:
     """The values of all fields of one dataclass that another kind has under the same name."""
     names = {field.name for field in fields(kind)}

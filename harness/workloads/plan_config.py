@@ -12,7 +12,7 @@ from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
 from harness.units import parse_bytes
-from harness.workloads.model_flags import ModelFlags, shared_flags
+from harness.workloads.model_flags import ModelFlags, fitted_flags, shared_flags
 from harness.workloads.profile_config import ProfileConfig
 from harness.workloads.profile_points import shard_counts
 from harness.workloads.train_config import TrainCase
@@ -126,9 +126,7 @@ def question_of(case: TrainCase) -> SearchConfig:
         SearchConfig(**shared_flags(case, SearchConfig)),
         dtype=_planned_dtype(case.dtype),
         batch_size=case.batch,
-        image_size=fitted.image_size,
-        n_classes=fitted.n_classes,
-        n_channels=fitted.n_channels,
+        **fitted_flags(fitted),
         batch_norm="global" if case.batch_norm == "global" else "local",
     )
 
@@ -151,16 +149,8 @@ def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
         ModelError: an unknown model, or options that it cannot take.
     """
     _check(config, n_ranks)
-    fitted = config.model_options()
-    return [
-        replace(
-            config,
-            image_size=fitted.image_size,
-            n_classes=fitted.n_classes,
-            n_channels=fitted.n_channels,
-            n_ranks=config.n_ranks or n_ranks,
-        )
-    ]
+    flags = fitted_flags(config.model_options())
+    return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]
 
 
 _AT_LEAST = {

@@ -11,7 +11,7 @@ from harness.errors import ConfigError
 from harness.plan.find import default_profile
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.sampling import Budget
-from harness.workloads.model_flags import ModelFlags
+from harness.workloads.model_flags import ModelFlags, fitted_flags
 from harness.workloads.profile_points import shard_counts
 
 
@@ -71,7 +71,7 @@ class ProfileConfig(ModelFlags):
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
-    """One run; checks the flags.
+    """One run, with what was left to the model filled in; checks the flags.
 
     Raises:
         ConfigError: a number that makes no sense.
@@ -98,5 +98,4 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
             f"--shards {wrong[0]} must be between 1 and --batch-size {config.batch_size}: a part "
             "needs a sample"
         )
-    config.model_options()
-    return [config]
+    return [replace(config, **fitted_flags(config.model_options()))]

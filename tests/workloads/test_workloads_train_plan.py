@@ -14,9 +14,10 @@ from harness.cases import config_json
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
-from harness.measure.store import Run
+from harness.measure.store import Run, read_header, write_header
 from harness.workloads.plan_config import SearchConfig, question_of
 from harness.workloads.plan_search import run_search, search_text
+from harness.workloads.profile_config import ProfileConfig, profile_cases
 from harness.workloads.train import run_train
 from harness.workloads.train_cases import train_cases
 from harness.workloads.train_config import TrainCase, TrainConfig
@@ -210,6 +211,16 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
     known, unknown = (train_needs(replace(CASES["pipeline"], microbatches=n))[1] for n in (4, 5))
     assert known.is_met(tmp_path, here)
     assert not unknown.is_met(tmp_path, here)
+
+
+def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
+    _, results = ranks
+    results.write_profile(tmp_path, question_of(CASE), 2)
+    (made,) = profile_cases(ProfileConfig(model=CASE.model, batch_size=CASE.batch), 2)
+    path = tmp_path / "run-profile-0"
+    write_header(path, msgspec.structs.replace(read_header(path), config=config_json(made)))
+    _, profile = train_needs(CASES["tensor"])
+    assert profile.is_met(tmp_path, results.launched_cluster(2))
 
 
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
