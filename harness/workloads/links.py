@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from harness.workloads.links_crossing import Crossing, measure_crossing
 from harness.workloads.links_interference import Interference, measure_interference
 from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
+from harness.workloads.plan_files import CLUSTER_FILE, is_whole
 
 _LARGEST_BYTES = 8 << 30
 _LONGEST_S = 0.5
@@ -41,7 +42,8 @@ class LinksConfig:
     """Message sizes between pairs of ranks, beside the smallest; by default 256KiB and 4MiB, on
     GPUs 1MiB and 64MiB, and none above the first that takes over 0.5 s."""
     measure: Literal["all", "pairs", "collectives"] = "all"
-    """Only the links between pairs of ranks, only the collectives, or both."""
+    """Only the links between pairs of ranks, only the collectives, or both, and what they take from
+    computing."""
     transport: Literal["all", "torch", "mpi"] = "all"
     """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
     time_budget_s: float = 0.1
@@ -54,7 +56,7 @@ class LinksConfig:
     """Iterations that are thrown away before the samples."""
     cluster_file: str = ""
     """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
-    directory of results."""
+    directory of results, which only a run of all that planning prices replaces."""
 
 
 def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
@@ -149,12 +151,18 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
             found = measure_collectives(list(config.operations), sizes, transport, context, limits)
             points += found[0]
             left_out += found[1]
-    costs = measure_interference(context)
-    crossing = measure_crossing(context)
+    costs, crossing = _between(config, context)
     if world.is_first:
         first = pairs.get(transports[0].name, {})
         _write_cluster(config, context, first, points, costs, crossing)
-    return {"left_out": left_out, "schedule": "ordered pairs one at a time, then collectives"}
+    return {"left_out": left_out}
+
+
+def _between(config: LinksConfig, context: Context) -> tuple[list[Interference], Crossing | None]:
+    """What communication takes from computing, and flows from each other, where all is measured."""
+    if config.measure != "all":
+        return [], None
+    return measure_interference(context), measure_crossing(context)
 
 
 def _write_cluster(
@@ -172,11 +180,11 @@ def _write_cluster(
     cluster = build_cluster(header, pairs, points, rates, costs, crossing)
     if crossing is not None:
         context.recorder.sample("crowding", cluster.crowding, n_bytes=crossing.n_bytes)
-    written = [context.run_dir / "cluster.json"]
+    written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
     if config.cluster_file:
         written.append(Path(config.cluster_file))
-    elif pairs:  # a cluster without links replaces none
-        written.append(results / "cluster.json")
+    elif pairs and (is_whole(asdict(config)) or not shared.exists()):
+        written.append(shared)
     write_cluster(cluster, written)
 
 

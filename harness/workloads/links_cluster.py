@@ -114,11 +114,16 @@ def build_cluster(
     interference: list[Interference],
     crossing: Crossing | None = None,
 ) -> Cluster:
-    """The launch's nodes and devices with what was measured about them, by rank."""
+    """The launch's nodes and devices with what was measured about them, by rank.
+
+    Args:
+        interference: of each rank; empty where it was not measured.
+    """
     names = [*device_names(header.ranks).values()]
+    costs = [asdict(one) for one in interference] or [{} for _ in names]
     measured = {
-        name: {"flops_per_s": rates, **asdict(costs)}
-        for name, rates, costs in zip(names, flops, interference, strict=True)
+        name: {"flops_per_s": rates, **own}
+        for name, rates, own in zip(names, flops, costs, strict=True)
     }
     links = _links(pairs, names)
     nodes = [

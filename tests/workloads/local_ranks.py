@@ -187,6 +187,19 @@ def links_with_cluster(config: Any, context: Context) -> str:
     return path.read_text() if context.world.is_first else ""
 
 
+def links_beside_a_cluster(configs: list[Any], context: Context) -> list[str]:
+    """Run links; after each the cluster file of all runs on rank 0, which begins as `known`."""
+    from harness.workloads.links import run_links
+
+    shared, found = context.run_dir.parent / "cluster.json", []
+    for config in configs:
+        if context.world.is_first:
+            shared.write_text("known")
+        run_links(config, context)
+        found.append(shared.read_text() if context.world.is_first else "")
+    return found
+
+
 def corrupted_pairs(config: Any, context: Context) -> str:
     """Measure pairs where rank 1 receives a wrong element; the error's text."""
     from harness.errors import VerificationError

@@ -395,6 +395,18 @@ def test_a_link_too_slow_for_the_smallest_message_keeps_its_time(run_on_ranks):
     assert n_samples == [1 << 10]  # the warm-up alone
 
 
+def test_only_what_is_asked_for_is_measured_and_replaces_no_cluster_file(run_on_ranks):
+    import local_ranks
+
+    narrow = [replace(SMALL, measure="pairs"), replace(SMALL, measure="collectives")]
+    results, run = run_on_ranks(local_ranks.links_beside_a_cluster, narrow, 2)
+    assert results[0] == ["known", "known"]
+    assert interference_table(run) == []
+    assert jitter_table(run) == {}
+    assert len(link_matrices(run)) == 1
+    assert collective_table(run) != []
+
+
 def test_one_rank_alone_has_no_pairs_and_nobody_to_send_to(run_on_ranks):
     import local_ranks
 
