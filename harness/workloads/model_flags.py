@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -66,3 +67,17 @@ def shared_flags(source: Any, kind: type) -> dict[str, Any]:
     """The values of all fields of one dataclass that another kind has under the same name."""
     names = {field.name for field in fields(kind)}
     return {f.name: getattr(source, f.name) for f in fields(source) if f.name in names}
+
+
+def flag_words(config: Mapping[str, Any], names: Iterable[str], defaults: Any) -> list[str]:
+    """A command line's words for the model, and for those flags that are not at their defaults."""
+    words: list[str] = []
+    for name in names:
+        given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
+        if given != default or name == "model":
+            words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    return words
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

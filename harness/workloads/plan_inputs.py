@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -21,8 +22,10 @@ from harness.runtime.capture import capture, capture_model
 from harness.runtime.executor.deferred import in_place_bytes, joined_bytes
 from harness.runtime.models import build_task, fit_options
 from harness.units import parse_bytes
+from harness.workloads.model_flags import flag_words
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_files import find_cluster
+from harness.workloads.profile_config import ProfileConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +107,16 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
     if profile is None or not knows(profile, graph, cluster):
         raise PlanError(
             f"{path} does not hold every operator of {question.model} on these devices: run "
-            f"./entry.sh profile --model {question.model} --batch-size {question.batch_size} "
-            "on them"
+            f"{_profile_command(question.profile_config())} on them"
         )
     return Inputs(graph=graph, cluster=cluster, profile=profile)
+
+
+def _profile_command(config: ProfileConfig) -> str:
+    """What profiles all that is missing."""
+    names = [field.name for field in fields(config)]
+    words = flag_words(asdict(config), names, ProfileConfig())
+    return shlex.join(["./entry.sh", "profile", *words])
 
 
 def _check_order(header: RunHeader) -> None:

@@ -32,7 +32,7 @@ from harness.runtime.host import code_commit
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload
-from harness.workloads.model_flags import ModelFlags
+from harness.workloads.model_flags import ModelFlags, flag_words
 from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import find_cluster, find_search, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
@@ -208,19 +208,12 @@ def _run_text(run: Run) -> str:
 
 def _training_command(run: Run) -> str:
     """What trains the plan; flags that have their defaults are left out."""
-    defaults, config = TrainConfig(), run.header.config
+    config = run.header.config
     names = [field.name for field in fields(ModelFlags)]
-    words = ["./entry.sh", "train"]
-    for name in (*names, "dtype", "optimizer", "momentum", "bucket_mib", "batch_norm"):
-        given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
-        if given != default or name == "model":
-            words += [f"--{name.replace('_', '-')}", *map(str, given)]
-    words += ["--batch-size", str(config["batch_size"])]
+    names += ["dtype", "optimizer", "momentum", "bucket_mib", "batch_norm"]
+    words = ["./entry.sh", "train", *flag_words(config, names, TrainConfig())]
+    words += ["--batch-size", str(config["batch_size"]), "--rank-counts", str(config["n_ranks"])]
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _n_ranks(config: SearchConfig, n_started: int) -> int:

@@ -13,9 +13,11 @@ import tyro
 from harness.cases import config_json
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
+from harness.errors import PlanError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
 from harness.workloads.plan_config import SearchConfig, question_of
+from harness.workloads.plan_inputs import read_inputs
 from harness.workloads.plan_search import run_search, search_text
 from harness.workloads.profile_config import ProfileConfig, profile_cases
 from harness.workloads.train import run_train
@@ -223,6 +225,17 @@ def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
     assert profile.is_met(tmp_path, results.launched_cluster(2))
 
 
+def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path, ranks):
+    _, results = ranks
+    question = replace(question_of(CASE), image_size=32, dtype="bf16", n_ranks=1)
+    write_header(tmp_path / "run", results.header_of(["node0"]))
+    with pytest.raises(PlanError) as refused:
+        read_inputs(question, tmp_path / "run")
+    command = str(refused.value).partition("run ./entry.sh profile ")[2].removesuffix(" on them")
+    config = tyro.cli(ProfileConfig, args=shlex.split(command))
+    assert config == question.profile_config()
+
+
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     found, run = searched(run_on_ranks, ranks)
     assert found[1] == {}
@@ -237,7 +250,8 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert line.endswith(f" --strategy {run.path / STRATEGY_FILE}")
     words = shlex.split(line.partition("./entry.sh train ")[2])
     config = tyro.cli(TrainConfig, args=words, config=(tyro.conf.FlagCreatePairsOff,))
-    (case,) = train_cases(config, 2)
+    (case,) = train_cases(config, 3)
+    assert case.n_ranks == 2
     how = {"search_seconds": 1, "search_budget": 0, "trials": 1, "n_ranks": 0, "memory": ""}
     told = msgspec.convert(header.config, SearchConfig)
     assert replace(question_of(case), **how) == replace(told, **how)
