@@ -7,7 +7,6 @@ headers. A run has a process of its own on each rank, so one that dies takes nob
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from harness.cases import (
 )
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import ConfigError, HarnessError, ResultsError
-from harness.measure.store import Results, Run, read_run, write_header
+from harness.measure.store import Results, Run, read_run, try_directory, write_header
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
 from harness.runtime.control import Control
@@ -92,25 +91,26 @@ class Launcher:
         self._tried: set[str] = set()
 
     def problem(self, cases: Sequence[Case]) -> str:
-        """What rank 0 finds wrong with files and directories; all ranks get the same answer.
+        """What is wrong with the directory of results on any rank, or with files on rank 0.
 
-        Empty when nothing is.
+        Empty when nothing is; all ranks get the same answer.
         """
         problem = ""
-        if self._world.is_first:
-            try:
-                self._check_results()
-                for case in cases:
-                    case.workload.check(case.config)
-            except HarnessError as error:
-                problem = str(error)
-        return self._control.broadcast("problem", problem, str)
+        try:
+            self._check_results()
+            if self._world.is_first:
+                self._check_files(cases)
+        except HarnessError as error:
+            problem = str(error)
+        return next(filter(None, self._control.gather("problem", problem, str)), "")
+
+    def _check_files(self, cases: Sequence[Case]) -> None:
+        for workload, config in dict.fromkeys((case.workload, case.config) for case in cases):
+            workload.check(config)
 
     def _check_results(self) -> None:
         try:
-            self._results.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._results):
-                pass
+            try_directory(self._results)
         except OSError as error:
             raise ResultsError(
                 f"--results {self._results} cannot be written on {self._world.hostname} "

@@ -7,7 +7,9 @@ line by line, the header is replaced whole. Reading skips and names what it cann
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -42,6 +44,33 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file whole: readers see the old bytes or the new ones, never a part."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+def try_directory(directory: Path) -> None:
+    """Make a directory, and for a moment a file in it.
+
+    Raises:
+        OSError: it cannot be made, or not be written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+def check_place(flag: str, path: Path) -> None:
+    """Refuse a place where no file can be, before what it is to hold is measured.
+
+    Raises:
+        ResultsError: names the flag.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        try_directory(path.parent)
+    except OSError as error:
+        raise ResultsError(
+            f"{flag} {path} cannot be written ({error.strerror}): give a file that you may write"
+        ) from None
 
 
 def write_header(run_dir: Path, header: RunHeader) -> None:

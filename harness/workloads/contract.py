@@ -44,8 +44,8 @@ class Workload:
         is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
             own; a workload that needs MPI itself runs in the rank's first process instead.
         needs: runs that a case builds on, in order; asked on rank 0 only, must not raise.
-        check: looks at the files that a case names, before any run of the sweep; asked on rank 0
-            only, raises HarnessError.
+        check: looks at the files that a case names, once before any run of the sweep; asked on rank
+            0 only, raises HarnessError.
     """
 
     summary: str

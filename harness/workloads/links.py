@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from harness.domain.cluster import CollectivePoint
 from harness.errors import ConfigError
-from harness.measure.store import read_header
+from harness.measure.store import check_place, read_header
 from harness.runtime.collectives import OPERATIONS, TorchTransport, Transport
 from harness.runtime.context import Context
 from harness.runtime.mpi_links import MpiTransport
@@ -188,11 +188,22 @@ def _write_cluster(
     write_cluster(cluster, written)
 
 
+def check_links(config: LinksConfig) -> None:
+    """Refuse a cluster file that cannot be written.
+
+    Raises:
+        ResultsError: names it.
+    """
+    if config.cluster_file:
+        check_place("--cluster-file", Path(config.cluster_file))
+
+
 LINKS = Workload(
     summary="latency and bandwidth of every link and collective; writes the cluster file",
     config=LinksConfig,
     cases=links_cases,
     body=run_links,
     table=links_text,
+    check=check_links,
     is_isolated=False,
 )

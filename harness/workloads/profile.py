@@ -26,7 +26,7 @@ from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
 from harness.workloads.plan_share import wait_for_all
-from harness.workloads.profile_config import ProfileConfig, profile_cases
+from harness.workloads.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
 from harness.workloads.profile_step import StepSampler
@@ -245,4 +245,5 @@ PROFILE = Workload(
     cases=profile_cases,
     body=run_profile,
     table=profile_text,
+    check=check_profile,
 )

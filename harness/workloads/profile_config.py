@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from harness.errors import ConfigError
+from harness.measure.store import check_place
 from harness.plan.find import default_profile
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.sampling import Budget
@@ -68,6 +69,16 @@ class ProfileConfig(ModelFlags):
         if self.profile_file:
             return Path(self.profile_file)
         return default_profile(self.model, self.dtype, results)
+
+
+def check_profile(config: ProfileConfig) -> None:
+    """Refuse a profile file that cannot be written.
+
+    Raises:
+        ResultsError: names it.
+    """
+    if config.profile_file:
+        check_place("--profile-file", Path(config.profile_file))
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

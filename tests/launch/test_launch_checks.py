@@ -1,0 +1,64 @@
+"""What is looked at before a sweep, and by whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.cases import Case
+from harness.launch import Launcher, RunOptions
+from harness.runtime.rendezvous import Meeting
+from harness.runtime.world import World
+from harness.workloads.contract import Workload
+
+
+class Answers:
+    """Control as one of two ranks sees it; the other one finds nothing wrong."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def gather(self, name: str, value: Any, type_: Any) -> list[Any]:
+        if name != "problem":
+            return [value, value]
+        return [value if rank == self._rank else "" for rank in range(2)]
+
+    def broadcast(self, name: str, value: Any, type_: Any) -> Any:
+        return value
+
+
+def launcher(rank: int, results: Path) -> Launcher:
+    world = World(
+        rank=rank, size=2, local_rank=0, local_size=1, hostname=f"node{rank}",
+        hostnames=["node0", "node1"], device=torch.device("cpu"), device_kind="cpu",
+        backend="gloo", backend_reason="a test", interface="lo", n_cores=1, n_threads=1,
+        memory_bytes=1 << 30,
+    )  # fmt: skip
+    control: Any = Answers(rank)
+    meeting = Meeting(world=world, control=control, address="", port=0, facts=[])
+    return Launcher(meeting, RunOptions(results=results), [])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_needs_a_directory_that_it_can_write_to(tmp_path: Path, rank: int) -> None:
+    (tmp_path / "taken").touch()
+    problem = launcher(rank, tmp_path / "taken").problem([])
+    assert f"cannot be written on node{rank} (File exists)" in problem
+    assert launcher(rank, tmp_path / "free").problem([]) == ""
+
+
+@pytest.mark.parametrize(("rank", "looked_at"), [(0, ["a", "b"]), (1, [])])
+def test_rank_0_looks_once_at_what_repeats_name(
+    tmp_path: Path, rank: int, looked_at: list[str]
+) -> None:
+    seen: list[str] = []
+    workload = Workload(
+        summary="", config=str, cases=lambda config, n: [config], body=lambda config, context: {},
+        table=lambda runs: "", check=seen.append,
+    )  # fmt: skip
+    cases = [Case(name="case", workload=workload, config=config) for config in "abab"]
+    assert launcher(rank, tmp_path).problem(cases) == ""
+    assert seen == looked_at
