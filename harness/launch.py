@@ -29,7 +29,7 @@ from harness.cases import (
     plan_runs,
 )
 from harness.domain.run import RankInfo, RunHeader, Status
-from harness.errors import ConfigError, HarnessError, ResultsError
+from harness.errors import HarnessError, ResultsError
 from harness.measure.store import Results, Run, read_run, try_directory, write_header
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
@@ -41,6 +41,7 @@ from harness.runtime.rendezvous import Meeting, connect_store, without_mpi
 from harness.runtime.watchdog import Watchdog
 from harness.workloads import WORKLOADS
 from harness.workloads.contract import Need
+from harness.workloads.number_flags import check_above_zero
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +69,7 @@ class RunOptions:
         Raises:
             ConfigError: names the flag.
         """
-        for name in ("run_timeout_s", "collective_timeout_s"):
-            if not getattr(self, name) > 0:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} {getattr(self, name)} must be above 0")
+        check_above_zero(self, ("run_timeout_s", "collective_timeout_s"))
 
 
 class Launcher:

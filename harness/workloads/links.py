@@ -22,6 +22,7 @@ from harness.workloads.links_crossing import Crossing, measure_crossing
 from harness.workloads.links_interference import Interference, measure_interference
 from harness.workloads.links_pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links_table import links_text
+from harness.workloads.number_flags import check_above_zero, check_at_least
 from harness.workloads.plan_files import CLUSTER_FILE, is_whole
 
 _LARGEST_BYTES = 8 << 30
@@ -53,7 +54,7 @@ class LinksConfig:
     max_iterations: int = 100
     """Most samples of each operation at each size."""
     warm_up: int = 1
-    """Iterations that are thrown away before the samples."""
+    """Iterations that are thrown away before the samples; the first opens connections."""
     cluster_file: str = ""
     """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
     directory of results, which only a run of all that planning prices replaces."""
@@ -73,15 +74,12 @@ def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
     for text in (*config.sizes, *config.pair_sizes):
         if not 0 < parse_bytes(text) <= _LARGEST_BYTES:
             raise ConfigError(f"message size {text!r} is outside 1 B to 8GiB: write it like 16MiB")
-    if config.min_iterations < 1 or config.max_iterations < config.min_iterations:
+    check_at_least(config, {"min_iterations": 1, "warm_up": 1})
+    check_above_zero(config, ("time_budget_s",))
+    if config.max_iterations < config.min_iterations:
         raise ConfigError(
             f"--min-iterations {config.min_iterations} and --max-iterations "
-            f"{config.max_iterations} must be above 0, the first no larger than the second"
-        )
-    if config.time_budget_s <= 0 or config.warm_up < 1:
-        raise ConfigError(
-            f"--time-budget-s {config.time_budget_s} must be above 0 and --warm-up "
-            f"{config.warm_up} at least 1: the first exchange opens connections"
+            f"{config.max_iterations}: the first must be no larger than the second"
         )
     return [config]
 

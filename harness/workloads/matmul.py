@@ -29,6 +29,7 @@ from harness.workloads.matmul_scaling import (
     rank_counts,
 )
 from harness.workloads.matmul_table import matmul_text
+from harness.workloads.number_flags import check_above_zero, check_at_least
 
 _SMALLEST, _LARGEST = 8, 1 << 17
 
@@ -81,11 +82,8 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
                 f"a product of size {size} over {n_ranks} ranks leaves blocks of a few rows: "
                 f"use at least {8 * n_ranks}"
             )
-    if config.time_budget_s <= 0 or config.min_samples < 1 or config.repeats < 1:
-        raise ConfigError(
-            f"--time-budget-s {config.time_budget_s}, --min-samples {config.min_samples} and "
-            f"--repeats {config.repeats} must all be above 0"
-        )
+    check_at_least(config, {"min_samples": 1, "repeats": 1})
+    check_above_zero(config, ("time_budget_s",))
     return [config]
 
 

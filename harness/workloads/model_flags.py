@@ -6,7 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from harness.errors import ConfigError
 from harness.runtime.models import DlrmOptions, ModelOptions
+from harness.workloads.number_flags import check_at_least, flag
+
+_AT_LEAST = {
+    "image_size": 0,
+    "n_classes": 0,
+    "dlrm_bottom_mlp": 1,
+    "dlrm_top_mlp": 1,
+    "dlrm_table_rows": 1,
+    "dlrm_lookups": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,16 @@ class ModelFlags:
     """dlrm: indices per table and sample."""
     dlrm_interaction: Literal["cat", "dot"] = "cat"
     """dlrm: concatenate all vectors, or take their pairwise products."""
+
+    def check(self) -> None:
+        """Refuse numbers that make no sense for any model.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        check_at_least(self, _AT_LEAST)
+        if not self.dropout < 1:
+            raise ConfigError(f"--dropout {self.dropout} is a probability: give one below 1")
 
     def asked_options(self) -> ModelOptions:
         """What the model is asked to be built with; the model and the data have their say."""
@@ -75,7 +96,7 @@ def flag_words(config: Mapping[str, Any], names: Iterable[str], defaults: Any) -
     for name in names:
         given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))
         if given != default or name == "model":
-            words += [f"--{name.replace('_', '-')}", *map(str, given)]
+            words += [flag(name), *map(str, given)]
     return words
 
 

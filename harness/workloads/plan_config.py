@@ -13,6 +13,7 @@ from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
 from harness.units import parse_bytes
 from harness.workloads.model_flags import ModelFlags, fitted_flags, shared_flags
+from harness.workloads.number_flags import check_above_zero, check_at_least
 from harness.workloads.profile_config import ProfileConfig
 from harness.workloads.profile_points import shard_counts
 from harness.workloads.train_config import TrainCase
@@ -153,27 +154,13 @@ def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
     return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]
 
 
-_AT_LEAST = {
-    "batch_size": 1,
-    "image_size": 0,
-    "n_classes": 0,
-    "n_channels": 0,
-    "search_budget": 0,
-    "trials": 1,
-}
+_AT_LEAST = {"batch_size": 1, "n_channels": 0, "momentum": 0, "search_budget": 0, "trials": 1}
 
 
 def _check(config: SearchConfig, n_ranks: int) -> None:
-    for name, bound in _AT_LEAST.items():
-        if getattr(config, name) < bound:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(config, name)} must be at least {bound}"
-            )
-    if config.search_seconds <= 0 or config.bucket_mib <= 0:
-        raise ConfigError(
-            f"--search-seconds {config.search_seconds} and --bucket-mib {config.bucket_mib} must "
-            "be above 0"
-        )
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    check_above_zero(config, ("search_seconds", "bucket_mib"))
     if config.memory and parse_bytes(config.memory) < 1:
         raise ConfigError(f"--memory {config.memory} must be above 0")
     if config.optimizer not in OPTIMIZERS:

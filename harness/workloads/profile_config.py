@@ -13,6 +13,7 @@ from harness.plan.find import default_profile
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.sampling import Budget
 from harness.workloads.model_flags import ModelFlags, fitted_flags
+from harness.workloads.number_flags import check_above_zero, check_at_least
 from harness.workloads.profile_points import shard_counts
 
 
@@ -71,6 +72,9 @@ class ProfileConfig(ModelFlags):
         return default_profile(self.model, self.dtype, results)
 
 
+_AT_LEAST = {"batch_size": 1, "n_channels": 0, "min_samples": 1, "rounds": 1, "warm_up": 1}
+
+
 def check_profile(config: ProfileConfig) -> None:
     """Refuse a profile file that cannot be written.
 
@@ -88,21 +92,9 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
         ConfigError: a number that makes no sense.
         ModelError: an unknown model, or options that it cannot take.
     """
-    least = {
-        "batch_size": 1,
-        "image_size": 0,
-        "n_classes": 0,
-        "n_channels": 0,
-        "min_samples": 1,
-        "rounds": 1,
-        "warm_up": 1,
-    }
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value < bound:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}")
-    if config.time_budget_s <= 0:
-        raise ConfigError(f"--time-budget-s {config.time_budget_s} must be above 0")
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    check_above_zero(config, ("time_budget_s",))
     wrong = [n for n in config.shards if not 1 <= n <= config.batch_size]
     if wrong:
         raise ConfigError(

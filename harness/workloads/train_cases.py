@@ -14,6 +14,7 @@ from harness.runtime.models import fit_options
 from harness.runtime.optimizers import OPTIMIZERS
 from harness.runtime.precision import DTYPES
 from harness.units import parse_bytes
+from harness.workloads.number_flags import check_above_zero, check_at_least, flag
 from harness.workloads.train_config import (
     STRATEGIES,
     EngineName,
@@ -36,51 +37,25 @@ _AT_LEAST = {
     "no_sync_steps": 0,
     "n_samples": 0,
     "n_workers": 0,
-    "image_size": 0,
-    "n_classes": 0,
     "repeats": 1,
-    "dlrm_lookups": 1,
     "stages": 0,
     "search_budget": 0,
     "trials": 1,
-}
-
-_EACH_AT_LEAST = {
+    "momentum": 0,
+    "weight_decay": 0,
     "batch_size": 1,
     "per_device_batch": 1,
     "rank_counts": 1,
-    "dlrm_table_rows": 1,
     "microbatches": 0,
 }
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _check_numbers(config: TrainConfig) -> None:
-    for name, least in _AT_LEAST.items():
-        if getattr(config, name) < least:
-            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least {least}")
-    for name, least in _EACH_AT_LEAST.items():
-        if any(value < least for value in getattr(config, name)):
-            values = " ".join(map(str, getattr(config, name)))
-            raise ConfigError(f"{_flag(name)} {values} must be at least {least} each")
-    if config.learning_rate <= 0 or config.bucket_mib <= 0:
-        raise ConfigError(
-            f"--learning-rate {config.learning_rate} and --bucket-mib {config.bucket_mib} must be "
-            "above 0"
-        )
-    for name in ("momentum", "weight_decay"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{_flag(name)} {getattr(config, name)} must be at least 0")
-    if config.dropout >= 1:
-        raise ConfigError(f"--dropout {config.dropout} is a probability: give one below 1")
-    if config.search_seconds <= 0 or (config.memory and parse_bytes(config.memory) < 1):
-        raise ConfigError(
-            f"--search-seconds {config.search_seconds} and --memory {config.memory or 'unset'} "
-            "must be above 0"
-        )
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    check_above_zero(config, ("learning_rate", "bucket_mib", "search_seconds"))
+    if config.memory and parse_bytes(config.memory) < 1:
+        raise ConfigError(f"--memory {config.memory} must be above 0")
 
 
 def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
@@ -134,7 +109,7 @@ def _check_unused(config: TrainConfig) -> None:
         if value != getattr(defaults, name):
             given = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise ConfigError(
-                f"{_flag(name)}{'' if value is True else f' {given}'} is for --strategy pipeline, "
+                f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy pipeline, "
                 f"which {words} does not follow: drop the flag, or add pipeline"
             )
     if config.asynchronous and not any(map(is_file, config.strategy)):
@@ -180,10 +155,10 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
             "--engine executor"
         )
-    for flag, is_set in (("save-sharded", case.save_sharded), ("load-state", case.load_state)):
+    for name, is_set in (("save-sharded", case.save_sharded), ("load-state", case.load_state)):
         if is_set and case.engine != "executor":
             raise ConfigError(
-                f"--{flag} needs the executor, {case.strategy} is trained by {case.engine}: add "
+                f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
                 "--engine executor"
             )
     if case.engine == "executor" and case.dtype == "fp16":

@@ -44,8 +44,9 @@ SMALL = LinksConfig(
         ({"sizes": ("16MiBs",)}, "16MiBs"),
         ({"sizes": ("0",)}, "'0' is outside 1 B to 8GiB"),
         ({"pair_sizes": ("9GiB",)}, "'9GiB' is outside"),
+        ({"time_budget_s": float("inf")}, "--time-budget-s inf must be above 0, and finite"),
         ({"min_iterations": 200}, "--min-iterations 200 and --max-iterations 100"),
-        ({"warm_up": 0}, "--warm-up 0 at least 1"),
+        ({"warm_up": 0}, "--warm-up 0 must be at least 1"),
     ],
 )
 def test_impossible_flags_are_refused_with_their_values(change, message):

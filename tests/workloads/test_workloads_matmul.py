@@ -32,8 +32,9 @@ SMALL = MatmulConfig(
         ({"distributed_dtype": "int8"}, "dtype 'int8'"),
         ({"sizes": (0,)}, "size 0 is outside 8 to 131072"),
         ({"strong_size": 16}, "size 16 over 3 ranks .* at least 24"),
-        ({"repeats": 0}, "--repeats 0 must all be above 0"),
-        ({"time_budget_s": 0.0}, "--time-budget-s 0.0"),
+        ({"repeats": 0}, "--repeats 0 must be at least 1"),
+        ({"time_budget_s": 0.0}, "--time-budget-s 0.0 must be above 0"),
+        ({"time_budget_s": float("nan")}, "--time-budget-s nan must be above 0"),
     ],
 )
 def test_impossible_flags_are_refused_with_both_values(change, message):

@@ -10,6 +10,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
+from harness.errors import ConfigError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.runtime.host import code_commit
@@ -28,6 +29,20 @@ from harness.workloads.plan_needs import plain
 from harness.workloads.plan_search import search_need
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"momentum": -1.0}, "--momentum -1.0 must be at least 0"),
+        ({"dropout": 2.0}, "--dropout 2.0 is a probability"),
+        ({"dlrm_lookups": 0}, "--dlrm-lookups 0 must be at least 1"),
+        ({"search_seconds": float("nan")}, "--search-seconds nan must be above 0"),
+    ],
+)
+def test_a_search_refuses_what_makes_no_sense(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        search_cases(SearchConfig(**flags), 2)
 
 
 @pytest.fixture(scope="session")

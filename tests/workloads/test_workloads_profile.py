@@ -39,6 +39,8 @@ QUICK = ProfileConfig(
         ({"batch_size": 0}, ConfigError, "--batch-size 0 must be at least 1"),
         ({"warm_up": 0}, ConfigError, "--warm-up 0 must be at least 1"),
         ({"time_budget_s": 0.0}, ConfigError, "--time-budget-s 0"),
+        ({"dropout": 1.0}, ConfigError, "--dropout 1.0 is a probability"),
+        ({"dlrm_table_rows": (0,)}, ConfigError, "--dlrm-table-rows 0 must be at least 1 each"),
         ({"shards": (1, 9)}, ConfigError, "--shards 9 must be between 1 and --batch-size 8"),
         ({"image_size": 5}, ModelError, "cannot take images of 5 x 5"),
     ],
