@@ -22,12 +22,12 @@ _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 _N_REPEATS = 7
 
 
-def _training(strategies: tuple[str, ...], *, has_gpu: bool) -> TrainConfig:
+def _training(*, has_gpu: bool) -> TrainConfig:
     """A model whose step takes long enough to measure and short enough to repeat."""
     if has_gpu:
         return TrainConfig(
             model="resnet50",
-            strategy=strategies,
+            strategy=_STRATEGIES,
             dtype=("bf16",),
             batch_size=(128,),
             steps=50,
@@ -37,7 +37,7 @@ def _training(strategies: tuple[str, ...], *, has_gpu: bool) -> TrainConfig:
     # 32 MB of gradients: on links of 1 Gbit/s as much work to reduce as to compute.
     return TrainConfig(
         model="dlrm",
-        strategy=strategies,
+        strategy=_STRATEGIES,
         batch_size=(512,),
         steps=8,
         warm_up=2,
@@ -69,10 +69,12 @@ def _first_looks(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
 
 def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
     """Workloads with their configurations, in order; on one rank all strategies are `single`."""
-    strategies = _STRATEGIES if n_ranks > 1 else ("single",)
-    training = _training(strategies, has_gpu=has_gpu)
+    training = _training(has_gpu=has_gpu)
     searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
     question = question_of(train_cases(searched, n_ranks)[0])
+    if n_ranks == 1:
+        unsearched = TrainConfig.search_seconds
+        training = dataclasses.replace(training, strategy=("single",), search_seconds=unsearched)
     matmul, links = _first_looks(has_gpu=has_gpu)
     return [
         ("matmul", matmul),

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from harness.domain.schedule import check_schedule
 from harness.errors import ConfigError
 from harness.runtime.data import entry_for
 from harness.runtime.models import fit_options
@@ -27,8 +28,11 @@ from harness.workloads.train_config import (
 # Strategies that give every rank a sample.
 _BY_SAMPLES = ("ddp", "zero1", "zero2")
 
-# Flags that shape pipelines; a strategy's file says all of it itself.
-_OF_PIPELINES = ("stages", "recompute", "schedule", "microbatches")
+# Flags that one strategy alone follows; a strategy's file says itself how a pipeline is shaped.
+_FOLLOWED_BY = {
+    "pipeline": ("stages", "recompute", "schedule", "microbatches"),
+    "searched": ("search_seconds", "search_budget", "trials", "memory"),
+}
 
 _AT_LEAST = {
     "steps": 1,
@@ -101,21 +105,26 @@ def _check_names(config: TrainConfig) -> None:
 
 def _check_unused(config: TrainConfig) -> None:
     """Refuse flags that none of the strategies follows."""
-    defaults, words = TrainConfig(), " ".join(config.strategy)
-    if "pipeline" in config.strategy:
-        return
-    for name in _OF_PIPELINES:
-        value = getattr(config, name)
-        if value != getattr(defaults, name):
-            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ConfigError(
-                f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy pipeline, "
-                f"which {words} does not follow: drop the flag, or add pipeline"
-            )
-    if config.asynchronous and not any(map(is_file, config.strategy)):
+    words = " ".join(config.strategy)
+    for strategy, names in _FOLLOWED_BY.items():
+        for name in names if strategy not in config.strategy else ():
+            _check_followed(config, name, strategy)
+    is_pipelined = "pipeline" in config.strategy or any(map(is_file, config.strategy))
+    if config.asynchronous and not is_pipelined:
         raise ConfigError(
             f"--asynchronous is for --strategy pipeline or a strategy's file, not {words}: drop "
             "it, or add one of them"
+        )
+
+
+def _check_followed(config: TrainConfig, name: str, strategy: str) -> None:
+    """Refuse a flag that is set, and is for a strategy that is not trained."""
+    value = getattr(config, name)
+    if value != getattr(TrainConfig(), name):
+        given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        raise ConfigError(
+            f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy {strategy}, "
+            f"which {' '.join(config.strategy)} does not follow: drop the flag, or add {strategy}"
         )
 
 
@@ -145,6 +154,8 @@ def _check_pipeline(case: TrainCase) -> None:
             )
         if case.recompute:
             raise ConfigError("--asynchronous keeps what it computed: drop --recompute")
+    if case.strategy == "pipeline":
+        _check_flow(case)
     if case.microbatches > case.batch:
         raise ConfigError(
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
@@ -171,6 +182,26 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
             "drop it; searched and pipeline balance by the profile"
         )
+
+
+def _check_flow(case: TrainCase) -> None:
+    """Refuse stages and microbatches that the schedule cannot serve on these ranks.
+
+    Raises:
+        ConfigError, StrategyError: says which two numbers disagree.
+    """
+    n_stages = case.stages or case.n_ranks * (2 if case.schedule == "interleaved" else 1)
+    if n_stages > case.n_ranks and case.schedule != "interleaved":
+        raise ConfigError(
+            f"--stages {n_stages} need a rank each under {case.schedule}, the run has "
+            f"{case.n_ranks}: lower it, or use --schedule interleaved"
+        )
+    check_schedule(
+        case.schedule,
+        n_stages=n_stages,
+        n_microbatches=case.microbatches or min(case.n_ranks, case.batch),
+        n_ranks=min(n_stages, case.n_ranks),
+    )
 
 
 def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
@@ -226,9 +257,14 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     Raises:
         ConfigError: flags that contradict each other, or the ranks.
         ModelError: an unknown model, or options that it cannot take.
+        StrategyError: a pipeline that its schedule cannot serve.
     """
     _check(config, n_ranks)
     combinations = _combinations(config, n_ranks)
+    if config.predict and all(case.engine == "deepspeed" for case in combinations):
+        raise ConfigError(
+            f"--predict does not know how deepspeed trains {' '.join(config.strategy)}: drop it"
+        )
     entry = entry_for(config.data, config.model)
     fit_options(config.model, combinations[0].asked_options(), entry.image_size, entry.n_channels)
     order = random.Random(config.seed)

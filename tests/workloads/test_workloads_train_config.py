@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from harness.errors import ConfigError, ModelError
+from harness.errors import ConfigError, ModelError, StrategyError
 from harness.workloads.train_cases import engine_of, train_cases
 from harness.workloads.train_config import TrainConfig
 
@@ -96,6 +97,20 @@ def test_a_per_device_batch_grows_with_the_ranks():
             "--exact-dropout needs the executor, zero1 is trained by deepspeed",
         ),
         ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
+        (
+            {"strategy": ("pipeline",), "stages": 5},
+            "--stages 5 need a rank each under 1f1b, the run has 4",
+        ),
+        ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, which ddp does not"),
+        (
+            {"trials": 1, "strategy": ("pipeline", "single")},
+            "--trials 1 is for --strategy searched",
+        ),
+        (
+            {"memory": "12GB", "strategy": ("plan.json",)},
+            "--memory 12GB is for --strategy searched",
+        ),
+        ({"predict": True, "strategy": ("zero1",)}, "--predict does not know how deepspeed trains"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),
@@ -110,6 +125,29 @@ def test_a_per_device_batch_grows_with_the_ranks():
 def test_contradictions_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         train_cases(TrainConfig(**flags), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"microbatches": (6,)}, "interleaved needs microbatches in multiples of its 4 ranks, got"),
+        ({"batch_size": (3,)}, "interleaved needs microbatches in multiples of its 4 ranks, got 3"),
+        ({"stages": 6}, "6 stages do not spread evenly over 4 ranks: use a multiple of 4"),
+    ],
+)
+def test_pipelines_that_a_schedule_cannot_serve_are_refused(flags, message):
+    pipeline = TrainConfig(strategy=("pipeline",), schedule=("interleaved",))
+    with pytest.raises(StrategyError, match=message):
+        train_cases(replace(pipeline, **flags), 4)
+    (case,) = train_cases(replace(pipeline, microbatches=(8,), stages=2), 4)
+    assert case.stages == 2
+
+
+def test_what_one_strategy_follows_may_be_given_beside_others():
+    both = TrainConfig(strategy=("single", "searched"), trials=1, predict=True)
+    assert {case.trials for case in train_cases(both, 4)} == {1}
+    predicted = TrainConfig(strategy=("ddp", "zero1"), predict=True)
+    assert len(train_cases(predicted, 4)) == 2
 
 
 @pytest.mark.parametrize(
