@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
+from statistics import median
 from typing import Any
 
 import torch
@@ -159,11 +160,10 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
     peak = peak_flops_per_s(device_kind).get(dtype)
     if peak is None:
         return
-    ordered = sorted(durations)
     ceiling = highest_clock(device_kind) * peak
     for duration_s, limit in (
-        (ordered[len(ordered) // 2], ceiling),
-        (ordered[0], _BOOST * ceiling),
+        (median(durations), ceiling),
+        (min(durations), _BOOST * ceiling),
     ):
         if flops / duration_s > limit:
             raise VerificationError(
@@ -191,7 +191,7 @@ def measure_product(size: int, dtype: str, context: Context, budget: Budget) -> 
     sample("matmul_error", check.error, m=size, n=size, k=size, dtype=dtype,
            tolerance=check.tolerance)  # fmt: skip
     context.flush()
-    return 2.0 * size**3 / sorted(durations)[len(durations) // 2]
+    return 2.0 * size**3 / median(durations)
 
 
 def measure_products(
@@ -241,7 +241,7 @@ def measure_memory(context: Context, budget: Budget) -> dict[str, float]:
         clock.settle()
         for step, duration_s in enumerate(durations):
             context.recorder.sample(metric, duration_s, step=step, n_bytes=n_bytes)
-        rates[metric] = n_arrays * n_bytes / sorted(durations)[len(durations) // 2]
+        rates[metric] = n_arrays * n_bytes / median(durations)
     if not bool((a == 4.0).all()):
         raise VerificationError(
             f"the triad on {context.world.hostname} wrote {a.min().item()} to {a.max().item()} "

@@ -76,6 +76,8 @@ def test_a_rate_above_the_peak_is_an_error_that_names_both(monkeypatch):
         check_peak(156e12, [1.0, 1.0, 1.1], "fp32", "Card")
     check_peak(19e12, [1.0, 1.0, 1.1], "fp32", "Card")
     check_peak(156e12, [1.0], "bf16", "Card")
+    with pytest.raises(VerificationError, match=r"20\.3 TFLOP/s"):  # at the median, 0.975 s
+        check_peak(19.8e12, [0.9, 1.05], "fp32", "Card")
 
 
 def test_one_sample_may_boost_a_little_above_the_peak_and_no_more(monkeypatch):
