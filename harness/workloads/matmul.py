@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from harness.errors import ConfigError
 from harness.runtime.agreement import gather_bytes, gather_numbers
 from harness.runtime.context import Context
@@ -30,6 +28,7 @@ from harness.workloads.matmul_scaling import (
 )
 from harness.workloads.matmul_table import matmul_text
 from harness.workloads.number_flags import check_above_zero, check_at_least
+from harness.workloads.plan_share import wait_for_all
 
 _SMALLEST, _LARGEST = 8, 1 << 17
 
@@ -174,7 +173,7 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
     for turn in range(world.size if config.in_turn else 1):
         if not config.in_turn or turn == world.rank:
             best, skipped, memory = _measure_alone(config, context)
-        dist.barrier()
+        wait_for_all(world)
     rows = [] if config.scaling == "none" else _measure_together(config, context, best, skipped)
     for kind, n_bytes in peak_bytes(world.device).items():
         context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)

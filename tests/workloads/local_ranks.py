@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,25 @@ def run_on_ranks(
         read_run(run_dir, read)
         assert not read.skipped, read.skipped
         return results, read.runs[0]
+
+
+def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
+    """Run matmul where rank 1 takes three times as long as a collective may."""
+    from harness.workloads import matmul
+
+    measure = matmul._measure_alone
+
+    def slowly(config: Any, context: Context) -> Any:
+        time.sleep(3 * context.world.rank)
+        return measure(config, context)
+
+    matmul._measure_alone = slowly
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    try:
+        return matmul.run_matmul(config, context)
+    finally:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+        matmul._measure_alone = measure
 
 
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:

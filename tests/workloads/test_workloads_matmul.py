@@ -183,3 +183,12 @@ def test_a_wrong_block_fails_on_every_rank(run_on_ranks):
     results, _ = run_on_ranks(local_ranks.matmul_with_a_wrong_block, SMALL, 2)
     assert "rank 1's block" in results[1]
     assert "wrong on ranks [1]" in results[0]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_slow_device_may_take_longer_than_a_collective(run_on_ranks, in_turn):
+    import local_ranks
+
+    config = replace(SMALL, scaling="none", in_turn=in_turn)
+    results, _ = run_on_ranks(local_ranks.matmul_beside_a_slow_rank, config, 2)
+    assert all(result["flops_per_s"]["fp32"] > 0 for result in results)
