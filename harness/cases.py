@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,23 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
         planned.append(Planned(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
         seen[key] += 1
     return planned
+
+
+def remaining_repeats(
+    planned: Sequence[Planned], done: Mapping[str, Sequence[RunHeader]]
+) -> list[int | None]:
+    """Which repeat each run is to be, the lowest that is free; None for one that is done."""
+    taken = {key: {header.repeat for header in headers} for key, headers in done.items()}
+    repeats: list[int | None] = []
+    for plan in planned:
+        if plan.repeat < len(done.get(plan.key, ())):
+            repeats.append(None)
+            continue
+        others = taken.setdefault(plan.key, set())
+        free = next(n for n in count() if n not in others)
+        others.add(free)
+        repeats.append(free)
+    return repeats
 
 
 def needs_of(cases: Sequence[Case]) -> list[Need]:

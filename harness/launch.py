@@ -27,6 +27,7 @@ from harness.cases import (
     needs_of,
     neighbours,
     plan_runs,
+    remaining_repeats,
 )
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import HarnessError, ResultsError
@@ -124,20 +125,21 @@ class Launcher:
         """
         planned = plan_runs(cases, self.ranks)
         done = finished_repeats(self._results) if self._options.resume else {}
-        skipped = [plan.repeat < len(done.get(plan.key, ())) for plan in planned]
-        skipped = self._control.broadcast("skipped", skipped, list[bool])
+        repeats = remaining_repeats(planned, done)
+        repeats = self._control.broadcast("repeats", repeats, list[int | None])
+        if n_done := repeats.count(None):
+            _log.info("%d of %d runs are in %s already", n_done, len(planned), self._results)
         headers = []
         for alike in neighbours(cases):
-            missing = [cases[at] for at in alike if not skipped[at]]
+            missing = [cases[at] for at in alike if repeats[at] is not None]
             headers += self._carry_out_needs(missing, str(alike[0] + 1))
             for at in alike:
-                plan, number = planned[at], at + 1
-                what = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {plan.repeat}"
-                if not skipped[at]:
+                plan, number, repeat = planned[at], at + 1, repeats[at]
+                if repeat is not None:
+                    what = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
+                    plan = replace(plan, repeat=repeat)
                     headers.append(self._carry_out_logged(plan, str(number), what))
-                    continue
-                _log.info("%s: already in %s, skipped", what, self._results)
-                if self._world.is_first:
+                elif self._world.is_first:
                     headers.append(done[plan.key][plan.repeat])
         return headers
 
