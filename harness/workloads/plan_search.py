@@ -221,7 +221,8 @@ def _n_ranks(config: SearchConfig, n_started: int) -> int:
 
 
 def _needs(config: SearchConfig) -> list[Need]:
-    return [links_need(), profile_need(config)]
+    links = [links_need()] if config.n_ranks > 1 else []
+    return [*links, profile_need(config)]
 
 
 SEARCH = Workload(

@@ -16,9 +16,9 @@ from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
-from harness.workloads.plan_config import SearchConfig, question_of
+from harness.workloads.plan_config import SearchConfig, question_of, search_cases
 from harness.workloads.plan_inputs import read_inputs
-from harness.workloads.plan_search import run_search, search_text
+from harness.workloads.plan_search import SEARCH, run_search, search_text
 from harness.workloads.profile_config import ProfileConfig, profile_cases
 from harness.workloads.train import run_train
 from harness.workloads.train_cases import train_cases
@@ -195,6 +195,14 @@ def test_only_what_needs_a_plan_needs_measurements():
     assert names(CASES["searched"]) == ["links", "profile", "search"]
     assert names(replace(CASES["single"], n_ranks=1)) == ["profile"]
     assert names(replace(CASE, engine="deepspeed", strategy="zero1", predict=True)) == []
+
+
+def test_a_search_on_one_rank_needs_no_links():
+    names = [
+        [need.name for need in SEARCH.needs(search_cases(SearchConfig(model="lenet"), n)[0])]
+        for n in (1, 2)
+    ]
+    assert names == [["profile"], ["links", "profile"]]
 
 
 def test_needs_are_met_by_finished_runs(tmp_path, ranks):
