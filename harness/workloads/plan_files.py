@@ -19,7 +19,7 @@ from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, ResultsError
-from harness.measure.store import read_header
+from harness.measure.store import read_header, write_atomically
 
 CLUSTER_FILE = "cluster.json"
 
@@ -125,9 +125,9 @@ def load_plan(run_dir: Path) -> tuple[Strategy, Prediction] | None:
 
 def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None) -> None:
     """Write a run's strategy, and its prediction where there is one."""
-    (run_dir / STRATEGY_FILE).write_bytes(strategy.to_json())
+    write_atomically(run_dir / STRATEGY_FILE, strategy.to_json())
     if prediction is not None:
-        (run_dir / PREDICTION_FILE).write_bytes(prediction.to_json())
+        write_atomically(run_dir / PREDICTION_FILE, prediction.to_json())
 
 
 def find_plan(
