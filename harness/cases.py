@@ -30,7 +30,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedRun:
     """A case with its place among the repeats of the same configuration and cluster."""
 
     case: Case
@@ -69,7 +69,7 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
     return Cluster(nodes=nodes)
 
 
-def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
+def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
     """Number the repeats: cases of equal configuration are repeats of one another."""
     seen: Counter[str] = Counter()
     planned = []
@@ -77,13 +77,13 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[Planned]:
         n_ranks = case.workload.n_ranks(case.config, len(ranks))
         cluster = describe_cluster(ranks[:n_ranks])
         key = run_key(case.name, config_json(case.config), cluster)
-        planned.append(Planned(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
+        planned.append(PlannedRun(case=case, key=key, repeat=seen[key], n_ranks=n_ranks))
         seen[key] += 1
     return planned
 
 
 def remaining_repeats(
-    planned: Sequence[Planned], done: Mapping[str, Sequence[RunHeader]]
+    planned: Sequence[PlannedRun], done: Mapping[str, Sequence[RunHeader]]
 ) -> list[int | None]:
     """Which repeat each run is to be, the lowest that is free; None for one that is done."""
     taken = {key: {header.repeat for header in headers} for key, headers in done.items()}

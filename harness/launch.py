@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from harness.cases import (
     Case,
-    Planned,
+    PlannedRun,
     config_json,
     describe_cluster,
     finished_repeats,
@@ -172,7 +172,7 @@ class Launcher:
                 return [need.name, config_json(need.config)]
         return []
 
-    def _carry_out_logged(self, plan: Planned, number: str, what: str) -> RunHeader:
+    def _carry_out_logged(self, plan: PlannedRun, number: str, what: str) -> RunHeader:
         _log.info("%s", what)
         header = self._carry_out_one(plan, number)
         _log.info("%s: %s", what, header.ending)
@@ -201,7 +201,7 @@ class Launcher:
             peak_flops_per_s=peak_flops_per_s(world.device_kind),
         )
 
-    def _new_header(self, plan: Planned) -> RunHeader:
+    def _new_header(self, plan: PlannedRun) -> RunHeader:
         now = datetime.now(UTC)
         run_id = f"{now:%Y%m%dT%H%M%S}-{plan.case.name}-{plan.key[:6]}-r{plan.repeat}"
         if (self._results / run_id).exists():
@@ -221,7 +221,7 @@ class Launcher:
             backend=self._world.backend,
         )
 
-    def _carry_out_one(self, plan: Planned, number: str) -> RunHeader:
+    def _carry_out_one(self, plan: PlannedRun, number: str) -> RunHeader:
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
         if self._world.is_first:
@@ -239,7 +239,7 @@ class Launcher:
         return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
 
     def _outcomes(
-        self, plan: Planned, name: str, header: RunHeader, start_s: float
+        self, plan: PlannedRun, name: str, header: RunHeader, start_s: float
     ) -> list[Outcome]:
         """How every rank's part of a run ended."""
         run_dir = self._results / header.run_id
@@ -257,7 +257,7 @@ class Launcher:
         with Watchdog(limit, close if self._world.is_first else None):
             return self._parts(plan, name, run_dir, control)
 
-    def _parts(self, plan: Planned, name: str, run_dir: Path, control: Control) -> list[Outcome]:
+    def _parts(self, plan: PlannedRun, name: str, run_dir: Path, control: Control) -> list[Outcome]:
         """Carry out this rank's part, and learn how the others' ended.
 
         Args:
@@ -270,7 +270,7 @@ class Launcher:
             control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
         return self._control.gather("outcome", outcome, Outcome)
 
-    def _part(self, plan: Planned, name: str, run_dir: Path) -> Outcome:
+    def _part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
         """This rank's part of a run."""
         meeting, case = self._meeting, plan.case
         world = replace(

@@ -52,14 +52,12 @@ class StepPhases:
         step_s: its wall time; the sum of `phases`, unless phases overlap.
         phases: by the names of PHASES; `other` is what no span explains.
         communication_s: union of the communication spans, overlapped or not.
-        n_communicated_bytes: what the communication spans say they moved.
     """
 
     step: int
     step_s: float
     phases: dict[str, float]
     communication_s: float
-    n_communicated_bytes: int
 
     @property
     def overlapped_s(self) -> float:
@@ -111,7 +109,6 @@ def step_phases(step: int, spans: Sequence[Span]) -> StepPhases | None:
         step_s=whole.duration_s,
         phases={name: phases[name] for name in PHASES},
         communication_s=covered_s(communication, whole),
-        n_communicated_bytes=sum(span.n_bytes or 0 for span in communication),
     )
 
 

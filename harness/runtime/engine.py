@@ -9,11 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from harness.domain.sharding import BUCKET_BYTES
-from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.models.task import Task
 from harness.runtime.optimizers import OptimizerOptions
-from harness.runtime.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +91,3 @@ class Engine(Protocol):
     def full_state(self) -> dict[str, Any]:
         """Model and optimizer state as one device has them, under `model` and `optimizer`."""
         ...
-
-
-MakeEngine = Callable[[Task, World, Recorder, EngineOptions], Engine]

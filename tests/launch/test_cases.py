@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.cases import Case, Planned, remaining_repeats
+from harness.cases import Case, PlannedRun, remaining_repeats
 from harness.domain.cluster import Cluster
 from harness.domain.run import RunHeader
 from harness.workloads.contract import Workload
@@ -13,9 +13,9 @@ WORKLOAD = Workload(
 )  # fmt: skip
 
 
-def planned(key: str, repeat: int) -> Planned:
+def planned(key: str, repeat: int) -> PlannedRun:
     case = Case(name="case", workload=WORKLOAD, config=key)
-    return Planned(case=case, key=key, repeat=repeat, n_ranks=1)
+    return PlannedRun(case=case, key=key, repeat=repeat, n_ranks=1)
 
 
 def header(key: str, repeat: int) -> RunHeader:
