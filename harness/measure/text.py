@@ -47,3 +47,13 @@ def interval_words(durations: Summary) -> str:
 def format_shape(shape: Mapping[str, int]) -> str:
     """A shape in one word: `sample 64 x feature 256`; `-` when unknown."""
     return " x ".join(f"{dim} {size}" for dim, size in shape.items()) or "-"
+
+
+def duration_cell(seconds: float | None) -> str:
+    """A duration, `-` when unknown."""
+    return "-" if seconds is None else format_duration(seconds)
+
+
+def percent_cell(share: float | None) -> str:
+    """A share in whole percent, `-` when unknown."""
+    return "-" if share is None else f"{share:.0%}"

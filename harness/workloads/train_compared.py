@@ -13,7 +13,7 @@ from harness.measure.derive import (
     strategy_table,
 )
 from harness.measure.store import Run
-from harness.measure.text import columns, interval_words
+from harness.measure.text import columns, duration_cell, interval_words, percent_cell
 from harness.units import format_bytes, format_duration
 from harness.workloads.train_config import is_file
 
@@ -46,12 +46,12 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         if len(repeats) == row.n_started
         else f"{len(repeats)} of {row.n_started}",
         "-" if row.throughput is None else f"{row.throughput:.4g}",
-        _duration(step_s),
+        duration_cell(step_s),
         interval_words(row.interval) if row.interval else "-",
-        _duration(_middle(repeats, lambda _, summary: summary.exposed_communication_s)),
-        _percent(_middle(repeats, lambda run, _: _bubble(run))),
+        duration_cell(_middle(repeats, lambda _, summary: summary.exposed_communication_s)),
+        percent_cell(_middle(repeats, lambda run, _: _bubble(run))),
         _bytes(_middle(repeats, lambda _, summary: _memory(summary))),
-        _duration(predicted_s),
+        duration_cell(predicted_s),
         "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
         "-" if row.speedup is None else f"{row.speedup:.2f}",
     ]
@@ -88,14 +88,6 @@ def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
         f"stage s of {n_stages} (from 0) has gradients by weights that are {n_stages} - 1 - s "
         "updates old"
     )
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else format_duration(seconds)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _bytes(n_bytes: float | None) -> str:

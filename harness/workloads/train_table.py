@@ -13,7 +13,7 @@ from harness.measure.derive import (
 )
 from harness.measure.derive_devices import PeakKey
 from harness.measure.store import Results, Run, read_run
-from harness.measure.text import columns
+from harness.measure.text import columns, duration_cell, percent_cell
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 from harness.workloads.train_compared import compared_text
 
@@ -100,11 +100,11 @@ def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     cells = [
         [
             name,
-            _duration(summary.communication_s),
-            _percent(summary.overlap),
-            _duration(summary.exposed_communication_s),
-            _duration(summary.no_sync_exposed_s),
-            _duration(summary.slowed_compute_s),
+            duration_cell(summary.communication_s),
+            percent_cell(summary.overlap),
+            duration_cell(summary.exposed_communication_s),
+            duration_cell(summary.no_sync_exposed_s),
+            duration_cell(summary.slowed_compute_s),
             _number(summary.synchronisations_per_s),
             _bandwidth(summary.sent_bytes_per_s),
             _bandwidth(summary.received_bytes_per_s),
@@ -121,8 +121,8 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
         [
             name,
             "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
-            _percent(summary.mfu),
-            _percent(summary.mamfu),
+            percent_cell(summary.mfu),
+            percent_cell(summary.mamfu),
             ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
         ]
         for name, summary in rows
@@ -149,14 +149,6 @@ def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _duration(seconds: float | None) -> str:
-    return "-" if seconds is None else format_duration(seconds)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _bandwidth(bytes_per_s: float | None) -> str:
