@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ResultsError
 from harness.measure.store import read_header
-from harness.workloads.contract import Need, Workload
+from harness.workloads.contract import Need, Workload, config_json
 
 _FINISHED = ("ok", "oom")
 
@@ -37,12 +35,6 @@ class PlannedRun:
     key: str
     repeat: int
     n_ranks: int
-
-
-def config_json(config: Any) -> dict[str, Any]:
-    """A workload's configuration as plain JSON."""
-    plain: dict[str, Any] = msgspec.to_builtins(asdict(config), str_keys=True, enc_hook=str)
-    return plain
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from harness.cases import (
     Case,
     PlannedRun,
-    config_json,
     describe_cluster,
     finished_repeats,
     needs_of,
@@ -41,7 +40,7 @@ from harness.runtime.peaks import peak_flops_per_s
 from harness.runtime.rendezvous import Meeting, connect_store, without_mpi
 from harness.runtime.watchdog import Watchdog
 from harness.workloads import WORKLOADS
-from harness.workloads.contract import Need
+from harness.workloads.contract import Need, config_json
 from harness.workloads.number_flags import check_above_zero
 
 _log = logging.getLogger(__name__)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from harness.domain.cluster import Cluster
 from harness.measure.store import Run
@@ -24,6 +26,12 @@ def _no_files(config: Any) -> None:
 def all_ranks(config: Any, n_ranks: int) -> int:
     """A case that takes every rank."""
     return n_ranks
+
+
+def config_json(config: Any) -> dict[str, Any]:
+    """A configuration as a run's header has it."""
+    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(config), enc_hook=str))
+    return values
 
 
 @dataclass(frozen=True, kw_only=True)

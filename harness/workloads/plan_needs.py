@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.workloads.contract import Need
+from harness.workloads.contract import Need, config_json
 from harness.workloads.links import LINKS, LinksConfig
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_files import find_cluster, has_profiled
@@ -18,12 +14,6 @@ from harness.workloads.profile_points import part_sizes
 
 # How long to measure, and in how many parts, does not change what a profile is of.
 _HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
-
-
-def plain(config: Any) -> dict[str, Any]:
-    """A configuration as a run's header has it."""
-    values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(config), enc_hook=str))
-    return values
 
 
 def links_need() -> Need:
@@ -42,7 +32,7 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
         n_parts: a number of parts that batches are cut into, beside the usual ones.
     """
     config = question.profile_config(n_parts)
-    wanted = {name: value for name, value in plain(config).items() if name not in _HOW}
+    wanted = {name: value for name, value in config_json(config).items() if name not in _HOW}
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         file = config.path(results)

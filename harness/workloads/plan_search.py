@@ -31,12 +31,12 @@ from harness.runtime.context import Context
 from harness.runtime.host import code_commit
 from harness.runtime.memory import peak_bytes
 from harness.units import format_duration, parse_bytes
-from harness.workloads.contract import Need, Workload
+from harness.workloads.contract import Need, Workload, config_json
 from harness.workloads.model_flags import ModelFlags, flag_words
 from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import find_cluster, find_search, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
-from harness.workloads.plan_needs import links_need, plain, profile_need
+from harness.workloads.plan_needs import links_need, profile_need
 from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_sizes
 from harness.workloads.plan_predict import predict
 from harness.workloads.plan_share import from_first, wait_for_all
@@ -238,7 +238,7 @@ SEARCH = Workload(
 
 def search_need(question: SearchConfig) -> Need:
     """A search for this question on these ranks, by this code and by what is measured now."""
-    config = plain(question)
+    config = config_json(question)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         found = find_search(results, config, cluster, commit=code_commit())
@@ -258,5 +258,9 @@ def found_by_search(
     """What a search has found for this question and these inputs; rank 0 only."""
     header = read_header(context.run_dir)
     return find_search(
-        context.run_dir.parent, plain(question), header.cluster, inputs.made_for, header.commit
+        context.run_dir.parent,
+        config_json(question),
+        header.cluster,
+        inputs.made_for,
+        header.commit,
     )

@@ -23,10 +23,10 @@ from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import read_launch
 from harness.runtime.rendezvous import meet
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import question_of
 from harness.workloads.plan_files import CLUSTER_FILE
 from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.plan_needs import plain
 from harness.workloads.train import TRAIN
 from harness.workloads.train_config import TrainCase
 
@@ -112,7 +112,7 @@ def prepare(results, cluster: Cluster):
     profile = roofline_profile(capture_graph(question), rates, n_parts=[2], n_microbatches=[1, 2])
     config = question.profile_config(2)
     config.path(results).write_bytes(profile.to_json())
-    told = {**plain(config), "shards": [1, 2, 3, 4, 8]}
+    told = {**config_json(config), "shards": [1, 2, 3, 4, 8]}
     write_header(results / "1-profile-0", header(cluster, "profile", told))
 
 

@@ -10,10 +10,10 @@ from local_ranks import header_of
 from harness.domain.cluster import Cluster
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_files import CLUSTER_FILE
 from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.plan_needs import plain
 
 KIND = "test device"
 RATES = DeviceRates(flops_per_s=2e10, memory_bytes_per_s=5e9)
@@ -56,5 +56,5 @@ def write_profile(results: Path, question: SearchConfig, size: int) -> None:
         msgspec.structs.replace(profile, model=question.model).to_json()
     )
     header = header_of([f"node{i}" for i in range(size)])
-    told = {"run_id": "run-profile-0", "workload": "profile", "config": plain(config)}
+    told = {"run_id": "run-profile-0", "workload": "profile", "config": config_json(config)}
     write_header(results / "run-profile-0", msgspec.structs.replace(header, **told))

@@ -9,9 +9,9 @@ import pytest
 from harness.measure.statistics import verdict
 from harness.workloads import WORKLOADS
 from harness.workloads.comparison import comparison
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import question_of
 from harness.workloads.plan_files import is_whole
-from harness.workloads.plan_needs import plain
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -26,15 +26,17 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
     parts = dict(comparison(has_gpu=False, n_ranks=n_ranks))
     cases = {name: WORKLOADS[name].cases(part, n_ranks) for name, part in parts.items()}
     searched = next(case for case in cases["train"] if case.strategy == "searched")
-    assert plain(question_of(searched)) == plain(cases["search"][0])
+    assert config_json(question_of(searched)) == config_json(cases["search"][0])
     for case in cases["train"]:
         for need in WORKLOADS["train"].needs(case):
             assert need.name in parts
-    assert is_whole(plain(parts["links"]))
+    assert is_whole(config_json(parts["links"]))
     (profile,) = cases["profile"]
-    wanted = plain(question_of(searched).profile_config())
+    wanted = config_json(question_of(searched).profile_config())
     same = {"model", "batch_size", "image_size", "n_classes", "n_channels", "dropout", "dtype"}
-    assert {name: plain(profile)[name] for name in same} == {name: wanted[name] for name in same}
+    assert {name: config_json(profile)[name] for name in same} == {
+        name: wanted[name] for name in same
+    }
     assert 1 in profile.shards
 
 

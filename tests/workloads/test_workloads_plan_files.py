@@ -14,6 +14,7 @@ from harness.errors import ConfigError
 from harness.measure.store import read_header, write_header
 from harness.plan import builders
 from harness.runtime.host import code_commit
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import (
     CLUSTER_FILE,
@@ -25,7 +26,6 @@ from harness.workloads.plan_files import (
     write_plan,
 )
 from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.plan_needs import plain
 from harness.workloads.plan_search import search_need
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
@@ -165,7 +165,7 @@ def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tm
     made_for = fingerprint(graph, cluster, Profile.load(file))
     strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
     run = tmp_path / "1-search-a"
-    header = write_run(results, run, "search", config=plain(QUESTION), commit=code_commit())
+    header = write_run(results, run, "search", config=config_json(QUESTION), commit=code_commit())
     write_plan(run, strategy, Prediction(strategy="ddp", method="builder", step_s=0.25))
     need = search_need(QUESTION)
     assert need.is_met(tmp_path, here)
@@ -192,11 +192,11 @@ def test_a_run_that_failed_plans_for_nobody(results, planned, tmp_path):
 
 def test_a_search_answers_its_own_question(results, planned, tmp_path):
     run, here = tmp_path / "1-search-a", results.launched_cluster(2)
-    write_run(results, run, "search", config=plain(QUESTION))
+    write_run(results, run, "search", config=config_json(QUESTION))
     write_plan(run, *planned)
-    assert find_search(tmp_path, plain(QUESTION), here) == planned
-    assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for) == planned
-    assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for, "") == planned
-    assert find_search(tmp_path, plain(QUESTION), here, planned[0].made_for, "abd") is None
-    assert find_search(tmp_path, {**plain(QUESTION), "batch_size": 9}, here) is None
-    assert find_search(tmp_path, plain(QUESTION), results.launched_cluster(3)) is None
+    assert find_search(tmp_path, config_json(QUESTION), here) == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for) == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "") == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "abd") is None
+    assert find_search(tmp_path, {**config_json(QUESTION), "batch_size": 9}, here) is None
+    assert find_search(tmp_path, config_json(QUESTION), results.launched_cluster(3)) is None

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import tyro
 
-from harness.cases import config_json
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig, question_of, search_cases
 from harness.workloads.plan_inputs import read_inputs
 from harness.workloads.plan_search import SEARCH, run_search, search_text

@@ -20,9 +20,9 @@ from harness.runtime.context import Context
 from harness.runtime.engine_torch import TorchEngine
 from harness.runtime.executor.state_files import load_sharded
 from harness.workloads import plan_trials
+from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig, question_of
 from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.plan_needs import plain
 from harness.workloads.plan_search import run_search
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
@@ -169,7 +169,7 @@ class KeptPlan:
         self._question = question = question_of(case)
         header = read_header(context.run_dir)
         is_search = case.strategy == "searched"
-        name, config = ("search", plain(question)) if is_search else ("train", {})
+        name, config = ("search", config_json(question)) if is_search else ("train", {})
         self._path = context.run_dir.parent / f"0-{name}-0"
         self._profile = question.profile_config().path(context.run_dir.parent)
         self._is_mine = context.world.is_first
