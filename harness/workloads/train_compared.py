@@ -14,7 +14,7 @@ from harness.measure.derive import (
 )
 from harness.measure.store import Run
 from harness.measure.text import columns, duration_cell, interval_words, percent_cell
-from harness.units import format_bytes, format_duration
+from harness.units import format_bytes
 from harness.workloads.train_config import is_file
 
 _HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
