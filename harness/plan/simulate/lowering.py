@@ -48,13 +48,13 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     """Lower a strategy."""
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
     rows, row_at = _number_rows(tables.active)
-    following, first, last, gate, peak = _ordered(tables, flow, rows, row_at)
+    returns = edges.returns & simulator.returns[edges.source // n_devices]
+    following, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
     gradients = _gradients(simulator, tables, flow, rows)
     triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
     seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
         simulator, tables, rows, row_at
     )
-    returns = edges.returns & simulator.returns[edges.source // n_devices]
     found = Work(
         n_microbatches=flow.n_microbatches,
         device_of=rows % n_devices,
@@ -91,17 +91,23 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     )
 
 
-def _ordered(tables: Tables, flow: Flow, rows: Ints, row_at: Ints) -> tuple[Any, ...]:
+def _ordered(
+    tables: Tables, flow: Flow, rows: Ints, row_at: Ints, returns: npt.NDArray[np.bool_]
+) -> tuple[Any, ...]:
     """What `order.order_tasks` returns."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
     to_row, fetched = row_at[edges.target], edges.n_bytes * edges.goes
     received = np.bincount(to_row, weights=fetched, minlength=len(rows))
+    receives = np.zeros((order.N_PASSES, len(rows)), dtype=np.bool_)
+    receives[order.FORWARD, to_row[edges.goes]] = True
+    receives[order.BACKWARD, row_at[edges.source[returns]]] = True
     stage_of = _stages(tables, flow)
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
     found: tuple[Any, ...] = order.order_tasks(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
+        receives,
         tables.output_bytes.ravel()[rows] + received,
         outside,
         flow.stage_ptr,

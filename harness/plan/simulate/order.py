@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
+
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
 N_PASSES = 4
 NONE = -1
@@ -37,6 +39,7 @@ def _held_bytes(
 def order_tasks(
     n_microbatches: int,
     row_at: Any,  # (operators, devices) the row, or NONE
+    receives: Any,  # (4, R) whether a pass of a row waits for transfers
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
     outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
     stage_ptr: Any,  # (S + 1,) into stage_ops
@@ -53,7 +56,7 @@ def order_tasks(
         following: (n_tasks,) next task on the device, or NONE.
         first, last: (D,) tasks of each device.
         gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last before
-            the action ahead of its own.
+            a wait some exchanges ahead of its own.
         peak: (D,) most bytes of activations held at once.
     """
     rows, n_devices = len(kept_bytes), row_at.shape[1]
@@ -63,17 +66,17 @@ def order_tasks(
     first = np.full(n_devices, NONE, np.int64)
     last = np.full(n_devices, NONE, np.int64)
     peak = np.zeros(n_devices)
+    before_wait = np.full(RECEIVES_AHEAD, NONE, np.int64)  # by the number of the exchange
     for device in range(n_devices):
         rank = rank_of[device]
         if rank == NONE:
             continue
         memory = 0.0
-        before_previous = before_this = NONE
+        n_exchanges = 0
         for a in range(action_ptr[rank], action_ptr[rank + 1]):
             kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
             again = recompute[stage]
-            before_previous, before_this = before_this, last[device]
             for what in (RECOMPUTE, kind):
                 # A backward action of a recomputing stage runs its forward once more first.
                 if what == RECOMPUTE and not (kind == BACKWARD and again):
@@ -88,7 +91,12 @@ def order_tasks(
                     taken, freed = _held_bytes(
                         what, again, split_weight, kept_bytes[row], outside_bytes[row]
                     )
-                    gate[task] = before_previous
+                    if receives[what, row]:
+                        if n_exchanges >= RECEIVES_AT_FIRST:
+                            posted = max(0, n_exchanges - RECEIVES_AHEAD)
+                            gate[task] = before_wait[posted % RECEIVES_AHEAD]
+                        before_wait[n_exchanges % RECEIVES_AHEAD] = last[device]
+                        n_exchanges += 1
                     memory += taken
                     peak[device] = max(peak[device], memory)
                     memory -= freed

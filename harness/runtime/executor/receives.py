@@ -16,15 +16,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from harness.domain.schedule import Action
+from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST, Action
 from harness.runtime.executor.channels import Channels, Transfer
 from harness.runtime.executor.messages import Message, Place
 from harness.runtime.executor.moves import Carried, Moves
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import Program
-
-# How many exchanges are posted before the first action, and in a wait beyond what it waits for.
-_N_FIRST, _N_AHEAD = 2, 6
 
 Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
@@ -62,9 +59,9 @@ class Receives:
         # How many must be posted for each exchange: the others' order need not be this device's.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
-        self._at_first = ends[min(_N_FIRST, len(exchanges))]
+        self._at_first = ends[min(RECEIVES_AT_FIRST, len(exchanges))]
         self._until = {
-            slot: ends[min(k + 1 + _N_AHEAD, len(exchanges))]
+            slot: ends[min(k + 1 + RECEIVES_AHEAD, len(exchanges))]
             for k, slots in enumerate(exchanges)
             for slot in slots
         }

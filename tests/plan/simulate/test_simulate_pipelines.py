@@ -85,24 +85,44 @@ def test_transfers_pace_the_pipeline_when_they_are_slowest():
     assert two_stages("gpipe", 4, bandwidth=8.0).step_s == pytest.approx(11.0, abs=1e-12)
 
 
-def test_receives_are_posted_one_action_ahead():
+def sent_in(found, name, begin=0.0):
+    """When transfers of an operator's microbatches start and end."""
+    return [
+        (start - begin, end - begin)
+        for event, start, end in timeline(found)
+        if event.startswith(f"{name} #") and "->" in event
+    ]
+
+
+def test_receives_are_posted_six_waits_ahead():
     graph, profile = chain()
-    profile = profile_of(graph, {"a": (1.0, 0.0), "b": (8.0, 0.0)})
+    profile = profile_of(graph, {"a": (1.0, 0.0), "b": (32.0, 0.0)})
     found = simulate(
         graph,
         profile,
         cluster_of(),
         {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)},
-        n_microbatches=4,
+        n_microbatches=8,
         stages=[Stage(), Stage()],
     )
     begin = found.outcome.device_begin_s[0]
-    assert begin == 4 * 0.5  # b's device is done once it has sent the four gradients
-    sent = [
-        (s - begin, e - begin)
-        for name, s, e in timeline(found)
-        if name.startswith("a #") and "->" in name
+    assert begin == 8 * 0.25  # b's device is done once it has sent the eight gradients
+    # a ends at 0.125, 0.25, ...; b waits first at once and then every 4 s from 0.375 on. In the
+    # first wait up to the seventh receive is posted, in the second, when b#0 is done, the eighth.
+    queued = [(0.125 + 0.25 * k, 0.375 + 0.25 * k) for k in range(7)]
+    assert sent_in(found, "a", begin) == [*queued, (4.375, 4.625)]
+
+
+def test_all_but_two_receives_are_posted_in_waits():
+    operators = [
+        op("x", [], 4, kind="input"),
+        op("a", ["x"], 4),
+        op("b", ["x"], 4),
+        op("c", ["a", "b"], 4, kind="elementwise"),
     ]
-    # a ends at 0.25, 0.5, ...; b runs from 0.75 in steps of 2 s. The third transfer waits until b's
-    # first microbatch is done at 2.75, the fourth until its second is.
-    assert sent == [(0.25, 0.75), (0.75, 1.25), (2.75, 3.25), (4.75, 5.25)]
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (1.0, 0.0), "b": (16.0, 0.0), "c": (0.0, 0.0)})
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1]), "c": OperatorPlan({}, [1])}
+    found = simulate(graph, profile, cluster_of(), plans, n_microbatches=4)
+    # Device 1 first computes 4 s of b, then waits for a#0.
+    assert sent_in(found, "a") == [(0.25, 0.75), (0.75, 1.25), (4.0, 4.5), (4.5, 5.0)]
