@@ -291,20 +291,21 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             continue
         if task < compute:
             what, rest = divmod(task, work.n_microbatches * rows)
-            row = rest % rows
+            m, row = divmod(rest, rows)
             device = work.device_of[row]
+            seconds = work.seconds[what, row]
+            if m == work.n_microbatches - 1:
+                seconds += work.joined_s[what, row]
             start[task] = now
             if is_timed:
                 running[device] = task
                 left = worked_off(load[device], load_since[device], load_until[device], now)
-                end_of[device], load[device] = stretched(
-                    work.seconds[what, row], now, left, load_until[device]
-                )
+                end_of[device], load[device] = stretched(seconds, now, left, load_until[device])
                 load_since[device] = end_of[device]
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
-            finish[task] = last_end[device] = now + work.seconds[what, row]
+            finish[task] = last_end[device] = now + seconds
             n_freed = _release(work, links, begins, task, finish[task], waits, ready, cause, freed)
             continue
 

@@ -51,14 +51,16 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     returns = edges.returns & simulator.returns[edges.source // n_devices]
     following, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
     gradients = _gradients(simulator, tables, flow, rows)
-    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.waits)
+    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.is_apart)
     seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
         simulator, tables, rows, row_at
     )
+    joined_s = _joined_seconds(simulator, tables, flow, rows, gradients)
     found = Work(
         n_microbatches=flow.n_microbatches,
         device_of=rows % n_devices,
         seconds=seconds,
+        joined_s=joined_s,
         following=following,
         first=first,
         gate=gate,
@@ -74,7 +76,9 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         **_cluster_columns(simulator),
         **_sum_columns(simulator, edges.sums, row_at),
         **_reduction_columns(simulator, tables),
-        **_jitter_columns(simulator, tables, flow, rows, seconds, returns),
+        **_jitter_columns(
+            simulator, tables, flow, rows, seconds + joined_s / flow.n_microbatches, returns
+        ),
     )
     return Lowered(
         work=found,
@@ -274,9 +278,8 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
     is_part |= ~edges.goes  # beside that of its own device
     is_added = is_part & edges.returns & simulator.returns[edges.source // n_devices]
     added = ADDS * np.bincount(from_row, weights=edges.n_bytes * is_added, minlength=n_rows)
-    rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     none = np.zeros(n_rows)
-    return np.stack([arriving, added, none, none]) * rates[rows % n_devices]
+    return np.stack([arriving, added, none, none]) * _stream_rates(simulator, rows)
 
 
 def _seconds(
@@ -284,38 +287,45 @@ def _seconds(
 ) -> Floats:
     """(4, n_rows): forward, backward, weight pass and recomputation.
 
-    A zero-bubble schedule gives half of the backward of an operator with weights to the
-    weight pass: gradients of inputs and of weights are products of equal size. Adding gradients
-    up, from the second microbatch on, is shared out evenly over all of them; a product in place
-    adds by itself, and is measured so. The one product of joined microbatches has a weight pass of
-    its own where others wait for the gradients of inputs, and is else shared out, too.
+    Adding gradients up, from the second microbatch on, is shared out evenly over all of them; a
+    product in place adds by itself, and is measured so. What joined microbatches take together is
+    not in it.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     to_inputs = tables.input_s.ravel()[rows]
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
-    weight = np.where(weight_bytes > 0, backward / 2, 0.0) if flow.split_weight else 0 * backward
-    rates = (np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds)[
-        rows % tables.n_devices
-    ]
     n_summed = 1 if simulator.options.updates_each_microbatch else n  # into one update
-    streamed = np.where(gradients.is_joined, 0.0, ADDS * weight_bytes * (n_summed - 1) / n_summed)
+    streamed = ADDS * weight_bytes * (n_summed - 1) / n_summed
     streamed += COPIES * tables.shared_bytes.ravel()[rows] / n_summed
-    stream_s = np.where(gradients.in_place, 0.0, streamed) * rates
-    if flow.split_weight:
-        weight = weight + stream_s
-    backward = backward + stream_s
-    for k in np.flatnonzero(gradients.is_joined).tolist():
-        op, device = divmod(int(rows[k]), tables.n_devices)
-        joined_s = tables.mean_size * tables.costs.joined_s(op, tables.plans[op], n)[device]
-        joined_s += COPIES * gradients.kept_bytes[k] * rates[k]
-        weight[k] = joined_s if gradients.waits[k] else joined_s / n * flow.split_weight
-        backward[k] = to_inputs[k] + stream_s[k]
-        backward[k] += 0.0 if gradients.waits[k] else joined_s / n
-    if flow.split_weight:
-        backward = backward - weight
+    is_streamed = ~(gradients.in_place | gradients.is_joined)
+    stream_s = np.where(is_streamed, streamed, 0.0) * _stream_rates(simulator, rows)
+    is_split = gradients.is_apart & ~gradients.is_joined
+    weight = np.where(is_split, backward - to_inputs + stream_s, 0.0)
+    backward = np.where(is_split | gradients.is_joined, to_inputs, backward + stream_s)
     if simulator.options.updates_each_microbatch:
         weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
     return np.stack([forward, backward, weight, forward])
+
+
+def _joined_seconds(
+    simulator: Simulator, tables: Tables, flow: Flow, rows: Ints, gradients: _Gradients
+) -> Floats:
+    """(4, n_rows): the one product of joined microbatches, beside what each of them takes."""
+    found, rates = np.zeros((order.N_PASSES, len(rows))), _stream_rates(simulator, rows)
+    copied = gradients.kept_bytes + tables.shared_bytes.ravel()[rows]
+    for k in np.flatnonzero(gradients.is_joined).tolist():
+        op, device = divmod(int(rows[k]), tables.n_devices)
+        product_s = tables.costs.joined_s(op, tables.plans[op], flow.n_microbatches)[device]
+        which = order.WEIGHT if gradients.is_apart[k] else order.BACKWARD
+        found[which, k] = tables.mean_size * product_s + COPIES * copied[k] * rates[k]
+    return found
+
+
+def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:
+    """(n_rows,) seconds that a byte of memory takes."""
+    rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
+    found: Floats = rates[rows % len(rates)]
+    return found
 
 
 def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
@@ -340,13 +350,14 @@ class _Gradients(NamedTuple):
 
     Attributes:
         kept_bytes: inputs and outputs of all microbatches, where these are joined.
-        waits: their one product comes after the last backward of its stage.
+        is_apart: in weight passes, after what the stage before waits for: of products under zero
+            bubble, of joined microbatches under any schedule. The first stage has none.
     """
 
     in_place: npt.NDArray[np.bool_]
     is_joined: npt.NDArray[np.bool_]
     kept_bytes: Floats
-    waits: npt.NDArray[np.bool_]
+    is_apart: npt.NDArray[np.bool_]
 
 
 def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> _Gradients:
@@ -356,8 +367,9 @@ def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> 
     in_place = simulator.is_linear[ops] & (weight_bytes >= options.in_place_bytes)
     is_joined = simulator.is_product[ops] & ~in_place & (most_kept <= weight_bytes)
     is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
-    waits = is_joined & (_stages(tables, flow)[ops] > 0) & (not flow.split_weight)
-    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), waits)
+    is_apart = simulator.is_product[ops] if flow.split_weight else is_joined
+    is_apart = is_apart & (_stages(tables, flow)[ops] > 0)
+    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), is_apart)
 
 
 def _triggers(
@@ -366,15 +378,15 @@ def _triggers(
     flow: Flow,
     last: Ints,
     row_at: Ints,
-    waits: npt.NDArray[np.bool_],
+    is_apart: npt.NDArray[np.bool_],
 ) -> tuple[Ints, Ints]:
     """(compute task, bucket that waits for it): the last microbatch's gradients, or,
     without overlap, the device's last task."""
     if not simulator.options.overlap:
         return last[buckets.end_device], buckets.end_bucket
     found = row_at[buckets.trigger_place]
-    which = np.where(waits[found] | flow.split_weight, order.WEIGHT, order.BACKWARD)
-    base = ((which + 1) * flow.n_microbatches - 1) * len(waits)
+    which = np.where(is_apart[found], order.WEIGHT, order.BACKWARD)
+    base = ((which + 1) * flow.n_microbatches - 1) * len(is_apart)
     return base + found, buckets.trigger_bucket
 
 

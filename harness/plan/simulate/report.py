@@ -150,7 +150,9 @@ def contention_seconds(simulation: Simulation) -> list[float]:
     n_rows, n_microbatches = len(out.rows), simulation.strategy.n_microbatches
     n_compute = 4 * n_microbatches * n_rows
     taken = (out.finish - out.start)[:n_compute].reshape(4, n_microbatches, n_rows)
-    longer = np.nansum(taken - out.seconds[:, None, :], axis=(0, 1))
+    taken -= out.seconds[:, None, :]
+    taken[:, -1] -= out.joined_s
+    longer = np.nansum(taken, axis=(0, 1))
     n_devices = len(simulation.simulator.network.names)
     by_device = np.bincount(out.rows % n_devices, weights=longer, minlength=n_devices)
     return [max(0.0, float(seconds)) for seconds in by_device]

@@ -47,6 +47,7 @@ class Outcome:
         optimizer_s: (n_devices,) seconds of the optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
         seconds: (4, n_rows) of each row's passes when nothing else takes their device's time.
+        joined_s: (4, n_rows) that they take besides for the last microbatch.
     """
 
     step_s: float
@@ -61,6 +62,7 @@ class Outcome:
     busy: Floats
     rows: Ints
     seconds: Floats
+    joined_s: Floats
     edge_source: Ints
     edge_target: Ints
     edge_bytes: Floats
@@ -260,6 +262,7 @@ class Trial:
             busy=ran.busy,
             rows=lowered.rows,
             seconds=lowered.work.seconds,
+            joined_s=lowered.work.joined_s,
             edge_source=edges.source,
             edge_target=edges.target,
             edge_bytes=edges.n_bytes,

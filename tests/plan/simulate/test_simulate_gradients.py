@@ -73,6 +73,7 @@ def simulated_joined(
     weight_bytes=80,
     first=None,
     to_inputs_s=None,
+    schedule="gpipe",
 ):
     """Two products with weights, fed and giving 32 bytes in a microbatch of 4 samples."""
     graph = two_linears(1)[0]
@@ -102,6 +103,7 @@ def simulated_joined(
         cluster_of(2, bandwidth=1e12),
         plans,
         n_microbatches=n_microbatches,
+        schedule=schedule,
         stages=[Stage()] * n_stages,
         options=SimulatorOptions(stream_s_per_byte=0.01, joined_weight_bytes=joined_weight_bytes),
     )
@@ -176,6 +178,55 @@ def test_joined_gradients_come_after_what_the_stage_before_waits_for():
     # Meanwhile the first stage has its last backward, which began as soon as b's had ended.
     backward = max((event for event in found if event[0].startswith("a ")), key=lambda e: e[1])
     assert backward[1] == pytest.approx(weights[1])
+
+
+def test_zero_bubble_joins_gradients_in_the_last_weight_pass():
+    found = timeline(simulated_joined(80, n_stages=2, schedule="zero_bubble"))
+    (weights,) = [event for event in found if event[0].startswith("weights of")]
+    assert weights[0] == "weights of b #1"
+    joined_s = 0.75 + 0.01 * 2 * 64
+    assert weights[2] - weights[1] == pytest.approx(joined_s)
+    # Nobody waits for the first stage's gradients of inputs: its last backward has it all.
+    backward = [end - start for name, start, end in found if name in ("a #0", "a #1")][2:]
+    assert backward == pytest.approx([1.0, 1.0 + joined_s])
+
+
+def zero_bubble(cuts, devices):
+    """a, then b and a batch norm n on another stage, in two microbatches."""
+    operators = [
+        op("x", [], 4, kind="input"),
+        op("a", ["x"], 4, 80),
+        op("b", ["a"], 4, 40),
+        op("n", ["b"], 4, 40, kind="batch_norm"),
+    ]
+    graph = Graph(name="g", batch=8, operators=operators)
+    profile = profile_of(graph, {"a": (1.0, 3.0), "b": (1.0, 3.0), "n": (1.0, 3.0)})
+    last = OperatorPlan(cuts, devices, 1)
+    return simulate(
+        graph,
+        profile,
+        cluster_of(3, bandwidth=1e12),
+        {"a": OperatorPlan({}, [0]), "b": last, "n": last},
+        n_microbatches=2,
+        schedule="zero_bubble",
+        stages=[Stage(), Stage()],
+        options=SimulatorOptions(bucket_bytes=1),
+    )
+
+
+def test_zero_bubble_defers_weights_of_products_behind_the_first_stage():
+    forward, backward, weight, _ = zero_bubble({}, [1]).outcome.seconds.tolist()
+    assert forward == [0.5] * 3
+    assert backward == [1.5, 0.5, 1.5]  # b's to inputs takes as long as its forward
+    assert weight == [0.0, 1.0, 0.0]
+
+
+def test_zero_bubble_sums_each_gradient_after_the_pass_that_has_it():
+    found = timeline(zero_bubble({"sample": 2}, [1, 2]))
+    start = {name: start for name, start, _ in found}
+    end = {name: end for name, _, end in found}
+    assert start["all-reduce n"] == end["n #1"] < start["weights of b #1"]
+    assert start["all-reduce b"] == end["weights of b #1"]
 
 
 def test_gradients_in_place_are_added_up_within_their_backward():
