@@ -256,12 +256,12 @@ class Runner:
         for position in reversed(range(len(program.stages[stage]))):
             place = stage, position
             segment = program.stages[stage][position]
+            if self._recompute[stage] and segment.is_differentiable:
+                self._phases.begin("forward", f"{name} recompute")
+                self._repeat(flight, segment, place)  # meanwhile its gradients are on their way
+                self._phases.begin("backward", name)
             self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
-                if self._recompute[stage]:
-                    self._phases.begin("forward", f"{name} recompute")
-                    self._repeat(flight, segment, place)
-                    self._phases.begin("backward", name)
                 self._differentiate(flight, segment, place, action)
             flight.outputs.pop(place, None)
             self._return(flight, moves, place, microbatch)

@@ -123,6 +123,14 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     return together, alone, engine.can_be_muted
 
 
+def phases_of_a_step(case: Case, world: World) -> list[Phase]:
+    """Kinds and names of spans, in the order of their start."""
+    task, recorder = case.make_task(), Recorder(HostClock())
+    engine = make_engine(case, task, world, recorder)
+    train_step(engine, case, task, 0)
+    return [(s.kind, s.name) for s in recorder.collect() if isinstance(s, Span)]
+
+
 def most_sending(case: Case, world: World) -> int:
     """The most sends whose tensors this rank keeps at once in a step."""
     task = case.make_task()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 import torch
@@ -24,6 +26,7 @@ from equivalence_training import (
     merged,
     most_sending,
     n_synchronisations,
+    phases_of_a_step,
     receives_posted,
     samples_of_joined_products,
     steps_alone,
@@ -139,6 +142,16 @@ def test_three_replicas_feed_one_under_every_schedule(schedule, recompute, seed,
     )
     assert [len(own) for own in strategy.stage_devices()] == [3, 1]
     assert_equal(make_case("lenet", strategy, 4, seed=seed), ranks)
+
+
+def test_a_forward_is_repeated_while_its_gradients_are_on_their_way(ranks):
+    strategy = replicated_pipeline(
+        small_graph("lenet"), 4, [[0], [1]], n_microbatches=2, schedule="gpipe", recompute=True
+    )
+    first, _ = ranks.run(2, phases_of_a_step, make_case("lenet", strategy, 2))
+    found = [re.search(r"wait gradient.*#(\d)|#(\d) recompute", name) for _, name in first]
+    waited = [one.groups() for one in found if one]
+    assert waited == [(None, "0"), ("0", None), (None, "1"), ("1", None)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
