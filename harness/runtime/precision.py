@@ -33,6 +33,11 @@ class Precision:
         return dtype
 
 
+def wire_bytes_per_fp32_byte(dtype: str) -> float:
+    """How many bytes travel between devices for each byte of a float32 value."""
+    return _AUTOCAST.get(dtype, torch.float32).itemsize / torch.float32.itemsize
+
+
 def set_tensor_cores(dtype: str) -> None:
     """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default.
 

@@ -11,6 +11,7 @@ from harness.runtime.data import entry_for
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.models import ModelOptions, fit_options
 from harness.runtime.optimizers import OPTIMIZERS, OptimizerOptions
+from harness.runtime.precision import wire_bytes_per_fp32_byte
 from harness.units import parse_bytes
 from harness.workloads.model_flags import ModelFlags, fitted_flags, shared_flags
 from harness.workloads.number_flags import check_above_zero, check_at_least
@@ -108,6 +109,7 @@ class SearchConfig(ModelFlags):
             in_place_bytes=in_place_bytes,
             joined_weight_bytes=joined_weight_bytes,
             joined_bytes=LARGEST_JOINED_BYTES,
+            wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 
 

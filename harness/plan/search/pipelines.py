@@ -135,7 +135,7 @@ class PipelineSearch:
                 continue
             elements = math.prod(self.costs.shapes[p].values())
             found[: at[p] + 1, at[p] + 1 : max(places) + 1] += (
-                self.costs.bytes_per_element(p) * elements
+                self.costs.wire_bytes_per_element(p) * elements
             )
         return found
 

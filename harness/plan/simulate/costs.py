@@ -74,10 +74,11 @@ class Costs:
 
     Args:
         samples: of the microbatch that every shape is scaled to.
-        in_place_bytes: see SimulatorOptions.
+        in_place_bytes, wire_bytes_per_fp32_byte: see SimulatorOptions.
 
     Attributes:
         shapes: of the operators, for a microbatch.
+        wire_share: (n_ops,) bytes that travel for each byte of an operator's output.
         times: seconds of their blocks.
 
     Raises:
@@ -92,8 +93,11 @@ class Costs:
         samples: int,
         *,
         in_place_bytes: float = math.inf,
+        wire_bytes_per_fp32_byte: float = 1.0,
     ) -> None:
         self.graph, self.samples = graph, samples
+        is_fp32 = np.array([op.dtype == "float32" for op in graph.operators])
+        self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0)
         self.n_devices = cluster.n_devices
         self._node_of = np.array(cluster.node_of(), dtype=np.int64)
         self.shapes = [
@@ -167,6 +171,10 @@ class Costs:
         operator = self.graph.operators[op]
         elements = operator.n_elements if operator.shape else (self.graph.batch or self.samples)
         return operator.activation_bytes / elements
+
+    def wire_bytes_per_element(self, op: int) -> float:
+        """Of the output, where it travels."""
+        return self.bytes_per_element(op) * float(self.wire_share[op])
 
     def operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         """Price one operator's plan."""
@@ -264,7 +272,7 @@ class Costs:
         pieces = Pieces(
             a,
             held,
-            self.bytes_per_element(producer),
+            self.wire_bytes_per_element(producer),
             is_summed=any(is_partial(maker, dim) for dim in a.partition),
         )
         found: dict[tuple[int, int], int] = {}

@@ -68,7 +68,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_target=row_at[edges.target],
         edge_bytes=edges.n_bytes * tables.mean_size,
         edge_crowding=np.where(edges.crosses, simulator.network.crowding, 1.0),
-        edge_messages=_messages(simulator, edges, n_devices),
+        edge_messages=_messages(simulator, tables),
         edge_goes=edges.goes,
         edge_returns=returns,
         trigger_task=triggers[0],
@@ -253,15 +253,22 @@ def _group_jitter(
     )
 
 
-def _messages(simulator: Simulator, edges: Edges, n_devices: int) -> Floats:
-    """(n_edges,) of the messages that small pieces share."""
+def _messages(simulator: Simulator, tables: Tables) -> Floats:
+    """(n_edges,) of the messages that small pieces share: small as they are computed."""
+    edges, n_devices = tables.edge_rows(), tables.n_devices
     shares = np.ones(len(edges.source))
-    is_small = edges.n_bytes <= simulator.options.joined_bytes
+    is_small = edges.n_bytes <= simulator.options.joined_bytes * _wire_shares(tables)
     if not is_small.any():
         return shares
     wanted = edges.target[is_small] * n_devices + edges.source[is_small] % n_devices
     _, which, counts = np.unique(wanted, return_inverse=True, return_counts=True)
     shares[is_small] = 1 / counts[which]
+    return shares
+
+
+def _wire_shares(tables: Tables) -> Floats:
+    """(n_edges,) bytes that travel for each that is computed."""
+    shares: Floats = tables.costs.wire_share[tables.edge_rows().source // tables.n_devices]
     return shares
 
 
@@ -273,7 +280,7 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
     edges, n_devices, n_rows = tables.edge_rows(), tables.n_devices, len(rows)
     from_row, to_row = row_at[edges.source], row_at[edges.target]
     arriving = np.bincount(to_row, weights=edges.n_streamed, minlength=n_rows)
-    is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source]
+    is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source] * _wire_shares(tables)
     is_part |= np.bincount(from_row, weights=edges.returns, minlength=n_rows)[from_row] > 1
     is_part |= ~edges.goes  # beside that of its own device
     is_added = is_part & edges.returns & simulator.returns[edges.source // n_devices]

@@ -34,6 +34,8 @@ class SimulatorOptions:
             up, if what these feed it and get of it is no more than the weights. By default none.
         joined_bytes: pieces up to this size that one operator's tasks on a device want of another
             device travel in one message.
+        wire_bytes_per_fp32_byte: of a value that travels between devices within a microbatch, or
+            is summed there; under autocast it has autocast's dtype.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
             those of the whole microbatch, with two small all-reduces forward and one backward.
         updates_each_microbatch: a weight pass after each microbatch's backward all-reduces the
@@ -49,6 +51,7 @@ class SimulatorOptions:
     in_place_bytes: float = math.inf
     joined_weight_bytes: float = math.inf
     joined_bytes: int = 0
+    wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     updates_each_microbatch: bool = False
 
@@ -61,6 +64,11 @@ class SimulatorOptions:
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
+            )
+        if not 0 < self.wire_bytes_per_fp32_byte <= 1:
+            raise PlanError(
+                f"a byte of fp32 travels as {self.wire_bytes_per_fp32_byte} B: that must be > 0 "
+                "and <= 1"
             )
         if not np.all(np.asarray(self.stream_s_per_byte) >= 0):
             raise PlanError(f"a byte of memory takes {self.stream_s_per_byte} s: that must be >= 0")

@@ -117,6 +117,7 @@ class Simulator:
                 self.cluster,
                 samples,
                 in_place_bytes=self.options.in_place_bytes,
+                wire_bytes_per_fp32_byte=self.options.wire_bytes_per_fp32_byte,
             )
         return self._costs[samples]
 

@@ -1,11 +1,11 @@
 """Partial sums, copies and statistics: what devices add up among them."""
 
-from simulated import cluster_of, op, profile_of, simulate, timeline, two_linears
+from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two_linears
 
 from harness.domain.graph import Graph
 from harness.domain.strategy import OperatorPlan
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.report import events
+from harness.plan.simulate.report import device_seconds, events
 
 
 def test_contraction_reads_what_features_left_and_sums_among_two_pairwise():
@@ -26,6 +26,26 @@ def test_partial_sums_of_more_than_two_devices_are_all_reduced():
     ]
     assert not [e for e in timeline(found) if "->" in e[0]]
     assert found.step_s == 15.0
+
+
+def test_what_travels_as_bf16_is_half_of_fp32():
+    graph, profile, cluster, plans = two_linears(4)
+    half = SimulatorOptions(wire_bytes_per_fp32_byte=0.5, stream_s_per_byte=0.01)
+    whole = SimulatorOptions(stream_s_per_byte=0.01)
+    for reader in (plans["c"], OperatorPlan({"sample": 4}, [0, 1, 2, 3])):
+        given = graph, profile, cluster, plans | {"c": reader}
+        found, all_of_it = (simulate(*given, options=one).outcome for one in (half, whole))
+        assert [one.n_bytes for one in found.sums] == [(16, 16) for _ in all_of_it.sums]
+        assert [one.n_bytes for one in all_of_it.sums] == [(32, 32) for _ in found.sums]
+        assert (found.edge_bytes * 2).tolist() == all_of_it.edge_bytes.tolist()
+
+
+def test_what_arrives_whole_is_used_as_it_is_in_bf16_too():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    half = SimulatorOptions(wire_bytes_per_fp32_byte=0.5, stream_s_per_byte=0.01)
+    found = simulate(graph, profile, cluster_of(), plans, options=half)
+    assert device_seconds(found, 0)["backward"] == 2.0
 
 
 def test_partial_sums_are_sent_where_others_want_them_or_not_all_of_them():

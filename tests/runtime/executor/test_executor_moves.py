@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 from equivalence_cases import copied_case, random_case
@@ -17,16 +18,19 @@ from harness.runtime.capture import capture
 from harness.runtime.executor.layout import Layout
 from harness.runtime.executor.messages import shared_sums
 from harness.runtime.executor.values import MetaModel
+from harness.runtime.precision import Precision
+from harness.workloads.plan_config import SearchConfig
 
 MODELS = ("mlp", "lenet", "alexnet", "vgg16", "resnet18", "resnet50", "resnet152", "vit")
 
 
-def executed(layout):
-    """Elements that travel, by (from, to, whether backward), and the sums."""
+def executed(layout, precision):
+    """Bytes that travel, by (from, to, whether backward), and the sums."""
     moved, sums = Counter(), shared_sums(layout)
 
     def size(want, piece):
-        return math.prod(layout.sizes_of(want.value, piece.region))
+        dtype = precision.transfer_dtype(layout.tensor(want.value).dtype)
+        return math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
 
     for want in layout.wants:
         if want.number in sums:
@@ -39,7 +43,7 @@ def executed(layout):
     return between, {tuple(one) for one in sums.values()}
 
 
-def simulated(graph, strategy, n_ranks):
+def simulated(graph, strategy, n_ranks, dtype):
     """The same by the simulator."""
     cluster = small_cluster(n_ranks)
     kind = cluster.devices[0].kind
@@ -58,14 +62,17 @@ def simulated(graph, strategy, n_ranks):
             for op in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
         ],
     )
-    simulator = Simulator(graph, profile, cluster)
+    options = SearchConfig(dtype=dtype).simulator_options(
+        (0.0,), in_place_bytes=math.inf, joined_weight_bytes=math.inf
+    )
+    simulator = Simulator(graph, profile, cluster, options=options)
     trial = Trial.from_strategy(simulator, strategy)
     edges, n = trial.tables.edge_rows(), simulator.cluster.n_devices
     moved = Counter()
     for k in range(len(edges.source)):
         op, a = divmod(int(edges.source[k]), n)
         b = int(edges.target[k]) % n
-        size = round(edges.n_bytes[k] / trial.tables.costs.bytes_per_element(op))
+        size = round(edges.n_bytes[k])
         if edges.goes[k]:
             moved[a, b, False] += size
         if edges.returns[k] and simulator.returns[op]:
@@ -74,19 +81,24 @@ def simulated(graph, strategy, n_ranks):
     return dict(moved), sums
 
 
-@pytest.mark.parametrize("make_case", [random_case, copied_case])
-def test_what_travels_is_what_was_simulated(make_case):
+@pytest.mark.parametrize(
+    ("make_case", "dtype"), [(random_case, "fp32"), (copied_case, "fp32"), (random_case, "bf16")]
+)
+def test_what_travels_is_what_was_simulated(make_case, dtype):
+    precision = Precision(dtype, torch.device("cpu"))
     n_equal = n_mixed = 0
     for index in range(200):
         case = make_case(5, index)
         strategy, sizes = case.strategy, case.strategy.microbatch_sizes()
         if case.model not in MODELS or case.n_ranks == 1 or len(set(sizes)) > 1:
             continue
+        if dtype == "bf16":
+            case = msgspec.structs.replace(case, dtype="float32")
         task = case.make_task()
         captured = capture(task, strategy.batch, case.model)
         meta = MetaModel(captured, task.inputs, torch.device("cpu"))
-        ours = executed(Layout(captured, meta, strategy, sizes[0]))
-        theirs = simulated(captured.graph, strategy, case.n_ranks)
+        ours = executed(Layout(captured, meta, strategy, sizes[0]), precision)
+        theirs = simulated(captured.graph, strategy, case.n_ranks, dtype)
         if ours[1] != theirs[1]:  # sums beside messages are simulated as messages alone
             assert not theirs[1]
             n_mixed += 1
