@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.plan.simulate import order
 from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.jitter import Jitter
@@ -49,9 +50,12 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     n_devices, edges, buckets = tables.n_devices, tables.edge_rows(), tables.buckets()
     rows, row_at = _number_rows(tables.active)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
-    following, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
+    following, position, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
     gradients = _gradients(simulator, tables, flow, rows)
-    triggers = _triggers(simulator, buckets, flow, last, row_at, gradients.is_apart)
+    if simulator.options.overlap:
+        triggers = _triggers(buckets, flow, position, row_at, gradients.is_apart)
+    else:
+        triggers = last[buckets.end_device]
     seconds = _seconds(simulator, tables, flow, rows, gradients) + tables.mean_size * _streams(
         simulator, tables, rows, row_at
     )
@@ -71,8 +75,8 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_messages=_messages(simulator, tables),
         edge_goes=edges.goes,
         edge_returns=returns,
-        trigger_task=triggers[0],
-        trigger_bucket=triggers[1],
+        trigger_task=triggers,
+        trigger_bucket=buckets.end_bucket,
         **_cluster_columns(simulator),
         **_sum_columns(simulator, edges.sums, row_at),
         **_reduction_columns(simulator, tables),
@@ -112,6 +116,8 @@ def _ordered(
         flow.n_microbatches,
         row_at.reshape(-1, n_devices),
         receives,
+        RECEIVES_AT_FIRST,
+        RECEIVES_AHEAD,
         tables.output_bytes.ravel()[rows] + received,
         outside,
         flow.stage_ptr,
@@ -380,21 +386,15 @@ def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> 
 
 
 def _triggers(
-    simulator: Simulator,
-    buckets: Buckets,
-    flow: Flow,
-    last: Ints,
-    row_at: Ints,
-    is_apart: npt.NDArray[np.bool_],
-) -> tuple[Ints, Ints]:
-    """(compute task, bucket that waits for it): the last microbatch's gradients, or,
-    without overlap, the device's last task."""
-    if not simulator.options.overlap:
-        return last[buckets.end_device], buckets.end_bucket
-    found = row_at[buckets.trigger_place]
-    which = np.where(is_apart[found], order.WEIGHT, order.BACKWARD)
-    base = ((which + 1) * flow.n_microbatches - 1) * len(is_apart)
-    return base + found, buckets.trigger_bucket
+    buckets: Buckets, flow: Flow, position: Ints, row_at: Ints, is_apart: npt.NDArray[np.bool_]
+) -> Ints:
+    """(n_ends,) on each device of a bucket, the compute task after which it starts: the last that
+    gives a gradient of the last microbatch to it, or to an earlier bucket of the same devices."""
+    rows = row_at[buckets.trigger_place]
+    which = np.where(is_apart[rows], order.WEIGHT, order.BACKWARD)
+    tasks = ((which + 1) * flow.n_microbatches - 1) * len(is_apart) + rows
+    found: Ints = order.last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
+    return found
 
 
 def _lists(places: list[tuple[int, ...]], row_at: Ints) -> tuple[Ints, Ints]:

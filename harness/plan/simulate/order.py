@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
-
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
 N_PASSES = 4
 NONE = -1
@@ -40,6 +38,8 @@ def order_tasks(
     n_microbatches: int,
     row_at: Any,  # (operators, devices) the row, or NONE
     receives: Any,  # (4, R) whether a pass of a row waits for transfers
+    n_first: int,  # exchanges that are posted before the step, and ahead in a wait: given, since
+    n_ahead: int,  # the cache of compiled code would not see them change
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
     outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
     stage_ptr: Any,  # (S + 1,) into stage_ops
@@ -54,6 +54,7 @@ def order_tasks(
 
     Returns:
         following: (n_tasks,) next task on the device, or NONE.
+        position: (n_tasks,) how many tasks its device has before it.
         first, last: (D,) tasks of each device.
         gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last before
             a wait some exchanges ahead of its own.
@@ -62,11 +63,12 @@ def order_tasks(
     rows, n_devices = len(kept_bytes), row_at.shape[1]
     n_tasks = N_PASSES * n_microbatches * rows
     following = np.full(n_tasks, NONE, np.int64)
+    position = np.full(n_tasks, NONE, np.int64)
     gate = np.full(n_tasks, NONE, np.int64)
     first = np.full(n_devices, NONE, np.int64)
     last = np.full(n_devices, NONE, np.int64)
     peak = np.zeros(n_devices)
-    before_wait = np.full(RECEIVES_AHEAD, NONE, np.int64)  # by the number of the exchange
+    before_wait = np.full(n_ahead, NONE, np.int64)  # by the number of the exchange
     for device in range(n_devices):
         rank = rank_of[device]
         if rank == NONE:
@@ -92,17 +94,36 @@ def order_tasks(
                         what, again, split_weight, kept_bytes[row], outside_bytes[row]
                     )
                     if receives[what, row]:
-                        if n_exchanges >= RECEIVES_AT_FIRST:
-                            posted = max(0, n_exchanges - RECEIVES_AHEAD)
-                            gate[task] = before_wait[posted % RECEIVES_AHEAD]
-                        before_wait[n_exchanges % RECEIVES_AHEAD] = last[device]
+                        if n_exchanges >= n_first:
+                            posted = max(0, n_exchanges - n_ahead)
+                            gate[task] = before_wait[posted % n_ahead]
+                        before_wait[n_exchanges % n_ahead] = last[device]
                         n_exchanges += 1
                     memory += taken
                     peak[device] = max(peak[device], memory)
                     memory -= freed
                     if last[device] == NONE:
-                        first[device] = task
+                        first[device], position[task] = task, 0
                     else:
                         following[last[device]] = task
+                        position[task] = position[last[device]] + 1
                     last[device] = task
-    return following, first, last, gate, peak
+    return following, position, first, last, gate, peak
+
+
+@njit(cache=True)
+def last_tasks(position: Any, tasks: Any, ends: Any, before: Any) -> Any:
+    """(n_ends,) on its device the last of the tasks that an end waits for.
+
+    Args:
+        ends: of each task.
+        before: (n_ends,) a former end on the same device that it waits for too, or NONE.
+    """
+    found = np.full(len(before), NONE, np.int64)
+    for task, end in zip(tasks, ends):  # noqa: B905  (numba knows no strict)
+        if found[end] == NONE or position[task] > position[found[end]]:
+            found[end] = task
+    for end, former in enumerate(before):
+        if former != NONE and position[found[former]] > position[found[end]]:
+            found[end] = found[former]
+    return found

@@ -44,18 +44,20 @@ class Buckets:
     Attributes:
         members: operators of each bucket.
         groups: devices of each bucket.
-        trigger_place, trigger_bucket: (n,) every member on every device of its group, as
-            operator * n_devices + device, and the bucket that waits for it.
-        end_device, end_bucket: (n,) every device of every bucket.
+        end_device, end_bucket: (n_ends,) every device of every bucket.
+        end_before: (n_ends,) the end of the group's bucket before on the same device, or -1.
+        trigger_place, trigger_end: (n,) every member on every device of its group, as
+            operator * n_devices + device, and the end that waits for it.
     """
 
     n_bytes: Floats
     members: list[list[int]]
     groups: list[tuple[int, ...]]
-    trigger_place: Ints
-    trigger_bucket: Ints
     end_device: Ints
     end_bucket: Ints
+    end_before: Ints
+    trigger_place: Ints
+    trigger_end: Ints
 
 
 @dataclass(frozen=True)
@@ -277,27 +279,29 @@ class Tables:
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
                     has_closed.add(group)
-        n = self.n_devices
-        triggers = [
-            (op * n + device, k)
-            for k, (ops, group) in enumerate(zip(members, groups, strict=True))
-            for op in ops
-            for device in group
-        ]
-        ends = [(device, k) for k, group in enumerate(groups) for device in group]
-        places, waiting = _columns(triggers)
-        devices, closing = _columns(ends)
+        ends: list[tuple[int, int, int]] = []
+        triggers: list[tuple[int, int]] = []
+        latest: dict[tuple[int, ...], int] = {}  # by group, where its last bucket's ends begin
+        for k, (ops, group) in enumerate(zip(members, groups, strict=True)):
+            begin, former = len(ends), latest.get(group)
+            latest[group] = begin
+            for i, device in enumerate(group):
+                ends.append((device, k, -1 if former is None else former + i))
+                triggers += [(op * self.n_devices + device, begin + i) for op in ops]
+        end_device, end_bucket, end_before = _columns(ends, 3)
+        trigger_place, trigger_end = _columns(triggers, 2)
         return Buckets(
             n_bytes=np.array(sizes, dtype=np.float64),
             members=members,
             groups=groups,
-            trigger_place=places,
-            trigger_bucket=waiting,
-            end_device=devices,
-            end_bucket=closing,
+            end_device=end_device,
+            end_bucket=end_bucket,
+            end_before=end_before,
+            trigger_place=trigger_place,
+            trigger_end=trigger_end,
         )
 
 
-def _columns(pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-    flat = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return np.ascontiguousarray(flat[:, 0]), np.ascontiguousarray(flat[:, 1])
+def _columns(rows: Sequence[tuple[int, ...]], n: int) -> list[Ints]:
+    flat = np.array(rows, dtype=np.int64).reshape(-1, n)
+    return [np.ascontiguousarray(column) for column in flat.T]

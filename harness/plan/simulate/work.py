@@ -58,7 +58,7 @@ class Work(NamedTuple):
     reduce_host_bytes: Any
     group_ptr: Any  # into group
     group: Any  # devices
-    trigger_task: Any  # (n,) compute tasks that a bucket waits for
+    trigger_task: Any  # (n,) the compute task on each of its devices that a bucket waits for
     trigger_bucket: Any  # (n,)
 
 

@@ -191,13 +191,16 @@ def test_zero_bubble_joins_gradients_in_the_last_weight_pass():
     assert backward == pytest.approx([1.0, 1.0 + joined_s])
 
 
-def zero_bubble(cuts, devices):
-    """a, then b and a batch norm n on another stage, in two microbatches."""
+def zero_bubble(cuts, devices, names=("b", "n")):
+    """a, then a product b and a batch norm n on another stage, in two microbatches."""
+    kinds = {"b": "linear", "n": "batch_norm"}
     operators = [
         op("x", [], 4, kind="input"),
         op("a", ["x"], 4, 80),
-        op("b", ["a"], 4, 40),
-        op("n", ["b"], 4, 40, kind="batch_norm"),
+        *(
+            op(name, [before], 4, 40, kind=kinds[name])
+            for before, name in zip(("a", *names), names, strict=False)
+        ),
     ]
     graph = Graph(name="g", batch=8, operators=operators)
     profile = profile_of(graph, {"a": (1.0, 3.0), "b": (1.0, 3.0), "n": (1.0, 3.0)})
@@ -227,6 +230,15 @@ def test_zero_bubble_sums_each_gradient_after_the_pass_that_has_it():
     end = {name: end for name, _, end in found}
     assert start["all-reduce n"] == end["n #1"] < start["weights of b #1"]
     assert start["all-reduce b"] == end["weights of b #1"]
+
+
+def test_buckets_of_the_same_devices_start_in_one_order():
+    found = timeline(zero_bubble({"sample": 2}, [1, 2], names=("n", "b")))
+    start = {name: start for name, start, _ in found}
+    end = {name: end for name, _, end in found}
+    # n's gradients are there before, but b's bucket comes first.
+    assert end["n #1"] < start["weights of b #1"]
+    assert end["weights of b #1"] == start["all-reduce b"] < start["all-reduce n"]
 
 
 def test_gradients_in_place_are_added_up_within_their_backward():
