@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 _COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message")
 
 
-class Jitter(msgspec.Struct, frozen=True, kw_only=True):
+class Jitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How unevenly a device computes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Jitter(msgspec.Struct, frozen=True, kw_only=True):
     deviation_s: float
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A GPU, or the CPU share of one rank.
 
     Attributes:
@@ -60,7 +60,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     jitter: list[Jitter] = []
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A host.
 
     Attributes:
@@ -72,7 +72,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     nic_bytes_per_s: float | None = None
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One direction from a device to another: a transfer takes latency_s + n_bytes / bandwidth."""
 
     source: str
@@ -81,7 +81,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: float
 
 
-class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True):
+class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured point of a collective's curve: median seconds, maximum over ranks.
 
     Attributes:

@@ -36,8 +36,18 @@ class FileKind:
     remedy: str
 
 
-class JsonFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A value with a file of its own; it has the fields `schema` and `version`."""
+class _Tag(msgspec.Struct, frozen=True):
+    """What tells files of other schemas and versions, whose other fields are unknown."""
+
+    schema: str | None = None
+    version: int | None = None
+
+
+class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value with a file of its own; it has the fields `schema` and `version`.
+
+    Like all that it is made of it refuses a field that it does not know: a typing error.
+    """
 
     FILE: ClassVar[FileKind]
 
@@ -50,19 +60,22 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True):
         """Parse and validate.
 
         Raises:
-            HarnessError: the kind's own; malformed, of another version, or inconsistent; names
-                `source`.
+            HarnessError: the kind's own; malformed, of another version, with an unknown field, or
+                inconsistent; names `source`.
         """
         kind = cls.FILE
         source = source or kind.name
-        value = decode(data, cls, source=source, error=kind.error)
-        found = getattr(value, "schema", ""), getattr(value, "version", 0)
+        tag = decode(data, _Tag, source=source, error=kind.error)
+        found = (
+            kind.schema if tag.schema is None else tag.schema,
+            kind.version if tag.version is None else tag.version,
+        )
         if found != (kind.schema, kind.version):
             raise kind.error(
                 f"{source} has schema {found[0]} version {found[1]}, this harness reads "
                 f"{kind.schema} version {kind.version}: {kind.remedy}"
             )
-        return value
+        return decode(data, cls, source=source, error=kind.error)
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -11,7 +11,9 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 
 
-class MadeFor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MadeFor(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """Fingerprints of what a strategy was planned for, fine enough to name a difference.
 
     Attributes:

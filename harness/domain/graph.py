@@ -25,7 +25,9 @@ Attribute = bool | int | float | str | Sequence[int | float | str]
 DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
 
 
-class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Operator(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """One operator and the tensor that it produces.
 
     Attributes:

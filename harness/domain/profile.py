@@ -29,7 +29,9 @@ BACKWARD_VARIANTS = ("in_place_backward_s", "input_backward_s")
 MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Measurement(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """One operator's times on one kind of device at one shape: medians.
 
     Attributes:
@@ -94,7 +96,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             )
 
 
-class WholeStep(msgspec.Struct, frozen=True, kw_only=True):
+class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole model's measured step on one device: what the operators should add up to.
 
     Attributes:

@@ -49,7 +49,7 @@ class StaleStrategyError(StrategyError):
     """A strategy was made for another graph, profile or cluster."""
 
 
-class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How one operator is spread.
 
     Attributes:
@@ -75,7 +75,7 @@ def copies_of(plan: OperatorPlan, k: int) -> tuple[int, ...]:
     return tuple(sorted(plan.devices[first : first + n])) if n > 1 else ()
 
 
-class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
+class Stage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One pipeline stage.
 
     Attributes:

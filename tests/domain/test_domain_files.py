@@ -58,3 +58,43 @@ def test_errors_name_the_file(value: JsonFile, tmp_path: Path) -> None:
         type(value).load(path)
     with pytest.raises(kind.error, match=f"^{kind.name}: "):
         type(value).from_json(b"{}")
+
+
+@pytest.mark.parametrize("value", FILES, ids=ids)
+def test_a_field_that_nothing_reads_is_refused_with_its_name_and_the_file(value: JsonFile) -> None:
+    fields = msgspec.json.decode(value.to_json())
+    data = msgspec.json.encode({**fields, "microbatchs": 4})
+    with pytest.raises(value.FILE.error, match=r"^my\.json: .* unknown field `microbatchs`"):
+        type(value).from_json(data, source="my.json")
+    newer = msgspec.json.encode({**fields, "microbatchs": 4, "version": 2})
+    with pytest.raises(value.FILE.error, match=r"^my\.json has schema .* version 2"):
+        type(value).from_json(newer, source="my.json")
+
+
+_LINK = {"source": "a:0", "target": "a:1", "bandwidth_bytes_per_s": 1.0, "latency": 1}
+_MEASUREMENT = {"device_kind": "CPU", "operator": "x", "forward_s": 1, "backward_s": 1, "times": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "where"),
+    [
+        (Strategy, {"name": "s", "batch": 1, "operators": {"a": {"partition": {}, "devices": [0],
+         "stages": 1}}}, "`stages` - at `$.operators[...]`"),
+        (Strategy, {"name": "s", "batch": 1, "operators": {}, "stages": [{"recomputes": True}]},
+         "`recomputes` - at `$.stages[0]`"),
+        (Graph, {"name": "g", "operators": [{"name": "x", "kind": "input", "flops": 1}]},
+         "`flops` - at `$.operators[0]`"),
+        (Cluster, {"nodes": [{"name": "a", "devices": [], "nic": 1}]}, "`nic` - at `$.nodes[0]`"),
+        (Cluster, {"nodes": [{"name": "a", "devices": [{"name": "a:0", "kind": "CPU",
+         "memory_bytes": 1, "speeds": 2}]}]}, "`speeds` - at `$.nodes[0].devices[0]`"),
+        (Cluster, {"nodes": [], "links": [_LINK]}, "`latency` - at `$.links[0]`"),
+        (Profile, {"model": "m", "measurements": [_MEASUREMENT]},
+         "`times` - at `$.measurements[0]`"),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_told_where_it_is(
+    kind: type[JsonFile], data: dict[str, object], where: str
+) -> None:
+    with pytest.raises(kind.FILE.error) as caught:
+        kind.from_json(msgspec.json.encode(data), source="my.json")
+    assert str(caught.value) == f"my.json: Object contains unknown field {where}"
