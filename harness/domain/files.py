@@ -108,3 +108,5 @@ def decode(data: bytes, type_: type[T], *, source: str, error: type[HarnessError
         raise error(f"{source}: {problem}") from None
     except msgspec.DecodeError as problem:
         raise error(f"{source} is not JSON: {problem}") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{source} is not UTF-8 in {problem.object!r}: save it as UTF-8 text") from None

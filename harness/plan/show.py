@@ -65,13 +65,16 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     return [note, imported.describe(), *_foreign_lines(imported.content)]
 
 
+class _Tag(msgspec.Struct, frozen=True):
+    schema: str = ""
+
+
 def _schema(data: bytes) -> str:
     """The `schema` of a JSON object; empty for anything else."""
     try:
-        value = msgspec.json.decode(data)
-    except msgspec.DecodeError:
+        return msgspec.json.decode(data, type=_Tag).schema
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
-    return str(value.get("schema", "")) if isinstance(value, dict) else ""
 
 
 def _is_graph_txt(data: bytes) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from harness.domain.files import decode
 from harness.domain.strategy import SCHEMA, Strategy
 from harness.errors import StrategyError
 from harness.plan.formats.convert import describe_entries
@@ -65,12 +66,12 @@ def detect(data: bytes, *, source: str) -> Imported:
     Raises:
         StrategyError: of no known format, or broken; names `source`.
     """
+    if data.lstrip().startswith(b"{"):
+        return _detect_json(data, source)
     text = _text(data)
     if text is None:
         generation, entries = parse_protobuf(data, source=source)
         return Imported(f"flexflow protobuf {generation}", entries, _INNERMOST)
-    if text.lstrip().startswith("{"):
-        return _detect_json(data, source)
     if text.lstrip()[:1].isdigit():
         return Imported("flexflow text", parse_text(text, source=source), _INNERMOST)
     return Imported("flexflow console", parse_console(text, source=source), _INNERMOST)
@@ -87,10 +88,7 @@ def _text(data: bytes) -> str | None:
 
 
 def _detect_json(data: bytes, source: str) -> Imported:
-    try:
-        keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
-        raise StrategyError(f"{source} is not JSON: {error}") from None
+    keys = decode(data, dict[str, msgspec.Raw], source=source, error=StrategyError)
     if "module_to_stage_map" in keys:
         plan = PipeDreamPlan.from_json(data, source=source)
         note = "replicas share each microbatch; which operators a module has is not in the file"
