@@ -239,7 +239,7 @@ def _network_lines(simulation: Simulation) -> list[str]:
         share = out.busy[busiest] / (out.step_s or 1.0)
         rate = format_bandwidth(_rate(simulation, busiest))
         lines.append(f"busiest: {network.resource_name(busiest)} ({rate}), {share:.0%} of the step")
-    moved = float(out.edge_bytes.sum()) * simulation.strategy.n_microbatches
+    moved = _moved_bytes(simulation)
     synced = float(out.buckets.n_bytes.sum())
     summed = sum(
         n_bytes * n_rounds * simulation.strategy.n_microbatches
@@ -248,10 +248,19 @@ def _network_lines(simulation: Simulation) -> list[str]:
     )
     within = f", {format_bytes(summed)} of activations too" if summed else ""
     lines.append(
-        f"per step {format_bytes(moved)} of activations cross devices and {format_bytes(synced)} "
-        f"of gradients are all-reduced{within}"
+        f"per step {format_bytes(moved)} of activations and their gradients cross devices and "
+        f"{format_bytes(synced)} of gradients are all-reduced{within}"
     )
     return lines
+
+
+def _moved_bytes(simulation: Simulation) -> float:
+    """What travels from device to device in a step, forward and backward."""
+    out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
+    n_edges, n_compute = len(out.edge_bytes), 4 * n_microbatches * len(out.rows)
+    start = out.start[n_compute : n_compute + 2 * n_microbatches * n_edges]
+    took_place = ~np.isnan(start.reshape(2 * n_microbatches, n_edges))
+    return float((took_place * out.edge_bytes).sum())
 
 
 def _rate(simulation: Simulation, resource: int) -> float:

@@ -48,6 +48,7 @@ class Outcome:
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
         seconds: (4, n_rows) of each row's passes when nothing else takes their device's time.
         joined_s: (4, n_rows) that they take besides for the last microbatch.
+        edge_bytes: (n_edges,) of the mean microbatch, each way.
     """
 
     step_s: float
@@ -266,7 +267,7 @@ class Trial:
             joined_s=lowered.work.joined_s,
             edge_source=edges.source,
             edge_target=edges.target,
-            edge_bytes=edges.n_bytes,
+            edge_bytes=lowered.work.edge_bytes,
             edge_index=edges.index,
             sums=edges.sums,
             buckets=lowered.buckets,

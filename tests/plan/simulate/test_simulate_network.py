@@ -7,8 +7,8 @@ from simulated import MB, chain, cluster_of, op, profile_of, simulate, timeline
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
 from harness.domain.graph import Graph
-from harness.domain.strategy import OperatorPlan
-from harness.plan.simulate.report import events
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.simulate.report import events, explain
 
 
 def test_a_producer_elsewhere_sends_and_gets_gradients_back():
@@ -170,3 +170,13 @@ def test_different_regions_are_fetched_each():
     sent = [e for e in timeline(simulate(graph, profile, cluster_of(), plans)) if "a node" in e[0]]
     # All of it for b, and the first half for c.
     assert [round((e - s) * 16) for name, s, e in sent if "gradient" not in name] == [32, 16]
+
+
+def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
+    graph, profile = chain()
+    plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1], 1)}
+    stages = [Stage(), Stage()]
+    found = simulate(graph, profile, cluster_of(), plans, n_microbatches=3, stages=stages)
+    # a's 32 B, as 3, 3 and 2 of 8 samples, and the gradient of them.
+    assert "per step 64 B of activations and their gradients" in "\n".join(explain(found))
+    assert {event.n_bytes for event in events(found) if "->" in event.name} == {round(32 / 3)}
