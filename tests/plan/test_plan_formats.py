@@ -147,6 +147,19 @@ def test_renamed_operators_are_matched_by_kind_and_order():
 
 
 @pytest.mark.parametrize(
+    "dims",
+    [("seq", "feature"), ("sample", "heads", "seq", "feature"), ("sample", "seq", "feature")],
+)
+def test_dims_keep_the_operators_own_names(dims):
+    shape = dict.fromkeys(dims, 8)
+    graph = Graph(name="g", batch=8, operators=[Operator(name="a", kind="add", shape=shape)])
+    for dim in dims:
+        plans = {"a": OperatorPlan({dim: 2}, [0, 1])}
+        entries = entries_from_strategy(Strategy(name="s", batch=8, operators=plans), graph)
+        assert strategy_from_entries(entries, graph, batch=8).operators == plans
+
+
+@pytest.mark.parametrize(
     ("kind", "shape", "want"),
     [
         ("softmax", {"sample": 8, "feature": 4}, OperatorPlan({"sample": 2}, [0, 1])),

@@ -64,7 +64,7 @@ def strategy_from_entries(
             continue
         entry = entry_of.get(operator.name)
         if entry is not None:
-            cuts = {dim: n for dim, n in entry.cuts(order).items() if n > 1}
+            cuts = {dim: n for dim, n in entry.cuts(order, [*operator.shape]).items() if n > 1}
             plans[operator.name] = OperatorPlan(dict(cuts), list(entry.devices))
         else:
             plans[operator.name] = _follow(operator, plans, graph, batch)

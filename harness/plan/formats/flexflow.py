@@ -70,8 +70,13 @@ class Entry(msgspec.Struct, frozen=True):
                 f"and {len(self.devices)} devices: name one device per part"
             )
 
-    def cuts(self, order: DimOrder = "innermost_first") -> dict[str, int]:
+    def cuts(
+        self, order: DimOrder = "innermost_first", own_dims: Sequence[str] = ()
+    ) -> dict[str, int]:
         """Parts along each named dim, samples first.
+
+        Args:
+            own_dims: of the operator's output; they name what is cut where there are as many.
 
         Raises:
             StrategyError: more dims than tensors of FlexFlow have.
@@ -81,14 +86,18 @@ class Entry(msgspec.Struct, frozen=True):
                 f"operator {self.name!r} has {len(self.dims)} dims, known are 1 to "
                 f"{len(_NAMED_DIMS)}"
             )
+        if len(own_dims) == len(self.dims):
+            return dict(zip(own_dims, self._sizes(order), strict=True))
         return self.shown_cuts(order)
 
     def shown_cuts(self, order: DimOrder = "innermost_first") -> dict[str, int]:
         """As `cuts`, for people: of more dims than have names, those after samples by number."""
         n = len(self.dims)
         names = _NAMED_DIMS.get(n, ("sample", *(f"dim{k}" for k in range(1, n))))
-        sizes = self.dims if order == "samples_first" else self.dims[::-1]
-        return dict(zip(names, sizes, strict=True))
+        return dict(zip(names, self._sizes(order), strict=True))
+
+    def _sizes(self, order: DimOrder) -> tuple[int, ...]:
+        return self.dims if order == "samples_first" else self.dims[::-1]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
