@@ -91,7 +91,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_model_flags(args: argparse.Namespace) -> None:
-    """Refuse flags of a model for a cost that brings its own."""
+    """Refuse flags of a model, links and kinds of devices for a cost that brings its own."""
     if COSTS[args.cost].needs_model:
         return
     flags = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
@@ -100,6 +100,11 @@ def _check_model_flags(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--cost {args.cost} plans a model of its own: leave out --{given[0].replace('_', '-')}"
         )
+    for flag, what in (("bandwidth", "links"), ("device_kind", "a kind of devices")):
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"--cost {args.cost} has {what} of its own: leave out --{flag.replace('_', '-')}"
+            )
 
 
 def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> Strategy | None:

@@ -77,8 +77,20 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NxROWSxCOLUMNS",
         help="plan a DLRM of these tables, such as 8x1000000x64, without capturing a model",
     )
-    model.add_argument("--dlrm-bottom-mlp", default="64-512-512-64", metavar="WIDTHS")
-    model.add_argument("--dlrm-top-mlp", default="576-1024-1024-1024-1", metavar="WIDTHS")
+    model.add_argument(
+        "--dlrm-bottom-mlp",
+        default="64-512-512-64",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from the dense features to the tables' columns (default: "
+        "%(default)s)",
+    )
+    model.add_argument(
+        "--dlrm-top-mlp",
+        default="576-1024-1024-1024-1",
+        metavar="WIDTHS",
+        help="of --dlrm-tables, from all columns and the bottom MLP's output (default: "
+        "%(default)s)",
+    )
     model.add_argument(
         "--dtype",
         choices=list(DTYPES),
@@ -128,7 +140,9 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     show.add_argument("file", type=Path)
     show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
-    show.add_argument("--graph", type=Path, metavar="FILE", help="draw a strategy over this graph")
+    show.add_argument(
+        "--graph", type=Path, metavar="FILE", help="with --dot, of a strategy: its graph"
+    )
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

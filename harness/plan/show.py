@@ -34,9 +34,11 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
         graph_path: the graph of a strategy that is drawn.
 
     Raises:
-        ConfigError: missing, or dot asked for something that cannot be drawn.
+        ConfigError: missing, dot asked for something that cannot be drawn, or a graph without dot.
         HarnessError: malformed.
     """
+    if graph_path is not None and not dot:
+        raise ConfigError(f"--graph {graph_path} is for drawing a strategy: give --dot too")
     try:
         data = path.read_bytes()
     except OSError as error:
