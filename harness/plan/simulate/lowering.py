@@ -198,7 +198,8 @@ def _jitter_columns(
     computing_s: Floats = np.bincount(
         rows % n_devices, weights=both_ways, minlength=n_devices
     ).astype(float)
-    sender_variance, own_variance = _transfer_jitter(jitter, computing_s, edges, returns)
+    stages = _stages(tables, flow)
+    sender_variance, own_variance = _transfer_jitter(jitter, computing_s, edges, returns, stages)
     return {
         "sender_variance": sender_variance,
         "own_variance": own_variance,
@@ -224,9 +225,14 @@ def _stages(tables: Tables, flow: Flow) -> Ints:
 
 
 def _transfer_jitter(
-    jitter: Jitter, computing_s: Floats, edges: Edges, returns: npt.NDArray[np.bool_]
+    jitter: Jitter,
+    computing_s: Floats,
+    edges: Edges,
+    returns: npt.NDArray[np.bool_],
+    stages: Ints,
 ) -> tuple[Floats, Floats]:
-    """Devices meet where a task of one waits for the other, either way."""
+    """Devices meet where a task of one waits for the other, either way; those of two stages once
+    in each pass, however many values one sends the other."""
     n = len(computing_s)
     meetings = np.zeros((n, n), dtype=np.int64)
     if not jitter.is_measured:
@@ -235,7 +241,10 @@ def _transfer_jitter(
         (edges.source, edges.target, edges.goes),
         (edges.target, edges.source, returns),
     ):
-        once = np.unique((waiting * n + sender % n)[moves])  # by task that waits, and sender
+        here, there = stages[waiting // n], stages[sender // n]
+        of_stages = (len(stages) + here * len(stages) + there) * n + waiting % n
+        meeting = np.where(here == there, waiting, of_stages)
+        once = np.unique((meeting * n + sender % n)[moves])
         np.add.at(meetings, (once % n, once // n % n), 1)
     return jitter.transfers(computing_s, meetings)
 

@@ -104,6 +104,32 @@ def random_runs(n_stages, n_microbatches, forward, backward, n_runs):
     return sum(totals) / n_runs
 
 
+@pytest.mark.parametrize("beside", [[], ["early"]])
+def test_stages_meet_once_in_a_pass_however_many_values_travel(beside):
+    operators = [
+        op("x", [], 4, kind="input"),
+        op("early", ["x"], 4, 4),
+        op("a", ["early"], 4, 4),
+        op("b", ["a"], 4, 4),
+        op("c", ["b", *beside], 4, 4),
+    ]
+    graph = Graph(name="skip", batch=8, operators=operators)
+    seconds = {"early": (0.0, 0.0), "a": (8.0, 16.0), "b": (8.0, 16.0), "c": (0.0, 0.0)}
+    plans = {name: OperatorPlan({}, [0]) for name in ("early", "a")}
+    plans |= {name: OperatorPlan({}, [1], 1) for name in ("b", "c")}
+    found = simulate(
+        graph,
+        profile_of(graph, seconds),
+        uneven(cluster_of(bandwidth=1e12), 0.4, 0.4),
+        plans,
+        n_microbatches=8,
+        schedule="1f1b",
+        stages=[Stage(), Stage()],
+    )
+    random_s = random_runs(2, 8, (1.0, 0.4), (2.0, 0.4 * 2**0.5), 500)
+    assert found.step_s == pytest.approx(random_s, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("n_stages", "n_microbatches", "forward_s", "deviation_s"),
     [(3, 12, 0.025, 0.0065), (2, 8, 0.030, 0.0075), (5, 20, 0.015, 0.0045)],
