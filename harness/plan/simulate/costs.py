@@ -346,8 +346,9 @@ class Costs:
 
 
 def is_product(operator: Operator) -> bool:
-    """Whether it multiplies by weights of its own."""
-    return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0
+    """Whether it multiplies by weights of its own, whose gradients the executor may defer."""
+    pads_zeros = operator.attrs.get("padding_mode", "zeros") == "zeros"
+    return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0 and pads_zeros
 
 
 def check_profile(graph: Graph, profile: Profile) -> None:

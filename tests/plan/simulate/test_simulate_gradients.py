@@ -8,6 +8,7 @@ from simulated import chain, cluster_of, op, profile_of, simulate, timeline, two
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.plan.simulate.costs import is_product
 from harness.plan.simulate.device_seconds import operator_seconds
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import device_seconds
@@ -222,6 +223,22 @@ def test_zero_bubble_defers_weights_of_products_behind_the_first_stage():
     assert forward == [0.5] * 3
     assert backward == [1.5, 0.5, 1.5]  # b's to inputs takes as long as its forward
     assert weight == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_bytes", "attrs", "is_one"),
+    [
+        ("linear", 4, {}, True),
+        ("conv2d", 4, {}, True),
+        ("conv2d", 4, {"padding_mode": "reflect"}, False),
+        ("linear", 0, {}, False),
+        ("batch_norm", 4, {}, False),
+        ("embedding", 4, {}, False),
+        ("lstm", 4, {}, False),
+    ],
+)
+def test_products_are_what_the_executor_may_defer(kind, n_bytes, attrs, is_one):
+    assert is_product(op("o", [], 4, n_bytes, kind=kind, **attrs)) == is_one
 
 
 def test_zero_bubble_sums_each_gradient_after_the_pass_that_has_it():
