@@ -109,7 +109,7 @@ def _ordered(
     receives = np.zeros((order.N_PASSES, len(rows)), dtype=np.bool_)
     receives[order.FORWARD, to_row[edges.goes]] = True
     receives[order.BACKWARD, row_at[edges.source[returns]]] = True
-    stage_of = _stages(tables, flow)
+    stage_of = flow.stage_of
     crosses = stage_of[edges.source // n_devices] != stage_of[edges.target // n_devices]
     outside = np.bincount(to_row[crosses], weights=fetched[crosses], minlength=len(rows))
     found: tuple[Any, ...] = order.order_tasks(
@@ -198,8 +198,9 @@ def _jitter_columns(
     computing_s: Floats = np.bincount(
         rows % n_devices, weights=both_ways, minlength=n_devices
     ).astype(float)
-    stages = _stages(tables, flow)
-    sender_variance, own_variance = _transfer_jitter(jitter, computing_s, edges, returns, stages)
+    sender_variance, own_variance = _transfer_jitter(
+        jitter, computing_s, edges, returns, flow.stage_of
+    )
     return {
         "sender_variance": sender_variance,
         "own_variance": own_variance,
@@ -215,13 +216,6 @@ def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     row_at = np.full(active.size, -1, dtype=np.int64)
     row_at[rows] = np.arange(len(rows))
     return rows, row_at
-
-
-def _stages(tables: Tables, flow: Flow) -> Ints:
-    stages = np.zeros(tables.n_ops, dtype=np.int64)
-    counts = np.diff(flow.stage_ptr)
-    stages[flow.stage_ops] = np.repeat(np.arange(len(counts)), counts)
-    return stages
 
 
 def _transfer_jitter(
@@ -390,7 +384,7 @@ def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> 
     is_joined = simulator.is_product[ops] & ~in_place & (most_kept <= weight_bytes)
     is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
     is_apart = simulator.is_product[ops] if flow.split_weight else is_joined
-    is_apart = is_apart & (_stages(tables, flow)[ops] > 0)
+    is_apart = is_apart & (flow.stage_of[ops] > 0)
     return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), is_apart)
 
 

@@ -28,6 +28,7 @@ class Flow:
     """How microbatches flow, as arrays (see `order.order_tasks`)."""
 
     n_microbatches: int
+    stage_of: Ints  # of each operator; -1 for those without tasks
     stage_ptr: Ints
     stage_ops: Ints
     recompute: npt.NDArray[np.bool_]
@@ -121,6 +122,7 @@ def flow_of(
         lists.append(own)
     return Flow(
         n_microbatches=n_microbatches,
+        stage_of=np.array(stages_of_ops, dtype=np.int64),
         stage_ptr=_pointers(stage_ops),
         stage_ops=np.array([op for ops in stage_ops for op in ops], dtype=np.int64),
         recompute=np.array([stage.recompute for stage in stages], dtype=np.bool_),
