@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.plan.simulate import order
 from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
-from harness.plan.simulate.jitter import Jitter
+from harness.plan.simulate.meetings import group_jitter, transfer_jitter
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -198,13 +197,13 @@ def _jitter_columns(
     computing_s: Floats = np.bincount(
         rows % n_devices, weights=both_ways, minlength=n_devices
     ).astype(float)
-    sender_variance, own_variance = _transfer_jitter(
+    sender_variance, own_variance = transfer_jitter(
         jitter, computing_s, edges, returns, flow.stage_of
     )
     return {
         "sender_variance": sender_variance,
         "own_variance": own_variance,
-        "reduce_jitter": _group_jitter(
+        "reduce_jitter": group_jitter(
             jitter, edges.sums, tables.buckets(), computing_s, flow.n_microbatches
         ),
     }
@@ -216,50 +215,6 @@ def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     row_at = np.full(active.size, -1, dtype=np.int64)
     row_at[rows] = np.arange(len(rows))
     return rows, row_at
-
-
-def _transfer_jitter(
-    jitter: Jitter,
-    computing_s: Floats,
-    edges: Edges,
-    returns: npt.NDArray[np.bool_],
-    stages: Ints,
-) -> tuple[Floats, Floats]:
-    """Devices meet where a task of one waits for the other, either way; those of two stages once
-    in each pass, however many values one sends the other."""
-    n = len(computing_s)
-    meetings = np.zeros((n, n), dtype=np.int64)
-    if not jitter.is_measured:
-        return np.zeros((n, n)), np.zeros(n)
-    for sender, waiting, moves in (
-        (edges.source, edges.target, edges.goes),
-        (edges.target, edges.source, returns),
-    ):
-        here, there = stages[waiting // n], stages[sender // n]
-        of_stages = (len(stages) + here * len(stages) + there) * n + waiting % n
-        meeting = np.where(here == there, waiting, of_stages)
-        once = np.unique((meeting * n + sender % n)[moves])
-        np.add.at(meetings, (once % n, once // n % n), 1)
-    return jitter.transfers(computing_s, meetings)
-
-
-def _group_jitter(
-    jitter: Jitter, sums: Sequence[Sum], buckets: Buckets, computing_s: Floats, n_microbatches: int
-) -> Floats:
-    """In the order of prices: forward sums, backward sums, buckets."""
-    n_prices = 2 * len(sums) + len(buckets.groups)
-    if not jitter.is_measured:
-        return np.zeros(n_prices)
-    meetings = Counter(one.group for one in sums for n_rounds in one.n_rounds if n_rounds > 0)
-    sum_s = {group: jitter.group(group, computing_s / n) for group, n in meetings.items()}
-    step_s = n_microbatches * computing_s
-    bucket_s = {
-        group: jitter.group(group, step_s / n) for group, n in Counter(buckets.groups).items()
-    }
-    in_microbatch = [sum_s.get(one.group, 0.0) for one in sums]
-    return np.array(
-        [*in_microbatch, *in_microbatch, *(bucket_s[group] for group in buckets.groups)]
-    )
 
 
 def _messages(simulator: Simulator, tables: Tables) -> Floats:
