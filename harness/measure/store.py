@@ -134,7 +134,7 @@ def read_header(run_dir: Path) -> RunHeader:
         return msgspec.json.decode(data, type=RunHeader)
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None
-    except (msgspec.MsgspecError, ClusterError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, ClusterError) as error:
         raise ResultsError(f"{path}: {error}") from None
 
 
@@ -151,7 +151,7 @@ def read_records(path: Path) -> tuple[list[Record], list[str]]:
             continue
         try:
             records.append(_DECODER.decode(line))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             problems.append(f"line {number}: {error}")
     return records, problems
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from harness.domain.fingerprint import fingerprint
+from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy, check_fresh, validate
 from harness.errors import PlanError, StrategyError
 from harness.plan.describe import describe_strategy
@@ -113,7 +114,7 @@ def search_portfolio(
     """Search, and keep what each search found.
 
     Args:
-        options: what the simulator assumes of the engine.
+        options: what the simulator assumes of the engine; by default what follows from the profile.
         exhaustive_up_to: largest space that is enumerated; 0 leaves it to the other searches.
 
     Raises:
@@ -132,7 +133,7 @@ def search_portfolio(
         graph,
         request.profile,
         request.cluster,
-        options=options,
+        options=options or _options_of(request.profile),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
@@ -153,6 +154,12 @@ def search_portfolio(
     return Searched(
         simulator=simulator, objective=objective, standings=standings, interrupted=interrupted
     )
+
+
+def _options_of(profile: Profile) -> SimulatorOptions:
+    """What a profile tells of how its dtype trains: under autocast to bf16, fp32 travels so too."""
+    is_bf16 = {point.dtype for point in profile.measurements} == {"bfloat16"}
+    return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_bf16 else 1.0)
 
 
 def _check_times(simulator: Simulator, batch: int) -> None:

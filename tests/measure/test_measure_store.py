@@ -62,6 +62,16 @@ def test_a_torn_last_line_loses_that_line_alone(tmp_path):
     assert reason.startswith("line 2:")
 
 
+def test_bytes_that_are_no_text_are_named_and_skipped(tmp_path):
+    path = write_run(tmp_path) / "rank1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"x"', b'"\xff"'))
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "run.json").write_bytes(b'{"schema": "\xfc"}')
+    results = read_results(tmp_path)
+    assert results.runs[0].ranks == {1: [SPAN]}
+    assert sorted(skipped.name for skipped, _ in results.skipped) == ["latin", "rank1.jsonl"]
+
+
 def test_foreign_files_and_folders_are_named(tmp_path):
     write_run(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")

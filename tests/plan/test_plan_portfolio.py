@@ -564,3 +564,17 @@ def test_plans_of_unlike_numbers_of_microbatches_are_kept_apart():
         if candidate.method.startswith("pipeline dynamic programming")
     ]
     assert len(numbers) == len(set(numbers)) > 1
+
+
+def test_under_a_profile_in_bf16_what_travels_is_priced_so():
+    graph, profile = layers()
+    points = [msgspec.structs.replace(one, dtype="bfloat16") for one in profile.measurements]
+    in_bf16 = msgspec.structs.replace(profile, measurements=points)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB, kind="device")
+    shares = [
+        search_portfolio(
+            PlanRequest(cluster=cluster, graph=graph, profile=one, budget=10)
+        ).simulator.options.wire_bytes_per_fp32_byte
+        for one in (profile, in_bf16)
+    ]
+    assert shares == [1.0, 0.5]
