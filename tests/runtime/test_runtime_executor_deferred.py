@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrizations
 
 from harness.domain.graph import Operator
 from harness.runtime.executor.deferred import (
@@ -97,6 +98,17 @@ def test_what_has_no_product_is_not_deferred():
     assert defer(nn.ReLU(), queue, GradientHomes()) is None
     assert defer(nn.BatchNorm2d(3), queue, GradientHomes()) is None
     assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientHomes()) is None
+
+
+@pytest.mark.parametrize(
+    "normed", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm]
+)
+def test_a_weight_that_is_computed_is_left_to_autograd(normed):
+    for module in (nn.Linear(1024, 1024), nn.Conv2d(512, 512, 1)):
+        made = normed(module)
+        assert defer(made, WeightQueue(), GradientHomes()) is None
+        assert in_place(made, is_added=True) is None
+        assert inputs_only(made) is None
 
 
 def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():

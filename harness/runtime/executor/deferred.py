@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from harness.runtime.executor.shards_base import has_plain_weights
 from harness.runtime.executor.shards_conv import ConvShard, Pair
 from harness.runtime.executor.shards_dense import LinearShard
 from harness.runtime.executor.weight_gradients import (
@@ -128,6 +129,8 @@ def defer(
 
 
 def _can_defer(module: nn.Module) -> bool:
+    if not has_plain_weights(module):
+        return False
     if isinstance(module, nn.Conv2d):
         return module.padding_mode == "zeros" and not isinstance(module.padding, str)
     is_single = isinstance(module, ConvShard) and module.is_single

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from harness.domain.graph import Graph
 from harness.runtime.capture import capture
@@ -130,6 +131,21 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(
             nn.Linear(10, 16), nn.ReLU(), nn.Dropout(0.4),
             nn.Linear(16, 12), nn.Tanh(), nn.Dropout(0.2),
+            nn.Linear(12, N_CLASSES),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class NormedWeights(nn.Module):
+    """Weights that are computed from others, by a parametrization and by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            weight_norm(nn.Linear(10, 16)), nn.Tanh(),
+            nn.utils.spectral_norm(nn.Linear(16, 12)), nn.Tanh(),
             nn.Linear(12, N_CLASSES),
         )  # fmt: skip
 
@@ -313,6 +329,7 @@ OTHER_MODELS: dict[str, SmallModel] = {
     "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
     "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
     "merged_rows": SmallModel(build=lambda: _classifier(MergedRows(), 7, 5)),
+    "normed_weights": SmallModel(build=lambda: _classifier(NormedWeights(), 10)),
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 

@@ -132,6 +132,14 @@ def test_rows_of_several_samples_are_cut_between_samples(name, ranks):
     assert_equal(make_case("merged_rows", named("merged_rows", 3, 10, name), 3), ranks)
 
 
+@pytest.mark.parametrize("name", ["ddp", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("batch", [8, 9])  # gradients of linear layers written in place, or not
+@pytest.mark.parametrize("seed", [0, 1])  # gradients of microbatches apart, and joined
+def test_weights_that_are_computed_are_trained(name, batch, seed, ranks):
+    strategy = named("normed_weights", 2, batch, name)
+    assert_equal(make_case("normed_weights", strategy, 2, seed=seed), ranks)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])  # gradients of microbatches apart, and joined
