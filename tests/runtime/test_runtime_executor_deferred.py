@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
@@ -58,6 +59,17 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
     for a, b in zip(found[1], expected[1], strict=True):
         assert torch.equal(a, b)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_what_follows_a_deferred_layer_may_work_in_place():
+    module, queue, x = nn.Linear(6, 5), WeightQueue(), torch.randn(2, 3, 6)
+    F.relu(module(x), inplace=True).sum().backward()
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    F.relu(defer(module, queue, GradientHomes())(x), inplace=True).sum().backward()
+    queue.flush()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
 
 

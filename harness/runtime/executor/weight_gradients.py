@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             own_weight, own_bias = _like(x, weight, bias)
             assert own_weight is not None
-            return F.linear(x, own_weight, own_bias)
+            return _own(F.linear(x, own_weight, own_bias))
 
     @staticmethod
     @once_differentiable
@@ -116,6 +116,12 @@ class _Linear(torch.autograd.Function):
             return (None,) * 5
         rows = _rows(gradient)
         return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
+
+
+def _own(x: Tensor) -> Tensor:
+    """What may be worked on in place, which autograd allows of no view that a function returns."""
+    found: Tensor = torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+    return found
 
 
 def _rows(x: Tensor) -> Tensor:
