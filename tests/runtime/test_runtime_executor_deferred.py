@@ -73,6 +73,14 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
         assert torch.equal(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_what_waits_keeps_no_gradient_of_its_input(module, shape):
+    x, calls = torch.randn(shape, requires_grad=True), []
+    own = defer(module, WeightQueue(), GradientHomes(), n_joined=2, calls=calls)
+    own(x).sum().backward()
+    assert not any(kept.requires_grad or kept.grad is not None for kept in calls[0])
+
+
 def test_flushing_a_microbatch_leaves_the_others():
     module, queue = nn.Linear(3, 2), WeightQueue()
     deferred = defer(module, queue, GradientHomes())

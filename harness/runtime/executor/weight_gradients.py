@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from harness.runtime.executor.shards_conv import Pair
 
-# Takes (input, gradient of the output) of one call in backward.
+# Takes (input, gradient of the output) of one call in backward, without their graphs.
 Put = Callable[[Tensor, Tensor], None]
 # Stride, padding, dilation, groups.
 Options = tuple[Pair, Pair, Pair, int]
@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[4]:
-            ctx.put(_rows(x), _rows(gradient))
+            ctx.put(_rows(x.detach()), _rows(gradient))
         if not ctx.needs_input_grad[0]:
             return (None,) * 5
         rows = _rows(gradient)
@@ -164,7 +164,7 @@ class _Conv2d(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[5]:
-            ctx.put(x, gradient)
+            ctx.put(x.detach(), gradient)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
         wanted = [True, False, False]
