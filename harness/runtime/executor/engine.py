@@ -198,21 +198,20 @@ class ExecutorEngine:
             [stage.recompute for stage in strategy.stages],
             self._queues,
             self._joined,
-            self._keeping_stages(),
+            self._is_keeping(),
             self._random,
             lambda parameter: self._sync.reached(parameter),
             self._stash,
             self._update_microbatch,
         )
 
-    def _keeping_stages(self) -> set[int]:
-        """Stages that need what they were sent after their backward, for gradients of weights."""
-        return set(self._queues) | {
-            stage
+    def _is_keeping(self) -> bool:
+        """Whether what was sent here is needed after its backward, for gradients of weights."""
+        return any(
+            stage in self._queues or any(backward_calls(one.module).joined for one in segments)
             for program, _ in self._programs.values()
             for stage, segments in program.stages.items()
-            if any(backward_calls(segment.module).joined for segment in segments)
-        }
+        )
 
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         uses = count_uses(

@@ -66,7 +66,6 @@ class Fetch:
         placements: what it is put together from; none where it is summed.
         is_whole: one placement is all of it.
         kept: the parts of this device that its gradient goes to; none where that is summed.
-        readers: stages of this device that read it.
     """
 
     want: Want
@@ -79,7 +78,6 @@ class Fetch:
     returns_summed: bool
     placements: tuple[Placement, ...]
     kept: tuple[Placed, ...]
-    readers: frozenset[int]
 
     @property
     def is_whole(self) -> bool:
@@ -134,14 +132,11 @@ class Moves:
         self._messages = [m for m in messages if device in (m.source, m.target)]
         self._forward = _by_piece(self._messages, is_backward=False)
         self._backward = _by_piece(self._messages, is_backward=True)
-        readers = self._readers()
         self.fetches: dict[Place, tuple[Fetch, ...]] = {}
         self.collected: dict[Place, tuple[Return, ...]] = {}
         for stage, segments in program.stages.items():
             for position, segment in enumerate(segments):
-                self.fetches[stage, position] = tuple(
-                    self._fetch(want, frozenset(readers[want.number])) for want in segment.fetches
-                )
+                self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 self.collected[stage, position] = self._collected(segment)
         self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
         for fetch in (fetch for own in self.fetches.values() for fetch in own):
@@ -170,16 +165,7 @@ class Moves:
     def _at(self, stage: int) -> tuple[int, int]:
         return self._device, stage
 
-    def _readers(self) -> dict[int, set[int]]:
-        """By want, the stages of this device that read it."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for stage in self._program.stages:
-            for part in self._layout.tasks(self._device, stage):
-                for _, want in self._layout.reads(part):
-                    found[want.number].add(stage)
-        return found
-
-    def _fetch(self, want: Want, readers: frozenset[int]) -> Fetch:
+    def _fetch(self, want: Want) -> Fetch:
         total = self._summed.get(want.number, SharedSum((), goes=False, returns=False))
         returns = [p for p in want.returns if p.part.device == self._device]
         return Fetch(
@@ -198,7 +184,6 @@ class Moves:
                 Placed(Relative.of(piece.region, want.block), self._held(want, piece))
                 for piece in returns
             ),
-            readers=readers,
         )
 
     def _placements(self, want: Want) -> list[Placement]:

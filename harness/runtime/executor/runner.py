@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Runner:
         recompute: by stage, whether its forward is run again before its backward.
         queues: by stage, gradients of weights that wait for an action of their own.
         joined: by stage, those of joined microbatches, which wait for the end of a backward.
-        keeping: stages that still need what they fetched after its backward.
+        is_keeping: what is fetched is still needed after its backward.
         reached: called with parameters whose weight gradients were computed apart.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward when there are versions.
@@ -51,7 +51,7 @@ class Runner:
         recompute: Sequence[bool],
         queues: Mapping[int, WeightQueue],
         joined: Mapping[int, WeightQueue],
-        keeping: Collection[int],
+        is_keeping: bool,
         random: RandomState,
         reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
@@ -61,7 +61,7 @@ class Runner:
         self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
-        self._joined, self._keeping = joined, keeping
+        self._joined, self._is_keeping = joined, is_keeping
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases)
@@ -325,9 +325,7 @@ class Runner:
             self._send(flight, departure, microbatch, is_backward=True)
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
-            if fetch.is_borrowed:
-                continue
-            if fetch.readers.isdisjoint(self._keeping):
+            if not (fetch.is_borrowed or self._is_keeping):
                 self._channels.buffers.give_back(leaf.detach())
 
     def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:

@@ -44,6 +44,18 @@ class ReadTwice(nn.Module):
         return x.relu().tanh() + self.late(x)
 
 
+class ReadAsView(nn.Module):
+    """A view of a value, made early and read late by a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).view(-1, WIDTH)
+        return x.tanh() + self.late(x)
+
+
 class ReadAhead(nn.Module):
     """Two values, of which the first is read by an early operator of a late stage."""
 
@@ -59,7 +71,12 @@ class ReadAhead(nn.Module):
         return ahead + both.cos()
 
 
-_MODELS = {"branches": Branches, "read twice": ReadTwice, "read ahead": ReadAhead}
+_MODELS = {
+    "branches": Branches,
+    "read twice": ReadTwice,
+    "read as view": ReadAsView,
+    "read ahead": ReadAhead,
+}
 
 
 class OrderCase(Case, frozen=True, kw_only=True):
@@ -86,15 +103,26 @@ def third_branch_copied() -> OrderCase:
 def read_by_two_stages() -> OrderCase:
     """Device 1 has stages 1 and 3, which read one value; the later one joins its microbatches."""
     stage_of = {"stem": 0, "relu": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
+    return _joining_in_turns("read twice", stage_of)
+
+
+def read_as_view() -> OrderCase:
+    """Stage 1 of device 1 makes a view of what it is sent, stage 3 joins its microbatches of it."""
+    stage_of = {"stem": 0, "view": 1, "tanh": 2, "late": 3, "add": 3, "loss": 3}
+    return _joining_in_turns("read as view", stage_of)
+
+
+def _joining_in_turns(model: str, stage_of: dict[str, int]) -> OrderCase:
+    """Four stages on two devices in turn, with all gradients of weights joined."""
     strategy = Strategy(
-        name="read twice",
-        batch=9,  # no linear layer counts as large, then, and three microbatches are alike
+        name=model,
+        batch=17,  # no linear layer counts as large, then, and all microbatches but one are alike
         operators={name: OperatorPlan({}, [s % 2], s) for name, s in stage_of.items()},
-        n_microbatches=4,
+        n_microbatches=8,
         schedule="interleaved",
         stages=[Stage()] * 4,
     )
-    return OrderCase(name="read twice", model="read twice", n_ranks=2, strategy=strategy, seed=1)
+    return OrderCase(name=model, model=model, n_ranks=2, strategy=strategy, seed=1)
 
 
 def read_ahead() -> OrderCase:

@@ -9,6 +9,7 @@ from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
 from equivalence_order import (
     order_of_messages,
     read_ahead,
+    read_as_view,
     read_by_two_stages,
     third_branch_copied,
 )
@@ -36,8 +37,9 @@ def test_what_order_alone_pairs_trains_the_same(case, ranks):
     assert first_beyond(found, reference(case, ranks), tolerance) is None
 
 
-def test_what_joined_gradients_are_computed_from_is_not_received_into(ranks):
-    finding = check(read_by_two_stages(), ranks)
+@pytest.mark.parametrize("make_case", [read_by_two_stages, read_as_view])
+def test_what_joined_gradients_are_computed_from_is_not_received_into(make_case, ranks):
+    finding = check(make_case(), ranks)
     assert finding.is_equal, finding.text()
 
 
