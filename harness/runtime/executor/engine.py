@@ -127,6 +127,7 @@ class ExecutorEngine:
         forms = choose_forms(self._captured, meta, self.plan, sizes)
         for form in forms.values():
             self.holders.merge(form.holders)
+        self.plan.check_tied(self.holders.trained())
         for devices in self.holders.groups():
             self._gradient_groups[devices] = self._groups.for_gradients(devices)
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}

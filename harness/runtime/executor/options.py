@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +67,21 @@ class ExecutorPlan:
                 "asynchronous training keeps what it computed, strategy "
                 f"{self.strategy.name!r} computes stage {again[0]} again: drop its recompute"
             )
+
+    def check_tied(self, holders: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Refuse weights of several stages where each stage updates its own.
+
+        Args:
+            holders: of each trained weight, its devices.
+
+        Raises:
+            StrategyError: names the weight.
+        """
+        devices_of = self.strategy.stage_devices()
+        for name, devices in holders:
+            stages = [k for k, own in enumerate(devices_of) if set(own) & set(devices)]
+            if self.is_asynchronous and len(stages) > 1:
+                raise StrategyError(
+                    f"asynchronous training updates each stage by itself, weight {name!r} is tied "
+                    f"over stages {stages}: use it in one stage, or drop --asynchronous"
+                )

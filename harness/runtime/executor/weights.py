@@ -82,6 +82,7 @@ class Holders:
 
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         self._devices: dict[WeightSlice, set[int]] = {}
 
     def add(self, pieces: Iterable[WeightSlice], device: int) -> None:
@@ -99,6 +100,12 @@ class Holders:
 
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         return [(piece, self.of(piece)) for piece in self._devices]
+
+    def trained(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names of parameters that are trained, and who holds them, slice by slice."""
+        return [
+            (piece.name, devices) for piece, devices in self.items() if piece.name in self._trained
+        ]
 
     def groups(self) -> list[tuple[int, ...]]:
         """Distinct sets of several devices, in an order that is the same on every rank."""
