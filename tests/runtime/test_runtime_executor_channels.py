@@ -189,9 +189,30 @@ def test_a_batch_norm_that_waits_in_vain_says_for_whom():
         channels.make_groups_of_norms({(0, 3)})
     with (
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
-        pytest.raises(PeerError, match=r"batch norm statistics over ranks \[0, 3\].*RuntimeError"),
+        pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
     ):
-        channels.add_up_norm(torch.zeros(2), (0, 3))
+        channels.add_up_norm(torch.zeros(2), "statistics of bn1", (0, 3))
+
+
+def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, mock.Mock(side_effect=RuntimeError("closed by peer")))
+    one, channels = message(), channels_of(FakeWorld())
+    one.entries[0].piece.part.operator = "conv1"
+    with pytest.raises(PeerError, match=r"the output of conv1 .* to rank 1.*closed") as sent:
+        channels.send(torch.zeros(2), one, 4, is_backward=False)
+    with pytest.raises(PeerError, match=r"the gradient of conv1 .* from rank 1.*closed") as posted:
+        channels.receive(one, torch.float32, 4, is_backward=True)
+    assert sent.value.peers == posted.value.peers == (1,)
+
+
+def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
+    with mock.patch.object(dist, "new_group"):
+        channels = channels_of(FakeWorld())
+        channels.make_groups_of_sums({(0, 1)})
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("closed by peer")))
+    with pytest.raises(PeerError, match=r"the sum of add over ranks \[0, 1\].*closed by peer"):
+        channels.add_up(torch.zeros(2), "add", (0, 1))
 
 
 def sync_of(world, parameter, recorder):

@@ -15,7 +15,9 @@ computing takes by itself, on whatever the buffers hold.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +50,7 @@ class Transfer:
         work: Any,
         buffer: Tensor,
         source: int,
-        what: str,
+        what: Callable[[], str],
         entries: Sequence[Entry],
         sent_at: int,
     ) -> None:
@@ -88,7 +90,7 @@ class _Sent(NamedTuple):
 
     work: Any
     tensor: Tensor
-    what: str
+    what: Callable[[], str]
     read_at: int
 
 
@@ -126,24 +128,27 @@ class Channels:
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
 
-    def add_up_norm(self, tensor: Tensor, devices: tuple[int, ...]) -> None:
+    def add_up_norm(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> None:
         """Sum statistics over devices, in place, and wait for them; each of them calls it.
 
         Raises:
-            PeerError: as for `wait_for_sum`.
+            PeerError: as for `add_up`.
         """
         if self.is_muted:
             return
-        try:
+        with self._summing(what, devices):
             dist.all_reduce(tensor, group=self._norm_groups[devices])
-        except RuntimeError as error:
-            raise self._no_sum("batch norm statistics", devices, error) from error
 
-    def add_up(self, tensor: Tensor, devices: tuple[int, ...]) -> Any:
-        """Start a sum over devices, in place; each of them calls it."""
+    def add_up(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> Any:
+        """Start a sum over devices, in place; each of them calls it.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         if self.is_muted:
             return _DONE
-        return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
+        with self._summing(what, devices):
+            return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
 
     def wait_for_sum(self, work: Any, what: str, devices: tuple[int, ...]) -> None:
         """Wait until a sum is there.
@@ -151,47 +156,60 @@ class Channels:
         Raises:
             PeerError: as for `wait`.
         """
-        try:
+        with self._summing(what, devices):
             self._transfers.wait(work)
-        except RuntimeError as error:
-            raise self._no_sum(what, devices, error) from error
 
-    def _no_sum(self, what: str, devices: tuple[int, ...], error: Exception) -> PeerError:
-        return PeerError(
-            f"rank {self._world.rank} waited for the sum of {what} over ranks "
-            f"{list(devices)}, one of which died or did not answer within "
-            f"{self._groups.timeout_s:g} s ({first_line(error)}): look at their logs, or raise the "
-            "timeout",
-            devices,
-        )
+    @contextmanager
+    def _summing(self, what: str, devices: tuple[int, ...]) -> Iterator[None]:
+        """Say which sum did not come about."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._world.rank} waited for the sum of {what} over ranks "
+                f"{list(devices)}, one of which died or did not answer within "
+                f"{self._groups.timeout_s:g} s ({first_line(error)}): look at their logs, or raise "
+                "the timeout",
+                devices,
+            ) from error
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
-        """Start sending; the tensor must not change until the step ends."""
+        """Start sending; the tensor must not change until the step ends.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         tensor = tensor.contiguous()
         if self.is_muted:
             return
         _, reader = ends(message, is_backward=is_backward)
         tensor = tensor.to(self._world.wire)
-        work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
-        what = _words(message, microbatch, is_backward)
+        what = partial(_words, message, microbatch, is_backward)
+        with self._exchanging(what, "to", reader.rank):
+            work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
         read_at = self._order(reader.stage, microbatch, is_backward)
         self._sending[reader.rank].append(_Sent(work, tensor, what, read_at))
 
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
     ) -> Transfer:
-        """Post a receive."""
+        """Post a receive.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
         sender, _ = ends(message, is_backward=is_backward)
         entries = message.carried(is_backward=is_backward)
         n_elements = sum(entry.n_elements for entry in entries)
         shape = entries[0].shape if len(entries) == 1 else (n_elements,)
         buffer = self._arriving.take(shape, dtype)
         work: Any = _DONE
+        what = partial(_words, message, microbatch, is_backward)
         if not self.is_muted:
-            work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
+            with self._exchanging(what, "from", sender.rank):
+                work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
         elif not buffer.is_floating_point():
             buffer.zero_()  # indices must be some that exist
-        what = _words(message, microbatch, is_backward)
         sent_at = self._order(sender.stage, microbatch, is_backward)
         return Transfer(work, buffer, sender.rank, what, entries, sent_at)
 
@@ -202,7 +220,8 @@ class Channels:
             PeerError: the other rank died or took longer than the timeout. Under NCCL nothing is
                 raised: its watchdog ends this process.
         """
-        self._wait(transfer.work, transfer.what, transfer.source, "from")
+        with self._exchanging(transfer.what, "from", transfer.source):
+            self._transfers.wait(transfer.work)
         transfer.buffer = self._brought(transfer.buffer)
         transfer.is_here = True
         self._finish_sends(transfer.source, before=transfer.sent_at)
@@ -230,19 +249,22 @@ class Channels:
         left: list[_Sent] = []
         for sent in self._sending[target]:
             if before is None or sent.read_at < before:
-                self._wait(sent.work, sent.what, target, "to")
+                with self._exchanging(sent.what, "to", target):
+                    self._transfers.wait(sent.work)
             else:
                 left.append(sent)
         self._sending[target] = left
 
-    def _wait(self, work: Any, what: str, peer: int, direction: str) -> None:
+    @contextmanager
+    def _exchanging(self, what: Callable[[], str], direction: str, peer: int) -> Iterator[None]:
+        """Say what did not travel."""
         try:
-            self._transfers.wait(work)
+            yield
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self._world.rank} waited for {what} {direction} rank {peer}, which died or "
-                f"did not answer within {self._groups.timeout_s:g} s ({first_line(error)}): look "
-                f"at rank {peer}'s log, or raise the timeout",
+                f"rank {self._world.rank} waited for {what()} {direction} rank {peer}, which died "
+                f"or did not answer within {self._groups.timeout_s:g} s ({first_line(error)}): "
+                f"look at rank {peer}'s log, or raise the timeout",
                 [peer],
             ) from error
 

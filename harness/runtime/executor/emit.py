@@ -65,7 +65,7 @@ class DeviceTasks:
 
     Attributes:
         weights: of this device, shared by its programs.
-        reduce_over: gives the sum over a set of devices, for batch norm over all samples.
+        reduce_over: gives an operator's sum over devices, for batch norm over all samples.
         random: what exact dropout draws from.
         mean_over: samples that the loss is divided by.
         homes: where gradients of large weights stay.
@@ -79,7 +79,7 @@ class DeviceTasks:
     meta: MetaModel
     device: int
     weights: Weights
-    reduce_over: Callable[[tuple[int, ...]], Reduce]
+    reduce_over: Callable[[str, tuple[int, ...]], Reduce]
     random: RandomState
     mean_over: int
     homes: GradientHomes
@@ -165,7 +165,7 @@ class SegmentBuilder:
             return shard_of(layout, part, node, device.root)
         shard = norm_of(layout, part, node, device.root)
         assert shard is not None, "only batch norms have this form"
-        shard.reduce = device.reduce_over(norm_devices(layout, part))
+        shard.reduce = device.reduce_over(part.operator, norm_devices(layout, part))
         return shard
 
     def _earlier(self, part: Part) -> list[Part]:

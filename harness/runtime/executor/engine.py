@@ -179,11 +179,13 @@ class ExecutorEngine:
             return None
         return AtOnce(lambda parameter: self._sync.reached(parameter))
 
-    def _reduce_over(self, devices: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    def _reduce_over(self, operator: str, devices: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+        what = f"statistics of {operator}"
+        name = f"sum {what} over ranks {list(devices)}"
+
         def reduce(x: Tensor) -> Tensor:
             if len(devices) > 1:
-                name = f"batch norm over ranks {list(devices)}"
-                self._phases.wait(name, lambda: self._channels.add_up_norm(x, devices))
+                self._phases.wait(name, lambda: self._channels.add_up_norm(x, what, devices))
             return x
 
         return reduce

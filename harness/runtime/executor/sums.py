@@ -10,14 +10,21 @@ because gradients of weights are added up whenever backward reaches them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from harness.runtime.executor.channels import Channels
-from harness.runtime.executor.messages import Devices
 from harness.runtime.executor.moves import Fetch
 from harness.runtime.executor.phases import Phases
+
+
+class _Sum(NamedTuple):
+    """A sum that is under way."""
+
+    work: Any
+    tensor: Tensor
+    what: str
 
 
 class Sums:
@@ -25,13 +32,18 @@ class Sums:
 
     def __init__(self, channels: Channels, phases: Phases) -> None:
         self._channels, self._phases = channels, phases
-        self._under_way: dict[tuple[int, int, bool], tuple[Any, Tensor, Devices]] = {}
+        self._under_way: dict[tuple[int, int, bool], _Sum] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
-        """Start adding up in place; the tensor belongs to the sum from now on."""
-        work = self._channels.add_up(tensor, fetch.summed_over)
-        slot = microbatch, fetch.want.number, is_backward
-        self._under_way[slot] = work, tensor, fetch.summed_over
+        """Start adding up in place; the tensor belongs to the sum from now on.
+
+        Raises:
+            PeerError: as for `take`.
+        """
+        operator = fetch.want.pieces[0].part.operator
+        what = f"gradient of {operator}" if is_backward else operator
+        work = self._channels.add_up(tensor, what, fetch.summed_over)
+        self._under_way[microbatch, fetch.want.number, is_backward] = _Sum(work, tensor, what)
 
     def take(self, fetch: Fetch, microbatch: int, *, is_backward: bool) -> Tensor:
         """Wait for the sum.
@@ -39,14 +51,11 @@ class Sums:
         Raises:
             PeerError: another rank died or hangs.
         """
-        slot = microbatch, fetch.want.number, is_backward
-        work, tensor, devices = self._under_way.pop(slot)
-        what = fetch.want.pieces[0].part.operator
-        kind = "gradient of " if is_backward else ""
-        name = f"sum {kind}{what} #{microbatch} over ranks {list(devices)}"
+        devices = fetch.summed_over
+        work, tensor, what = self._under_way.pop((microbatch, fetch.want.number, is_backward))
         self._phases.wait(
-            name,
-            lambda: self._channels.wait_for_sum(work, f"{kind}{what}", devices),
+            f"sum {what} #{microbatch} over ranks {list(devices)}",
+            lambda: self._channels.wait_for_sum(work, what, devices),
             tensor.nbytes,
         )
         return tensor
