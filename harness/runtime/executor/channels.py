@@ -14,6 +14,7 @@ computing takes by itself, on whatever the buffers hold.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ class _Sent(NamedTuple):
     work: Any
     tensor: Tensor
     what: Callable[[], str]
+    microbatch: int
     read_at: int
 
 
@@ -188,7 +190,7 @@ class Channels:
         with self._exchanging(what, "to", reader.rank):
             work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
         read_at = self._order(reader.stage, microbatch, is_backward)
-        self._sending[reader.rank].append(_Sent(work, tensor, what, read_at))
+        self._sending[reader.rank].append(_Sent(work, tensor, what, microbatch, read_at))
 
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
@@ -224,7 +226,7 @@ class Channels:
             self._transfers.wait(transfer.work)
         transfer.buffer = self._brought(transfer.buffer)
         transfer.is_here = True
-        self._finish_sends(transfer.source, before=transfer.sent_at)
+        self._finish_sends(transfer.source, lambda sent: sent.read_at < transfer.sent_at)
 
     def _brought(self, buffer: Tensor) -> Tensor:
         """What arrived, on the device."""
@@ -235,20 +237,20 @@ class Channels:
         self._arriving.give_back(buffer)
         return found
 
-    def finish_sends(self) -> None:
-        """Wait until all that was sent has left.
+    def finish_sends(self, before: float = math.inf) -> None:
+        """Wait until all that was sent of microbatches before one has left.
 
         Raises:
             PeerError: as for `wait`.
         """
         for target in self._sending:
-            self._finish_sends(target)
+            self._finish_sends(target, lambda sent: sent.microbatch < before)
 
-    def _finish_sends(self, target: int, before: int | None = None) -> None:
-        """Wait for what a rank has read before an action of its own, or for all; let go of it."""
+    def _finish_sends(self, target: int, is_read: Callable[[_Sent], bool]) -> None:
+        """Wait for what a rank has read; let go of it."""
         left: list[_Sent] = []
         for sent in self._sending[target]:
-            if before is None or sent.read_at < before:
+            if is_read(sent):
                 with self._exchanging(sent.what, "to", target):
                     self._transfers.wait(sent.work)
             else:

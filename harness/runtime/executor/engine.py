@@ -283,6 +283,8 @@ class ExecutorEngine:
             self._sync.finish()
             self._update()
             self._finish_sends()
+        else:
+            self._finish_sends(self._timetable.n_finished)
         self._timetable.advance()
         self._random.step += 1
         return self._loss()
@@ -298,10 +300,10 @@ class ExecutorEngine:
             self._finish_sends()
             self._timetable.n_streamed = 0
 
-    def _finish_sends(self) -> None:
+    def _finish_sends(self, before: float = math.inf) -> None:
         # What is still on its way are activations and their gradients, which no update changes.
         self._phases.begin("communication", "sends")
-        self._channels.finish_sends()
+        self._channels.finish_sends(before)
         self._phases.end()
 
     def _update(self) -> None:

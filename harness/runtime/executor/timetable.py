@@ -57,6 +57,11 @@ class Timetable:
             )
         )
 
+    @property
+    def n_finished(self) -> int:
+        """How many microbatches all ranks were done with when the step before ended."""
+        return self.n_streamed - (self._n_ranks - 1)
+
     def advance(self) -> None:
         """A step is over."""
         if self._is_asynchronous:

@@ -147,6 +147,18 @@ def most_sending(case: Case, world: World) -> int:
     return max(found)
 
 
+def sends_kept(case: Case, world: World) -> list[int]:
+    """How many sends' tensors this rank keeps after each of six steps."""
+    task = case.make_task()
+    engine = make_engine(case, task, world)
+    found: list[int] = []
+    for step in range(6):
+        train_step(engine, case, task, step)
+        found.append(sum(map(len, engine._channels._sending.values())))
+    engine.flush()
+    return found
+
+
 def receives_posted(case: Case, world: World) -> tuple[int, int]:
     """The most receives of this rank that are posted and not waited for at once; all of a step."""
     task = case.make_task()
