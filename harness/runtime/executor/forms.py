@@ -135,6 +135,7 @@ class _Chooser:
         node = self._captured.nodes.get(name)
         if node is None:
             return "native"
+        _check_is_of_its_devices(name, node, self._captured.module)
         partition = self._strategy.operators[name].partition
         has_copies = n_replicas(partition) > 1
         if has_copies:
@@ -153,10 +154,13 @@ class _Chooser:
 
     def _needs_global_statistics(self, name: str) -> bool:
         operator = self._captured.graph.operators[self._captured.graph.index()[name]]
-        if operator.kind != "batch_norm" or self._plan.batch_norm != "global":
+        if self._plan.batch_norm != "global":
             return False
         cuts = self._strategy.operators[name].partition
         if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
+            return False
+        if operator.kind != "batch_norm":
+            _check_is_no_norm(name, self._captured.nodes[name], self._captured.module)
             return False
         return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
 
@@ -214,7 +218,7 @@ def _warn(chosen: Forms) -> None:
 def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
     if draws(node, root):
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = _module_of(node, root)
         function = function_name(node.target) if module is None else type(module).__name__
         raise ModelError(
             f"operator {name!r} ({function}) draws random numbers, which exact dropout and copies "
@@ -233,9 +237,32 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
         )
 
 
+def _check_is_of_its_devices(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse a batch norm that meets all ranks by itself, also those that have other operators."""
+    if isinstance(_module_of(node, root), nn.SyncBatchNorm):
+        raise ModelError(
+            f"operator {name!r} (SyncBatchNorm) adds up over all ranks, whichever the strategy "
+            "gives it: make it a BatchNorm1d or 2d, and use --batch-norm global"
+        )
+
+
+def _check_is_no_norm(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse a batch norm that would train by the statistics of each block."""
+    module = _module_of(node, root)
+    if isinstance(module, _BatchNorm) and module.training:
+        raise ModelError(
+            f"operator {name!r} ({type(module).__name__}) is cut, and global statistics are of "
+            "BatchNorm1d and 2d alone: leave it whole, on one device, or use --batch-norm local"
+        )
+
+
+def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
 def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
     """Whether a batch norm has statistics of what it is given; refuses one that is a function."""
-    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = _module_of(node, root)
     if isinstance(module, _BatchNorm):
         return module.training
     is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
