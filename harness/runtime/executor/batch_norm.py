@@ -43,8 +43,7 @@ class BatchNormShard(Shard):
 
     def __init__(self, part: Part, module: _BatchNorm, inward: Region) -> None:
         super().__init__()
-        # Switched off while a forward is repeated, as that of PyTorch's own modules is, and where
-        # another task on the same device keeps the same statistics.
+        # Switched off where another task on the same device keeps the same statistics.
         self.track_running_stats = True
         self.is_counting = True
         self._eps, self._momentum, self._inward = module.eps, module.momentum, inward

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -291,7 +290,7 @@ class Runner:
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
         """Run a segment's forward again, this time for its gradients."""
-        with repeated(flight.random.pop(place), self._device), _frozen(segment.module):
+        with repeated(flight.random.pop(place), self._device), _on_copies(segment.module):
             inputs = [flight.input(key) for key in segment.inputs]
             with torch.enable_grad(), self._precision.autocast():
                 flight.outputs[place] = _call(segment, flight, inputs)
@@ -346,13 +345,14 @@ def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tenso
 
 
 @contextlib.contextmanager
-def _frozen(module: fx.GraphModule) -> Any:
-    """Leave running statistics alone while a forward is repeated."""
-    tracking = [m for m in module.modules() if getattr(m, "track_running_stats", False)]
-    for norm in tracking:
-        norm.track_running_stats = False  # type: ignore[assignment]
+def _on_copies(module: fx.GraphModule) -> Iterator[None]:
+    """Let a forward that is repeated track running statistics in copies of them."""
+    tracked = [m._buffers for m in module.modules() if getattr(m, "track_running_stats", False)]
+    kept = [dict(buffers) for buffers in tracked]
+    for buffers in tracked:
+        buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
         yield
     finally:
-        for norm in tracking:
-            norm.track_running_stats = True  # type: ignore[assignment]
+        for buffers, own in zip(tracked, kept, strict=True):
+            buffers.update(own)

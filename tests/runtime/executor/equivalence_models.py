@@ -138,6 +138,22 @@ class Perceptron(nn.Module):
         return self.layers(x)
 
 
+class TrackedNorms(nn.Module):
+    """Norms of several kinds that keep running statistics, one of which normalises by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), nn.Tanh(),
+            nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3),
+            nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(12, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
 class NormedWeights(nn.Module):
     """Weights that are computed from others, by a parametrization and by a hook."""
 
@@ -329,6 +345,7 @@ OTHER_MODELS: dict[str, SmallModel] = {
     "disordered": SmallModel(build=lambda: _classifier(Disordered(), 8)),
     "exported": SmallModel(build=lambda: _classifier(Exported(), 6), has_dropout=True),
     "merged_rows": SmallModel(build=lambda: _classifier(MergedRows(), 7, 5)),
+    "tracked_norms": SmallModel(build=lambda: _classifier(TrackedNorms(), 2, 6, 6)),
     "normed_weights": SmallModel(build=lambda: _classifier(NormedWeights(), 10)),
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
