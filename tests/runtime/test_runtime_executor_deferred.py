@@ -273,6 +273,19 @@ def test_under_autocast_gradients_are_those_of_autograd():
         assert torch.equal(parameter.grad, gradient)
 
 
+def test_under_autocast_another_use_of_the_weights_is_trained():
+    module, x = nn.Linear(5, 5), torch.randn(4, 5)
+    own = defer(module, WeightQueue(), GradientHomes())
+    with torch.autocast("cpu", torch.bfloat16):
+        module(own(x)).float().sum().backward()
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(module(x).detach()).float().sum().backward()
+    for parameter, gradient in zip(module.parameters(), found, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "input_shape"),
     [

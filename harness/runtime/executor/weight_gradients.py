@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from harness.runtime.executor.shards_conv import Pair
 
 # Takes (input, gradient of the output) of one call in backward, without their graphs.
 Put = Callable[[Tensor, Tensor], None]
+# Weight and bias, in a tuple: given a parameter by itself, autograd calls its hooks also where a
+# function has no gradient for it.
+Weights = tuple[Tensor, Tensor | None]
 # Stride, padding, dilation, groups.
 Options = tuple[Pair, Pair, Pair, int]
 
@@ -41,14 +43,15 @@ class GradientHomes:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:
     """A linear layer that gives rows of its input and of its output's gradient to `put`."""
     apply: Callable[..., Tensor] = _Linear.apply
-    return apply(_autocast(x), _detached(weight), _detached(bias), put, _anchor(weight, bias))
+    weights = weight, bias
+    return apply(_autocast(x), weights, put, _anchor(x, weights))
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, put: Put) -> Tensor:
     """A convolution that gives its input and its output's gradient to `put`."""
     apply: Callable[..., Tensor] = _Conv2d.apply
-    anchor = _anchor(weight, bias)
-    return apply(_autocast(x), _detached(weight), _detached(bias), options, put, anchor)
+    weights = weight, bias
+    return apply(_autocast(x), weights, options, put, _anchor(x, weights))
 
 
 def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -69,16 +72,16 @@ def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHome
         weight.grad.addmm_(a, b)
 
 
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    """Autograd calls a parameter's hooks even where a function gives it no gradient."""
-    return None if parameter is None else parameter.detach()
+def _is_trained(weights: Weights) -> bool:
+    weight, bias = weights
+    return weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _anchor(*parameters: Tensor | None) -> Tensor:
-    """What makes an output differentiable in place of its parameters."""
-    first = next(p for p in parameters if p is not None)
-    is_trained = any(p is not None and p.requires_grad for p in parameters)
-    return torch.empty(0, device=first.device, requires_grad=is_trained)
+def _anchor(x: Tensor, weights: Weights) -> Tensor | None:
+    """What makes an output differentiable where its input is not."""
+    if x.requires_grad or not _is_trained(weights):
+        return None
+    return torch.empty(0, device=x.device, requires_grad=True)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -89,33 +92,29 @@ def _autocast(x: Tensor) -> Tensor:
     return x
 
 
-def _like(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.to(x.dtype) for tensor in tensors]
+def _like(x: Tensor, weights: Weights) -> Weights:
+    """Weights as autocast would cast them, but that it would keep them, and hand them to others."""
+    weight, bias = weights
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: Put, anchor: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.put = put
-        # Autocast would keep casts of weights that carry no gradient, and hand them to others.
-        with torch.autocast(x.device.type, enabled=False):
-            own_weight, own_bias = _like(x, weight, bias)
-            assert own_weight is not None
-            return _own(F.linear(x, own_weight, own_bias))
+    def forward(ctx: Any, x: Tensor, weights: Weights, put: Put, anchor: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights[0])
+        ctx.weights, ctx.put = weights, put
+        return _own(F.linear(x, *_like(x, weights)))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[4]:
-            ctx.put(_rows(x.detach()), _rows(gradient))
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 5
         rows = _rows(gradient)
-        return rows.mm(weight.to(rows.dtype)).view(x.shape), *(None,) * 4
+        if _is_trained(ctx.weights):
+            ctx.put(_rows(x.detach()), rows)
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = rows.mm(weight.to(rows.dtype)).view(x.shape)
+        return of_x, None, None, None
 
 
 def _own(x: Tensor) -> Tensor:
@@ -144,32 +143,23 @@ def add_linear(
 class _Conv2d(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: Options,
-        put: Put,
-        anchor: Tensor,
+        ctx: Any, x: Tensor, weights: Weights, options: Options, put: Put, anchor: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.options, ctx.put = options, put
-        with torch.autocast(x.device.type, enabled=False):
-            own_weight, own_bias = _like(x, weight, bias)
-            assert own_weight is not None
-            return F.conv2d(x, own_weight, own_bias, *options)
+        ctx.save_for_backward(x, weights[0])
+        ctx.weights, ctx.options, ctx.put = weights, options, put
+        weight, bias = _like(x, weights)
+        return F.conv2d(x, weight, bias, *options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[5]:
+        if _is_trained(ctx.weights):
             ctx.put(x.detach(), gradient)
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 6
-        wanted = [True, False, False]
-        of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
-        return of_x, *(None,) * 5
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            wanted = [True, False, False]
+            of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
+        return of_x, None, None, None, None
 
 
 def add_conv2d(
