@@ -29,7 +29,7 @@ from harness.errors import PeerError, first_line
 from harness.runtime.executor.groups import Groups
 from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.executor.timetable import Order
-from harness.runtime.executor.transfers import ends, transfers_of
+from harness.runtime.executor.transfers import transfers_of
 from harness.runtime.world import World
 
 
@@ -184,7 +184,7 @@ class Channels:
         tensor = tensor.contiguous()
         if self.is_muted:
             return
-        _, reader = ends(message, is_backward=is_backward)
+        _, reader = message.ends(is_backward=is_backward)
         tensor = tensor.to(self._world.wire)
         what = partial(_words, message, microbatch, is_backward)
         with self._exchanging(what, "to", reader.rank):
@@ -200,11 +200,8 @@ class Channels:
         Raises:
             PeerError: as for `wait`.
         """
-        sender, _ = ends(message, is_backward=is_backward)
-        entries = message.carried(is_backward=is_backward)
-        n_elements = sum(entry.n_elements for entry in entries)
-        shape = entries[0].shape if len(entries) == 1 else (n_elements,)
-        buffer = self._arriving.take(shape, dtype)
+        sender, _ = message.ends(is_backward=is_backward)
+        buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
         work: Any = _DONE
         what = partial(_words, message, microbatch, is_backward)
         if not self.is_muted:
@@ -213,6 +210,7 @@ class Channels:
         elif not buffer.is_floating_point():
             buffer.zero_()  # indices must be some that exist
         sent_at = self._order(sender.stage, microbatch, is_backward)
+        entries = message.carried(is_backward=is_backward)
         return Transfer(work, buffer, sender.rank, what, entries, sent_at)
 
     def wait(self, transfer: Transfer) -> None:

@@ -27,6 +27,14 @@ from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.executor.program import Send
 
 Devices = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+class End(NamedTuple):
+    """A stage on a device."""
+
+    rank: int
+    stage: int
 
 
 class Entry(NamedTuple):
@@ -76,12 +84,34 @@ class Message:
     def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
         return self.returning if is_backward else self.entries
 
+    def ends(self, *, is_backward: bool) -> tuple[End, End]:
+        """Who sends and who reads."""
+        return self._ends[is_backward]
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[End, End], tuple[End, End]]:
+        source = End(self.source, self.source_stage)
+        target = End(self.target, self.target_stage)
+        return (source, target), (target, source)
+
+    def shape(self, *, is_backward: bool) -> Shape:
+        """Of what travels: a piece by itself keeps its shape, several are flat."""
+        return self._shapes[is_backward]
+
+    @cached_property
+    def _shapes(self) -> tuple[Shape, Shape]:
+        return _shape(self.entries), _shape(self.returning)
+
     @cached_property
     def words(self) -> str:
         """Whose outputs it carries."""
         carried = self.entries or self.returning
         first, *rest = [entry.piece.part.operator for entry in carried]
         return f"{first} and {len(rest)} more" if rest else first
+
+
+def _shape(entries: tuple[Entry, ...]) -> Shape:
+    return entries[0].shape if len(entries) == 1 else (sum(one.n_elements for one in entries),)
 
 
 Place = tuple[int, int]  # stage, position of a segment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -79,11 +80,11 @@ class Fetch:
     placements: tuple[Placement, ...]
     kept: tuple[Placed, ...]
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         return len(self.placements) == 1 and self.placements[0].in_want.is_all
 
-    @property
+    @cached_property
     def is_borrowed(self) -> bool:
         """Whether it is what a part of this device holds, and not a copy."""
         source = self.placements[0].source if self.is_whole else None

@@ -17,25 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.runtime.executor.groups import Groups
-from harness.runtime.executor.messages import Message
+from harness.runtime.executor.messages import End, Message
 from harness.runtime.world import World
 
 _WAYS = (False, True)  # forward, backward
 _N_TAGS = 2**31 - 1
-
-
-class End(NamedTuple):
-    """A stage on a device."""
-
-    rank: int
-    stage: int
-
-
-def ends(message: Message, *, is_backward: bool) -> tuple[End, End]:
-    """Who sends and who reads."""
-    source = End(message.source, message.source_stage)
-    target = End(message.target, message.target_stage)
-    return (target, source) if is_backward else (source, target)
 
 
 class Transfers(Protocol):
@@ -68,14 +54,14 @@ class TaggedTransfers:
         self._n_messages = 1 + max((message.number for message in messages), default=0)
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> Any:
-        _, reader = ends(message, is_backward=is_backward)
+        _, reader = message.ends(is_backward=is_backward)
         tag = self._tag(message, microbatch, is_backward)
         return dist.isend(tensor, reader.rank, tag=tag)
 
     def receive(
         self, buffer: Tensor, message: Message, microbatch: int, *, is_backward: bool
     ) -> Any:
-        sender, _ = ends(message, is_backward=is_backward)
+        sender, _ = message.ends(is_backward=is_backward)
         tag = self._tag(message, microbatch, is_backward)
         return dist.irecv(buffer, sender.rank, tag=tag)
 
@@ -127,7 +113,7 @@ class _Pair(NamedTuple):
 
 
 def _pair(message: Message, is_backward: bool) -> _Pair:
-    return _Pair(*ends(message, is_backward=is_backward), is_backward)
+    return _Pair(*message.ends(is_backward=is_backward), is_backward)
 
 
 def transfers_of(world: World, messages: Iterable[Message], groups: Groups) -> Transfers:
