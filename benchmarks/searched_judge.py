@@ -64,14 +64,35 @@ def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
         if header.workload != "train":
             continue
         name = training_summary(_read_run(path)).strategy
-        plan = path / STRATEGY_FILE
-        if name != "searched" and plan.exists():
-            strategy = msgspec.structs.replace(Strategy.load(plan), made_for=MadeFor())
-            if strategy in plans:
+        plan = plan_of(path)
+        if name != "searched" and plan is not None:
+            if plan in plans:
                 continue
-            plans.append(strategy)
+            plans.append(plan)
         found[name] = path
     return found
+
+
+def plan_of(directory: Path) -> Strategy | None:
+    """What a run trains, whatever it is called; None where that is no plan."""
+    path = directory / STRATEGY_FILE
+    if not path.exists():
+        return None
+    return msgspec.structs.replace(Strategy.load(path), name="", made_for=MadeFor())
+
+
+def same_as_searched(runs: dict[str, Path]) -> set[str]:
+    """Hand-chosen strategies that are the very plan that the search found, on the same engine.
+
+    Both names of it are one program: it trains in turn once, and is ranked once.
+    """
+    plan = plan_of(runs["searched"]) if "searched" in runs else None
+    return {
+        name
+        for name, path in runs.items()
+        if name != "searched" and plan is not None and plan_of(path) == plan
+        if read_header(path).config["engine"] == "executor"
+    }
 
 
 def _read_run(directory: Path) -> Run:
@@ -186,21 +207,24 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         for name, run in runs.items()
     }
     ok = {name: s for name, s in strategies.items() if s["status"] == "ok"}
+    ratios = {name: s["over_searched"][0] for name, s in ok.items() if name != "searched"}
+    best = min(ratios, key=lambda name: ratios[name])
+    low, high = ok[best]["over_searched"][1:]
+    twice = same_as_searched(found)
+    ok = {name: s for name, s in ok.items() if name not in twice}
     judged = [
         Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
         for name, s in ok.items()
     ]
     summary = cell_summary(judged)
-    ratios = {name: s["over_searched"][0] for name, s in ok.items() if name != "searched"}
-    best = min(ratios, key=lambda name: ratios[name])
     differences = loss_differences(runs)
     apart = told_apart({name: measured.steps_s[name] for name in ok})
     in_order = [pair for pair in apart if ok[pair[0]]["predicted_s"] < ok[pair[1]]["predicted_s"]]
     return {
         "cell": cell.name,
         "gain": ratios[best],
-        "gain_low": ok[best]["over_searched"][1],
-        "gain_high": ok[best]["over_searched"][2],
+        "gain_low": low,
+        "gain_high": high,
         "best_hand_chosen": best,
         "over_ddp": ratios.get("ddp"),
         "must_beat_ddp": cell.must_beat_ddp,
@@ -212,6 +236,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "loss_difference": max(differences.values()),
         "double_difference": max(measured.double.values(), default=None),
         "is_same": trains_the_same(differences, measured.double),
+        "same_as_searched": sorted(twice),
         "strategies": strategies,
         "command": shlex.join(sys.argv),
         "machine": machine(),
@@ -223,7 +248,12 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
 
 def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all cells: how many meet each bar, and the median error."""
-    ok = [s for line in lines for s in line["strategies"].values() if s["status"] == "ok"]
+    ok = [
+        s
+        for line in lines
+        for name, s in line["strategies"].items()
+        if s["status"] == "ok" and name not in line["same_as_searched"]
+    ]
     ordered = [line for line in lines if line["rank_correlation"] is not None]
     slow = [line for line in lines if line["must_beat_ddp"] and line["over_ddp"] is not None]
     return {

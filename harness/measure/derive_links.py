@@ -58,7 +58,8 @@ class InterferenceRow:
     """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv, all_reduce, or small send_recv, which is many small messages.
+        operation: send_recv, all_reduce, or small messages: many at once (small send_recv) or one
+            after each product (spaced send_recv).
         pace: of products beside it, relative to their pace alone.
         unit: byte or message.
         taken_s: seconds of computation for each byte or message that is sent or received.
@@ -176,7 +177,12 @@ def _link_matrix(
 
 
 # What is counted of each kind of communication beside which products are computed.
-_BESIDE = {"send_recv": "byte", "all_reduce": "byte", "small send_recv": "message"}
+_BESIDE = {
+    "send_recv": "byte",
+    "all_reduce": "byte",
+    "small send_recv": "message",
+    "spaced send_recv": "message",
+}
 
 
 def interference_table(run: Run) -> list[InterferenceRow]:

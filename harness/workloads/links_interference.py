@@ -6,8 +6,11 @@
 What is missing, in seconds of the chunks' own pace, over the bytes that the rank sent and received
 meanwhile is what a byte costs its device. It is 0 where other cores, or a NIC, move the bytes.
 Communication is send_recv, every rank to the next and from the one before, and all_reduce, which
-adds up besides. Many small messages instead of a large one tell what a message costs beside its
-bytes: posting it, waking up for it.
+adds up besides. Small messages instead of a large one tell what a message costs beside its bytes:
+posting it, waking up for it. Ranks of a single thread exchange one after each chunk, in lockstep
+(`spaced send_recv`), since a message by itself wakes threads that many at once (`small send_recv`)
+share; what that costs is told by the processor's time, of which waiting for each other takes none.
+Threads that compute together spin while they wait, so ranks of several are told by many at once.
 
     lockstep  |####|x|#####|x|###|  x|####|x  compute, exchange a small message, and again
 
@@ -45,6 +48,8 @@ _CHUNK_S = 2e-3
 # split over ranks, a stage's microbatch, a large stage.
 _LOCKSTEP = {8e-3: 40, 32e-3: 24, 128e-3: 12}
 _N_LOCKSTEPS = 3
+# Chunks, with a message after each, of a sample of what a message costs.
+_N_SPACED = 100
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
 _MOST_BYTES = 1 << 28
@@ -116,9 +121,13 @@ def measure_interference(context: Context) -> list[Interference]:
     if world.size == 1:
         return [Interference()]
     chunks = _Chunks(world)
-    kinds = (_SendRecv(world), _AllReduce(world), _Messages(world))
-    measured = [_measure(kind, chunks, context) for kind in kinds]
-    jitter = _measure_jitter(kinds[0], chunks, context)
+    send_recv = _SendRecv(world)
+    measured = [_measure(kind, chunks, context) for kind in (send_recv, _AllReduce(world))]
+    if _are_single_threads(world):
+        measured.append(_measure_spaced(send_recv, chunks, context))
+    else:
+        measured.append(_measure(_Messages(world), chunks, context))
+    jitter = _measure_jitter(send_recv, chunks, context)
     costs = zip(*(gather_numbers(cost, world) for cost in measured), strict=True)
     deviations = zip(*(gather_numbers(one, world) for one in jitter.values()), strict=True)
     curves = [
@@ -212,22 +221,65 @@ class _AllReduce:
         return self._factor * n_bytes
 
 
+def _are_single_threads(world: World) -> bool:
+    """Whether every rank computes on one thread of a CPU."""
+    n_threads = 1 if world.device.type == "cpu" and world.n_threads == 1 else 2
+    return agree_on_maximum([n_threads], world)[0] == 1
+
+
 def _measure(kind: _Kind, chunks: _Chunks, context: Context) -> float:
     """Median over samples of this rank's cost; recorded with the pace."""
-    world, record = context.world, context.recorder.sample
+    world = context.world
     sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
     message = _message_of(kind, sample_s, world)
-    what = f"computing beside {kind.name}"
-    costs: list[float] = []
-    for step in range(_N_SAMPLES):
-        context.progress.update(what, step, _N_SAMPLES)
+
+    def sample() -> tuple[float, float]:
         alone_s = _alone(chunks, sample_s)
         dist.barrier()
         n_chunks, beside_s = _beside(chunks, kind, message, world)
-        costs.append(max(0.0, beside_s - n_chunks * alone_s) / kind.moved(message.nbytes))
-        found = {kind.metric: costs[-1], "pace_beside": n_chunks * alone_s / beside_s}
-        for metric, value in found.items():
-            record(metric, value, step=step, operation=kind.name, n_bytes=message.nbytes)
+        cost_s = max(0.0, beside_s - n_chunks * alone_s) / kind.moved(message.nbytes)
+        return cost_s, n_chunks * alone_s / beside_s
+
+    return _median_cost(kind.name, kind.metric, message.nbytes, sample, context)
+
+
+def _measure_spaced(kind: _SendRecv, chunks: _Chunks, context: Context) -> float:
+    """The same for a message after each chunk, by the processor's time."""
+
+    def sample() -> tuple[float, float]:
+        dist.barrier()
+        start_s = time.perf_counter()
+        alone_s = _processor_s(lambda: chunks.run(_N_SPACED))
+        passed_s = time.perf_counter() - start_s
+        beside_s = _processor_s(lambda: _in_lockstep(kind, chunks, 1, _N_SPACED, context.world))
+        cost_s = max(0.0, beside_s - alone_s) * passed_s / alone_s
+        return cost_s / (2 * _N_SPACED), alone_s / beside_s
+
+    return _median_cost("spaced send_recv", _Messages.metric, _SMALL_BYTES, sample, context)
+
+
+def _processor_s(work: Callable[[], object]) -> float:
+    """What this process computes, on all of its threads."""
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def _median_cost(
+    name: str,
+    metric: str,
+    n_bytes: int,
+    sample: Callable[[], tuple[float, float]],
+    context: Context,
+) -> float:
+    """Take and record samples of (cost, pace beside communication)."""
+    what, costs = f"computing beside {name}", []
+    for step in range(_N_SAMPLES):
+        context.progress.update(what, step, _N_SAMPLES)
+        cost_s, pace = sample()
+        costs.append(cost_s)
+        for key, value in ((metric, cost_s), ("pace_beside", pace)):
+            context.recorder.sample(key, value, step=step, operation=name, n_bytes=n_bytes)
         context.flush()
     context.progress.update(what, _N_SAMPLES, _N_SAMPLES)
     return median(costs)

@@ -55,6 +55,19 @@ def test_a_plan_that_two_flags_made_counts_once(judging, tmp_path):
     assert (found["pipeline"], found["pipeline-4-microbatches"]) == (left, unlike)
 
 
+def test_what_was_found_and_chosen_by_hand_alike_is_one_program(judging, tmp_path):
+    found = msgspec.structs.replace(PLAN, name="1 stage on 1 device")
+    other = msgspec.structs.replace(PLAN, batch=16)
+    runs = {
+        "searched": write_run(tmp_path, "a", "searched", found, engine="executor"),
+        "pipeline": write_run(tmp_path, "b", "pipeline", PLAN, engine="executor"),
+        "tensor": write_run(tmp_path, "c", "tensor", other, engine="executor"),
+        "ddp": write_run(tmp_path, "d", "ddp", PLAN),  # by another engine
+    }
+    assert judging.same_as_searched(runs) == {"pipeline"}
+    assert judging.same_as_searched({"pipeline": runs["pipeline"]}) == set()
+
+
 def test_a_cell_without_its_reference_says_what_to_do(judging, tmp_path):
     runs = {
         "single": str(write_run(tmp_path, "a", "single", status="crash")),

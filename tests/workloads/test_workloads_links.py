@@ -211,6 +211,7 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert all(row.pace > 0 for row in rows)
     assert max(taken[6:9]) > max(taken[:3])  # a message takes more than a byte
     assert "each message" in links_text([run])
+    assert "spaced send_recv" in links_text([run])  # ranks that share cores have a thread each
     assert list(jitter_table(run).values()) == [
         {point.computing_s: point.deviation_s for point in device.jitter}
         for device in cluster.devices
@@ -261,6 +262,55 @@ def test_waiting_for_the_others_is_not_timed_as_computing(backend, each, monkeyp
     # On a GPU waiting only queues: what is queued is over before the next round is timed.
     sent = ["wait", "wait"] if backend == "gloo" else []
     assert told == ["barrier", *each, *each, *sent]
+
+
+@pytest.mark.parametrize(
+    ("device", "n_threads", "expected"),
+    [("cpu", [1, 1], True), ("cpu", [1, 4], False), ("cuda", [1, 1], False)],
+)
+def test_messages_are_spaced_where_no_thread_spins(device, n_threads, expected, monkeypatch):
+    told = []
+
+    def agree(values, world):
+        told.append(values[0])
+        return [max(told)]
+
+    monkeypatch.setattr(links_interference, "agree_on_maximum", agree)
+    worlds = [SimpleNamespace(device=torch.device(device), n_threads=n) for n in n_threads]
+    assert [links_interference._are_single_threads(world) for world in worlds][-1] is expected
+
+
+def test_a_spaced_message_costs_what_the_processor_computes_beyond_the_products(monkeypatch):
+    clocks = {"passed": 0.0, "computed": 0.0}
+
+    def compute(seconds):
+        clocks["computed"] += seconds
+        clocks["passed"] += seconds / 0.25  # a quarter of a core
+
+    def lockstep(kind, chunks, n_chunks, n_rounds, world):
+        chunks.run(n_chunks * n_rounds)
+        compute(n_rounds * 2 * 1e-4)  # two messages a round
+        clocks["passed"] += 7.0  # waiting
+
+    class Chunks:
+        def run(self, n_chunks):
+            compute(n_chunks * 1e-3)
+
+    samples = []
+    recorder = SimpleNamespace(sample=lambda name, value, **labels: samples.append((name, value)))
+    context = SimpleNamespace(
+        world=None,
+        recorder=recorder,
+        progress=SimpleNamespace(update=lambda *told: None),
+        flush=lambda: None,
+    )
+    monkeypatch.setattr(links_interference.dist, "barrier", lambda: None)
+    monkeypatch.setattr(links_interference.time, "perf_counter", lambda: clocks["passed"])
+    monkeypatch.setattr(links_interference.time, "process_time", lambda: clocks["computed"])
+    monkeypatch.setattr(links_interference, "_in_lockstep", lockstep)
+    cost_s = links_interference._measure_spaced(None, Chunks(), context)
+    assert cost_s == pytest.approx(4e-4)  # 0.1 ms of the processor, a quarter of which it has
+    assert dict(samples)["pace_beside"] == pytest.approx(1 / 1.2)
 
 
 def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
