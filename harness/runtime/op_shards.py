@@ -5,6 +5,9 @@ It is the shard that the executor would train, on inputs as a device is handed t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
 from harness.domain.graph import Operator
@@ -12,13 +15,32 @@ from harness.domain.partition import Block
 from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.runtime.capture import Captured
 from harness.runtime.executor.shards import Wanted, make_shard
-from harness.runtime.op_timer import OperatorCall, as_leaves, tensors_in
+from harness.runtime.stretch import OperatorCall, as_leaves, tensors_in
 
 
-def shard_call(
+@dataclass(frozen=True)
+class OperatorShard:
+    """A part of an operator on weights of its own.
+
+    Attributes:
+        module: called with what it wants of each input.
+        wants: of each input of the operator.
+    """
+
+    module: nn.Module
+    wants: Sequence[Wanted]
+
+    def call(self, call: OperatorCall) -> OperatorCall:
+        """How the part is called where the operator is called so."""
+        inputs = tensors_in((call.args, call.kwargs))
+        parameters = tuple(self.module.parameters())
+        return OperatorCall(self.module, _handed(inputs, self.wants), {}, parameters)
+
+
+def operator_shard(
     captured: Captured, name: str, dim: str, size: int, call: OperatorCall
-) -> OperatorCall | None:
-    """The call of the last `size` elements along `dim` of an operator; None if it has no shard.
+) -> OperatorShard | None:
+    """The last `size` elements along `dim` of an operator; None if it has no such shard.
 
     The last, because a part along a dim that is summed over mostly adds no bias.
 
@@ -35,17 +57,15 @@ def shard_call(
     if size > shape.get(dim, 0):
         return None
     block = tuple((n - size if d == dim else 0, n) for d, n in shape.items())
-    inputs = tensors_in((call.args, call.kwargs))
-    wanted = [
+    wants = [
         _wanted(operator, shape, block, operators[producer], argument)
         for argument, producer in enumerate(operator.inputs)
     ]
-    if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wanted]:
+    inputs = tensors_in((call.args, call.kwargs))
+    if [tuple(x.shape) for x in inputs] != [tuple(each.shape.values()) for each in wants]:
         return None
-    shard = make_shard(operator, captured.nodes[name], captured.module, shape, block, wanted)
-    if shard is None:
-        return None
-    return OperatorCall(shard, _handed(inputs, wanted), {}, tuple(shard.parameters()))
+    shard = make_shard(operator, captured.nodes[name], captured.module, shape, block, wants)
+    return None if shard is None else OperatorShard(shard, wants)
 
 
 def _wanted(
@@ -55,7 +75,7 @@ def _wanted(
     return Wanted(theirs, input_block(operator, shape, block, theirs, argument=argument))
 
 
-def _handed(inputs: list[Tensor], wanted: list[Wanted]) -> tuple[Tensor, ...]:
+def _handed(inputs: Sequence[Tensor], wanted: Sequence[Wanted]) -> tuple[Tensor, ...]:
     """Leaves that lie together in memory, as what is received does; equal ones stay one."""
     known: dict[tuple[int, Block], Tensor] = {}
     for x, each in zip(inputs, wanted, strict=True):

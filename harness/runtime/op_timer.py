@@ -1,14 +1,15 @@
-"""Time one operator alone: forward and backward, again and again, on real tensors.
+"""Time operators where they stand in a model: forward and backward, again and again.
 
-An iteration runs the operator as training would: under autocast, recording gradients, with inputs
-that were written just before, as their producer would have, and with everything else out of the
-cache where the whole model would have pushed it out. What pushes data out takes the code of calls
-and of autograd with it, which in training the operator before has just used: on CPUs a tiny
-operator is called first. A GPU is held up until what is timed is queued: marks of one that had
-nothing to do would time the host's calls.
+An iteration runs a stretch of the model forward for each microbatch that is in flight, then
+backward, as a device of a pipeline does; marks stand around each operator that is timed:
 
-    [hold, flush] write inputs, wake | forward | [hold, flush] write gradients, wake | backward |
-                            marks    ^         ^                                     ^          ^
+    forward #0  a | b | c    forward #1  a | b | c    backward #0  c | b | a    backward #1  ...
+                ^   ^   ^ marks
+
+What an operator finds in the caches, how its memory is had, and whether its code is warm, is what
+the operators before it leave behind: as in training. What may stand for an operator, such as a part
+of its weights, runs just before it and is timed instead. A GPU is held up until what is timed is
+queued: marks of one that had nothing to do would time the host's calls.
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
 operator that hits is chance. There the processor's time tells how the sample's time is shared out.
@@ -18,44 +19,29 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
-from harness.errors import VerificationError
 from harness.measure.clock import Clock
 from harness.runtime.sampling import Budget
+from harness.runtime.stretch import OperatorCall, Pending, Step, Stretch, tensors_in
 
-# Iterations between two waits: few enough that their marks and tensors stay small.
-_N_BATCH = 16
 # Iterations of a sample, however short they are.
 _MOST_EACH = 1024
-# Iterations of what computes nothing, and how long they may take unless that is too few.
-_N_IDLE, _LEAST_IDLE, _IDLE_S = 65, 9, 2.0
+# Steps between two that compute nothing, which tell what reading clocks and starting autograd take.
+_IDLE_EVERY = 4
 # Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
 _HOLD_CYCLES = 1_000_000
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class OperatorCall:
-    """An operator with what it is called on.
-
-    Attributes:
-        function: called with args and kwargs; parameters are its own.
-        args, kwargs: nested; tensors that carry gradients say so by `requires_grad`.
-        parameters: get gradients too.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    parameters: tuple[Tensor, ...] = ()
+# What is called in an operator's place, made of the operator's own call.
+Instead = Callable[[OperatorCall], OperatorCall]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +50,16 @@ class OperatorSamples:
 
     Attributes:
         backward_s: zeros for an operator that has no gradient.
-        saved_bytes: of the tensors kept for the backward pass, with inputs, without parameters.
     """
 
     forward_s: list[float]
     backward_s: list[float]
-    saved_bytes: int
+
+    def __add__(self, other: OperatorSamples) -> OperatorSamples:
+        return OperatorSamples(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+        )
 
     @property
     def median_forward_s(self) -> float:
@@ -94,28 +84,6 @@ def hold_gpu() -> None:
     torch.cuda._sleep(_HOLD_CYCLES)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of nested tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return []
-
-
-def as_leaves(value: Any, *, has_gradient: bool) -> Any:
-    """Detach nested tensors, those of floating point with or without a gradient."""
-
-    def leaf(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return part.detach().requires_grad_(has_gradient and part.is_floating_point())
-
-    return fx.node.map_aggregate(value, leaf)
-
-
 class Mark(NamedTuple):
     """An instant by the clock, and the processor's seconds so far."""
 
@@ -123,16 +91,24 @@ class Mark(NamedTuple):
     processor_s: float
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """One iteration; backward is None for an operator without gradients."""
+Lap = tuple[Mark, Mark]
 
-    forward: tuple[Mark, Mark]
-    backward: tuple[Mark, Mark] | None
 
-    @property
-    def end(self) -> Mark:
-        return self.forward[1] if self.backward is None else self.backward[1]
+@dataclass
+class _Laps:
+    """What a sample's iterations timed: laps of each operator, and of what computes nothing."""
+
+    forward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
+    idle_forward: list[Lap] = field(default_factory=list)
+    idle_backward: list[Lap] = field(default_factory=list)
+
+
+class _Idle(NamedTuple):
+    """Seconds of what computes nothing."""
+
+    forward_s: list[float]
+    backward_s: list[float]
 
 
 class OpTimer:
@@ -141,7 +117,6 @@ class OpTimer:
     Args:
         autocast: makes the context of a forward pass; entered anew each time, since it keeps casts
             of parameters as long as it lasts.
-        flush: passes so many bytes through the cache; None leaves it as it is.
         hold: keeps the device busy while the host queues what is timed; None where it queues
             nothing.
         shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
@@ -156,222 +131,230 @@ class OpTimer:
         *,
         device: torch.device,
         autocast: Autocast,
-        flush: Callable[[float], None] | None = None,
         hold: Callable[[], None] | None = None,
         shortest_s: float = 0.0,
         processor: Callable[[], float] | None = None,
     ) -> None:
-        self._clock = clock
-        self._budget = budget
-        self._device = device
-        self._autocast = autocast
-        self._flush = flush or (lambda n_bytes: None)
+        self._clock, self._budget, self._autocast = clock, budget, autocast
         self._hold = hold or (lambda: None)
         self._shortest_s = shortest_s
         self._processor = processor
-        self._n_between = math.inf
-        self._idle: dict[float, tuple[float, float]] = {}
         self._tiny = torch.zeros(1, device=device, requires_grad=True)
-        self._tiny_operator = torch.nn.ReLU()
 
     def measure(
         self,
-        call: OperatorCall,
-        what: str = "operator",
-        before: OperatorSamples | None = None,
+        stretch: Stretch,
+        names: Sequence[str],
+        instead: Mapping[str, Instead] | None = None,
         *,
-        n_between: float = math.inf,
-    ) -> OperatorSamples:
+        n_in_flight: int = 1,
+        is_added: bool = False,
+    ) -> dict[str, OperatorSamples]:
         """Forward and backward seconds, less what calling and reading clocks cost by themselves.
 
         Args:
-            before: samples of the same call that were taken before; new ones are added.
-            n_between: bytes that pass through the cache between this operator of one step and of
-                the next.
+            names: of the operators to time.
+            instead: what is timed in the place of some of them.
+            n_in_flight: microbatches that go forward before the first goes backward.
+            is_added: gradients of parameters are, to those of earlier microbatches.
 
-        Raises:
-            VerificationError: an output or a gradient is not finite.
+        Returns:
+            By name; operators that are not in the stretch are not in it.
         """
-        self._n_between = n_between
-        saved_bytes = self._verify(call, what) if before is None else before.saved_bytes
-        forward_s, backward_s = self._sample(call, self._shortest_s)
-        idle_forward_s, idle_backward_s = self._idle_s()
-        forward_s = [max(0.0, value - idle_forward_s) for value in forward_s]
-        backward_s = [max(0.0, value - idle_backward_s) for value in backward_s]
-        if before is not None:
-            forward_s = before.forward_s + forward_s
-            backward_s = before.backward_s + backward_s
-        return OperatorSamples(forward_s=forward_s, backward_s=backward_s, saved_bytes=saved_bytes)
-
-    def _idle_s(self) -> tuple[float, float]:
-        """Forward and backward of what computes nothing: reading clocks, and a start of autograd,
-        which a whole step pays once.
-
-        Medians over iterations: all operators lose them, so chance must not decide.
-        """
-        if self._n_between not in self._idle:
-            call = OperatorCall(lambda x: x.view_as(x), (self._tiny,), {})
-            whole_s = self._warm_up(call, [self._tiny])
-            n = min(_N_IDLE, max(_LEAST_IDLE, round(_IDLE_S / max(whole_s, 1e-6))))
-            sample = [self._iterate(call, [self._tiny]) for _ in range(n)]
-            self._clock.settle()
-            pace = self._pace(sample)
-            self._idle[self._n_between] = (
-                statistics.median(self._seconds(one.forward, pace) for one in sample),
-                statistics.median(
-                    self._seconds(one.backward, pace) for one in sample if one.backward
-                ),
+        run = _Iteration(self, set(names), instead or {}, n_in_flight, is_added)
+        whole_s = self._warm_up(run, stretch)
+        n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
+        budget = replace(self._budget, time_s=self._budget.time_s * len(names))
+        samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        idle = _Idle([], [])
+        for _ in range(budget.count(whole_s * n_each)):
+            laps = self._sample(run, stretch, n_each)
+            pace = self._pace(laps)
+            for name, own in laps.forward.items():
+                back = laps.backward.get(name, [])
+                backward_s = self._mean_s(back, pace) if back else 0.0
+                samples[name].append((self._mean_s(own, pace), backward_s))
+            idle.forward_s.extend(self._seconds(lap, pace) for lap in laps.idle_forward)
+            idle.backward_s.extend(self._seconds(lap, pace) for lap in laps.idle_backward)
+        # Medians over laps: all operators lose them, so chance must not decide.
+        idle_s = [statistics.median(seconds) if seconds else 0.0 for seconds in idle]
+        return {
+            name: OperatorSamples(
+                forward_s=[max(0.0, forward_s - idle_s[0]) for forward_s, _ in own],
+                backward_s=[max(0.0, backward_s - idle_s[1]) for _, backward_s in own],
             )
-        return self._idle[self._n_between]
+            for name, own in samples.items()
+        }
 
-    def _verify(self, call: OperatorCall, what: str) -> int:
-        """Run once, check that all is finite; returns the bytes saved for the backward pass."""
-        own = {parameter.data_ptr() for parameter in call.parameters}
-        saved: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.data_ptr() not in own:
-                n_bytes = tensor.numel() * tensor.element_size()
-                saved[tensor.data_ptr()] = max(n_bytes, saved.get(tensor.data_ptr(), 0))
-            return tensor
-
-        args, kwargs = _written((call.args, call.kwargs))
-        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-        with hooks, self._autocast():
-            output = call.function(*args, **kwargs)
-        results = tensors_in(output)
-        gradients = self._gradients(call, output)
-        for kind, tensors in (("output", results), ("gradient", gradients)):
-            for tensor in tensors:
-                values = tensor.coalesce().values() if tensor.is_sparse else tensor
-                if not bool(torch.isfinite(values).all()):
-                    raise VerificationError(
-                        f"{what} gives {kind}s that are not finite on finite inputs: check its "
-                        "initial weights, or another --dtype"
-                    )
-        return sum(saved.values())
-
-    def _gradients(self, call: OperatorCall, output: Any) -> list[Tensor]:
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        wanted = _wanted(call)
-        if not outputs or not wanted:
-            return []
-        ones = [torch.ones_like(tensor) for tensor in outputs]
-        found = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        return [gradient for gradient in found if gradient is not None]
-
-    def _mark(self) -> Mark:
-        return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
-
-    def _wake_forward(self) -> Tensor | None:
-        """Have the code of calls in the caches; None where another processor computes."""
-        return self._tiny_operator(self._tiny) if self._device.type == "cpu" else None
-
-    def _wake_backward(self, woken: Tensor | None) -> None:
-        if woken is not None:
-            torch.autograd.grad(woken, self._tiny)
-
-    def _iterate(self, call: OperatorCall, wanted: Sequence[Tensor]) -> _Marks:
-        self._hold()
-        self._flush(self._n_between)
-        # Operators in place spoil their inputs; and a producer would just have written them.
-        args, kwargs = _written((call.args, call.kwargs))
-        with self._autocast():
-            woken = self._wake_forward()
-            start = self._mark()
-            output = call.function(*args, **kwargs)
-            end = self._mark()
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not outputs or not wanted:
-            return _Marks((start, end), None)
-        self._hold()
-        self._flush(self._n_between)
-        ones = [torch.ones_like(tensor) for tensor in outputs]
-        self._wake_backward(woken)
-        begin = self._mark()
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        return _Marks((start, end), (begin, self._mark()))
-
-    def _sample(self, call: OperatorCall, shortest_s: float) -> tuple[list[float], list[float]]:
-        """Forward and backward seconds of each sample."""
-        wanted = _wanted(call)
-        whole_s = self._warm_up(call, wanted)
-        n_each = min(_MOST_EACH, max(1, math.ceil(shortest_s / max(whole_s, 1e-6))))
-        n_samples = self._budget.count(whole_s * n_each)
-        pairs = [self._mean(call, wanted, n) for n in _batches(n_samples, n_each)]
-        samples = [pair for batch in pairs for pair in batch]
-        return [pair[0] for pair in samples], [pair[1] for pair in samples]
-
-    def _warm_up(self, call: OperatorCall, wanted: Sequence[Tensor]) -> float:
+    def _warm_up(self, run: _Iteration, stretch: Stretch) -> float:
         """Seconds of the last of the iterations that do not count."""
         for _ in range(self._budget.n_warm_up - 1):
-            self._iterate(call, wanted)
-        self._clock.settle()
+            self._sample(run, stretch, 1)
         before = self._clock.mark()
-        self._iterate(call, wanted)
+        self._sample(run, stretch, 1)
         after = self._clock.mark()
         self._clock.settle()
         return self._clock.seconds_at(after) - self._clock.seconds_at(before)
 
-    def _mean(
-        self, call: OperatorCall, wanted: Sequence[Tensor], sizes: list[int]
-    ) -> list[tuple[float, float]]:
-        """Samples of so many iterations each; waits only at their end, or a queue would run dry."""
-        marks: list[list[_Marks]] = []
-        for n in sizes:
-            marks.append([self._iterate(call, wanted) for _ in range(n)])
+    def _sample(self, run: _Iteration, stretch: Stretch, n_each: int) -> _Laps:
+        run.laps = _Laps()
+        for _ in range(n_each):
+            run.iterate(stretch)
+        run.forget()
         self._clock.settle()
-        return [(self._forward_s(sample), self._backward_s(sample)) for sample in marks]
+        return run.laps
 
-    def _forward_s(self, sample: list[_Marks]) -> float:
-        pace = self._pace(sample)
-        return statistics.fmean(self._seconds(marks.forward, pace) for marks in sample)
-
-    def _backward_s(self, sample: list[_Marks]) -> float:
-        pace = self._pace(sample)
-        return statistics.fmean(
-            0.0 if marks.backward is None else self._seconds(marks.backward, pace)
-            for marks in sample
-        )
-
-    def _pace(self, sample: list[_Marks]) -> float | None:
+    def _pace(self, laps: _Laps) -> float | None:
         """Seconds that pass for each second that the processor computes; None by the clock."""
         if self._processor is None:
             return None
-        first, last = sample[0].forward[0], sample[-1].end
+        every = [
+            lap for own in (laps.forward, laps.backward) for one in own.values() for lap in one
+        ]
+        if not every:
+            return None
+        first = min((lap[0] for lap in every), key=lambda mark: mark.processor_s)
+        last = max((lap[1] for lap in every), key=lambda mark: mark.processor_s)
         computed_s = last.processor_s - first.processor_s
         passed_s = self._clock.seconds_at(last.at) - self._clock.seconds_at(first.at)
         return passed_s / computed_s if computed_s > 0 else None
 
-    def _seconds(self, marks: tuple[Mark, Mark], pace: float | None) -> float:
+    def _mean_s(self, laps: list[Lap], pace: float | None) -> float:
+        return statistics.fmean(self._seconds(lap, pace) for lap in laps)
+
+    def _seconds(self, lap: Lap, pace: float | None) -> float:
         if pace is not None:
-            return (marks[1].processor_s - marks[0].processor_s) * pace
-        return self._clock.seconds_at(marks[1].at) - self._clock.seconds_at(marks[0].at)
+            return (lap[1].processor_s - lap[0].processor_s) * pace
+        return self._clock.seconds_at(lap[1].at) - self._clock.seconds_at(lap[0].at)
+
+    # What an iteration needs
+
+    def mark(self) -> Mark:
+        return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
+
+    def hold(self) -> None:
+        self._hold()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._autocast()
+
+    def idle_forward(self) -> Lap:
+        """How long it takes to read clocks, around what computes nothing."""
+        self._hold()
+        start = self.mark()
+        self._tiny.view_as(self._tiny)
+        return start, self.mark()
+
+    def idle_backward(self) -> Lap:
+        """How long it takes to start autograd, which a whole step pays once, and to read clocks."""
+        output = self._tiny.view_as(self._tiny)
+        one = torch.ones_like(output)
+        self._hold()
+        start = self.mark()
+        torch.autograd.grad([output], [self._tiny], [one], allow_unused=True)
+        return start, self.mark()
 
 
-def _batches(n_samples: int, n_each: int) -> Iterator[list[int]]:
-    """Group samples of `n_each` iterations so that a group has about `_N_BATCH` of them."""
-    n_group = max(1, _N_BATCH // n_each)
-    for at in range(0, n_samples, n_group):
-        yield [n_each] * min(n_group, n_samples - at)
+class _Beside(NamedTuple):
+    """What was timed in an operator's place and waits for its backward."""
+
+    call: OperatorCall
+    outputs: list[Tensor]
 
 
-def _wanted(call: OperatorCall) -> list[Tensor]:
-    """What gets a gradient, each once."""
-    leaves = [*tensors_in(call.args), *tensors_in(call.kwargs), *call.parameters]
-    unique = {id(tensor): tensor for tensor in leaves if tensor.requires_grad}
-    return list(unique.values())
+class _Iteration:
+    """Runs a stretch, timing some of its operators."""
 
+    def __init__(
+        self,
+        timer: OpTimer,
+        names: set[str],
+        instead: Mapping[str, Instead],
+        n_in_flight: int,
+        is_added: bool,
+    ) -> None:
+        self._timer, self._names, self._instead = timer, names, instead
+        self._n_in_flight, self._is_added = n_in_flight, is_added
+        self.laps = _Laps()
+        self._beside: dict[str, list[_Beside]] = defaultdict(list)
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._n_forward = self._n_backward = 0
 
-def _written(value: Any) -> Any:
-    """Copies of nested tensors, connected to their leaves; one that stands twice stays one."""
-    known: dict[int, Tensor] = {}
+    def iterate(self, stretch: Stretch) -> None:
+        """Forward of all microbatches, then backward of all, in the same order."""
+        if not self._is_added:
+            self.forget()
+        self._beside.clear()
+        flights = []
+        for _ in range(self._n_in_flight):
+            with self._timer.autocast():
+                flights.append(stretch.forward(self._forward))
+        for flight in flights:
+            stretch.backward(flight, self._backward)
 
-    def copied(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        if id(part) not in known:
-            known[id(part)] = part.clone()
-        return known[id(part)]
+    def forget(self) -> None:
+        """Let go of the gradients of parameters."""
+        self._gradients.clear()
 
-    return fx.node.map_aggregate(value, copied)
+    def _forward(self, step: Step, call: OperatorCall) -> Any:
+        self._n_forward += 1
+        if self._n_forward % _IDLE_EVERY == 1:
+            self.laps.idle_forward.append(self._timer.idle_forward())
+        if step.name not in self._names:
+            return call()
+        other = self._instead.get(step.name)
+        if other is None:
+            return self._time_forward(step.name, call)
+        beside = other(call)
+        output = self._time_forward(step.name, beside)
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._beside[step.name].append(_Beside(beside, outputs))
+        del output, outputs
+        return call()
+
+    def _time_forward(self, name: str, call: OperatorCall) -> Any:
+        self._timer.hold()
+        start = self._timer.mark()
+        output = call()
+        self.laps.forward[name].append((start, self._timer.mark()))
+        return output
+
+    def _backward(self, step: Step, pending: Pending, wanted: list[Tensor]) -> Sequence[Any]:
+        self._n_backward += 1
+        if self._n_backward % _IDLE_EVERY == 1:
+            self.laps.idle_backward.append(self._timer.idle_backward())
+        waiting = self._beside.get(step.name)
+        if waiting:
+            self._time_beside(step.name, waiting.pop(0))
+        is_timed = step.name in self._names and step.name not in self._instead
+        if is_timed:
+            self._timer.hold()
+        start = self._timer.mark() if is_timed else None
+        # Where several read an output, their gradients are added up first, as autograd does.
+        gradients = [sum(parts[1:], start=parts[0]) for parts in pending.gradients]
+        found = torch.autograd.grad(pending.outputs, wanted, gradients, allow_unused=True)
+        if start is not None:
+            self.laps.backward[step.name].append((start, self._timer.mark()))
+        return [self._taken(x, gradient) for x, gradient in zip(wanted, found, strict=True)]
+
+    def _time_beside(self, name: str, beside: _Beside) -> None:
+        wanted = beside.call.wanted
+        if not beside.outputs or not wanted:
+            return
+        ones = [torch.ones_like(tensor) for tensor in beside.outputs]
+        self._timer.hold()
+        start = self._timer.mark()
+        torch.autograd.grad(beside.outputs, wanted, ones, allow_unused=True)
+        self.laps.backward[name].append((start, self._timer.mark()))
+
+    def _taken(self, x: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of an input; that of a parameter is kept, or added to that of earlier
+        microbatches, as training does beside it."""
+        if gradient is None or not isinstance(x, nn.Parameter):
+            return gradient
+        before = self._gradients.get(x)
+        if before is None or gradient.is_sparse:
+            self._gradients[x] = gradient
+        else:
+            before.add_(gradient)
+        return None

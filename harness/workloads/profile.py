@@ -18,7 +18,6 @@ from harness.errors import first_line
 from harness.measure.store import write_atomically
 from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
-from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured, capture
 from harness.runtime.context import Context
 from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
@@ -99,7 +98,6 @@ class _Profiling:
             self._config.dtype,
             self._context,
             self._config.budget(),
-            flush=CacheFlush(self._context.world.device),
             between=steps.take_when_due if steps is not None else lambda: None,
         )
         sizes = dict.fromkeys(point.samples for point in self._points)

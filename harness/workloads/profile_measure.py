@@ -1,39 +1,35 @@
-"""Measure points on this rank's device: walk the model at each batch, time what is wanted."""
+"""Measure points on this rank's device: run the model at each batch, time what is wanted.
+
+A microbatch is run as a device of a pipeline runs it: in as many stages as there are devices, as
+many of it in flight. Any other batch passes through the whole model, or through as much of it as
+memory holds.
+"""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from harness.domain.graph import Graph
 from harness.domain.profile import Measurement
 from harness.errors import HarnessError, ModelError, first_line
-from harness.runtime.caches import CacheFlush
 from harness.runtime.capture import Captured
 from harness.runtime.context import Context
-from harness.runtime.executor.deferred import in_place, in_place_bytes, inputs_only, joined_bytes
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
-from harness.runtime.node_walk import NodeWalk, Visit
-from harness.runtime.op_shards import shard_call
-from harness.runtime.op_timer import (
-    OperatorCall,
-    OperatorSamples,
-    OpTimer,
-    as_leaves,
-    hold_gpu,
-    tensors_in,
-)
+from harness.runtime.op_shards import operator_shard
+from harness.runtime.op_timer import OperatorSamples, OpTimer, hold_gpu
+from harness.runtime.op_verify import verify
 from harness.runtime.precision import Precision
 from harness.runtime.sampling import Budget, shortest_sample_s
+from harness.runtime.stretch import OperatorCall, Step, Stretch, steps_of, tensors_in
+from harness.workloads.profile_instead import PointInstead, variants, vary
+from harness.workloads.profile_part import Part, is_microbatch, stage_bounds
 from harness.workloads.profile_points import Point
 from harness.workloads.profile_step import make_inputs, make_targets
 
@@ -52,42 +48,6 @@ def shape_text(shape: dict[str, int]) -> str:
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
-def is_microbatch(graph: Graph, samples: int, n_devices: int) -> bool:
-    """Whether so many samples are fewer than each device's part of the batch."""
-    assert graph.batch is not None, "a captured graph has a batch"
-    return samples < graph.batch // n_devices
-
-
-def step_bytes(graph: Graph, operator: str, samples: int, n_devices: int) -> float:
-    """About what a device that computes an operator goes through in a step of so many samples:
-    parameters, their gradients and outputs, of a microbatch those of a stage.
-    """
-    assert graph.batch is not None, "a captured graph has a batch"
-    shares = {op.name: 1.0 for op in graph.operators}
-    if is_microbatch(graph, samples, n_devices):
-        shares = _stage_shares(graph, operator, n_devices)
-    part = samples / graph.batch
-    return sum(
-        shares[op.name] * (2 * op.parameter_bytes + part * op.activation_bytes)
-        for op in graph.operators
-    )
-
-
-def _stage_shares(graph: Graph, operator: str, n_devices: int) -> dict[str, float]:
-    """How much of each operator belongs to the stage around one of them: neighbours in graph order
-    that have one n-th of the model's FLOPs, itself in the middle as far as the model reaches.
-    """
-    flops = [max(op.forward_flops + op.backward_flops, 1.0) for op in graph.operators]
-    ends = list(itertools.accumulate(flops))
-    at = [op.name for op in graph.operators].index(operator)
-    width = ends[-1] / n_devices
-    begin = min(max(ends[at] - flops[at] / 2 - width / 2, 0.0), ends[-1] - width)
-    return {
-        op.name: max(0.0, min(end, begin + width) - max(end - own, begin)) / own
-        for op, own, end in zip(graph.operators, flops, ends, strict=True)
-    }
-
-
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
 
 
@@ -97,6 +57,19 @@ class Measured:
 
     measurements: list[Measurement] = field(default_factory=list)
     skipped: list[tuple[Point, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about a point before it is timed.
+
+    Attributes:
+        saved_bytes: kept for its backward pass.
+        variants: other ways in which the executor may carry out its backward, of BACKWARD_VARIANTS.
+    """
+
+    saved_bytes: int
+    variants: tuple[str, ...]
 
 
 def _shortest_s(device_type: str) -> float:
@@ -110,8 +83,7 @@ class PointMeasurer:
     Args:
         task: on the device.
         captured: of the same model, its module on the device.
-        flush: passes what the rest of a step goes through through the cache.
-        between: called after each point of the whole batch.
+        between: called after each pass over points of the whole batch.
     """
 
     def __init__(
@@ -122,7 +94,6 @@ class PointMeasurer:
         context: Context,
         budget: Budget,
         *,
-        flush: CacheFlush,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._task = task
@@ -136,15 +107,15 @@ class PointMeasurer:
             budget,
             device=context.world.device,
             autocast=self._precision.autocast,
-            flush=flush,
             hold=None if is_cpu else hold_gpu,
             shortest_s=_shortest_s(context.world.device.type),
             processor=time.process_time if is_cpu else None,
         )
         self._between = between
-        self._samples: dict[_Name, OperatorSamples] = {}
-        self._variants: dict[tuple[str, _Name], OperatorSamples] = {}
+        self._known: dict[_Name, _Known] = {}
+        self._samples: dict[tuple[_Name, str], OperatorSamples] = {}
         self._cannot: set[_Name] = set()
+        self._recorded: set[_Name] = set()  # in this call of `measure`
         self._found = Measured()
         self._n_points = 0
 
@@ -159,127 +130,160 @@ class PointMeasurer:
         """
         points = [point for point in points if _name(point) not in self._cannot]
         self._found, self._n_points = Measured(), len(points)
+        self._recorded = set()
         for samples in dict.fromkeys(point.samples for point in points):
-            wanted: dict[str, list[Point]] = {}
-            for point in points:
-                if point.samples == samples:
-                    wanted.setdefault(point.operator, []).append(point)
-            self._measure_batch(samples, wanted)
+            self._measure_batch(samples, [p for p in points if p.samples == samples])
         return self._found
 
-    def _measure_batch(self, samples: int, wanted: dict[str, list[Point]]) -> None:
-        def visit(name: str, call: OperatorCall) -> None:
-            for point in wanted.pop(name, []):
-                self._measure_point(point, call)
-
+    def _measure_batch(self, samples: int, points: list[Point]) -> None:
+        device, graph = self._context.world.device, self._captured.graph
+        n_devices = self._context.world.size
+        is_micro = is_microbatch(graph, samples, n_devices)
+        n_stages = n_devices if is_micro else 1
+        targets = make_targets(self._task, samples, device)
+        steps = steps_of(
+            self._captured, lambda output: self._task.sum_loss(tensors_in(output)[0], targets)
+        )
+        inputs = self._captured.module.graph.find_nodes(op="placeholder")
+        fed = dict(zip(inputs, make_inputs(self._task, samples, device), strict=True))
+        whole = Part(steps, fed, 0, len(steps), n_stages, is_micro)
         try:
-            output = self._walk(samples, set(wanted), visit)
-            visit("loss", self._loss_call(output, samples))
+            for begin, end in stage_bounds(steps, graph, n_stages):
+                self._measure_part(whole.cut(begin, end), points)
         except Exception as error:
             reason = self._reason(error, samples)
-            left = [point for points in wanted.values() for point in points]
+            left = [point for point in points if not self._is_done(point)]
             self._skip(left, f"the model cannot be fed {samples} samples: {reason}")
 
-    def _walk(self, samples: int, names: set[str], visit: Visit) -> Tensor:
-        operators = {node: name for name, node in self._captured.nodes.items()}
-        autocast = self._precision.autocast
-        walk = NodeWalk(self._captured.module, operators, names, visit, autocast)
-        return walk.walk(*make_inputs(self._task, samples, self._context.world.device))
-
-    def _loss_call(self, output: Tensor, samples: int) -> OperatorCall:
-        targets = make_targets(self._task, samples, output.device)
-        leaf = as_leaves(output, has_gradient=True)
-        return OperatorCall(self._task.sum_loss, (leaf, targets), {})
-
-    def _measure_point(self, point: Point, call: OperatorCall) -> None:
-        context = self._context
-        done = len(self._found.measurements) + len(self._found.skipped)
-        context.progress.update("operators", done, self._n_points, point.operator)
+    def _measure_part(self, part: Part, points: list[Point]) -> None:
+        """Measure the points of a part of the model; in halves where memory does not hold it."""
+        names = part.names
+        own = [p for p in points if p.operator in names and not self._is_done(p)]
+        if not own:
+            return
+        reason = ""
         try:
-            shard = _shard_call(point, call, self._captured)
-            if shard is None:
-                self._skip([point], f"cannot be cut by {point.dim} alone")
-                return
-            self._record(point, shard)
+            self._measure_stretch(part, own)
         except Exception as error:
-            self._skip([point], self._reason(error, point.samples))
-        if point.samples == self._captured.graph.batch:
-            self._between()
-        context.flush()
+            if not is_out_of_memory(error):
+                raise
+            reason = self._reason(error, own[0].samples)
+        if not reason:
+            return
+        if part.n_steps > 1:
+            for half in part.halves():
+                self._measure_part(half, own)
+        else:
+            self._skip([point for point in own if not self._is_done(point)], reason)
 
-    def _record(self, point: Point, call: OperatorCall) -> None:
-        world = self._context.world
-        before = self._samples.get(_name(point))
+    def _measure_stretch(self, part: Part, points: list[Point]) -> None:
+        with self._precision.autocast():
+            stretch = part.stretch()
+        self._verify(stretch, [point for point in points if _name(point) not in self._known])
+        waiting: dict[str, list[tuple[Point, str]]] = defaultdict(list)
+        for point in points:
+            if _name(point) in self._known:
+                ways = "", *self._known[_name(point)].variants
+                waiting[point.operator].extend((point, variant) for variant in ways)
+        while any(waiting.values()):
+            self._time({name: left.pop(0) for name, left in waiting.items() if left}, stretch, part)
+            if points[0].samples == self._captured.graph.batch:
+                self._between()
+        for point in points:
+            if _name(point) in self._known:
+                self._record(point)
+        self._context.flush()
+
+    def _time(self, wanted: dict[str, tuple[Point, str]], stretch: Stretch, part: Part) -> None:
+        """Time one point of each of some operators, in one way each."""
+        done = len(self._found.measurements) + len(self._found.skipped)
+        self._context.progress.update("operators", done, self._n_points, next(iter(wanted)))
+        instead = {
+            name: PointInstead(self._captured, point, vary(variant, is_added=part.is_added))
+            for name, (point, variant) in wanted.items()
+            if point.dim or variant
+        }
         found = self._timer.measure(
-            call,
-            f"operator {point.operator!r}",
-            before,
-            n_between=self._n_between(point),
+            stretch,
+            list(wanted),
+            instead,
+            n_in_flight=part.n_in_flight,
+            is_added=part.is_added,
         )
-        self._samples[_name(point)] = found
-        variants_s = self._variants_s(point, call)
+        for one in instead.values():
+            one.forget()
+        for name, (point, variant) in wanted.items():
+            self._keep(point, variant, found[name])
+
+    def _keep(self, point: Point, variant: str, found: OperatorSamples) -> None:
+        key = _name(point), variant
+        before = self._samples.get(key)
         n_before = 0 if before is None else len(before.forward_s)
+        self._samples[key] = found if before is None else before + found
+        metrics = {"operator_forward_s": found.forward_s, "operator_backward_s": found.backward_s}
+        if variant:
+            metrics = {f"operator_{variant}": found.backward_s}
+        for metric, values in metrics.items():
+            for step, value in enumerate(values, start=n_before):
+                self._sample(metric, value, point, step=step)
+
+    def _record(self, point: Point) -> None:
+        known, samples = self._known[_name(point)], self._samples[_name(point), ""]
+        variants_s = {
+            variant: self._samples[_name(point), variant].median_backward_s
+            for variant in known.variants
+        }
         measurement = Measurement(
-            device_kind=world.device_kind,
+            device_kind=self._context.world.device_kind,
             operator=point.key,
             shape=point.shape,
             dtype=DTYPE_NAMES[self._dtype],
-            forward_s=statistics.median(found.forward_s),
-            backward_s=statistics.median(found.backward_s),
-            saved_bytes=found.saved_bytes,
-            spread=round(found.spread, 4),
-            n_samples=len(found.forward_s),
+            forward_s=samples.median_forward_s,
+            backward_s=samples.median_backward_s,
+            saved_bytes=known.saved_bytes,
+            spread=round(samples.spread, 4),
+            n_samples=len(samples.forward_s),
             **variants_s,
         )
-        for step, value in list(enumerate(found.forward_s))[n_before:]:
-            self._sample("operator_forward_s", value, point, step=step)
-        for step, value in list(enumerate(found.backward_s))[n_before:]:
-            self._sample("operator_backward_s", value, point, step=step)
-        if before is None:
-            self._sample("operator_saved_bytes", found.saved_bytes, point)
         self._found.measurements.append(measurement)
+        self._recorded.add(_name(point))
 
-    def _n_between(self, point: Point) -> float:
-        graph, n_devices = self._captured.graph, self._context.world.size
-        return step_bytes(graph, point.operator, point.samples, n_devices)
+    def _is_done(self, point: Point) -> bool:
+        return _name(point) in self._cannot | self._recorded
 
-    def _variants_s(self, point: Point, call: OperatorCall) -> dict[str, float]:
-        """Backward seconds as the executor may carry the pass out instead, by BACKWARD_VARIANTS:
-        the gradient of large weights written where it stays, that of a microbatch added to what is
-        there; that of inputs alone. Only those that it trains so on this device."""
-        device, module = self._context.world.device, call.function
-        is_fed_back = any(x.requires_grad for x in tensors_in((call.args, call.kwargs)))
-        if not isinstance(module, nn.Module) or not is_fed_back:
-            return {}
-        graph, n_devices = self._captured.graph, self._context.world.size
-        instead: dict[str, nn.Module | None] = {}
-        if in_place_bytes(device) < math.inf:
-            is_added = is_microbatch(graph, point.samples, n_devices)
-            instead["in_place_backward_s"] = in_place(module, is_added=is_added)
-        if joined_bytes(device) < math.inf:
-            instead["input_backward_s"] = inputs_only(module)
-        found = {
-            field: self._variant_s(point, field, OperatorCall(other, call.args, call.kwargs))
-            for field, other in instead.items()
-            if other is not None
-        }
-        if found:
-            module.zero_grad(set_to_none=True)
-        return found
+    # What can be timed
 
-    def _variant_s(self, point: Point, field: str, call: OperatorCall) -> float:
-        key = field, _name(point)
-        before = self._variants.get(key)
-        found = self._variants[key] = self._timer.measure(
-            call,
-            f"operator {point.operator!r} ({field})",
-            before,
-            n_between=self._n_between(point),
-        )
-        n_before = 0 if before is None else len(before.backward_s)
-        for step, value in list(enumerate(found.backward_s))[n_before:]:
-            self._sample(f"operator_{field}", value, point, step=step)
-        return statistics.median(found.backward_s)
+    def _verify(self, stretch: Stretch, points: list[Point]) -> None:
+        """Run what is timed once, and find out in which ways it can be."""
+        if not points:
+            return
+
+        def run(step: Step, call: OperatorCall) -> Any:
+            for point in points:
+                if point.operator == step.name:
+                    self._verify_point(point, call)
+            return call()
+
+        with self._precision.autocast():
+            stretch.forward(run)
+
+    def _verify_point(self, point: Point, call: OperatorCall) -> None:
+        try:
+            if point.dim:
+                shard = operator_shard(self._captured, point.operator, point.dim, point.size, call)
+                if shard is None:
+                    self._skip([point], f"cannot be cut by {point.dim} alone")
+                    return
+                call = shard.call(call)
+            saved_bytes = verify(call, f"operator {point.operator!r}", self._precision.autocast)
+            self._sample("operator_saved_bytes", saved_bytes, point)
+            self._known[_name(point)] = _Known(
+                saved_bytes, variants(call, self._context.world.device)
+            )
+        except Exception as error:
+            if is_out_of_memory(error):  # a smaller part of the model may leave enough
+                raise
+            self._skip([point], self._reason(error, point.samples))
 
     def _sample(
         self, metric: str, value: float, point: Point, *, step: int | None = None, reason: str = ""
@@ -321,10 +325,3 @@ class PointMeasurer:
 
 def _name(point: Point) -> _Name:
     return point.key, tuple(point.shape.items())
-
-
-def _shard_call(point: Point, call: OperatorCall, captured: Captured) -> OperatorCall | None:
-    """The call that a point measures: the operator itself, or a part of its weights; or none."""
-    if not point.dim:
-        return call
-    return shard_call(captured, point.operator, point.dim, point.size, call)
