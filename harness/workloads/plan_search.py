@@ -37,17 +37,11 @@ from harness.workloads.plan_config import SearchConfig, search_cases
 from harness.workloads.plan_files import find_cluster, find_search, write_plan
 from harness.workloads.plan_inputs import Inputs, read_inputs
 from harness.workloads.plan_needs import links_need, profile_need
-from harness.workloads.plan_optimizer import optimizer_s_per_byte, parameter_sizes
+from harness.workloads.plan_optimizer import Updated, optimizer_s_per_byte
 from harness.workloads.plan_predict import predict
 from harness.workloads.plan_share import from_first, wait_for_all
 from harness.workloads.plan_trials import Tried, trial_lines, try_out
 from harness.workloads.train_config import TrainConfig
-
-
-class _Sizes(msgspec.Struct, frozen=True):
-    """Bytes of the parameters that the optimizer is timed on."""
-
-    sizes: list[int]
 
 
 def measure_optimizer(
@@ -59,12 +53,12 @@ def measure_optimizer(
         inputs: rank 0's; the others' is ignored.
     """
 
-    def sizes() -> bytes:
+    def updated() -> bytes:
         assert inputs is not None
-        return msgspec.msgpack.encode(_Sizes(parameter_sizes(inputs.graph)))
+        return msgspec.msgpack.encode(Updated.of(inputs.graph, context.world.size))
 
-    told = msgspec.msgpack.decode(from_first(sizes, context.world), type=_Sizes)
-    mine = optimizer_s_per_byte(told.sizes, question.optimizer_options(), context.world.device)
+    told = msgspec.msgpack.decode(from_first(updated, context.world), type=Updated)
+    mine = optimizer_s_per_byte(told, question.optimizer_options(), context.world.device)
     wait_for_all(context.world)
     return tuple(gather_numbers(mine, context.world))
 
