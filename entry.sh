@@ -84,8 +84,6 @@ if [[ ! -v OMPI_MCA_btl_tcp_if_include && ! -v OMPI_MCA_btl_tcp_if_exclude ]]; t
 fi
 # A waiting rank must not spin on the cores that another one measures.
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
-# A failed collective ends with an error on every rank.
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}
 
 # c10d warns at each connection of a host without reverse name resolution.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}

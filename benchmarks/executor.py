@@ -43,6 +43,7 @@ from harness.measure.statistics import paired_ratio
 from harness.runtime.agreement import agree_on_maximum, gather_numbers
 from harness.runtime.launcher import read_launch
 from harness.runtime.memory import keep_freed_memory
+from harness.runtime.precision import set_tensor_cores
 from harness.runtime.rendezvous import join_process_group, meet
 from harness.runtime.world import World
 
@@ -75,12 +76,20 @@ class Blocks:
     cpu_s: list[float] = field(default_factory=list)
 
 
+def settle(world: World) -> None:
+    """Wait for what a GPU has queued."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
 def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
     """Wall seconds of the slowest rank and CPU seconds of all, for a block of steps."""
     dist.barrier()
+    settle(world)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for _ in range(n_steps):
         side.step()
+    settle(world)
     wall_s = time.perf_counter() - start_s
     cpu_s = sum(gather_numbers(time.process_time() - start_cpu_s, world))
     side.rest()
@@ -184,6 +193,7 @@ def main(options: Options) -> None:
     world = meeting.world
     torch.set_num_threads(1)
     keep_freed_memory(world.device)
+    set_tensor_cores("fp32")
     join_process_group(world, meeting.address, meeting.port, "executor", 300.0)
     for case in cases(world):
         if not is_wanted(case, options):

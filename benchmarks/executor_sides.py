@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.domain.strategy import Strategy
-from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
+from harness.runtime.cuda_clock import clock_for
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.engine_torch import TorchEngine, without_buffer_sync
@@ -51,7 +52,13 @@ class Side(Protocol):
         ...
 
 
-def batches(task: Task, n: int, positions: Sequence[int]) -> Iterator[Batch]:
+def own_copy(task: Task, world: World) -> Task:
+    """A task of one's own on this rank's device."""
+    own = copy.deepcopy(task)
+    return replace(own, model=own.model.to(world.device))
+
+
+def batches(task: Task, n: int, positions: Sequence[int], world: World) -> Iterator[Batch]:
     """The same few global batches of `n` samples for everybody, cut to some positions, for ever."""
     generator = torch.Generator().manual_seed(0)
     made: list[Batch] = []
@@ -59,7 +66,8 @@ def batches(task: Task, n: int, positions: Sequence[int]) -> Iterator[Batch]:
     for _ in range(_N_BATCHES):
         inputs = [torch.randn(n, *spec.shape, generator=generator) for spec in task.inputs]
         targets = torch.randint(0, task.n_classes, (n,), generator=generator)
-        made.append(Batch(tuple(x[index] for x in inputs), targets[index]))
+        batch = Batch(tuple(x[index] for x in inputs), targets[index])
+        made.append(batch.to(world.device))
     return itertools.cycle(made)
 
 
@@ -75,13 +83,13 @@ class Ours:
     name = "executor"
 
     def __init__(self, task: Task, world: World, strategy: Strategy) -> None:
-        own = copy.deepcopy(task)
-        self._recorder = Recorder(HostClock())
+        own = own_copy(task, world)
+        self._recorder = Recorder(clock_for(world.device))
         self.engine = ExecutorEngine(
             own, world, self._recorder, _OPTIONS, ExecutorPlan(strategy=strategy)
         )
         n = strategy.batch
-        self._batches = batches(task, n, self.engine.samples)
+        self._batches = batches(task, n, self.engine.samples, world)
         self._share = Share(n_local=len(self.engine.samples), n_global=n)
 
     def step(self) -> Tensor:
@@ -98,9 +106,9 @@ class StockDdp:
 
     def __init__(self, task: Task, world: World, batch: int) -> None:
         own = share_of(batch, world)
-        self._recorder = Recorder(HostClock())
-        self._engine = TorchEngine(copy.deepcopy(task), world, self._recorder, _OPTIONS)
-        self._batches = batches(task, batch, own)
+        self._recorder = Recorder(clock_for(world.device))
+        self._engine = TorchEngine(own_copy(task, world), world, self._recorder, _OPTIONS)
+        self._batches = batches(task, batch, own, world)
         self._share = Share(n_local=len(own), n_global=batch)
 
     def step(self) -> Tensor:
@@ -115,14 +123,14 @@ class Bare:
 
     def __init__(self, task: Task, world: World, batch: int) -> None:
         self.name = "DistributedDataParallel" if world.size > 1 else "plain PyTorch"
-        self._task = copy.deepcopy(task)
+        self._task = own_copy(task, world)
         self._model: Any = self._task.model
         if world.size > 1:
             self._model = DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True, **without_buffer_sync()
             )
         self._optimizer = make_optimizer(self._task.model, _OPTIMIZER, world.device)
-        self._batches = batches(task, batch, share_of(batch, world))
+        self._batches = batches(task, batch, share_of(batch, world), world)
         # DDP averages over ranks.
         self._scale, self._n_ranks = world.size / batch, world.size
 
@@ -160,7 +168,7 @@ class StockPipeline:
     ) -> None:
         made = _SCHEDULES[schedule]
         self.name = made.__name__
-        own = copy.deepcopy(task)
+        own = own_copy(task, world)
         layers = list(own.model.children())
         mine = range(world.rank, len(children), world.size)
         parts = {stage: nn.Sequential(*(layers[k] for k in children[stage])) for stage in mine}
@@ -177,7 +185,7 @@ class StockPipeline:
             stages[0] if is_single else stages, n_microbatches, loss_fn=loss, scale_grads=False
         )
         self._is_first, self._is_last = 0 in parts, len(children) - 1 in parts
-        self._batches = batches(task, batch, range(batch))
+        self._batches = batches(task, batch, range(batch), world)
         self._optimizer = make_optimizer(nn.ModuleList(parts.values()), _OPTIMIZER, world.device)
         known = inspect.signature(made.step).parameters
         self._keywords = {"return_outputs": False} if "return_outputs" in known else {}
@@ -203,7 +211,7 @@ class StockTensor:
     name = "parallelize_module"
 
     def __init__(self, task: Task, world: World, batch: int) -> None:
-        self._task = copy.deepcopy(task)
+        self._task = own_copy(task, world)
         mesh = init_device_mesh(world.device.type, (world.size,))
         plan: dict[str, Any] = {}
         for name, layer in self._task.model.named_children():
@@ -212,7 +220,7 @@ class StockTensor:
                 plan[name] = ColwiseParallel() if is_wide else RowwiseParallel()
         self._model = parallelize_module(self._task.model, mesh, plan)
         self._optimizer = make_optimizer(self._model, _OPTIMIZER, world.device)
-        self._batches = batches(task, batch, range(batch))
+        self._batches = batches(task, batch, range(batch), world)
         self._batch, self._is_counted = batch, world.rank == 0
 
     def step(self) -> Tensor:

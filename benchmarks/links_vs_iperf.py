@@ -29,10 +29,10 @@ import tyro
 from comparison import compare, find_mpi, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
-from harness.measure.clock import HostClock
 from harness.measure.derive import bus_factor
 from harness.runtime.agreement import agree_on_maximum
 from harness.runtime.collectives import TorchTransport, Transport, make_trial, time_trial
+from harness.runtime.cuda_clock import clock_for
 from harness.runtime.interface import list_interfaces
 from harness.runtime.launcher import read_launch
 from harness.runtime.mpi_links import MpiTransport
@@ -117,7 +117,7 @@ def busbw_bytes_per_s(transport: Transport, n_bytes: int, world: World, n: int) 
 def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[str, list[float]]:
     """All series in turn; complete on rank 0. Every rank must call it."""
     world, n_bytes = meeting.world, parse_bytes(options.size)
-    transports: list[Transport] = [TorchTransport(torch.device("cpu"), HostClock())]
+    transports: list[Transport] = [TorchTransport.of(world, clock_for(world.device))]
     if world.mpi is not None:
         transports.append(MpiTransport(world.mpi))
     budget = Budget(time_s=options.seconds, n_min=3, n_warm_up=1)

@@ -132,7 +132,7 @@ def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, C
     bare, loop = BareLoop(case, training, world), TrainLoop(training, context, 0)
 
     def instrumented(n_steps: int) -> None:
-        with watched_device(world.device, recorder):
+        with watched_device(world.device, world.n_cores, recorder):
             loop.measure(n_steps)
 
     step_s = max(cost_of(run, 5, world).wall_s for run in (instrumented, bare.run))

@@ -27,9 +27,9 @@ from benchmarks.double_models import DoubleTask
 from benchmarks.searched_steps import joined_world, read_case
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
-from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.agreement import gather_numbers
+from harness.runtime.cuda_clock import clock_for
 from harness.runtime.data.batch import Batch
 from harness.runtime.engine import EngineOptions, Share
 from harness.runtime.executor.engine import ExecutorEngine
@@ -70,7 +70,7 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
     """The run's model and weights in float64."""
     task = make_task(case)
     return DoubleTask(
-        model=set_batch_norm(task.model, case.batch_norm, world.device).double(),
+        model=set_batch_norm(task.model, case.batch_norm, world.device).double().to(world.device),
         inputs=tuple(
             replace(spec, dtype=torch.float64) if spec.n_values is None else spec
             for spec in task.inputs
@@ -83,10 +83,12 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
 def whole_batches(case: TrainCase, world: World) -> list[Batch]:
     """The first global batches of the run on one device, in float64; equal on every rank."""
     alone = replace(world, rank=0, size=1, local_rank=0, local_size=1)
-    source = iter(prepare(case, alone, Recorder(HostClock())).batches)
+    source = iter(prepare(case, alone, Recorder(clock_for(world.device))).batches)
     found = [next(source) for _ in range(_N_STEPS)]
     return [
-        Batch(tuple(x.double() if x.is_floating_point() else x for x in b.inputs), b.targets)
+        Batch(tuple(x.double() if x.is_floating_point() else x for x in b.inputs), b.targets).to(
+            world.device
+        )
         for b in found
     ]
 
@@ -114,7 +116,7 @@ def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iter
     # fp32 means no autocast: parameters stay what they are.
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
-    engine = ExecutorEngine(task, world, Recorder(HostClock()), options, plan)
+    engine = ExecutorEngine(task, world, Recorder(clock_for(world.device)), options, plan)
     engine.keep_gradients = True
     index = torch.tensor(engine.samples, dtype=torch.int64)
     share = Share(n_local=len(engine.samples), n_global=strategy.batch)

@@ -32,10 +32,10 @@ import tyro
 from benchmarks.comparison import find_mpi
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
-from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.measure.store import read_header
 from harness.runtime.agreement import agree_on_maximum
+from harness.runtime.cuda_clock import clock_for
 from harness.runtime.engine import Share
 from harness.runtime.launcher import read_launch
 from harness.runtime.memory import keep_freed_memory
@@ -83,7 +83,7 @@ class Stepper:
 
     def __init__(self, run_dir: Path, world: World) -> None:
         case = read_case(run_dir)
-        self._recorder = Recorder(HostClock())
+        self._recorder = Recorder(clock_for(world.device))
         planned = None
         if case.engine == "executor":
             strategy = Strategy.load(run_dir / STRATEGY_FILE)

@@ -174,7 +174,8 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
     if not name:  # the models depend on what the slowest rank has, and must be alike on all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
-        cases = _cases(name, None, launch, has_gpu=has_gpus)
+        # Ranks that share a GPU, over gloo, would take hours for the model of one GPU each.
+        cases = _cases(name, None, launch, has_gpu=has_gpus and world.backend == "nccl")
     if problem := launcher.problem(cases):
         meeting.control.leave()
         if world.is_first:

@@ -197,7 +197,10 @@ class Launcher:
             memory_bytes=world.memory_bytes,
             interface=world.interface,
             nic_bytes_per_s=world.nic_bytes_per_s,
-            peak_flops_per_s=peak_flops_per_s(world.device_kind),
+            peak_flops_per_s={
+                dtype: peak / world.n_sharing
+                for dtype, peak in peak_flops_per_s(world.device_kind).items()
+            },
         )
 
     def _new_header(self, plan: PlannedRun) -> RunHeader:

@@ -64,7 +64,9 @@ class Recorder:
         marks, self._marks = self._marks, []
         ready: list[_Mark] = []
         for mark in marks:
-            (ready if self.clock.is_ready(mark[4]) else self._marks).append(mark)
+            # An end may lie on another stream than its start, which is not passed by then.
+            is_ready = self.clock.is_ready(mark[3]) and self.clock.is_ready(mark[4])
+            (ready if is_ready else self._marks).append(mark)
         spans = sorted((self._span(mark) for mark in ready), key=lambda span: span.start_s)
         records: list[Record] = [*spans, *self._records]
         self._records = []

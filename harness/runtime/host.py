@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import platform
 import subprocess
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from harness.domain.interface import Interface
 from harness.runtime.interface import list_interfaces
+
+_log = logging.getLogger(__name__)
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED_BYTES = 1 << 60
@@ -152,31 +155,46 @@ def code_commit() -> str:
 def _list_gpus() -> list[Gpu]:
     if not torch.cuda.is_available():  # NVML counts cards too that this torch cannot start
         return []
-    # Names and sizes need a CUDA context, or NVML.
     n_gpus = torch.cuda.device_count()
     import pynvml
 
-    pynvml.nvmlInit()
     try:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        indices = [int(i) if i.isdigit() else i for i in visible.split(",")] if visible else []
-        indices = indices or list(range(n_gpus))
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(i)
-            if isinstance(i, int)
-            else pynvml.nvmlDeviceGetHandleByUUID(i)
-            for i in indices[:n_gpus]
-        ]
-        return [
-            Gpu(
-                name=str(pynvml.nvmlDeviceGetName(handle)),
-                uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        ]
-    finally:
-        pynvml.nvmlShutdown()
+        pynvml.nvmlInit()
+        try:
+            return _gpus_by_nvml(n_gpus)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:  # some containers; UUIDs that are cut short
+        _log.info("NVML does not tell the GPUs' names (%s): asking CUDA", error)
+        return [_gpu_by_cuda(index) for index in range(n_gpus)]
+
+
+def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
+    """Names and sizes without a CUDA context."""
+    import pynvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    indices = [int(i) if i.isdigit() else i for i in visible.split(",")] if visible else []
+    indices = indices or list(range(n_gpus))
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(i)
+        if isinstance(i, int)
+        else pynvml.nvmlDeviceGetHandleByUUID(i)
+        for i in indices[:n_gpus]
+    ]
+    return [
+        Gpu(
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        )
+        for handle in handles
+    ]
+
+
+def _gpu_by_cuda(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(name=found.name, uuid=str(found.uuid), memory_bytes=int(found.total_memory))
 
 
 def describe_host() -> HostFacts:

@@ -36,8 +36,6 @@ from harness.runtime.stretch import OperatorCall, Pending, Step, Stretch, tensor
 _MOST_EACH = 1024
 # Steps between two that compute nothing, which tell what reading clocks and starting autograd take.
 _IDLE_EVERY = 4
-# Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
-_HOLD_CYCLES = 1_000_000
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 # What is called in an operator's place, made of the operator's own call.
@@ -77,11 +75,6 @@ class OperatorSamples:
             return 0.0
         low, middle, high = statistics.quantiles(sums, n=4, method="inclusive")
         return (high - low) / middle if middle > 0 else 0.0
-
-
-def hold_gpu() -> None:
-    """Keep the GPU busy for about half a millisecond; does not wait for it."""
-    torch.cuda._sleep(_HOLD_CYCLES)
 
 
 class Mark(NamedTuple):

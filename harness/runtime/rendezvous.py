@@ -183,6 +183,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
     n_cores = mine.n_cores / local_size
+    n_sharing = _n_sharing(driven)[gpu.uuid] if gpu else 1
     return World(
         rank=launch.rank,
         size=launch.size,
@@ -199,9 +200,8 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
         nic_bytes_per_s=0.0 if interface.is_loopback else interface.speed_bits_per_s / 8,
         n_cores=n_cores,
         n_threads=max(1, int(n_cores)),
-        memory_bytes=gpu.memory_bytes // _n_sharing(driven)[gpu.uuid]
-        if gpu
-        else mine.memory_bytes // local_size,
+        memory_bytes=gpu.memory_bytes // n_sharing if gpu else mine.memory_bytes // local_size,
+        n_sharing=n_sharing,
         mpi=comm,
     )
 
@@ -248,6 +248,8 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),
     )
+    if world.backend == "nccl":  # which would else guess the device of a barrier by the rank
+        dist.barrier(device_ids=[world.device.index])
 
 
 def without_mpi(world: World) -> World:

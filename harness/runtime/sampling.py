@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from harness.measure.clock import Clock
 from harness.runtime.host import cgroup_file
 
@@ -14,6 +16,13 @@ from harness.runtime.host import cgroup_file
 # share that it gets in the long run.
 _N_PERIODS = 10
 _LONGEST_SAMPLE_S = 0.5
+# Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
+_HOLD_CYCLES = 1_000_000
+
+
+def hold_gpu() -> None:
+    """Keep the GPU busy for half a millisecond, so that the host gets ahead; does not wait."""
+    torch.cuda._sleep(_HOLD_CYCLES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ class World:
         nic_bytes_per_s: what it carries each way; 0 when unknown or loopback.
         n_cores: cores this rank may use (affinity and cgroup quota; may be fractional).
         n_threads: threads torch was given.
+        n_sharing: ranks that drive this one's GPU; 1 on a CPU.
         hostnames: of every rank, by rank.
         mpi: mpi4py's COMM_WORLD in a workload that runs in the rank's first process, else None.
     """
@@ -39,6 +40,7 @@ class World:
     n_cores: float
     n_threads: int
     memory_bytes: int
+    n_sharing: int = 1
     mpi: Any = None
 
     @property

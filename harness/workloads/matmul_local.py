@@ -18,7 +18,7 @@ from harness.runtime.caches import CacheFlush, last_cache_bytes
 from harness.runtime.context import Context
 from harness.runtime.peaks import highest_clock, peak_flops_per_s
 from harness.runtime.product import SEED_A, SEED_B, block, check_block, torch_dtype
-from harness.runtime.sampling import Budget, shortest_sample_s, take_samples
+from harness.runtime.sampling import Budget, hold_gpu, shortest_sample_s, take_samples
 from harness.runtime.world import World
 from harness.units import format_bytes, format_flops
 
@@ -140,6 +140,8 @@ def time_product(
     turns = cycle(_spread_over_cache(operands, n_products, flush))
 
     def sample() -> tuple[Any, Any]:
+        if device.type == "cuda":  # the flush of a small cache ends before the product is queued
+            hold_gpu()
         flush()
         start = clock.mark()
         for _ in range(n_products):

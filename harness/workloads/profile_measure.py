@@ -23,10 +23,10 @@ from harness.runtime.context import Context
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.op_shards import operator_shard
-from harness.runtime.op_timer import OperatorSamples, OpTimer, hold_gpu
+from harness.runtime.op_timer import OperatorSamples, OpTimer
 from harness.runtime.op_verify import verify
 from harness.runtime.precision import Precision
-from harness.runtime.sampling import Budget, shortest_sample_s
+from harness.runtime.sampling import Budget, hold_gpu, shortest_sample_s
 from harness.runtime.stretch import OperatorCall, Step, Stretch, steps_of, tensors_in
 from harness.workloads.profile_instead import PointInstead, variants, vary
 from harness.workloads.profile_part import Part, is_microbatch, stage_bounds

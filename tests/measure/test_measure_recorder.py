@@ -53,6 +53,15 @@ def test_marks_that_are_not_ready_wait_for_the_next_time():
     assert [record.kind for record in recorder.collect()] == ["backward"]
 
 
+def test_a_span_waits_for_its_start_too_which_may_lie_on_another_stream():
+    clock = LateClock()
+    recorder = Recorder(clock)
+    recorder.add_marks("communication", 2.0, 1.0)
+    clock.now_s, clock.passed_s = 2.0, 1.5
+    assert recorder.collect_ready() == []
+    assert [record.kind for record in recorder.collect()] == ["communication"]
+
+
 def test_what_the_warm_up_left_is_forgotten():
     recorder = Recorder(FakeClock())
     recorder.add_marks("forward", 0.0, 0.0)

@@ -64,6 +64,7 @@ def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
     assert {world.backend for world in everyone} == {"gloo"}
     assert everyone[0].backend_reason.startswith("2 ranks share a GPU (a card) on host")
     assert [world.memory_bytes for world in everyone] == [40, 40, 40]
+    assert [world.n_sharing for world in everyone] == [2, 2, 1]
 
 
 def test_a_rank_without_a_gpu_has_its_share_of_the_host():
@@ -107,6 +108,28 @@ def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
     ]
 
 
+def test_what_nvml_does_not_tell_cuda_does(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def refuse(uuid):
+        raise NVMLError("Not Found")
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=refuse,
+    )
+    found = SimpleNamespace(name="card", uuid="abc", total_memory=80 << 30)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab")
+    assert _list_gpus() == [Gpu(name="card", uuid="abc", memory_bytes=80 << 30)]
+
+
 def test_a_card_that_torch_cannot_start_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # as NVML has it
@@ -125,8 +148,16 @@ def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
     def init_process_group(*_, **__):
         seen.extend(os.environ.get(name) for name in names)
 
+    barriers = []
+
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(rendezvous, "connect_store", lambda *_: None)
     (world,) = worlds([facts()])
     rendezvous.join_process_group(replace(world, interface="eth7"), "", 0, "run", 1.0)
     assert seen == told  # NCCL alone would take eth70 too
+    assert barriers == []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: barriers.append(device_ids))
+    on_gpu = replace(world, backend="nccl", device=torch.device("cuda", 2))
+    rendezvous.join_process_group(on_gpu, "", 0, "run", 1.0)
+    assert barriers == [[2]]  # NCCL would guess by the rank

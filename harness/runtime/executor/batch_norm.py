@@ -191,8 +191,9 @@ class _Normalise(torch.autograd.Function):
         eps, reduce = ctx.eps, ctx.reduce
         # By given statistics, its gradients of gamma and beta are sum g z and sum g.
         gamma = torch.ones_like(mean) if weight is None else weight  # CUDA's takes no None
+        unused = mean.new_empty(0)  # CUDA's takes no None for what a batch in training saved
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, gamma, mean, variance, None, None, False, eps, [False, True, True]
+            gradient, x, gamma, mean, variance, unused, unused, False, eps, [False, True, True]
         )
         of_x = None
         if ctx.needs_input_grad[0]:

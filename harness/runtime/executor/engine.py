@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
@@ -20,14 +21,12 @@ from harness.runtime.executor.channels import Channels
 from harness.runtime.executor.deferred import (
     AtOnce,
     WeightQueue,
-    backward_calls,
     count_uses,
     in_place_bytes,
 )
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.emit import DeviceTasks
 from harness.runtime.executor.feed import Feed
-from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
 from harness.runtime.executor.groups import Groups
@@ -38,12 +37,14 @@ from harness.runtime.executor.messages import find_messages, shared_sums
 from harness.runtime.executor.moves import Moves
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import Program, Segment
+from harness.runtime.executor.program import Program
+from harness.runtime.executor.rehearsal import is_needed, rehearse
 from harness.runtime.executor.runner import Runner
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.stash import Stash
 from harness.runtime.executor.state import StateGatherer, verify_copies
 from harness.runtime.executor.state_files import save_sharded
+from harness.runtime.executor.sums import adding_up_norm
 from harness.runtime.executor.timetable import Timetable
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
@@ -117,6 +118,7 @@ class ExecutorEngine:
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # whose export has weights of its own
         self.keep_gradients = False
+        self.is_rehearsal_due = is_needed(world)
         self._gradients: dict[WeightSlice, Tensor] = {}
 
     # Building
@@ -158,7 +160,7 @@ class ExecutorEngine:
             meta=meta,
             device=self._world.rank,
             weights=self.weights,
-            reduce_over=self._reduce_over,
+            reduce_over=partial(adding_up_norm, self._channels, self._phases),
             random=self._random,
             mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
             homes=self._homes,
@@ -179,17 +181,6 @@ class ExecutorEngine:
             return None
         return AtOnce(lambda parameter: self._sync.reached(parameter))
 
-    def _reduce_over(self, operator: str, devices: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        what = f"statistics of {operator}"
-        name = f"sum {what} over ranks {list(devices)}"
-
-        def reduce(x: Tensor) -> Tensor:
-            if len(devices) > 1:
-                self._phases.wait(name, lambda: self._channels.add_up_norm(x, what, devices))
-            return x
-
-        return reduce
-
     def _make_runner(self, precision: Precision) -> Runner:
         strategy = self.plan.strategy
         return Runner(
@@ -201,24 +192,15 @@ class ExecutorEngine:
             [stage.recompute for stage in strategy.stages],
             self._queues,
             self._joined,
-            self._is_keeping(),
             self._random,
             lambda parameter: self._sync.reached(parameter),
             self._stash,
             self._update_microbatch,
         )
 
-    def _is_keeping(self) -> bool:
-        """Whether what was sent here is needed after its backward, for gradients of weights."""
-        return any(
-            stage in self._queues or any(backward_calls(one.module).joined for one in segments)
-            for program, _ in self._programs.values()
-            for stage, segments in program.stages.items()
-        )
-
     def _make_sync(self, bucket_bytes: int) -> GradientSync:
         uses = count_uses(
-            (n, [_differentiable(own) for own in self._programs[size][0].stages.values()])
+            (n, self._programs[size][0].differentiable_modules())
             for size, n in Counter(self.plan.strategy.microbatch_sizes()).items()
         )
         trained = self.weights.trainable()
@@ -272,13 +254,14 @@ class ExecutorEngine:
             )
         if is_muted != self._channels.is_muted:
             self.flush()
-        flights = self._fetch(fetch)
+        batch = self._fetch(fetch)
+        if self.is_rehearsal_due:
+            self._rehearse(batch)
         self._channels.is_muted = is_muted
         self._n_updates = 0
         if self._stash is None:
             self._sync.start_step(is_muted=is_muted)
-        self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
-        self._phases.end()
+        self._run(batch)
         if self._stash is None:
             self._sync.finish()
             self._update()
@@ -288,6 +271,22 @@ class ExecutorEngine:
         self._timetable.advance()
         self._random.step += 1
         return self._loss()
+
+    def _run(self, batch: Batch | None) -> None:
+        self._runner.run(self._timetable.step(), self._feed.deal(batch), self._timetable.n_streamed)
+        self._phases.end()
+
+    def _rehearse(self, batch: Batch | None) -> None:
+        """See `rehearsal`; updates are left out while it is due."""
+
+        def step() -> None:
+            self._sync.start_step(is_muted=True)
+            self._run(batch)
+            self._sync.finish()
+            self._runner.forget()
+
+        rehearse(step, self._channels, self.weights, self._runner.buffers())
+        self.is_rehearsal_due = False
 
     def flush(self) -> None:
         """Finish what asynchronous steps left in flight; all ranks must call it.
@@ -307,6 +306,8 @@ class ExecutorEngine:
         self._phases.end()
 
     def _update(self) -> None:
+        if self.is_rehearsal_due:
+            return
         if self.keep_gradients:
             self._gradients = {
                 piece: parameter.grad.clone()
@@ -384,8 +385,8 @@ class ExecutorEngine:
         self.flush()
         return verify_copies(self.weights, self._world)
 
-    def _fetch(self, fetch: Callable[[], Batch]) -> list[Flight]:
-        """Fetch this rank's data and deal it to the microbatches."""
+    def _fetch(self, fetch: Callable[[], Batch]) -> Batch | None:
+        """This rank's data, on its device; None where it reads none."""
         batch: Batch | None = None
         if self._feed.samples:
             self._phases.begin("data")
@@ -393,8 +394,4 @@ class ExecutorEngine:
             self._phases.begin("host_to_device", n_bytes=batch.n_bytes)
             batch = batch.to(self._world.device)
             self._phases.end()  # posting receives comes next, which is neither
-        return self._feed.deal(batch)
-
-
-def _differentiable(segments: Iterable[Segment]) -> list[fx.GraphModule]:
-    return [segment.module for segment in segments if segment.is_differentiable]
+        return batch

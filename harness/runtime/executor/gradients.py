@@ -40,7 +40,7 @@ class _Bucket:
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
-            self.views[parameter] = self.flat[at : at + parameter.numel()].view_as(parameter)
+            self.views[parameter] = _laid_out_as(parameter, self.flat, at)
             at += parameter.numel()
         self.n_missing = 0
         self.work: Any = None
@@ -59,6 +59,17 @@ class _Bucket:
         for parameter in self.parameters:
             if parameter.grad is not self.views[parameter]:
                 self.take(parameter)
+
+
+def _laid_out_as(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
+    """A view of a buffer in the order of a parameter's memory, as fused optimizers want gradients.
+
+    channels_last is another order than that of the dims.
+    """
+    orders = (torch.contiguous_format, torch.channels_last)
+    if parameter.dim() == 4 and any(parameter.is_contiguous(memory_format=o) for o in orders):
+        return flat.as_strided(parameter.shape, parameter.stride(), at)
+    return flat[at : at + parameter.numel()].view_as(parameter)
 
 
 class GradientSync:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,3 +99,15 @@ class Program:
     blocks: dict[PartKey, Block] = field(default_factory=dict)
     counted: frozenset[PartKey] = frozenset()
     loss_weight: float = 1.0
+
+    def modules(self) -> Iterator[fx.GraphModule]:
+        """Of all segments."""
+        for segments in self.stages.values():
+            yield from (segment.module for segment in segments)
+
+    def differentiable_modules(self) -> list[list[fx.GraphModule]]:
+        """By stage, those that a gradient flows back through."""
+        return [
+            [segment.module for segment in segments if segment.is_differentiable]
+            for segments in self.stages.values()
+        ]

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from harness.domain.schedule import Action
 from harness.runtime.executor.assemble import Relative
 from harness.runtime.executor.channels import Channels
-from harness.runtime.executor.deferred import WeightQueue
+from harness.runtime.executor.deferred import WeightQueue, backward_calls
 from harness.runtime.executor.dropout import RandomState
 from harness.runtime.executor.flight import Flight
 from harness.runtime.executor.messages import Place
@@ -34,7 +34,6 @@ class Runner:
         recompute: by stage, whether its forward is run again before its backward.
         queues: by stage, gradients of weights that wait for an action of their own.
         joined: by stage, those of joined microbatches, which wait for the end of a backward.
-        is_keeping: what is fetched is still needed after its backward.
         reached: called with parameters whose weight gradients were computed apart.
         stash: gives each microbatch its version of the weights; None without versions.
         update: called after each microbatch's backward when there are versions.
@@ -50,7 +49,6 @@ class Runner:
         recompute: Sequence[bool],
         queues: Mapping[int, WeightQueue],
         joined: Mapping[int, WeightQueue],
-        is_keeping: bool,
         random: RandomState,
         reached: Callable[[nn.Parameter], None],
         stash: Stash | None,
@@ -60,7 +58,7 @@ class Runner:
         self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
-        self._joined, self._is_keeping = joined, is_keeping
+        self._joined, self._is_keeping = joined, self._keeps_fetched()
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases)
@@ -110,6 +108,23 @@ class Runner:
         self._receives.finish()
         if self._stash is None:
             self._flights.clear()
+
+    def _keeps_fetched(self) -> bool:
+        """Whether what was sent here is needed after its backward, for gradients of weights."""
+        programs = [program for program, _ in self._programs.values()]
+        return any(stage in self._queues for one in programs for stage in one.stages) or any(
+            backward_calls(module).joined for one in programs for module in one.modules()
+        )
+
+    def forget(self) -> None:
+        """Let go of microbatches whose backward never comes."""
+        self._flights.clear()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What a step may change besides weights: statistics."""
+        for program, _ in self._programs.values():
+            for module in program.modules():
+                yield from module.buffers()
 
     def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
         """Compute those that are due; the parameters that have them now."""

@@ -10,6 +10,7 @@ because gradients of weights are added up whenever backward reaches them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,21 @@ class _Sum(NamedTuple):
     work: Any
     tensor: Tensor
     what: str
+
+
+def adding_up_norm(
+    channels: Channels, phases: Phases, operator: str, devices: tuple[int, ...]
+) -> Callable[[Tensor], Tensor]:
+    """How a batch norm's statistics are summed over the devices that share them: in place."""
+    what = f"statistics of {operator}"
+    name = f"sum {what} over ranks {list(devices)}"
+
+    def add_up(x: Tensor) -> Tensor:
+        if len(devices) > 1:
+            phases.wait(name, lambda: channels.add_up_norm(x, what, devices))
+        return x
+
+    return add_up
 
 
 class Sums:

@@ -1,0 +1,82 @@
+"""What runs on a GPU, as it is started; two ranks share one over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.domain.record import Sample
+from harness.measure.store import read_results
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIRUN = ROOT / ".venv" / "bin" / "mpirun"
+pytestmark = pytest.mark.gpu
+LENET = ("--model", "lenet", "--batch-size", "64", "--steps", "4", "--warm-up", "1")
+
+
+def run(results: Path, *words: str, n_ranks: int = 1) -> list:
+    """The runs of a workload."""
+    # All ranks on the first GPU, however many there are.
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    launch = [] if n_ranks == 1 else [str(MPIRUN), "--oversubscribe", "-np", str(n_ranks)]
+    done = subprocess.run(
+        [*launch, str(ROOT / "entry.sh"), *words, "--results", str(results)],
+        env={**os.environ, **as_root, "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_results(results).runs
+
+
+def values(one, metric: str) -> list[float]:
+    records = [record for own in one.ranks.values() for record in own]
+    return [r.value for r in records if isinstance(r, Sample) and r.metric == metric]
+
+
+def losses(one) -> list[float]:
+    return values(one, "loss")
+
+
+def test_matmul_is_below_the_peak_of_the_device(tmp_path):
+    (one,) = run(tmp_path, "matmul", "--sizes", "1024", "--dtypes", "bf16", "fp32")
+    assert one.header.status == "ok"
+    assert torch.cuda.get_device_name() in one.header.ranks[0].device_kind
+
+
+def test_operators_add_up_to_the_step_and_memory_has_a_peak(tmp_path):
+    (one,) = run(tmp_path, "profile", "--model", "resnet18", "--batch-size", "64", "--shards", "1")
+    assert one.header.status == "ok"
+    (ratio,) = values(one, "profile_sum_over_step_ratio")
+    # A step waits for launches, which operators behind a full queue do not.
+    assert 0.3 < ratio < 1.3
+    assert max(values(one, "memory_peak_bytes")) > 64 * 3 * 224 * 224 * 4
+
+
+def test_the_executor_trains_on_one_gpu_as_plain_pytorch_does(tmp_path):
+    (plain,), (ours,) = (
+        run(tmp_path / engine, "train", *LENET, "--strategy", "single", "--engine", engine)
+        for engine in ("torch", "executor")
+    )
+    # Sums in another order, fp32.
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-4)
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="setup/install.sh has not installed mpirun")
+def test_two_ranks_on_one_gpu_have_the_losses_of_one(tmp_path):
+    (alone,) = run(tmp_path / "one", "train", *LENET, "--strategy", "single")
+    runs = run(
+        tmp_path / "two", "train", *LENET, "--strategy", "ddp", "pipeline", "tensor", "--engine",
+        "executor", n_ranks=2,
+    )  # fmt: skip
+    trained = [one for one in runs if one.header.workload == "train"]
+    assert len(trained) == 3
+    for one in trained:
+        assert one.header.backend == "gloo"
+        assert losses(one) == pytest.approx(losses(alone), rel=1e-4)
