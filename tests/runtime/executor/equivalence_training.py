@@ -125,10 +125,12 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
 
 
 def phases_of_a_step(case: Case, world: World) -> list[Phase]:
-    """Kinds and names of spans, in the order of their start."""
+    """Kinds and names of spans, in the order of their start, of a step that follows another."""
     task, recorder = case.make_task(), Recorder(HostClock())
     engine = make_engine(case, task, world, recorder)
     train_step(engine, case, task, 0)
+    recorder.discard()
+    train_step(engine, case, task, 1)
     return [(s.kind, s.name) for s in recorder.collect() if isinstance(s, Span)]
 
 
