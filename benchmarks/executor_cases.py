@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,7 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
         numbers = [str(k) for k in range(len(weights))]
         children = [
             [int(k) for k in stage]
-            for stage in builders.balanced_stages(numbers, weights, n_stages)
+            for stage in builders.balanced_stages(numbers, weights, n_stages, world.size)
         ]
         captured = capture(task, microbatch, model)
         strategy = builders.pipeline(
@@ -109,19 +110,19 @@ def _tensor(world: World, n_blocks: int) -> Case:
 
 
 def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:
-    """CPU seconds of each child's forward and backward, the median of a few."""
-    found: list[float] = []
+    """CPU seconds of each child's forward and backward: the median over all that are like it."""
+    likes: list[str] = []
+    times: defaultdict[str, list[float]] = defaultdict(list)
     for child in model.children():
-        times: list[float] = []
+        likes.append(f"{child} on {tuple(example.shape)}")
         for _ in range(5):
             start_s = time.process_time()
             output = child(example)
             output.sum().backward()
-            times.append(time.process_time() - start_s)
+            times[likes[-1]].append(time.process_time() - start_s)
         child.zero_grad(set_to_none=True)
-        found.append(statistics.median(times))
         example = output.detach().requires_grad_()
-    return found
+    return [statistics.median(times[like]) for like in likes]
 
 
 def operators_of(captured: Captured, children: Sequence[Sequence[int]]) -> list[list[str]]:

@@ -226,12 +226,15 @@ def pipeline(
 
 
 def balanced_stages(
-    names: Sequence[str], seconds: Sequence[float], n_stages: int
+    names: Sequence[str], seconds: Sequence[float], n_stages: int, n_devices: int = 0
 ) -> list[list[str]]:
     """Cut a list into consecutive, non-empty parts whose largest sum is least (exact).
+
+    Args:
+        n_devices: that take stages in turn (`stages.balance_in_turn`); 0 is one for each stage.
 
     Raises:
         StrategyError: more stages than operators.
     """
-    ends = balance_in_turn([seconds], n_stages).ends
+    ends = balance_in_turn([seconds] * (n_devices or n_stages), n_stages).ends
     return [list(names[a:b]) for a, b in itertools.pairwise((0, *ends))]

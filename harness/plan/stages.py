@@ -8,6 +8,7 @@ the pace of the slowest of them, divided by their number.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -97,7 +98,11 @@ def _walk_back(
 
 
 def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
-    """Cut operators into consecutive stages, stage s on device s modulo their number; exact.
+    """Cut operators into consecutive stages, stage s on device s modulo their number.
+
+    The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
+    then moved one at a time for as long as that takes from the busiest device: all its stages of a
+    microbatch set the pace, and not one of them.
 
     Raises:
         StrategyError: more stages than operators.
@@ -122,5 +127,36 @@ def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanc
     ends = [n_ops]
     for cut in reversed(cuts[1:]):
         ends.append(int(cut[ends[-1]]))
+    ends.reverse()
+    if n_stages > n_devices:
+        ends = _levelled(ends, totals)
     groups = tuple((stage % n_devices,) for stage in range(n_stages))
-    return Balanced(tuple(reversed(ends)), groups)
+    return Balanced(tuple(ends), groups)
+
+
+def _levelled(ends: list[int], totals: Floats) -> list[int]:
+    """Move ends for as long as the busiest device gets less, or of equally busy ones fewer are."""
+    best, is_better = _load(ends, totals), True
+    while is_better:
+        is_better = False
+        for k in range(len(ends) - 1):
+            first = ends[k - 1] + 1 if k else 1
+            for end in range(first, ends[k + 1]):
+                moved = [*ends[:k], end, *ends[k + 1 :]]
+                load = _load(moved, totals)
+                if load < best:
+                    ends, best, is_better = moved, load, True
+    return ends
+
+
+def _load(ends: Sequence[int], totals: Floats) -> tuple[list[int], int]:
+    """What each device computes, the busiest first; the longest stage. In whole numbers, so that
+    loads that differ by rounding are equal."""
+    n_devices = len(totals)
+    stages = [
+        float(totals[stage % n_devices, end] - totals[stage % n_devices, start])
+        for stage, (start, end) in enumerate(pairwise((0, *ends)))
+    ]
+    loads = [sum(stages[device::n_devices]) for device in range(n_devices)]
+    unit_s = 1e-9 * float(totals.max()) or 1.0
+    return sorted((round(s / unit_s) for s in loads), reverse=True), round(max(stages) / unit_s)

@@ -64,16 +64,48 @@ def test_no_other_cut_is_faster(seconds):
         assert pace(seconds, found) == pytest.approx(min(pace(seconds, one) for one in every))
 
 
+def loads(seconds, stages: Balanced) -> list[float]:
+    """Of devices, the busiest first."""
+    found = [0.0] * len(seconds)
+    bounds = pairwise((0, *stages.ends))
+    for (a, b), (device,) in zip(bounds, stages.groups, strict=True):
+        found[device] += sum(seconds[device][a:b])
+    return sorted(found, reverse=True)
+
+
+def every_cut_in_turn(seconds, n_stages: int) -> list[Balanced]:
+    groups = tuple((stage % len(seconds),) for stage in range(n_stages))
+    return [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(len(seconds[0]), n_stages)]
+
+
 @settings(deadline=None, max_examples=60)
 @given(TIMES)
-def test_no_other_cut_in_turn_is_faster(seconds):
-    n_devices, n_ops = len(seconds), len(seconds[0])
-    n_stages = min(n_ops, 2 * n_devices)
-    groups = tuple((stage % n_devices,) for stage in range(n_stages))
-    every = [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(n_ops, n_stages)]
-    found = balance_in_turn(seconds, n_stages)
-    assert found.groups == groups
+def test_no_other_cut_is_faster_where_each_device_has_a_stage(seconds):
+    found = balance_in_turn(seconds, len(seconds))
+    every = every_cut_in_turn(seconds, len(seconds))
     assert pace(seconds, found) == min(pace(seconds, one) for one in every)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TIMES)
+def test_no_end_can_be_moved_to_take_from_the_busiest_device(seconds):
+    n_stages = min(len(seconds[0]), 2 * len(seconds))
+    found = balance_in_turn(seconds, n_stages)
+    every = every_cut_in_turn(seconds, n_stages)
+    assert found in every
+    near = [
+        one for one in every if sum(a != b for a, b in zip(one.ends, found.ends, strict=True)) == 1
+    ]
+    if n_stages > len(seconds):
+        assert all(loads(seconds, found) <= loads(seconds, one) for one in near)
+
+
+def test_devices_that_take_stages_in_turn_compute_about_equally_long():
+    """Stages of 3, 2, 3 and 2 of ten are as short, and one device would compute 6."""
+    seconds = [[1] * 10] * 2
+    found = balance_in_turn(seconds, 4)
+    assert loads(seconds, found) == [5, 5]
+    assert pace(seconds, found) == 3
 
 
 @pytest.mark.parametrize(("n_stages", "most"), [(0, 2), (3, 2)])
