@@ -231,7 +231,8 @@ def balanced_stages(
     """Cut a list into consecutive, non-empty parts whose largest sum is least (exact).
 
     Args:
-        n_devices: that take stages in turn (`stages.balance_in_turn`); 0 is one for each stage.
+        n_devices: that take stages in turn, and are balanced too (`stages.balance_in_turn`); 0 is
+            one for each stage.
 
     Raises:
         StrategyError: more stages than operators.

@@ -100,9 +100,9 @@ def _walk_back(
 def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
     """Cut operators into consecutive stages, stage s on device s modulo their number.
 
-    The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
-    then moved one at a time for as long as that takes from the busiest device: all its stages of a
-    microbatch set the pace, and not one of them.
+    The slowest stage is as fast as possible (exact). Where devices have several stages, that is
+    where it begins: ends are then moved one at a time for as long as that takes from the busiest
+    device, since all its stages of a microbatch set the pace, and not one of them.
 
     Raises:
         StrategyError: more stages than operators.
