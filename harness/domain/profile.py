@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -105,6 +106,9 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
         latest_s: of the step when it was timed last; None when that was with the operators.
+        alone_ratio: of its time that the step takes while all other devices wait; None where
+            that is not known.
+        n_devices: that are at work otherwise.
     """
 
     device_kind: str
@@ -114,13 +118,15 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     operators_s: float
     graph_hash: str = ""
     latest_s: float | None = None
+    alone_ratio: float | None = None
+    n_devices: int = 1
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise GraphError(
                 f"the whole step on {self.device_kind!r} has batch {self.batch}: it must be >= 1"
             )
-        for field in ("step_s", "latest_s"):
+        for field in ("step_s", "operators_s", "latest_s", "alone_ratio"):
             value = getattr(self, field)
             if value is not None and not 0 < value < math.inf:
                 raise GraphError(
@@ -129,7 +135,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 )
 
     @property
-    def pace(self) -> float:
+    def drift(self) -> float:
         """Seconds that pass now for each that passed when the operators were timed."""
         return 1.0 if self.latest_s is None else self.latest_s / self.step_s
 
@@ -137,6 +143,21 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def ratio(self) -> float:
         """Sum over operators over the whole step: 1 is a faithful profile."""
         return self.operators_s / self.step_s
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a step now for each of its operators' sum."""
+        return self.drift / self.ratio
+
+    def share_of(self, n_devices: int) -> float:
+        """Of the time that it takes with all devices at work, what it takes with so many.
+
+        From one to all it goes in proportion to the others at work.
+        """
+        if self.alone_ratio is None or n_devices >= self.n_devices:
+            return 1.0
+        others = (n_devices - 1) / (self.n_devices - 1)
+        return self.alone_ratio + (1 - self.alone_ratio) * others
 
 
 class Profile(JsonFile, frozen=True, kw_only=True):
@@ -182,8 +203,8 @@ class Profile(JsonFile, frozen=True, kw_only=True):
     def pace(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
     ) -> float:
-        """How much longer so many samples of a graph take on a kind of device than when its
-        operators were timed (see `WholeStep`); 1 where that is not known.
+        """How much longer so many samples of a graph take on a kind of device than its operators'
+        measurements add up to (see `WholeStep`); 1 where that is not known.
 
         Between two sizes of batch whose step was timed it goes with the logarithm of the size, and
         beyond them it is that of the nearest: what slows memory slows small batches less.
@@ -191,24 +212,46 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         Args:
             dtype: of the steps; None for a profile of one dtype.
         """
-        paces = {
-            math.log(step.batch): step.pace
+        return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.pace)
+
+    def drift(
+        self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
+    ) -> float:
+        """As `pace`: how much longer they take now than when the operators were timed."""
+        return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.drift)
+
+    def share_of(self, graph_hash: str, device_kind: str, samples: int, n_devices: int) -> float:
+        """As `pace`: what share of it is left where so few devices are at work."""
+        return self._between(
+            (graph_hash, device_kind, samples, None), lambda step: step.share_of(n_devices)
+        )
+
+    def _between(
+        self, which: tuple[str, str, int, str | None], told: Callable[[WholeStep], float]
+    ) -> float:
+        graph_hash, device_kind, samples, dtype = which
+        known = {
+            math.log(step.batch): told(step)
             for step in self.whole_steps
             if (step.graph_hash, step.device_kind) == (graph_hash, device_kind)
             if dtype in (None, step.dtype)
         }
-        if not paces:
+        if not known:
             return 1.0
-        sizes = sorted(paces)
-        return float(np.interp(math.log(samples), sizes, [paces[size] for size in sizes]))
+        sizes = sorted(known)
+        return float(np.interp(math.log(samples), sizes, [known[size] for size in sizes]))
 
     def paces(self, graph_hash: str) -> dict[str, float]:
-        """The pace of each of a graph's steps that was timed, by kind of device and samples."""
-        return {
-            f"{step.device_kind}, {step.batch} samples": step.pace
-            for step in self.whole_steps
-            if step.graph_hash == graph_hash
+        """Of each of a graph's steps that was timed, by kind of device and samples: its pace, and
+        the share of it that is left to a device alone where that was timed."""
+        own = [step for step in self.whole_steps if step.graph_hash == graph_hash]
+        found = {f"{step.device_kind}, {step.batch} samples": step.pace for step in own}
+        found |= {
+            f"{step.device_kind} alone, {step.batch} samples": step.alone_ratio
+            for step in own
+            if step.alone_ratio is not None
         }
+        return found
 
     def content_hash(self) -> str:
         """16 hex digits over the measurements, whatever their pace; strategies carry it."""

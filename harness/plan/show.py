@@ -209,9 +209,13 @@ def profile_lines(profile: Profile) -> list[str]:
 
 
 def _latest(step: WholeStep) -> str:
-    if step.latest_s is None:
-        return ""
-    return f"; lately {format_duration(step.latest_s)}, times are scaled by {step.pace:.2f}"
+    lately = "" if step.latest_s is None else f"; lately {format_duration(step.latest_s)}"
+    alone = (
+        ""
+        if step.alone_ratio is None
+        else f", and by {step.alone_ratio:.2f} where the others of {step.n_devices} devices wait"
+    )
+    return f"{lately}; times are scaled by {step.pace:.2f}{alone}"
 
 
 def cluster_lines(cluster: Cluster) -> list[str]:

@@ -25,18 +25,21 @@ from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
 from harness.workloads.plan_share import wait_for_all
+from harness.workloads.profile_alone import alone_ratios
 from harness.workloads.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
 from harness.workloads.profile_step import StepSampler
 from harness.workloads.profile_store import (
-    StepSeconds,
-    at_known_pace,
+    StepValues,
     fit_errors,
+    knows_alone,
     missing_points,
     read_profile,
+    with_alone,
     with_measurements,
     with_whole_steps,
+    without_drift,
     write_profile,
 )
 from harness.workloads.profile_table import profile_text
@@ -109,8 +112,15 @@ class _Profiling:
                 self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
-        self._compare(seconds)
+        self._compare(seconds, self._time_alone(steps))
         return self._summary()
+
+    def _time_alone(self, steps: StepSampler | None) -> dict[int, list[float]]:
+        """What this rank finds of the step alone; nothing where the file knows it."""
+        kinds = self._sharing.kinds
+        if len(kinds) == 1 or knows_alone(self.profile, self.graph, kinds, self._dtype):
+            return {}
+        return alone_ratios(steps, kinds, self._context)
 
     def _mine(self, points: list[Point]) -> list[Point]:
         missing = missing_points(
@@ -118,7 +128,7 @@ class _Profiling:
         )
         return missing[self._sharing.index :: self._sharing.n_ranks]
 
-    def _take_in(self, found: list[Measurement], mine: dict[int, list[float]]) -> StepSeconds:
+    def _take_in(self, found: list[Measurement], mine: dict[int, list[float]]) -> StepValues:
         """Gather all ranks' measurements, at the pace of the profile's first.
 
         Args:
@@ -133,17 +143,18 @@ class _Profiling:
             new = msgspec.json.decode(part, type=list[Measurement])
             self._new |= {point.key: point for point in new}
         seconds = self._gather_steps(mine)
-        paced = at_known_pace(self.profile, self.graph, list(self._new.values()), seconds)
+        paced = without_drift(self.profile, self.graph, list(self._new.values()), seconds)
         self.profile = with_measurements(self.profile, paced)
         return seconds
 
-    def _gather_steps(self, mine: dict[int, list[float]]) -> StepSeconds:
-        seconds: StepSeconds = {}
+    def _gather_steps(self, mine: dict[int, list[float]]) -> StepValues:
+        """All ranks' values, by kind of device and samples."""
+        values: StepValues = {}
         parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
         for kind, part in zip(self._sharing.kinds, parts, strict=True):
             for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
-                seconds.setdefault((kind, samples), []).extend(found)
-        return seconds
+                values.setdefault((kind, samples), []).extend(found)
+        return values
 
     def _write(self) -> None:
         if self._context.world.is_first:
@@ -169,10 +180,12 @@ class _Profiling:
         sampler.restart()
         return sampler
 
-    def _compare(self, mine: dict[int, list[float]]) -> None:
-        """The whole step beside the operators' sum, by kind of device and samples."""
+    def _compare(self, mine: dict[int, list[float]], alone: dict[int, list[float]]) -> None:
+        """The whole step beside the operators' sum, by kind of device and samples; and alone."""
         seconds = self._take_in([], mine)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
+        ratios, n_devices = self._gather_steps(alone), self._context.world.size
+        self.profile = with_alone(self.profile, self.graph, self._dtype, ratios, n_devices)
         self._write()
         if self._context.world.is_first:
             self._record_comparison()
@@ -185,6 +198,8 @@ class _Profiling:
                 recorder.sample("profile_pace", step.pace, **told)
                 if step.batch == self.graph.batch:
                     recorder.sample("profile_sum_over_step_ratio", step.ratio, **told)
+                if step.alone_ratio is not None:
+                    recorder.sample("profile_alone_ratio", step.alone_ratio, **told)
         for kind in dict.fromkeys(self._sharing.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():

@@ -97,16 +97,28 @@ class StepSampler:
                 raise
             self._task.model.zero_grad(set_to_none=True)
 
-    def take(self) -> None:
+    def take(self) -> dict[int, float]:
         """Take one sample of each batch: the mean over as many steps as it needs to be steady.
 
         Small batches may be impossible (batch normalisation of one value): those are left out.
+
+        Returns:
+            Seconds, by samples.
         """
+        found = self.time_once()
+        for samples, value in found.items():
+            number = len(self.seconds[samples])
+            self._context.recorder.sample("model_step_s", value, step=number, batch=samples)
+            self.seconds[samples].append(value)
+        return found
+
+    def time_once(self) -> dict[int, float]:
+        """The same, kept apart from the others."""
         start_s = time.monotonic()
-        largest = max(self._data)
+        largest, found = max(self._data), {}
         for samples in list(self._data):
             try:
-                self._take(samples)
+                found[samples] = self._time(samples)
             except (RuntimeError, ValueError) as error:
                 if samples == largest or is_out_of_memory(error):
                     raise
@@ -116,15 +128,14 @@ class StepSampler:
         self._task.model.zero_grad(set_to_none=True)
         self._context.recorder.clock.settle()
         self._spent_s += time.monotonic() - start_s
+        return found
 
-    def _take(self, samples: int) -> None:
-        data, seconds = self._data[samples], self.seconds[samples]
+    def _time(self, samples: int) -> float:
+        data = self._data[samples]
         once_s = self._settled(self._step(data))  # also brings the model back into the cache
         n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
         marks = [self._step(data) for _ in range(n_steps)]
-        value = statistics.fmean(self._settled(pair) for pair in marks)
-        self._context.recorder.sample("model_step_s", value, step=len(seconds), batch=samples)
-        seconds.append(value)
+        return statistics.fmean(self._settled(pair) for pair in marks)
 
     def _step(self, data: _Data) -> tuple[Any, Any]:
         clock = self._context.recorder.clock

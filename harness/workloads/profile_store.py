@@ -18,6 +18,7 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
+from harness.measure.statistics import summarize
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTimes
 from harness.workloads.profile_points import Point
@@ -92,15 +93,15 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
     return {key: error for key, error in errors.items() if error is not None}
 
 
-# Of whole steps, by kind of device and samples.
-StepSeconds = dict[tuple[str, int], list[float]]
+# What whole steps took, by kind of device and samples.
+StepValues = dict[tuple[str, int], list[float]]
 
 
-def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepSeconds) -> Profile:
+def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepValues) -> Profile:
     """Add the median of each kind's steps, beside the sum over operators as it is now.
 
     Where the step is known, it becomes the latest; where only that of another number of samples
-    is, its pace is taken for this one's.
+    is, its drift is taken for this one's.
     """
     own, known = graph.content_hash(), profile.whole_steps
     now = _at_present(profile, own, seconds)
@@ -120,7 +121,7 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepSe
             device_kind=kind,
             batch=samples,
             dtype=dtype,
-            step_s=latest_s / now.pace(own, kind, samples),
+            step_s=latest_s / now.drift(own, kind, samples),
             operators_s=total_s,
             graph_hash=own,
             latest_s=None if is_first else latest_s,
@@ -128,7 +129,36 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepSe
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
 
 
-def _at_present(profile: Profile, graph_hash: str, seconds: StepSeconds) -> Profile:
+def knows_alone(profile: Profile, graph: Graph, kinds: Sequence[str], dtype: str) -> bool:
+    """Whether a graph's step was timed alone on each kind of device, one of so many devices."""
+    known = {
+        step.device_kind
+        for step in profile.whole_steps
+        if (step.graph_hash, step.dtype) == (graph.content_hash(), dtype)
+        if step.alone_ratio is not None and step.n_devices == len(kinds)
+    }
+    return known >= set(kinds)
+
+
+def with_alone(
+    profile: Profile, graph: Graph, dtype: str, ratios: StepValues, n_devices: int
+) -> Profile:
+    """Add what share of its time each step takes alone, of so many devices: the median; 1 where its
+    interval has 1 in it, as on machines that share nothing."""
+    own = graph.content_hash()
+
+    def told(step: WholeStep) -> WholeStep:
+        found = ratios.get((step.device_kind, step.batch))
+        if not found or (step.graph_hash, step.dtype) != (own, dtype):
+            return step
+        summary = summarize(found, shortest=0.0)
+        ratio = 1.0 if summary.low <= 1 <= summary.high else summary.median
+        return msgspec.structs.replace(step, alone_ratio=ratio, n_devices=n_devices)
+
+    return msgspec.structs.replace(profile, whole_steps=list(map(told, profile.whole_steps)))
+
+
+def _at_present(profile: Profile, graph_hash: str, seconds: StepValues) -> Profile:
     """The profile with the latest of a graph's steps that it knows."""
     steps = []
     for step in profile.whole_steps:
@@ -139,8 +169,8 @@ def _at_present(profile: Profile, graph_hash: str, seconds: StepSeconds) -> Prof
     return msgspec.structs.replace(profile, whole_steps=steps)
 
 
-def at_known_pace(
-    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: StepSeconds
+def without_drift(
+    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: StepValues
 ) -> list[Measurement]:
     """New measurements as they would have been when the profile's first ones were taken.
 
@@ -150,7 +180,7 @@ def at_known_pace(
     own, batch = graph.content_hash(), graph.batch or 1
     now = _at_present(profile, own, seconds)
     return [
-        _slower(point, 1 / now.pace(own, point.device_kind, point.shape.get("sample", batch)))
+        _slower(point, 1 / now.drift(own, point.device_kind, point.shape.get("sample", batch)))
         for point in new
     ]
 

@@ -80,7 +80,8 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "-" if step is None else format_duration(step.operators_s),
                 "-" if step is None else format_duration(step.step_s),
                 "-" if step is None else f"{step.ratio:.2f}",
-                _paces([s for s in known if s.device_kind == kind], graph),
+                _by_samples([(s, s.pace) for s in known if s.device_kind == kind], graph),
+                _by_samples([(s, s.alone_ratio) for s in known if s.device_kind == kind], graph),
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
@@ -90,15 +91,16 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 "docs/profile.md says what may be why"
             )
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "sum/step",
-             "pace", "error of fits"]  # fmt: skip
+             "pace", "alone", "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *doubts])
 
 
-def _paces(steps: list[WholeStep], graph: Graph) -> str:
+def _by_samples(told: list[tuple[WholeStep, float | None]], graph: Graph) -> str:
     """Of the graph's batch, and of other sizes with their number of samples."""
     found = [
-        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{step.pace:.2f}"
-        for step in sorted(steps, key=lambda step: -step.batch)
+        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{value:.2f}"
+        for step, value in sorted(told, key=lambda one: -one[0].batch)
+        if value is not None
     ]
     return ", ".join(found) or "-"
 

@@ -77,6 +77,27 @@ def test_each_dtype_has_its_own_pace() -> None:
     assert profile.pace("", "gpu", 4, "float16") == 1.0
 
 
+def test_a_step_is_paced_by_what_its_operators_add_up_to() -> None:
+    step = WholeStep(
+        device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=1.6, latest_s=3.0
+    )
+    profile = Profile(model="m", measurements=[point()], whole_steps=[step])
+    assert profile.pace("", "gpu", 4) == pytest.approx(3.0 / 1.6)
+    assert profile.drift("", "gpu", 4) == 1.5
+
+
+def test_from_one_device_to_all_the_share_goes_in_proportion_to_the_others() -> None:
+    step = WholeStep(
+        device_kind="gpu", batch=4, dtype="float32", step_s=1.0, operators_s=1.0,
+        alone_ratio=0.8, n_devices=5,
+    )  # fmt: skip
+    profile = Profile(model="m", measurements=[point()], whole_steps=[step])
+    shares = [profile.share_of("", "gpu", 4, n) for n in (1, 2, 3, 4, 5, 8)]
+    assert shares == pytest.approx([0.8, 0.85, 0.9, 0.95, 1.0, 1.0])
+    assert profile.share_of("", "cpu", 4, 1) == 1.0
+    assert profile.paces("") == {"gpu, 4 samples": 1.0, "gpu alone, 4 samples": 0.8}
+
+
 def test_a_whole_step_has_samples() -> None:
     with pytest.raises(GraphError, match="'gpu' has batch 0: it must be >= 1"):
         WholeStep(device_kind="gpu", batch=0, dtype="float32", step_s=1.0, operators_s=1.0)

@@ -27,7 +27,13 @@ from harness.workloads import profile
 from harness.workloads.profile import ProfileConfig, profile_cases, profile_text
 from harness.workloads.profile_part import is_microbatch, stage_bounds
 from harness.workloads.profile_points import part_sizes, points_of, shard_counts
-from harness.workloads.profile_store import at_known_pace, read_profile, with_whole_steps
+from harness.workloads.profile_store import (
+    knows_alone,
+    read_profile,
+    with_alone,
+    with_whole_steps,
+    without_drift,
+)
 
 QUICK = ProfileConfig(
     model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
@@ -216,6 +222,11 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     }
     steps = {(step.device_kind, step.batch) for step in profile.whole_steps}
     assert steps == {(kind, samples) for kind in kinds for samples in (8, 1)}
+    # The first rank of each kind has computed alone, in turn with all.
+    alone = [sum(r.metric == "model_step_alone_ratio" and r.labels["batch"] == 8 for r in records)
+             for _, records in sorted(run.ranks.items())]  # fmt: skip
+    assert alone == [8, 0, 8]
+    assert all(step.alone_ratio and step.n_devices == 3 for step in profile.whole_steps)
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     text = profile_text([run])
     assert f"{len(graph.operators) - 1} of {len(graph.operators) - 1}" in text
@@ -245,8 +256,8 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
         latest_s = second["latest_s"][step.batch]
         assert latest_s not in (None, third["latest_s"][step.batch])
         assert step.latest_s == third["latest_s"][step.batch]
-        pace = profile.pace(graph.content_hash(), step.device_kind, step.batch)
-        assert pace == pytest.approx(step.latest_s / step.step_s)
+        drift = profile.drift(graph.content_hash(), step.device_kind, step.batch)
+        assert drift == pytest.approx(step.latest_s / step.step_s)
 
 
 def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
@@ -348,7 +359,7 @@ def test_later_measurements_join_at_the_pace_of_the_first():
         for kind, samples in (("a", 8), ("a", 1), ("b", 8))
     ]
     seconds = {("a", 8): [2.9, 3.0, 9.0], ("a", 1): [0.75], ("b", 8): [1.0]}
-    scaled, faster, kept = at_known_pace(profile, graph, new, seconds)
+    scaled, faster, kept = without_drift(profile, graph, new, seconds)
     times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
     assert (*times, scaled.input_backward_s) == pytest.approx((2.0, 4.0, 3.0, 1.0))
     assert (faster.forward_s, faster.backward_s) == pytest.approx((4.0, 8.0))
@@ -370,14 +381,33 @@ def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
     ]
     profile = Profile(model="lenet", measurements=points)
     first = with_whole_steps(profile, graph, "float32", {("a", 8): [2.0]})
-    assert first.pace(own, "a", 8) == 1.0
+    assert first.drift(own, "a", 8) == 1.0
     later = with_whole_steps(first, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.6]})
     (step,) = (step for step in later.whole_steps if step.batch == 1)
     assert (step.step_s, step.latest_s) == pytest.approx((0.4, 0.6))
-    assert later.pace(own, "a", 8) == later.pace(own, "a", 1) == pytest.approx(1.5)
+    assert later.drift(own, "a", 8) == later.drift(own, "a", 1) == pytest.approx(1.5)
     last = with_whole_steps(later, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.4]})
-    assert [last.pace(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
-    assert 1.0 < last.pace(own, "a", 2) < last.pace(own, "a", 4) < 1.5
+    assert [last.drift(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
+    assert 1.0 < last.drift(own, "a", 2) < last.drift(own, "a", 4) < 1.5
+
+
+def test_a_step_alone_is_told_apart_from_one_beside_others():
+    graph = capture_model("lenet", 8)
+    step = WholeStep(
+        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    small = msgspec.structs.replace(step, batch=1)
+    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
+    assert not knows_alone(profile, graph, ["a", "a"], "float32")
+    faster = [0.8 + 0.01 * k for k in range(9)]
+    level = [0.96 + 0.01 * k for k in range(9)]
+    ratios = {("a", 8): faster, ("a", 1): level}
+    found = with_alone(profile, graph, "float32", ratios, 2)
+    assert [s.alone_ratio for s in found.whole_steps] == [pytest.approx(0.84), 1.0]
+    assert knows_alone(found, graph, ["a", "a"], "float32")
+    assert not knows_alone(found, graph, ["a", "a", "a"], "float32")
+    assert not knows_alone(found, graph, ["a", "b"], "float32")
 
 
 def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):

@@ -14,6 +14,7 @@ from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import full_shape, output_sizes, weight_dims
 from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.fans import Floats
 
 
 class BlockSeconds(NamedTuple):
@@ -53,6 +54,7 @@ class BlockTimes:
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
         self._seconds: dict[object, BlockSeconds] = {}
+        self._shares: dict[int, Floats] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
         """What one block takes on one device."""
@@ -88,6 +90,16 @@ class BlockTimes:
                 min(input_s, time.backward_s) * share / speed,
             )
         return self._seconds[key]
+
+    def shares(self, n_working: int) -> Floats:
+        """(n_devices,) what is left of these seconds where so few devices are at work."""
+        if n_working not in self._shares:
+            share_of, graph_hash = self._profile.share_of, self._graph_hash
+            found = [
+                share_of(graph_hash, one.kind, self._samples, n_working) for one in self._devices
+            ]
+            self._shares[n_working] = np.array(found)
+        return self._shares[n_working]
 
     def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
         """Whether the gradients of a block's weights are written where they stay."""

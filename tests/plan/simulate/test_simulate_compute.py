@@ -91,6 +91,20 @@ def test_a_device_that_is_slower_now_than_when_it_was_profiled_takes_longer():
     assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
 
 
+def test_a_device_computes_faster_where_others_have_no_work():
+    graph, profile = chain()
+    step = WholeStep(
+        device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0,
+        graph_hash=graph.content_hash(), alone_ratio=0.5, n_devices=2,
+    )  # fmt: skip
+    beside = msgspec.structs.replace(profile, whole_steps=[step])
+    alone = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
+    both = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
+    assert simulate(graph, beside, cluster_of(), alone).step_s == 4.5
+    of_both = [simulate(graph, one, cluster_of(), both).step_s for one in (profile, beside)]
+    assert of_both[0] == of_both[1]
+
+
 def test_each_kind_of_device_has_its_own_times():
     graph, profile = chain()
     other = profile_of(graph, {"a": (5.0, 0.0), "b": (5.0, 0.0)}, kind="old")
