@@ -12,7 +12,8 @@ of its weights, runs just before it and is timed instead. A GPU is held up until
 queued: marks of one that had nothing to do would time the host's calls.
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
-operator that hits is chance. There the processor's time tells how the sample's time is shared out.
+operator that hits is chance. There the processor's time tells how the sample's time is shared out,
+and what the stretch around an operator takes tells how fast the machine was meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -48,15 +49,30 @@ class OperatorSamples:
 
     Attributes:
         backward_s: zeros for an operator that has no gradient.
+        around_s: of the stretch around it, without what was timed in an operator's place; empty
+            where its time is not shared out by the processor's.
     """
 
     forward_s: list[float]
     backward_s: list[float]
+    around_s: list[float] = field(default_factory=list)
 
     def __add__(self, other: OperatorSamples) -> OperatorSamples:
         return OperatorSamples(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
+            around_s=self.around_s + other.around_s,
+        )
+
+    def as_where(self, around_s: float) -> OperatorSamples:
+        """As they would be, had the stretch around each of them taken so long."""
+        if not self.around_s:
+            return self
+        paces = [around_s / own_s for own_s in self.around_s]
+        return OperatorSamples(
+            forward_s=[s * pace for s, pace in zip(self.forward_s, paces, strict=True)],
+            backward_s=[s * pace for s, pace in zip(self.backward_s, paces, strict=True)],
+            around_s=[around_s] * len(paces),
         )
 
     @property
@@ -89,12 +105,14 @@ Lap = tuple[Mark, Mark]
 
 @dataclass
 class _Laps:
-    """What a sample's iterations timed: laps of each operator, and of what computes nothing."""
+    """What a sample's iterations timed: laps of each operator, of what computes nothing, and of
+    all there was."""
 
     forward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
     idle_forward: list[Lap] = field(default_factory=list)
     idle_backward: list[Lap] = field(default_factory=list)
+    whole: list[Lap] = field(default_factory=list)
 
 
 class _Idle(NamedTuple):
@@ -159,7 +177,7 @@ class OpTimer:
         n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
         samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        idle = _Idle([], [])
+        idle, around_s = _Idle([], []), list[float]()
         for _ in range(budget.count(whole_s * n_each)):
             laps = self._sample(run, stretch, n_each)
             pace = self._pace(laps)
@@ -167,6 +185,8 @@ class OpTimer:
                 back = laps.backward.get(name, [])
                 backward_s = self._mean_s(back, pace) if back else 0.0
                 samples[name].append((self._mean_s(own, pace), backward_s))
+            if pace is not None:
+                around_s.append(self._around_s(laps, run.beside, pace) / n_each)
             idle.forward_s.extend(self._seconds(lap, pace) for lap in laps.idle_forward)
             idle.backward_s.extend(self._seconds(lap, pace) for lap in laps.idle_backward)
         # Medians over laps: all operators lose them, so chance must not decide.
@@ -175,6 +195,7 @@ class OpTimer:
             name: OperatorSamples(
                 forward_s=[max(0.0, forward_s - idle_s[0]) for forward_s, _ in own],
                 backward_s=[max(0.0, backward_s - idle_s[1]) for _, backward_s in own],
+                around_s=list(around_s),
             )
             for name, own in samples.items()
         }
@@ -191,8 +212,10 @@ class OpTimer:
 
     def _sample(self, run: _Iteration, stretch: Stretch, n_each: int) -> _Laps:
         run.laps = _Laps()
+        start = self.mark()
         for _ in range(n_each):
             run.iterate(stretch)
+        run.laps.whole.append((start, self.mark()))
         run.forget()
         self._clock.settle()
         return run.laps
@@ -201,16 +224,17 @@ class OpTimer:
         """Seconds that pass for each second that the processor computes; None by the clock."""
         if self._processor is None:
             return None
-        every = [
-            lap for own in (laps.forward, laps.backward) for one in own.values() for lap in one
-        ]
-        if not every:
-            return None
-        first = min((lap[0] for lap in every), key=lambda mark: mark.processor_s)
-        last = max((lap[1] for lap in every), key=lambda mark: mark.processor_s)
+        ((first, last),) = laps.whole
         computed_s = last.processor_s - first.processor_s
         passed_s = self._clock.seconds_at(last.at) - self._clock.seconds_at(first.at)
         return passed_s / computed_s if computed_s > 0 else None
+
+    def _around_s(self, laps: _Laps, beside: Collection[str], pace: float) -> float:
+        """Seconds of all iterations, without what was timed in an operator's place."""
+        own = [lap for name in beside for lap in (*laps.forward[name], *laps.backward[name])]
+        return sum(self._seconds(lap, pace) for lap in laps.whole) - sum(
+            self._seconds(lap, pace) for lap in own
+        )
 
     def _mean_s(self, laps: list[Lap], pace: float | None) -> float:
         return statistics.fmean(self._seconds(lap, pace) for lap in laps)
@@ -269,6 +293,7 @@ class _Iteration:
         self._timer, self._names, self._instead = timer, names, instead
         self._n_in_flight, self._is_added = n_in_flight, is_added
         self.laps = _Laps()
+        self.beside = set(instead)
         self._beside: dict[str, list[_Beside]] = defaultdict(list)
         self._gradients: dict[Tensor, Tensor] = {}
         self._n_forward = self._n_backward = 0

@@ -8,6 +8,7 @@ memory holds.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ def shape_text(shape: dict[str, int]) -> str:
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
+_Where = tuple[int, int, int]  # samples, and the steps where a part of the model begins and ends
 
 
 @dataclass
@@ -113,7 +115,8 @@ class PointMeasurer:
         )
         self._between = between
         self._known: dict[_Name, _Known] = {}
-        self._samples: dict[tuple[_Name, str], OperatorSamples] = {}
+        self._samples: dict[tuple[_Name, str, _Where], OperatorSamples] = {}
+        self._around_s: dict[_Where, list[float]] = defaultdict(list)
         self._cannot: set[_Name] = set()
         self._recorded: set[_Name] = set()  # in this call of `measure`
         self._found = Measured()
@@ -191,7 +194,7 @@ class PointMeasurer:
                 self._between()
         for point in points:
             if _name(point) in self._known:
-                self._record(point)
+                self._record(point, _where(part, point))
         self._context.flush()
 
     def _time(self, wanted: dict[str, tuple[Point, str]], stretch: Stretch, part: Part) -> None:
@@ -213,25 +216,38 @@ class PointMeasurer:
         for one in instead.values():
             one.forget()
         for name, (point, variant) in wanted.items():
-            self._keep(point, variant, found[name])
+            self._keep(point, variant, _where(part, point), found[name])
+        (point, _), *_ = wanted.values()
+        self._around_s[_where(part, point)] += found[point.operator].around_s
 
-    def _keep(self, point: Point, variant: str, found: OperatorSamples) -> None:
-        key = _name(point), variant
+    def _keep(self, point: Point, variant: str, where: _Where, found: OperatorSamples) -> None:
+        key = _name(point), variant, where
         before = self._samples.get(key)
         n_before = 0 if before is None else len(before.forward_s)
         self._samples[key] = found if before is None else before + found
-        metrics = {"operator_forward_s": found.forward_s, "operator_backward_s": found.backward_s}
+        metrics = {
+            "operator_forward_s": found.forward_s,
+            "operator_backward_s": found.backward_s,
+            "operator_around_s": found.around_s,
+        }
         if variant:
             metrics = {f"operator_{variant}": found.backward_s}
         for metric, values in metrics.items():
             for step, value in enumerate(values, start=n_before):
                 self._sample(metric, value, point, step=step)
 
-    def _record(self, point: Point) -> None:
-        known, samples = self._known[_name(point)], self._samples[_name(point), ""]
+    def _record(self, point: Point, where: _Where) -> None:
+        """Each sample at the pace that the machine mostly had where it was taken."""
+        known = self._known[_name(point)]
+        around_s = self._around_s[where]
+        usual_s = statistics.median(around_s) if around_s else 0.0
+        samples, *others = (
+            self._samples[_name(point), variant, where].as_where(usual_s)
+            for variant in ("", *known.variants)
+        )
         variants_s = {
-            variant: self._samples[_name(point), variant].median_backward_s
-            for variant in known.variants
+            variant: other.median_backward_s
+            for variant, other in zip(known.variants, others, strict=True)
         }
         measurement = Measurement(
             device_kind=self._context.world.device_kind,
@@ -321,6 +337,10 @@ class PointMeasurer:
             self._sample("operator_skipped", 1, point, reason=reason)
             self._cannot.add(_name(point))
             self._found.skipped.append((point, reason))
+
+
+def _where(part: Part, point: Point) -> _Where:
+    return point.samples, part.begin, part.end
 
 
 def _name(point: Point) -> _Name:

@@ -16,6 +16,7 @@ from torch import nn
 
 from harness.domain.profile import Profile
 from harness.runtime.context import Context
+from harness.runtime.op_timer import OperatorSamples, OpTimer
 from harness.runtime.stretch import OperatorCall
 from harness.workloads import profile, profile_measure
 from harness.workloads.profile import run_profile
@@ -109,6 +110,27 @@ def profile_killed_at_another_pace(config: Any, context: Context) -> tuple[str, 
     path.write_bytes(replace_(known, whole_steps=steps).to_json())
     more = replace(config, shards=(*config.shards, 4))
     return known.to_json().decode(), _profile_until(more, context, n_batches=3)
+
+
+def profile_on_a_machine_that_slows(config: Any, context: Context) -> None:
+    """Profile where every call of the timer finds the machine slower than the one before."""
+    calls: list[float] = []
+
+    def measure(
+        self: OpTimer, stretch: Any, names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> dict[str, OperatorSamples]:
+        calls.append(1.0 + len(calls))
+        found = OperatorSamples(
+            forward_s=[calls[-1]], backward_s=[2 * calls[-1]], around_s=[10 * calls[-1]]
+        )
+        return dict.fromkeys(names, found)
+
+    timed = OpTimer.measure
+    OpTimer.measure = measure  # type: ignore[method-assign]
+    try:
+        run_profile(config, context)
+    finally:
+        OpTimer.measure = timed  # type: ignore[method-assign]
 
 
 def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:

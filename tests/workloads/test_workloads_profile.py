@@ -426,6 +426,21 @@ def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
     assert len(measured) == n
 
 
+def test_parts_that_met_a_slower_machine_keep_their_proportion(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    path = tmp_path / "lenet.json"
+    config = replace(QUICK, profile_file=str(path), shards=(1, 2), rounds=3, min_samples=3)
+    run_on_ranks(profile_on_ranks.profile_on_a_machine_that_slows, config, 1)
+    by_samples: dict[int, list[Measurement]] = {}
+    for point in Profile.load(path).measurements:
+        by_samples.setdefault(point.shape["sample"], []).append(point)
+    for points in by_samples.values():
+        assert len({point.forward_s for point in points}) == 1
+        assert all(p.backward_s == pytest.approx(2 * p.forward_s) for p in points)
+        assert {(point.n_samples, point.spread) for point in points} == {(3, 0.0)}
+
+
 def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks, tmp_path):
     import profile_on_ranks
 

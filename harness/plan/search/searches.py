@@ -86,7 +86,8 @@ class Searches:
             objective.start(method, budget=end - objective.n_proposals)
             search = PipelineSearch(self.simulator, self.batch, n_microbatches)
             # The bound leaves out most of what makes pipelines slower, so above the best it is
-            # hopeless; it counts a tensor that skips a stage at both cuts, hence the slack.
+            # hopeless; it counts a tensor that skips a stage at both cuts, and computing as with
+            # all devices at work, hence the slack.
             best = objective.best
             n_judged = 3 + objective.memory_binds
             each = max(4, budget // (n_judged * len(self.counts)))
