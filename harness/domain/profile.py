@@ -220,10 +220,18 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         """As `pace`: how much longer they take now than when the operators were timed."""
         return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.drift)
 
-    def share_of(self, graph_hash: str, device_kind: str, samples: int, n_devices: int) -> float:
+    def share_of(
+        self,
+        graph_hash: str,
+        device_kind: str,
+        samples: int,
+        dtype: str | None = None,
+        *,
+        n_devices: int,
+    ) -> float:
         """As `pace`: what share of it is left where so few devices are at work."""
         return self._between(
-            (graph_hash, device_kind, samples, None), lambda step: step.share_of(n_devices)
+            (graph_hash, device_kind, samples, dtype), lambda step: step.share_of(n_devices)
         )
 
     def _between(

@@ -185,7 +185,7 @@ class OpTimer:
                 back = laps.backward.get(name, [])
                 backward_s = self._mean_s(back, pace) if back else 0.0
                 samples[name].append((self._mean_s(own, pace), backward_s))
-            if pace is not None:
+            if self._processor is not None:
                 around_s.append(self._around_s(laps, run.beside, pace) / n_each)
             idle.forward_s.extend(self._seconds(lap, pace) for lap in laps.idle_forward)
             idle.backward_s.extend(self._seconds(lap, pace) for lap in laps.idle_backward)
@@ -229,7 +229,7 @@ class OpTimer:
         passed_s = self._clock.seconds_at(last.at) - self._clock.seconds_at(first.at)
         return passed_s / computed_s if computed_s > 0 else None
 
-    def _around_s(self, laps: _Laps, beside: Collection[str], pace: float) -> float:
+    def _around_s(self, laps: _Laps, beside: Collection[str], pace: float | None) -> float:
         """Seconds of all iterations, without what was timed in an operator's place."""
         own = [lap for name in beside for lap in (*laps.forward[name], *laps.backward[name])]
         return sum(self._seconds(lap, pace) for lap in laps.whole) - sum(

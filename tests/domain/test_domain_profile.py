@@ -92,9 +92,10 @@ def test_from_one_device_to_all_the_share_goes_in_proportion_to_the_others() -> 
         alone_ratio=0.8, n_devices=5,
     )  # fmt: skip
     profile = Profile(model="m", measurements=[point()], whole_steps=[step])
-    shares = [profile.share_of("", "gpu", 4, n) for n in (1, 2, 3, 4, 5, 8)]
+    shares = [profile.share_of("", "gpu", 4, n_devices=n) for n in (1, 2, 3, 4, 5, 8)]
     assert shares == pytest.approx([0.8, 0.85, 0.9, 0.95, 1.0, 1.0])
-    assert profile.share_of("", "cpu", 4, 1) == 1.0
+    assert profile.share_of("", "cpu", 4, n_devices=1) == 1.0
+    assert profile.share_of("", "gpu", 4, "bfloat16", n_devices=1) == 1.0
     assert profile.paces("") == {"gpu, 4 samples": 1.0, "gpu alone, 4 samples": 0.8}
 
 

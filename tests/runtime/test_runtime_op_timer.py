@@ -231,6 +231,13 @@ def test_what_the_stretch_took_tells_how_fast_the_machine_was():
     assert level.spread == pytest.approx(0.0)
 
 
+def test_where_the_processor_counted_nothing_each_sample_still_has_what_was_around_it():
+    clock = FakeClock()
+    found = timer(clock, processor=lambda: 0.0).measure(two_slow(clock), ["op0"])["op0"]
+    assert found.around_s == [11.0] * 4
+    assert found.as_where(22.0).forward_s == [6.0] * 4
+
+
 def test_by_the_devices_own_clock_samples_stay_as_they_are():
     clock = FakeClock()
     found = timer(clock).measure(two_slow(clock), ["op0"])["op0"]

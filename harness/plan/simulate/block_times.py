@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from harness.domain.cluster import Device
 from harness.domain.graph import Graph
 from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
-from harness.domain.sharding import full_shape, output_sizes, weight_dims
+from harness.domain.sharding import full_shape, has_tasks, output_sizes, weight_dims
 from harness.plan.fit import OperatorTimes
 from harness.plan.simulate.fans import Floats
 
@@ -55,6 +56,8 @@ class BlockTimes:
         self._profile, self._graph_hash = profile, graph.content_hash()
         self._seconds: dict[object, BlockSeconds] = {}
         self._shares: dict[int, Floats] = {}
+        dtypes = [self._times.dtype_of(op) for op in graph.operators if has_tasks(op)]
+        self._dtype = statistics.mode(dtypes) if dtypes else None  # of the whole step
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
         """What one block takes on one device."""
@@ -94,9 +97,11 @@ class BlockTimes:
     def shares(self, n_working: int) -> Floats:
         """(n_devices,) what is left of these seconds where so few devices are at work."""
         if n_working not in self._shares:
-            share_of, graph_hash = self._profile.share_of, self._graph_hash
             found = [
-                share_of(graph_hash, one.kind, self._samples, n_working) for one in self._devices
+                self._profile.share_of(
+                    self._graph_hash, one.kind, self._samples, self._dtype, n_devices=n_working
+                )
+                for one in self._devices
             ]
             self._shares[n_working] = np.array(found)
         return self._shares[n_working]

@@ -97,7 +97,8 @@ def test_a_device_computes_faster_where_others_have_no_work():
         device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0,
         graph_hash=graph.content_hash(), alone_ratio=0.5, n_devices=2,
     )  # fmt: skip
-    beside = msgspec.structs.replace(profile, whole_steps=[step])
+    other = msgspec.structs.replace(step, dtype="bfloat16", alone_ratio=0.25)  # not what runs
+    beside = msgspec.structs.replace(profile, whole_steps=[step, other])
     alone = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
     both = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [1])}
     assert simulate(graph, beside, cluster_of(), alone).step_s == 4.5
