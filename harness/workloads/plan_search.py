@@ -30,6 +30,7 @@ from harness.runtime.agreement import gather_numbers
 from harness.runtime.context import Context
 from harness.runtime.host import code_commit
 from harness.runtime.memory import peak_bytes
+from harness.runtime.world import World
 from harness.units import format_duration, parse_bytes
 from harness.workloads.contract import Need, Workload, config_json
 from harness.workloads.model_flags import ModelFlags, flag_words
@@ -45,7 +46,7 @@ from harness.workloads.train_config import TrainConfig
 
 
 def measure_optimizer(
-    question: SearchConfig, inputs: Inputs | None, context: Context
+    question: SearchConfig, inputs: Inputs | None, world: World
 ) -> tuple[float, ...]:
     """Seconds of an optimizer step per byte of parameters, by rank; all ranks must call it.
 
@@ -55,12 +56,12 @@ def measure_optimizer(
 
     def updated() -> bytes:
         assert inputs is not None
-        return msgspec.msgpack.encode(Updated.of(inputs.graph, context.world.size))
+        return msgspec.msgpack.encode(Updated.of(inputs.graph, world.size))
 
-    told = msgspec.msgpack.decode(from_first(updated, context.world), type=Updated)
-    mine = optimizer_s_per_byte(told, question.optimizer_options(), context.world.device)
-    wait_for_all(context.world)
-    return tuple(gather_numbers(mine, context.world))
+    told = msgspec.msgpack.decode(from_first(updated, world), type=Updated)
+    mine = optimizer_s_per_byte(told, question.optimizer_options(), world.device)
+    wait_for_all(world)
+    return tuple(gather_numbers(mine, world))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,7 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
         return b""
 
     from_first(read, context.world)
-    rates = measure_optimizer(config, inputs, context)
+    rates = measure_optimizer(config, inputs, context.world)
     for rank, rate in enumerate(rates):
         context.recorder.sample("optimizer_s_per_byte", rate, rank=rank)
     found = search(config, inputs, rates, context)

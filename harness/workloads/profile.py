@@ -29,7 +29,7 @@ from harness.workloads.profile_alone import alone_ratios
 from harness.workloads.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
-from harness.workloads.profile_step import StepSampler
+from harness.workloads.profile_step import StepSampler, gather_steps
 from harness.workloads.profile_store import (
     StepValues,
     fit_errors,
@@ -142,19 +142,13 @@ class _Profiling:
         for part in gather_bytes(msgspec.json.encode(found), world):
             new = msgspec.json.decode(part, type=list[Measurement])
             self._new |= {point.key: point for point in new}
-        seconds = self._gather_steps(mine)
+        seconds = self._gathered(mine)
         paced = without_drift(self.profile, self.graph, list(self._new.values()), seconds)
         self.profile = with_measurements(self.profile, paced)
         return seconds
 
-    def _gather_steps(self, mine: dict[int, list[float]]) -> StepValues:
-        """All ranks' values, by kind of device and samples."""
-        values: StepValues = {}
-        parts = gather_bytes(msgspec.json.encode(mine), self._context.world)
-        for kind, part in zip(self._sharing.kinds, parts, strict=True):
-            for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
-                values.setdefault((kind, samples), []).extend(found)
-        return values
+    def _gathered(self, mine: dict[int, list[float]]) -> StepValues:
+        return gather_steps(mine, self._sharing.kinds, self._context.world)
 
     def _write(self) -> None:
         if self._context.world.is_first:
@@ -167,7 +161,8 @@ class _Profiling:
         self._context.progress.update("whole step", 0, 1, self._config.model)
         task, config = self._task, self._config
         try:
-            sampler = StepSampler(task, config.batch_size, config.dtype, self._context)
+            device, recorder = self._context.world.device, self._context.recorder
+            sampler = StepSampler(task, config.batch_size, config.dtype, device, recorder)
             for _ in range(config.warm_up):
                 sampler.take()
         except Exception as error:
@@ -184,7 +179,7 @@ class _Profiling:
         """The whole step beside the operators' sum, by kind of device and samples; and alone."""
         seconds = self._take_in([], mine)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
-        ratios, n_devices = self._gather_steps(alone), self._context.world.size
+        ratios, n_devices = self._gathered(alone), self._context.world.size
         self.profile = with_alone(self.profile, self.graph, self._dtype, ratios, n_devices)
         self._write()
         if self._context.world.is_first:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from harness.errors import first_line
-from harness.runtime.context import Context
+from harness.measure.recorder import Recorder
+from harness.runtime.agreement import gather_bytes
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
 from harness.runtime.precision import Precision
 from harness.runtime.sampling import shortest_sample_s
+from harness.runtime.world import World
+from harness.workloads.profile_store import StepValues
 
 
 def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
@@ -42,6 +47,20 @@ def small_batch(batch: int) -> int:
     return max(1, batch // 8)
 
 
+def gather_steps(mine: Mapping[int, list[float]], kinds: Sequence[str], world: World) -> StepValues:
+    """All ranks' values; all ranks must call it.
+
+    Args:
+        mine: by the samples of the step.
+        kinds: of all ranks' devices.
+    """
+    values: StepValues = {}
+    for kind, part in zip(kinds, gather_bytes(msgspec.json.encode(mine), world), strict=True):
+        for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
+            values.setdefault((kind, samples), []).extend(found)
+    return values
+
+
 @dataclass(frozen=True)
 class _Data:
     inputs: list[Tensor]
@@ -62,10 +81,11 @@ class StepSampler:
     both see the same machine: its speed drifts with clocks, heat and neighbours.
     """
 
-    def __init__(self, task: Task, batch: int, dtype: str, context: Context) -> None:
-        device = context.world.device
+    def __init__(
+        self, task: Task, batch: int, dtype: str, device: torch.device, recorder: Recorder
+    ) -> None:
         self._task = task
-        self._context = context
+        self._recorder = recorder
         self._precision = Precision(dtype, device)
         self._data = {n: _Data.made(task, n, device) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
@@ -81,7 +101,7 @@ class StepSampler:
 
     def restart(self) -> None:
         """Forget the samples so far: those of the warm-up."""
-        self._context.recorder.discard()
+        self._recorder.discard()
         for seconds in self.seconds.values():
             seconds.clear()
         self._begin_s, self._spent_s = time.monotonic(), 0.0
@@ -108,7 +128,7 @@ class StepSampler:
         found = self.time_once()
         for samples, value in found.items():
             number = len(self.seconds[samples])
-            self._context.recorder.sample("model_step_s", value, step=number, batch=samples)
+            self._recorder.sample("model_step_s", value, step=number, batch=samples)
             self.seconds[samples].append(value)
         return found
 
@@ -123,10 +143,10 @@ class StepSampler:
                 if samples == largest or is_out_of_memory(error):
                     raise
                 reason = first_line(error)
-                self._context.recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
+                self._recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
                 del self._data[samples], self.seconds[samples]
         self._task.model.zero_grad(set_to_none=True)
-        self._context.recorder.clock.settle()
+        self._recorder.clock.settle()
         self._spent_s += time.monotonic() - start_s
         return found
 
@@ -138,7 +158,7 @@ class StepSampler:
         return statistics.fmean(self._settled(pair) for pair in marks)
 
     def _step(self, data: _Data) -> tuple[Any, Any]:
-        clock = self._context.recorder.clock
+        clock = self._recorder.clock
         self._task.model.zero_grad(set_to_none=True)
         start = clock.mark()
         with self._precision.autocast():
@@ -148,6 +168,6 @@ class StepSampler:
         return start, clock.mark()
 
     def _settled(self, marks: tuple[Any, Any]) -> float:
-        clock = self._context.recorder.clock
+        clock = self._recorder.clock
         clock.settle()
         return clock.seconds_at(marks[1]) - clock.seconds_at(marks[0])

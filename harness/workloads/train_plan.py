@@ -175,7 +175,7 @@ class _Planner:
     def make(self, *, must_search: bool) -> _Told:
         """Time the optimizer, then make the strategy and predict it; all ranks must call it."""
         question, world = question_of(self._case), self._context.world
-        rates = measure_optimizer(question, self.inputs, self._context)
+        rates = measure_optimizer(question, self.inputs, world)
         if must_search:
             found = search(question, self.inputs, rates, self._context)
             answer = from_first(lambda: self._tell_found(found), world)
