@@ -25,7 +25,7 @@ from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
 from harness.workloads.plan_share import wait_for_all
-from harness.workloads.profile_alone import alone_ratios
+from harness.workloads.profile_alone import AloneRatios, alone_ratios
 from harness.workloads.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile_points import Point, points_of
@@ -115,11 +115,11 @@ class _Profiling:
         self._compare(seconds, self._time_alone(steps))
         return self._summary()
 
-    def _time_alone(self, steps: StepSampler | None) -> dict[int, list[float]]:
+    def _time_alone(self, steps: StepSampler | None) -> AloneRatios:
         """What this rank finds of the step alone; nothing where the file knows it."""
         kinds = self._sharing.kinds
         if len(kinds) == 1 or knows_alone(self.profile, self.graph, kinds, self._dtype):
-            return {}
+            return AloneRatios()
         return alone_ratios(steps, kinds, self._context)
 
     def _mine(self, points: list[Point]) -> list[Point]:
@@ -175,12 +175,13 @@ class _Profiling:
         sampler.restart()
         return sampler
 
-    def _compare(self, mine: dict[int, list[float]], alone: dict[int, list[float]]) -> None:
+    def _compare(self, mine: dict[int, list[float]], alone: AloneRatios) -> None:
         """The whole step beside the operators' sum, by kind of device and samples; and alone."""
         seconds = self._take_in([], mine)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
-        ratios, n_devices = self._gathered(alone), self._context.world.size
-        self.profile = with_alone(self.profile, self.graph, self._dtype, ratios, n_devices)
+        factors = [self._gathered(alone.processor), self._gathered(alone.rest)]
+        n_devices = self._context.world.size
+        self.profile = with_alone(self.profile, self.graph, self._dtype, factors, n_devices)
         self._write()
         if self._context.world.is_first:
             self._record_comparison()

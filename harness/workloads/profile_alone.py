@@ -4,19 +4,42 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from harness.runtime.agreement import gather_bytes
 from harness.runtime.context import Context
 from harness.workloads.plan_share import wait_for_all
-from harness.workloads.profile_step import StepSampler
+from harness.workloads.profile_step import StepSampler, StepTime
 
-# Fewest pairs whose median has an interval.
-_N_PAIRS = 8
+_N_PAIRS = 12
 
 
-def alone_ratios(
-    steps: StepSampler | None, kinds: Sequence[str], context: Context
-) -> dict[int, list[float]]:
+@dataclass(frozen=True)
+class AloneRatios:
+    """The step alone over the one with all at work just before, by samples, in two factors: what
+    slows a process that computes, and what keeps it from that. One is noisy where the other is not.
+
+    Attributes:
+        processor: of the processor's time; nothing on GPUs.
+        rest: of the time that passes for each second of the processor's; on GPUs of all time.
+    """
+
+    processor: dict[int, list[float]] = field(default_factory=dict)
+    rest: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, samples: int, alone: StepTime, together: StepTime) -> dict[str, float]:
+        """Add a pair; its factors by name."""
+        ratio, factors = alone.seconds / together.seconds, {}
+        if alone.processor_s and together.processor_s:
+            factors["processor"] = alone.processor_s / together.processor_s
+            ratio /= factors["processor"]
+        factors["rest"] = ratio
+        for name, value in factors.items():
+            getattr(self, name).setdefault(samples, []).append(value)
+        return factors
+
+
+def alone_ratios(steps: StepSampler | None, kinds: Sequence[str], context: Context) -> AloneRatios:
     """Time the step on all devices at once, then on one of each kind while the others wait, and so
     on in turn; all ranks must call it.
 
@@ -25,10 +48,9 @@ def alone_ratios(
         kinds: of all ranks' devices.
 
     Returns:
-        Seconds alone over those with all at work just before, by samples; of this rank, where it is
-        the first of its kind.
+        Of this rank, where it is the first of its kind.
     """
-    world, progress, found = context.world, context.progress, dict[int, list[float]]()
+    world, progress, found = context.world, context.progress, AloneRatios()
     wait_for_all(world)  # some kinds of device take their steps long before others
     can = [bool(part) for part in gather_bytes(b"" if steps is None else b"1", world)]
     turns = list({kinds[rank]: rank for rank in reversed(range(world.size)) if can[rank]}.values())
@@ -40,9 +62,11 @@ def alone_ratios(
             wait_for_all(world)
             if rank != world.rank or steps is None:
                 continue
-            for samples, alone_s in steps.time_once().items():
-                ratio = alone_s / together[samples]
-                found.setdefault(samples, []).append(ratio)
-                context.recorder.sample("model_step_alone_ratio", ratio, step=pair, batch=samples)
+            for samples, alone in steps.time_once().items():
+                factors = found.add(samples, alone, together[samples])
+                for name, value in factors.items():
+                    context.recorder.sample(
+                        "model_step_alone_ratio", value, step=pair, batch=samples, factor=name
+                    )
     wait_for_all(world)
     return found

@@ -71,6 +71,14 @@ class _Data:
         return cls(make_inputs(task, samples, device), make_targets(task, samples, device))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Of one step, mean: `processor_s` is what this process computed for in it, on a CPU only."""
+
+    seconds: float
+    processor_s: float | None
+
+
 class StepSampler:
     """Times forward and backward of the whole model with its loss: no optimizer, no gradients kept.
 
@@ -86,6 +94,7 @@ class StepSampler:
     ) -> None:
         self._task = task
         self._recorder = recorder
+        self._is_cpu = device.type == "cpu"
         self._precision = Precision(dtype, device)
         self._data = {n: _Data.made(task, n, device) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
@@ -117,22 +126,22 @@ class StepSampler:
                 raise
             self._task.model.zero_grad(set_to_none=True)
 
-    def take(self) -> dict[int, float]:
+    def take(self) -> dict[int, StepTime]:
         """Take one sample of each batch: the mean over as many steps as it needs to be steady.
 
         Small batches may be impossible (batch normalisation of one value): those are left out.
 
         Returns:
-            Seconds, by samples.
+            By samples.
         """
         found = self.time_once()
-        for samples, value in found.items():
+        for samples, time_taken in found.items():
             number = len(self.seconds[samples])
-            self._recorder.sample("model_step_s", value, step=number, batch=samples)
-            self.seconds[samples].append(value)
+            self._recorder.sample("model_step_s", time_taken.seconds, step=number, batch=samples)
+            self.seconds[samples].append(time_taken.seconds)
         return found
 
-    def time_once(self) -> dict[int, float]:
+    def time_once(self) -> dict[int, StepTime]:
         """The same, kept apart from the others."""
         start_s = time.monotonic()
         largest, found = max(self._data), {}
@@ -150,12 +159,17 @@ class StepSampler:
         self._spent_s += time.monotonic() - start_s
         return found
 
-    def _time(self, samples: int) -> float:
+    def _time(self, samples: int) -> StepTime:
         data = self._data[samples]
         once_s = self._settled(self._step(data))  # also brings the model back into the cache
         n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
+        start_s = time.process_time()
         marks = [self._step(data) for _ in range(n_steps)]
-        return statistics.fmean(self._settled(pair) for pair in marks)
+        own_s = (time.process_time() - start_s) / n_steps
+        return StepTime(
+            seconds=statistics.fmean(self._settled(pair) for pair in marks),
+            processor_s=own_s if self._is_cpu else None,
+        )
 
     def _step(self, data: _Data) -> tuple[Any, Any]:
         clock = self._recorder.clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
-from harness.measure.statistics import summarize
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTimes
 from harness.workloads.profile_points import Point
@@ -93,6 +93,9 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
     return {key: error for key, error in errors.items() if error is not None}
 
 
+# Standard deviation of what sharing a machine mostly changes.
+_SHARED = 0.1
+
 # What whole steps took, by kind of device and samples.
 StepValues = dict[tuple[str, int], list[float]]
 
@@ -141,21 +144,28 @@ def knows_alone(profile: Profile, graph: Graph, kinds: Sequence[str], dtype: str
 
 
 def with_alone(
-    profile: Profile, graph: Graph, dtype: str, ratios: StepValues, n_devices: int
+    profile: Profile, graph: Graph, dtype: str, factors: Sequence[StepValues], n_devices: int
 ) -> Profile:
-    """Add what share of its time each step takes alone, of so many devices: the median; 1 where its
-    interval has 1 in it, as on machines that share nothing."""
+    """Add what share of its time each step takes alone, of so many devices: the product of the
+    factors' medians, each drawn to 1, which machines that share nothing have, by its noise."""
     own = graph.content_hash()
 
     def told(step: WholeStep) -> WholeStep:
-        found = ratios.get((step.device_kind, step.batch))
+        key = step.device_kind, step.batch
+        found = [values[key] for values in factors if len(values.get(key, ())) > 1]
         if not found or (step.graph_hash, step.dtype) != (own, dtype):
             return step
-        summary = summarize(found, shortest=0.0)
-        ratio = 1.0 if summary.low <= 1 <= summary.high else summary.median
+        ratio = math.prod(map(_drawn_to_one, found))
         return msgspec.structs.replace(step, alone_ratio=ratio, n_devices=n_devices)
 
     return msgspec.structs.replace(profile, whole_steps=list(map(told, profile.whole_steps)))
+
+
+def _drawn_to_one(ratios: list[float]) -> float:
+    """Their median, the less of it the larger its standard error, as if they were normal."""
+    noise = math.sqrt(math.pi / (2 * len(ratios))) * statistics.stdev(ratios)
+    weight = _SHARED**2 / (_SHARED**2 + noise**2)
+    return 1 + weight * (statistics.median(ratios) - 1)
 
 
 def _at_present(profile: Profile, graph_hash: str, seconds: StepValues) -> Profile:

@@ -46,10 +46,12 @@ def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 
     return path
 
 
-def write_profile(results: Path, question: SearchConfig, size: int) -> None:
+def write_profile(
+    results: Path, question: SearchConfig, size: int, rates: DeviceRates = RATES
+) -> None:
     """A finished profile run, its times by FLOPs and bytes."""
     profile = roofline_profile(
-        capture_graph(question), {KIND: RATES}, n_parts=range(1, size + 1), n_microbatches=(1, 2, 4)
+        capture_graph(question), {KIND: rates}, n_parts=range(1, size + 1), n_microbatches=(1, 2, 4)
     )
     config = question.profile_config()
     config.path(results).write_bytes(

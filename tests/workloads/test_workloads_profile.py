@@ -223,9 +223,13 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     steps = {(step.device_kind, step.batch) for step in profile.whole_steps}
     assert steps == {(kind, samples) for kind in kinds for samples in (8, 1)}
     # The first rank of each kind has computed alone, in turn with all.
-    alone = [sum(r.metric == "model_step_alone_ratio" and r.labels["batch"] == 8 for r in records)
-             for _, records in sorted(run.ranks.items())]  # fmt: skip
-    assert alone == [8, 0, 8]
+    for factor in ("processor", "rest"):
+        labels = {"batch": 8, "factor": factor}
+        alone = [
+            sum(r.metric == "model_step_alone_ratio" and r.labels == labels for r in records)
+            for _, records in sorted(run.ranks.items())
+        ]
+        assert alone == [12, 0, 12]
     assert all(step.alone_ratio and step.n_devices == 3 for step in profile.whole_steps)
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     text = profile_text([run])
@@ -400,11 +404,15 @@ def test_a_step_alone_is_told_apart_from_one_beside_others():
     small = msgspec.structs.replace(step, batch=1)
     profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
     assert not knows_alone(profile, graph, ["a", "a"], "float32")
-    faster = [0.8 + 0.01 * k for k in range(9)]
-    level = [0.96 + 0.01 * k for k in range(9)]
-    ratios = {("a", 8): faster, ("a", 1): level}
-    found = with_alone(profile, graph, "float32", ratios, 2)
-    assert [s.alone_ratio for s in found.whole_steps] == [pytest.approx(0.84), 1.0]
+    steady, noisy = [0.88, 0.9, 0.9, 0.92], [0.5, 0.9, 0.9, 1.3]
+    factors = [{("a", 8): steady, ("a", 1): noisy}, {("a", 8): [0.9] * 4, ("a", 1): [1.0]}]
+    found = with_alone(profile, graph, "float32", factors, 2)
+    large, little = (step.alone_ratio for step in found.whole_steps)
+    assert large == pytest.approx(0.81, abs=0.003)
+    # What says little is drawn to 1: a standard error of 0.2 is twice what is mostly there.
+    assert little == pytest.approx(0.98, abs=0.003)
+    on_gpus = with_alone(profile, graph, "float32", [{}, {("a", 8): [0.9] * 4}], 2)
+    assert [s.alone_ratio for s in on_gpus.whole_steps] == [pytest.approx(0.9), None]
     assert knows_alone(found, graph, ["a", "a"], "float32")
     assert not knows_alone(found, graph, ["a", "a", "a"], "float32")
     assert not knows_alone(found, graph, ["a", "b"], "float32")

@@ -15,6 +15,7 @@ from harness.domain.strategy import Strategy
 from harness.errors import PlanError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
+from harness.plan.roofline import DeviceRates
 from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig, question_of, search_cases
 from harness.workloads.plan_inputs import read_inputs
@@ -331,6 +332,25 @@ def test_a_plan_is_kept_and_predicted_by_the_pace_of_now(run_on_ranks, ranks, na
     assert slower.method == made.method
     # An asynchronous step is never that of a search.
     assert slower.search_s == (None if name == "asynchronous" else 45.0)
+
+
+def test_a_benchmark_predicts_by_the_plain_step_in_turn_as_training_would(
+    run_on_ranks, ranks, monkeypatch
+):
+    train, results = ranks
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))  # ranks import benchmarks
+
+    rates = DeviceRates(flops_per_s=1e13, memory_bytes_per_s=1e13, launch_s=0)  # no processor
+
+    def beside(directory: Path) -> None:
+        results.write_links(directory, 2)
+        results.write_profile(directory, question_of(CASE), 2, rates)
+
+    case = CASES["pipeline"]
+    in_turn, planned, paces = run_on_ranks(train.predicted_in_turn, case, 2, beside)[0][0]
+    assert paces.keys() == {"test device, 12 samples", "test device, 1 samples"}
+    assert all(pace > 10 for pace in paces.values())
+    assert in_turn == pytest.approx(planned, rel=0.3)  # the optimizer is timed each time
 
 
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
