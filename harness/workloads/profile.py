@@ -44,9 +44,6 @@ from harness.workloads.profile_store import (
 )
 from harness.workloads.profile_table import profile_text
 
-# Samples of the whole step, at least: their median has an interval.
-_N_STEPS = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharing:
@@ -110,7 +107,7 @@ class _Profiling:
             for batch in batches:
                 self._take_in(measurer.measure(batch).measurements, seconds)
                 self._write()
-        while steps is not None and steps.n_taken < _N_STEPS:
+        while steps is not None and not steps.is_told:
             steps.take()
         self._compare(seconds, self._time_alone(steps))
         return self._summary()

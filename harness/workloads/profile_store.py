@@ -19,6 +19,7 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
+from harness.measure.statistics import median_error
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTimes
 from harness.workloads.profile_points import Point
@@ -152,7 +153,7 @@ def with_alone(
 
     def told(step: WholeStep) -> WholeStep:
         key = step.device_kind, step.batch
-        found = [values[key] for values in factors if len(values.get(key, ())) > 1]
+        found = [values[key] for values in factors if key in values]
         if not found or (step.graph_hash, step.dtype) != (own, dtype):
             return step
         ratio = math.prod(map(_drawn_to_one, found))
@@ -162,9 +163,8 @@ def with_alone(
 
 
 def _drawn_to_one(ratios: list[float]) -> float:
-    """Their median, the less of it the larger its standard error, as if they were normal."""
-    noise = math.sqrt(math.pi / (2 * len(ratios))) * statistics.stdev(ratios)
-    weight = _SHARED**2 / (_SHARED**2 + noise**2)
+    """Their median, the less of it the larger its standard error."""
+    weight = _SHARED**2 / (_SHARED**2 + median_error(ratios) ** 2)
     return 1 + weight * (statistics.median(ratios) - 1)
 
 
