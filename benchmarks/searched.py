@@ -74,7 +74,7 @@ class Options:
     quick: bool = False
     """Two cells only."""
     again: bool = False
-    """Measure cells that are done once more."""
+    """Measure cells that are done once more, their links too."""
     summary: bool = False
     """Measure nothing, judge what is there."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -136,7 +136,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     """Measure links and operators where that is missing, then train by every strategy."""
     results = (options.work / cell.place.name).resolve()
     results.mkdir(parents=True, exist_ok=True)
-    if not (results / "cluster.json").exists():
+    if options.again or not (results / "cluster.json").exists():  # jitter is the machine's
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
     _profile(cell, cluster, results, options.work)
     known = set(results.iterdir())
