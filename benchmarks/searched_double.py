@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor
 
 from benchmarks.double_models import DoubleTask
-from benchmarks.searched_steps import joined_world, read_case
+from benchmarks.searched_steps import joined_world, leave, read_case
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
@@ -142,3 +142,4 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     main(tyro.cli(Options, description=__doc__))
+    leave()
