@@ -85,7 +85,10 @@ def joined_world(name: str) -> Iterator[World]:
 def leave() -> NoReturn:
     """End the process without the interpreter's clean-up: a thread of gloo's that still releases a
     tensor then aborts."""
+    from mpi4py import MPI
+
     sys.stdout.flush()
+    MPI.Finalize()
     os._exit(0)
 
 
