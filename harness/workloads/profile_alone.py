@@ -29,13 +29,13 @@ class AloneRatios:
 
     def add(self, samples: int, alone: StepTime, together: StepTime) -> dict[str, float]:
         """Add a pair; its factors by name."""
-        ratio, factors = alone.seconds / together.seconds, {}
+        ratio = alone.seconds / together.seconds
+        factors = {"rest": ratio}
         if alone.processor_s and together.processor_s:
-            factors["processor"] = alone.processor_s / together.processor_s
-            ratio /= factors["processor"]
-        factors["rest"] = ratio
-        for name, value in factors.items():
-            getattr(self, name).setdefault(samples, []).append(value)
+            own = alone.processor_s / together.processor_s
+            self.processor.setdefault(samples, []).append(own)
+            factors = {"processor": own, "rest": ratio / own}
+        self.rest.setdefault(samples, []).append(factors["rest"])
         return factors
 
 
