@@ -44,6 +44,9 @@ from harness.workloads.profile_store import (
 )
 from harness.workloads.profile_table import profile_text
 
+# Samples of the whole step, at least; as many on each rank, so that all are at work meanwhile.
+_N_STEPS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharing:
@@ -107,7 +110,7 @@ class _Profiling:
             for batch in batches:
                 self._take_in(measurer.measure(batch).measurements, seconds)
                 self._write()
-        while steps is not None and not steps.is_told:
+        while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
         self._compare(seconds, self._time_alone(steps))
         return self._summary()

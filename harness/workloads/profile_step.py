@@ -14,7 +14,6 @@ from torch import Tensor
 
 from harness.errors import first_line
 from harness.measure.recorder import Recorder
-from harness.measure.statistics import median_error
 from harness.runtime.agreement import gather_bytes
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models import Task
@@ -62,11 +61,6 @@ def gather_steps(mine: Mapping[int, list[float]], kinds: Sequence[str], world: W
     return values
 
 
-# Samples of the whole step; then until the standard error of their median is this share of it.
-_LEAST, _STEADY = 8, 0.02
-_LONGEST_S = 60.0
-
-
 @dataclass(frozen=True)
 class _Data:
     inputs: list[Tensor]
@@ -110,14 +104,9 @@ class StepSampler:
         """Of a step, by its samples."""
 
     @property
-    def is_told(self) -> bool:
-        """Whether the median of each kind of step is known, as well as this machine allows."""
-        if min(map(len, self.seconds.values())) < _LEAST:
-            return False
-        return self._spent_s > _LONGEST_S or all(
-            median_error(taken) <= _STEADY * statistics.median(taken)
-            for taken in self.seconds.values()
-        )
+    def n_taken(self) -> int:
+        """Samples of each kind of step."""
+        return min(map(len, self.seconds.values()))
 
     def restart(self) -> None:
         """Forget the samples so far: those of the warm-up."""
