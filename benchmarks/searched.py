@@ -69,7 +69,7 @@ class Options:
     """Names of cells; all when not given."""
     steps: int = 4
     """Steps of a run."""
-    seconds: float = 70.0
+    seconds: float = 120.0
     """How long those near the fastest are trained in turn, after three rounds of all."""
     quick: bool = False
     """Two cells only."""
@@ -144,7 +144,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
         "--schedule", "1f1b", "interleaved",
         "--microbatches", "0", str(cell.most_microbatches),
-        "--predict", "--batch-norm", "frozen", "--warm-up", "1", "--no-sync-steps", "2",
+        "--predict", "--warm-up", "1", "--no-sync-steps", "2",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip
     return strategies_of(set(results.iterdir()) - known)

@@ -18,7 +18,9 @@ class Model:
     @property
     def workload_flags(self) -> tuple[str, ...]:
         name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
-        return ("--model", name, "--dropout", "0", *self.flags, "--batch-size", str(self.batch))
+        # With masks and statistics of its own each strategy would train another model.
+        alike = ("--dropout", "0", "--batch-norm", "frozen")
+        return ("--model", name, *alike, *self.flags, "--batch-size", str(self.batch))
 
 
 def _images(side: int) -> tuple[str, ...]:

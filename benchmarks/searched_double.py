@@ -37,7 +37,7 @@ from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.optimizers import make_optimizer
 from harness.runtime.world import World
 from harness.workloads.train_config import TrainCase
-from harness.workloads.train_setup import make_task, prepare, set_batch_norm
+from harness.workloads.train_setup import make_task, prepare, set_norm_scope
 
 _N_STEPS = 4
 
@@ -70,7 +70,7 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
     """The run's model and weights in float64."""
     task = make_task(case)
     return DoubleTask(
-        model=set_batch_norm(task.model, case.batch_norm, world.device).double().to(world.device),
+        model=set_norm_scope(task.model, case.norm_scope, world.device).double().to(world.device),
         inputs=tuple(
             replace(spec, dtype=torch.float64) if spec.n_values is None else spec
             for spec in task.inputs

@@ -74,6 +74,7 @@ class PlainStep:
         world, inputs = self._world, None
         kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
         seconds = gather_steps(self._steps.seconds, kinds, world)
+        shares = gather_steps(self._steps.forward_shares, kinds, world)
         whole = next(path for path, case in runs.items() if case.n_ranks == world.size)
         question = question_of(runs[whole])
 
@@ -81,7 +82,7 @@ class PlainStep:
             nonlocal inputs
             known = read_inputs(question, whole)
             dtype = DTYPE_NAMES[question.dtype]
-            profile = with_whole_steps(known.profile, known.graph, dtype, seconds)
+            profile = with_whole_steps(known.profile, known.graph, dtype, seconds, shares)
             inputs = Inputs(graph=known.graph, cluster=known.cluster, profile=profile)
             return b""
 

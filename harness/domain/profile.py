@@ -105,6 +105,8 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         step_s: seconds of forward plus backward, without the optimizer.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
+        forward_share: of the step's computing, when it was timed last; None when unknown.
+        operators_forward_share: of their sum; None when unknown.
         latest_s: of the step when it was timed last; None when that was with the operators.
         alone_ratio: of its time that the step takes while all other devices wait; None where
             that is not known.
@@ -117,6 +119,8 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float
     operators_s: float
     graph_hash: str = ""
+    forward_share: float | None = None
+    operators_forward_share: float | None = None
     latest_s: float | None = None
     alone_ratio: float | None = None
     n_devices: int = 1
@@ -134,6 +138,14 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                     "0"
                 )
 
+        for field in ("forward_share", "operators_forward_share"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < 1:
+                raise GraphError(
+                    f"the whole step on {self.device_kind!r} has {field} {value}: it must be "
+                    "between 0 and 1"
+                )
+
     @property
     def drift(self) -> float:
         """Seconds that pass now for each that passed when the operators were timed."""
@@ -148,6 +160,14 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def pace(self) -> float:
         """Seconds of a step now for each of its operators' sum."""
         return self.drift / self.ratio
+
+    @property
+    def pass_paces(self) -> tuple[float, float]:
+        """As `pace`, of forward and of backward: each takes its own share of the step."""
+        whole, operators = self.forward_share, self.operators_forward_share
+        if whole is None or operators is None:
+            return self.pace, self.pace
+        return self.pace * whole / operators, self.pace * (1 - whole) / (1 - operators)
 
     def share_of(self, n_devices: int) -> float:
         """Of the time that it takes with all devices at work, what it takes with so many.
@@ -200,11 +220,11 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         """In order of first appearance."""
         return list(dict.fromkeys(point.device_kind for point in self.measurements))
 
-    def pace(
+    def paces_of(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
-    ) -> float:
-        """How much longer so many samples of a graph take on a kind of device than its operators'
-        measurements add up to (see `WholeStep`); 1 where that is not known.
+    ) -> tuple[float, float]:
+        """How much longer forward and backward of so many samples of a graph take on a kind of
+        device than its operators' measurements add up to (see `WholeStep`); 1 where not known.
 
         Between two sizes of batch whose step was timed it goes with the logarithm of the size, and
         beyond them it is that of the nearest: what slows memory slows small batches less.
@@ -212,12 +232,16 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         Args:
             dtype: of the steps; None for a profile of one dtype.
         """
-        return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.pace)
+        which = graph_hash, device_kind, samples, dtype
+        return (
+            self._between(which, lambda step: step.pass_paces[0]),
+            self._between(which, lambda step: step.pass_paces[1]),
+        )
 
     def drift(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
     ) -> float:
-        """As `pace`: how much longer they take now than when the operators were timed."""
+        """As `paces_of`: how much longer a step takes now than when the operators were timed."""
         return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.drift)
 
     def share_of(
@@ -229,7 +253,7 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         *,
         n_devices: int,
     ) -> float:
-        """As `pace`: what share of it is left where so few devices are at work."""
+        """As `paces_of`: what share of a step is left where so few devices are at work."""
         return self._between(
             (graph_hash, device_kind, samples, dtype), lambda step: step.share_of(n_devices)
         )
@@ -250,10 +274,15 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         return float(np.interp(math.log(samples), sizes, [known[size] for size in sizes]))
 
     def paces(self, graph_hash: str) -> dict[str, float]:
-        """Of each of a graph's steps that was timed, by kind of device and samples: its pace, and
-        the share of it that is left to a device alone where that was timed."""
+        """Of each of a graph's steps that was timed, by kind of device and samples: its pace, that
+        of each pass, and the share of it that is left to a device alone, where those are known."""
         own = [step for step in self.whole_steps if step.graph_hash == graph_hash]
         found = {f"{step.device_kind}, {step.batch} samples": step.pace for step in own}
+        for step in own:
+            if step.operators_forward_share is not None:
+                forward, backward = step.pass_paces
+                found[f"{step.device_kind} forward, {step.batch} samples"] = forward
+                found[f"{step.device_kind} backward, {step.batch} samples"] = backward
         found |= {
             f"{step.device_kind} alone, {step.batch} samples": step.alone_ratio
             for step in own

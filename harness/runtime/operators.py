@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.graph import Attribute
 
@@ -163,6 +164,18 @@ def is_known(kind: str, name: str) -> bool:
     return kind != "other" or name in _RESHAPES
 
 
+def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:
+    """Whether a batch norm's statistics are given, and not of what it normalises.
+
+    Args:
+        module: that the node calls; None where it calls a function.
+    """
+    if isinstance(module, _BatchNorm):
+        return not module.training
+    is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    return not is_training
+
+
 def describe_node(
     node: fx.Node, modules: dict[str, nn.Module], n_tensors: int
 ) -> tuple[str, Attributes]:
@@ -171,8 +184,15 @@ def describe_node(
     Args:
         n_tensors: how many of its arguments are tensors.
     """
-    if node.op == "call_module":
-        module = modules[str(node.target)]
+    module = modules[str(node.target)] if node.op == "call_module" else None
+    kind, attributes = _described(node, module, n_tensors)
+    if kind == "batch_norm" and is_frozen_norm(node, module):
+        attributes["statistics"] = "frozen"
+    return kind, attributes
+
+
+def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple[str, Attributes]:
+    if module is not None:
         for types, kind, read in _MODULES:
             if isinstance(module, types):
                 return kind, {"function": type(module).__name__, **read(module)}

@@ -34,6 +34,10 @@ class ModelFlags:
     """Classes to tell apart; 0 is the data's, or the model's own."""
     dropout: float = -1.0
     """Probability of every dropout layer; below 0 keeps the model's own."""
+    batch_norm: Literal["local", "global", "frozen"] = "local"
+    """local: each rank normalises by its own samples, as DDP does, which is not what one device
+    trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
+    executor does it anywhere); frozen: by running statistics."""
     dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
     """dlrm: widths from the dense features to the width of the embeddings."""
     dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
@@ -61,8 +65,14 @@ class ModelFlags:
             n_classes=self.n_classes,
             image_size=self.image_size,
             dropout=None if self.dropout < 0 else self.dropout,
+            has_frozen_norms=self.batch_norm == "frozen",
             dlrm=self.dlrm_options(),
         )
+
+    @property
+    def norm_scope(self) -> Literal["local", "global"]:
+        """Whose samples a block is normalised with; frozen statistics are of no samples."""
+        return "global" if self.batch_norm == "global" else "local"
 
     def dlrm_options(self) -> DlrmOptions:
         return DlrmOptions(

@@ -44,9 +44,6 @@ class SearchConfig(ModelFlags):
     """Momentum of sgd."""
     bucket_mib: float = 25.0
     """MiB of gradients that are reduced together."""
-    batch_norm: Literal["local", "global"] = "local"
-    """local: each rank normalises by its own samples; global: over all samples of a microbatch,
-    which takes small all-reduces."""
     search_seconds: float = 120.0
     """End the search after this long, with the best plan found."""
     search_budget: int = 0
@@ -79,10 +76,11 @@ class SearchConfig(ModelFlags):
             n_parts: a number of parts that batches are cut into, beside the usual ones.
         """
         usual = shard_counts(max(1, self.n_ranks))
-        return ProfileConfig(
+        config = ProfileConfig(
             **shared_flags(self, ProfileConfig),
             shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
         )
+        return config.of_a_device()
 
     def simulator_options(
         self,
@@ -101,7 +99,7 @@ class SearchConfig(ModelFlags):
         n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
         return SimulatorOptions(
             overlap=True,
-            batch_norm=self.batch_norm,
+            batch_norm=self.norm_scope,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
             n_optimizer_states=n_states[self.optimizer],
             optimizer_s_per_byte=optimizer_s_per_byte,
@@ -130,7 +128,6 @@ def question_of(case: TrainCase) -> SearchConfig:
         dtype=_planned_dtype(case.dtype),
         batch_size=case.batch,
         **fitted_flags(fitted),
-        batch_norm="global" if case.batch_norm == "global" else "local",
     )
 
 

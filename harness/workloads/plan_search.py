@@ -205,7 +205,7 @@ def _training_command(run: Run) -> str:
     """What trains the plan; flags that have their defaults are left out."""
     config = run.header.config
     names = [field.name for field in fields(ModelFlags)]
-    names += ["dtype", "optimizer", "momentum", "bucket_mib", "batch_norm"]
+    names += ["dtype", "optimizer", "momentum", "bucket_mib"]
     words = ["./entry.sh", "train", *flag_words(config, names, TrainConfig())]
     words += ["--batch-size", str(config["batch_size"]), "--rank-counts", str(config["n_ranks"])]
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])

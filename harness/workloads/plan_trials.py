@@ -208,7 +208,7 @@ class _Trial:
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(question),
             ExecutorPlan(
-                strategy=strategy, batch_norm=question.batch_norm, seed=question.seed,
+                strategy=strategy, batch_norm=question.norm_scope, seed=question.seed,
                 timeout_s=context.collective_timeout_s,
             ),
         )  # fmt: skip

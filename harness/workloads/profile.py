@@ -112,7 +112,7 @@ class _Profiling:
                 self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
-        self._compare(seconds, self._time_alone(steps))
+        self._compare(steps, self._time_alone(steps))
         return self._summary()
 
     def _time_alone(self, steps: StepSampler | None) -> AloneRatios:
@@ -175,10 +175,13 @@ class _Profiling:
         sampler.restart()
         return sampler
 
-    def _compare(self, mine: dict[int, list[float]], alone: AloneRatios) -> None:
+    def _compare(self, steps: StepSampler | None, alone: AloneRatios) -> None:
         """The whole step beside the operators' sum, by kind of device and samples; and alone."""
-        seconds = self._take_in([], mine)
-        self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
+        seconds = self._take_in([], {} if steps is None else steps.seconds)
+        forward_shares = self._gathered({} if steps is None else steps.forward_shares)
+        self.profile = with_whole_steps(
+            self.profile, self.graph, self._dtype, seconds, forward_shares
+        )
         factors = [self._gathered(alone.processor), self._gathered(alone.rest)]
         n_devices = self._context.world.size
         self.profile = with_alone(self.profile, self.graph, self._dtype, factors, n_devices)

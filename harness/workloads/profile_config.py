@@ -52,6 +52,11 @@ class ProfileConfig(ModelFlags):
         """
         return fit_options(self.model, replace(self.asked_options(), n_channels=self.n_channels))
 
+    def of_a_device(self) -> ProfileConfig:
+        """The same question, asked in one way: a device computes by global statistics as long as by
+        local ones."""
+        return replace(self, batch_norm="local") if self.batch_norm == "global" else self
+
     def budget(self) -> Budget:
         """Of one operator in one round."""
         return Budget(
@@ -101,4 +106,4 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
             f"--shards {wrong[0]} must be between 1 and --batch-size {config.batch_size}: a part "
             "needs a sample"
         )
-    return [replace(config, **fitted_flags(config.model_options()))]
+    return [replace(config.of_a_device(), **fitted_flags(config.model_options()))]

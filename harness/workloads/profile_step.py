@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def small_batch(batch: int) -> int:
 
 
 def gather_steps(mine: Mapping[int, list[float]], kinds: Sequence[str], world: World) -> StepValues:
-    """All ranks' values; all ranks must call it.
+    """All ranks' values of their steps; all ranks must call it.
 
     Args:
         mine: by the samples of the step.
@@ -73,9 +73,22 @@ class _Data:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Of one step, mean: `processor_s` is what this process computed for in it, on a CPU only."""
+    """Of one step, mean.
+
+    Attributes:
+        processor_s: what this process computed for in it, on a CPU only.
+        forward_share: of it, on a CPU of `processor_s`: which pass a pause falls in is chance.
+    """
 
     seconds: float
+    processor_s: float | None
+    forward_share: float
+
+
+class _Mark(NamedTuple):
+    """An instant by the clock, and the processor's seconds so far."""
+
+    at: Any
     processor_s: float | None
 
 
@@ -102,6 +115,8 @@ class StepSampler:
         self._spent_s = 0.0
         self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
         """Of a step, by its samples."""
+        self.forward_shares: dict[int, list[float]] = {samples: [] for samples in self._data}
+        """Of a step's computing, by its samples."""
 
     @property
     def n_taken(self) -> int:
@@ -111,8 +126,8 @@ class StepSampler:
     def restart(self) -> None:
         """Forget the samples so far: those of the warm-up."""
         self._recorder.discard()
-        for seconds in self.seconds.values():
-            seconds.clear()
+        for values in (*self.seconds.values(), *self.forward_shares.values()):
+            values.clear()
         self._begin_s, self._spent_s = time.monotonic(), 0.0
 
     def take_when_due(self) -> None:
@@ -138,7 +153,11 @@ class StepSampler:
         for samples, time_taken in found.items():
             number = len(self.seconds[samples])
             self._recorder.sample("model_step_s", time_taken.seconds, step=number, batch=samples)
+            self._recorder.sample(
+                "model_step_forward_share", time_taken.forward_share, step=number, batch=samples
+            )
             self.seconds[samples].append(time_taken.seconds)
+            self.forward_shares[samples].append(time_taken.forward_share)
         return found
 
     def time_once(self) -> dict[int, StepTime]:
@@ -153,7 +172,7 @@ class StepSampler:
                     raise
                 reason = first_line(error)
                 self._recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
-                del self._data[samples], self.seconds[samples]
+                del self._data[samples], self.seconds[samples], self.forward_shares[samples]
         self._task.model.zero_grad(set_to_none=True)
         self._recorder.clock.settle()
         self._spent_s += time.monotonic() - start_s
@@ -161,27 +180,33 @@ class StepSampler:
 
     def _time(self, samples: int) -> StepTime:
         data = self._data[samples]
-        once_s = self._settled(self._step(data))  # also brings the model back into the cache
-        n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
-        start_s = time.process_time()
-        marks = [self._step(data) for _ in range(n_steps)]
-        own_s = (time.process_time() - start_s) / n_steps
-        return StepTime(
-            seconds=statistics.fmean(self._settled(pair) for pair in marks),
-            processor_s=own_s if self._is_cpu else None,
-        )
+        once = self._mean([self._step(data)])  # also brings the model back into the cache
+        n_steps = max(1, round(self._shortest_s / max(once.seconds, 1e-6)))
+        return self._mean([self._step(data) for _ in range(n_steps)])
 
-    def _step(self, data: _Data) -> tuple[Any, Any]:
-        clock = self._recorder.clock
+    def _step(self, data: _Data) -> list[_Mark]:
+        """Marks before and after each pass."""
         self._task.model.zero_grad(set_to_none=True)
-        start = clock.mark()
+        marks = [self._mark()]
         with self._precision.autocast():
             loss = self._task.sum_loss(self._task.model(*data.inputs), data.targets)
             loss = loss / len(data.targets)
+        marks.append(self._mark())
         loss.backward()
-        return start, clock.mark()
+        return [*marks, self._mark()]
 
-    def _settled(self, marks: tuple[Any, Any]) -> float:
+    def _mark(self) -> _Mark:
+        return _Mark(self._recorder.clock.mark(), time.process_time() if self._is_cpu else None)
+
+    def _mean(self, steps: list[list[_Mark]]) -> StepTime:
         clock = self._recorder.clock
         clock.settle()
-        return clock.seconds_at(marks[1]) - clock.seconds_at(marks[0])
+        at_s = np.array([[clock.seconds_at(mark.at) for mark in step] for step in steps])
+        passes_s = own_s = np.diff(at_s).mean(axis=0)
+        if self._is_cpu:
+            own_s = np.diff([[mark.processor_s for mark in step] for step in steps]).mean(axis=0)
+        return StepTime(
+            seconds=float(passes_s.sum()),
+            processor_s=float(own_s.sum()) if self._is_cpu else None,
+            forward_share=float(own_s[0] / own_s.sum()),
+        )

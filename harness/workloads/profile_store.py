@@ -21,7 +21,7 @@ from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
 from harness.measure.statistics import median_error
 from harness.measure.store import write_atomically
-from harness.plan.fit import OperatorTimes
+from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.workloads.profile_points import Point
 
 
@@ -67,21 +67,27 @@ def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
     return msgspec.structs.replace(profile, measurements=list(found.values()))
 
 
-def operators_s(
+def _passes_s(
     profile: Profile, graph: Graph, kind: str, dtype: str, samples: int
-) -> float | None:
-    """Forward plus backward of all operators; None when one is missing."""
+) -> tuple[float, float] | None:
+    """Forward and backward of all operators; None when one is missing."""
     times = OperatorTimes(profile)
 
-    def seconds(operator: Operator) -> float:
+    def time_of(operator: Operator) -> OperatorTime:
         full = full_shape(operator, batch=samples, graph_batch=graph.batch)
         shape = output_sizes(operator, full)
-        return times.lookup(operator, kind, shape=shape, dtype=dtype).total_s
+        return times.lookup(operator, kind, shape=shape, dtype=dtype)
 
     try:
-        return sum(map(seconds, filter(has_tasks, graph.operators)))
+        found = list(map(time_of, filter(has_tasks, graph.operators)))
     except PlanError:
         return None
+    return sum(one.forward_s for one in found), sum(one.backward_s for one in found)
+
+
+def _forward_share(forward_s: float, backward_s: float) -> float | None:
+    """None where a pass takes no time."""
+    return forward_s / (forward_s + backward_s) if min(forward_s, backward_s) > 0 else None
 
 
 def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[str, float]:
@@ -101,11 +107,20 @@ _SHARED = 0.1
 StepValues = dict[tuple[str, int], list[float]]
 
 
-def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepValues) -> Profile:
+def with_whole_steps(
+    profile: Profile,
+    graph: Graph,
+    dtype: str,
+    seconds: StepValues,
+    forward_shares: StepValues,
+) -> Profile:
     """Add the median of each kind's steps, beside the sum over operators as it is now.
 
     Where the step is known, it becomes the latest; where only that of another number of samples
     is, its drift is taken for this one's.
+
+    Args:
+        forward_shares: of what each of the steps computed.
     """
     own, known = graph.content_hash(), profile.whole_steps
     now = _at_present(profile, own, seconds)
@@ -114,11 +129,14 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepVa
         if not values:
             continue
         key, latest_s = (kind, own, dtype, samples), statistics.median(values)
+        forward_share = statistics.median(forward_shares[kind, samples])
         if key in steps:
-            steps[key] = msgspec.structs.replace(steps[key], latest_s=latest_s)
+            steps[key] = msgspec.structs.replace(
+                steps[key], latest_s=latest_s, forward_share=forward_share
+            )
             continue
-        total_s = operators_s(profile, graph, kind, dtype, samples)
-        if total_s is None:
+        passes_s = _passes_s(profile, graph, kind, dtype, samples)
+        if passes_s is None:
             continue
         is_first = not any(s.device_kind == kind and s.graph_hash == own for s in known)
         steps[key] = WholeStep(
@@ -126,8 +144,10 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepVa
             batch=samples,
             dtype=dtype,
             step_s=latest_s / now.drift(own, kind, samples),
-            operators_s=total_s,
+            operators_s=sum(passes_s),
             graph_hash=own,
+            forward_share=forward_share,
+            operators_forward_share=_forward_share(*passes_s),
             latest_s=None if is_first else latest_s,
         )
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))

@@ -57,10 +57,6 @@ class TrainSettings(ModelFlags):
     balance: Literal["equal", "speed"] = "equal"
     """Shares of the ranks in a batch: equal, or in proportion to the speed at which each trains
     this model, measured first. What is trained is the same."""
-    batch_norm: Literal["local", "global", "frozen"] = "local"
-    """local: each rank normalises by its own samples, as DDP does, which is not what one device
-    trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
-    executor does it anywhere); frozen: by running statistics."""
     exact_dropout: bool = False
     """Draw on every shard what its part of the whole would have drawn, so that all strategies train
     the same (executor); otherwise each rank draws masks of its own, as DDP does."""

@@ -68,15 +68,13 @@ class Training:
         return self.trainer.engine
 
 
-def set_batch_norm(model: nn.Module, mode: str, device: torch.device) -> nn.Module:
-    """Return the model with batch normalisation as asked.
+def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
+    """Return the model with batch normalisation over those samples.
 
     Raises:
         ConfigError: normalising over all ranks on a CPU, which PyTorch does not offer.
     """
-    if mode == "frozen":
-        return _freeze_statistics(model)
-    if mode == "global":
+    if scope == "global":
         if device.type != "cuda":
             raise ConfigError(
                 "--batch-norm global needs GPUs: PyTorch's SyncBatchNorm has no CPU version; add "
@@ -85,13 +83,6 @@ def set_batch_norm(model: nn.Module, mode: str, device: torch.device) -> nn.Modu
             )
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
-    return model
-
-
-def _freeze_statistics(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
     return model
 
 
@@ -109,8 +100,8 @@ def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
     order = torch.channels_last if case.channels_last else torch.preserve_format
     model = task.model
     # The executor normalises over what its plan says by itself.
-    if case.engine != "executor" or case.batch_norm == "frozen":
-        model = set_batch_norm(model, case.batch_norm, device)
+    if case.engine != "executor":
+        model = set_norm_scope(model, case.norm_scope, device)
     return replace(task, model=model.to(device, memory_format=order))  # type: ignore[call-overload]
 
 
@@ -153,7 +144,7 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
     """What the executor is told beside the strategy."""
     return ExecutorPlan(
         strategy=strategy,
-        batch_norm="global" if case.batch_norm == "global" else "local",
+        batch_norm=case.norm_scope,
         dropout="exact" if case.exact_dropout else "local",
         is_asynchronous=case.is_asynchronous,
         seed=case.seed,

@@ -72,9 +72,9 @@ def test_each_dtype_has_its_own_pace() -> None:
         for dtype, pace in (("float32", 2.0), ("bfloat16", 3.0))
     ]
     profile = Profile(model="m", measurements=[point()], whole_steps=steps)
-    assert profile.pace("", "gpu", 4, "float32") == 2.0
-    assert profile.pace("", "gpu", 4, "bfloat16") == 3.0
-    assert profile.pace("", "gpu", 4, "float16") == 1.0
+    assert profile.paces_of("", "gpu", 4, "float32") == (2.0, 2.0)
+    assert profile.paces_of("", "gpu", 4, "bfloat16") == (3.0, 3.0)
+    assert profile.paces_of("", "gpu", 4, "float16") == (1.0, 1.0)
 
 
 def test_a_step_is_paced_by_what_its_operators_add_up_to() -> None:
@@ -82,8 +82,37 @@ def test_a_step_is_paced_by_what_its_operators_add_up_to() -> None:
         device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=1.6, latest_s=3.0
     )
     profile = Profile(model="m", measurements=[point()], whole_steps=[step])
-    assert profile.pace("", "gpu", 4) == pytest.approx(3.0 / 1.6)
+    assert profile.paces_of("", "gpu", 4) == pytest.approx((3.0 / 1.6, 3.0 / 1.6))
     assert profile.drift("", "gpu", 4) == 1.5
+
+
+def test_each_pass_is_paced_by_its_own_share_of_the_step() -> None:
+    step = WholeStep(
+        device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=2.0, latest_s=3.0,
+        forward_share=0.4, operators_forward_share=0.3,
+    )  # fmt: skip
+    small = msgspec.structs.replace(step, batch=1, forward_share=0.3)
+    profile = Profile(model="m", measurements=[point()], whole_steps=[step, small])
+    forward, backward = profile.paces_of("", "gpu", 4)
+    # Operators of 0.6 and 1.4 s are a step of 3 s, of which forward is 1.2.
+    assert (0.6 * forward, 1.4 * backward) == pytest.approx((1.2, 1.8))
+    assert profile.paces_of("", "gpu", 1) == pytest.approx((1.5, 1.5))
+    assert profile.paces_of("", "gpu", 2) == pytest.approx(
+        ((forward + 1.5) / 2, (backward + 1.5) / 2)
+    )
+    told = profile.paces("")
+    assert told["gpu, 4 samples"] == 1.5
+    assert told["gpu forward, 4 samples"] == forward
+    assert told["gpu backward, 4 samples"] == backward
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_pass_is_a_part_of_the_step(share: float) -> None:
+    with pytest.raises(GraphError, match=f"forward_share {share}: it must be between 0 and 1"):
+        WholeStep(
+            device_kind="gpu", batch=4, dtype="float32", step_s=2.0, operators_s=3.0,
+            forward_share=share,
+        )  # fmt: skip
 
 
 def test_from_one_device_to_all_the_share_goes_in_proportion_to_the_others() -> None:

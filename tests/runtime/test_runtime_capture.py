@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,6 +47,35 @@ def test_flops_and_parameters_are_the_models_own(name):
 
 def test_the_same_model_gives_the_same_graph():
     assert capture_model("resnet18", 4) == capture_model("resnet18", 4)
+
+
+def test_frozen_statistics_are_told_apart():
+    by_batch, frozen = (
+        capture_model("resnet18", 4, ModelOptions(has_frozen_norms=is_frozen)).operators
+        for is_frozen in (False, True)
+    )
+    changed = {a.kind for a, b in zip(by_batch, frozen, strict=True) if a != b}
+    assert changed == {"batch_norm"}
+    norms = [operator for operator in frozen if operator.kind == "batch_norm"]
+    assert {norm.attrs["statistics"] for norm in norms} == {"frozen"}
+    assert all("frozen" in norm.profile_key for norm in norms)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_frozen_statistics_of_a_function_are_told_too(is_training):
+    class Normalised(nn.Module):
+        def forward(self, images):
+            mean, variance = torch.zeros(3), torch.ones(3)
+            return F.batch_norm(images, mean, variance, training=is_training).flatten(1)
+
+    task = Task(
+        model=Normalised(),
+        inputs=(InputSpec(name="images", shape=(3, 4, 4)),),
+        loss="cross_entropy",
+        n_classes=48,
+    )
+    (norm,) = (o for o in capture(task, 4, "normalised").graph.operators if o.kind == "batch_norm")
+    assert ("statistics" in norm.attrs) != is_training
 
 
 def test_a_residual_block_keeps_its_branches():

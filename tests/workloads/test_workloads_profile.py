@@ -384,13 +384,21 @@ def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
         for operator in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
     ]
     profile = Profile(model="lenet", measurements=points)
-    first = with_whole_steps(profile, graph, "float32", {("a", 8): [2.0]})
+
+    def added(before, seconds, share=0.5):
+        shares = {key: [share] * len(values) for key, values in seconds.items()}
+        return with_whole_steps(before, graph, "float32", seconds, shares)
+
+    first = added(profile, {("a", 8): [2.0]})
     assert first.drift(own, "a", 8) == 1.0
-    later = with_whole_steps(first, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.6]})
+    forward, backward = first.paces_of(own, "a", 8)
+    assert forward / backward == pytest.approx(2.0)  # of the operators' time it is a third
+    later = added(first, {("a", 8): [3.0], ("a", 1): [0.6]}, share=1 / 3)
+    assert later.paces_of(own, "a", 8) == pytest.approx([later.whole_steps[0].pace] * 2)
     (step,) = (step for step in later.whole_steps if step.batch == 1)
     assert (step.step_s, step.latest_s) == pytest.approx((0.4, 0.6))
     assert later.drift(own, "a", 8) == later.drift(own, "a", 1) == pytest.approx(1.5)
-    last = with_whole_steps(later, graph, "float32", {("a", 8): [3.0], ("a", 1): [0.4]})
+    last = added(later, {("a", 8): [3.0], ("a", 1): [0.4]})
     assert [last.drift(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
     assert 1.0 < last.drift(own, "a", 2) < last.drift(own, "a", 4) < 1.5
 

@@ -11,10 +11,13 @@ import torch
 from harness.domain.record import Sample, Span
 from harness.errors import ConfigError, DataError, ModelError
 from harness.measure.derive import rank_phases, training_summary
+from harness.runtime.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
+from harness.workloads.plan_config import question_of
+from harness.workloads.plan_inputs import capture_graph
 from harness.workloads.train import run_train
 from harness.workloads.train_config import TrainCase
-from harness.workloads.train_setup import make_task, set_batch_norm
+from harness.workloads.train_setup import make_task, set_norm_scope
 from harness.workloads.train_table import train_text
 
 # 40 samples in batches of 17: every third batch has 6, which 5 ranks share as 2, 1, 1, 1, 1.
@@ -211,9 +214,22 @@ def test_a_rank_without_samples_is_timed_without_synchronisation_too(run_on_rank
         assert len(found) == CASE.no_sync_steps
 
 
+@pytest.mark.parametrize("mode", ["local", "global", "frozen"])
+def test_what_is_planned_has_the_norms_that_are_trained(mode, ranks):
+    case = replace(CASE, model="train_on_ranks:tiny_norm", batch_norm=mode, engine="executor")
+    question = question_of(case)
+    trained = capture(make_task(case), case.batch, case.model).graph
+    assert capture_graph(question).content_hash() == trained.content_hash()
+    frozen = [op for op in trained.operators if op.attrs.get("statistics") == "frozen"]
+    assert bool(frozen) == (mode == "frozen")
+    # Local and global statistics take a device equally long.
+    profiled = question.profile_config().batch_norm
+    assert profiled == {"local": "local", "global": "local", "frozen": "frozen"}[mode]
+
+
 def test_batch_norm_over_all_ranks_needs_gpus():
     with pytest.raises(ConfigError, match="SyncBatchNorm has no CPU version"):
-        set_batch_norm(torch.nn.BatchNorm1d(2), "global", torch.device("cpu"))
+        set_norm_scope(torch.nn.BatchNorm1d(2), "global", torch.device("cpu"))
 
 
 def test_a_model_that_no_plan_can_be_made_of_trains_where_none_is_needed(run_on_ranks, ranks):

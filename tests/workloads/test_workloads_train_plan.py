@@ -348,7 +348,11 @@ def test_a_benchmark_predicts_by_the_plain_step_in_turn_as_training_would(
 
     case = CASES["pipeline"]
     in_turn, planned, paces = run_on_ranks(train.predicted_in_turn, case, 2, beside)[0][0]
-    assert paces.keys() == {"test device, 12 samples", "test device, 1 samples"}
+    assert paces.keys() == {
+        f"test device{which}, {samples} samples"
+        for which in ("", " forward", " backward")
+        for samples in (12, 1)
+    }
     assert all(pace > 10 for pace in paces.values())
     assert in_turn == pytest.approx(planned, rel=0.3)  # the optimizer is timed each time
 

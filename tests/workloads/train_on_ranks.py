@@ -241,7 +241,11 @@ def predicted_in_turn(case: TrainCase, context: Context) -> tuple[float, float, 
     plain = PlainStep(case, context.world)
     plain.take()
     found = plain.predict({context.run_dir: case})
-    paces = {int(key.split()[-2]): pace for key, pace in found.paces.items()}
+    paces = {
+        int(key.split()[-2]): pace
+        for key, pace in found.paces.items()
+        if key.startswith("test device,")
+    }
     KeptPlan(case, context).pace_the_devices(paces)
     planned = plan_training(case, context)
     assert planned is not None

@@ -68,8 +68,8 @@ class BlockTimes:
             kind = self._devices[device].kind
             samples = sizes.get("sample", self._samples)
             dtype = self._times.dtype_of(operator)
-            pace = self._profile.pace(self._graph_hash, kind, samples, dtype)
-            speed = self._devices[device].speed / pace
+            forward, backward = self._profile.paces_of(self._graph_hash, kind, samples, dtype)
+            speed = self._devices[device].speed
             shown = output_sizes(operator, sizes)
             is_whole = all(sizes[dim] == self._shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
@@ -88,9 +88,9 @@ class BlockTimes:
             # A product of inputs' gradients is of the size of the forward one.
             input_s = time.forward_s if time.input_s is None else time.input_s
             self._seconds[key] = BlockSeconds(
-                time.forward_s * share / speed,
-                time.backward_s * share / speed,
-                min(input_s, time.backward_s) * share / speed,
+                time.forward_s * forward * share / speed,
+                time.backward_s * backward * share / speed,
+                min(input_s, time.backward_s) * backward * share / speed,
             )
         return self._seconds[key]
 

@@ -30,7 +30,7 @@ from harness.runtime.executor.shards import Shard, Wanted, make_batch_norm, make
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weights import Holders, canonical_names
-from harness.runtime.operators import function_name
+from harness.runtime.operators import function_name, is_frozen_norm
 
 _log = logging.getLogger(__name__)
 
@@ -263,16 +263,14 @@ def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
     """Whether a batch norm has statistics of what it is given; refuses one that is a function."""
     module = _module_of(node, root)
-    if isinstance(module, _BatchNorm):
-        return module.training
-    is_training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
-    if is_training:
+    is_training = not is_frozen_norm(node, module)
+    if is_training and not isinstance(module, _BatchNorm):
         raise ModelError(
             f"operator {name!r} is a batch norm by a function ({function_name(node.target)}), "
             "whose statistics are of each block alone, but global ones are asked for: make it an "
             "nn.BatchNorm module, or use --batch-norm local"
         )
-    return False
+    return is_training
 
 
 def wanted_of(layout: Layout, part: Part) -> list[Wanted]:

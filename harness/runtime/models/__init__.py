@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
@@ -147,6 +148,12 @@ def _set_dropout(model: nn.Module, probability: float) -> None:
             module.dropout = probability
 
 
+def _freeze_norms(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+
 def _inputs(name: str, options: ModelOptions) -> tuple[InputSpec, ...]:
     if name != "dlrm":
         side = options.image_size
@@ -185,4 +192,6 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
         )
     if options.dropout is not None:
         _set_dropout(task.model, options.dropout)
+    if options.has_frozen_norms:
+        _freeze_norms(task.model)
     return task

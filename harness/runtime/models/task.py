@@ -87,10 +87,12 @@ class ModelOptions:
     Attributes:
         n_classes, n_channels, image_size: 0 takes the model's own, or the data's.
         dropout: probability everywhere in the model; None keeps the model's own.
+        has_frozen_norms: batch normalisation is by running statistics, which stay as they are.
     """
 
     n_classes: int = 0
     n_channels: int = 0
     image_size: int = 0
     dropout: float | None = None
+    has_frozen_norms: bool = False
     dlrm: DlrmOptions = field(default_factory=DlrmOptions)

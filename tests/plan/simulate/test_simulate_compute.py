@@ -9,6 +9,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.profile import Profile, WholeStep
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.errors import ClusterError, PlanError, StrategyError
+from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.report import (
     binding,
@@ -89,6 +90,22 @@ def test_a_device_that_is_slower_now_than_when_it_was_profiled_takes_longer():
     profile = msgspec.structs.replace(profile, whole_steps=[step])
     plans = {"a": OperatorPlan({}, [0]), "b": OperatorPlan({}, [0])}
     assert simulate(graph, profile, cluster_of(), plans).step_s == 18.0
+
+
+def test_forward_and_backward_have_their_own_pace():
+    graph, profile = chain()
+    step = WholeStep(
+        device_kind="device", batch=8, dtype="float32", step_s=9.0, operators_s=9.0,
+        graph_hash=graph.content_hash(), forward_share=0.5, operators_forward_share=1 / 3,
+    )  # fmt: skip
+    paced = msgspec.structs.replace(profile, whole_steps=[step])
+    alone = OperatorPlan({}, [0])
+    plain, own = (
+        Costs(graph, told, cluster_of(), 8).operator(graph.index()["a"], alone)
+        for told in (profile, paced)
+    )
+    assert own.forward_s[0] / plain.forward_s[0] == pytest.approx(3 / 2)
+    assert own.backward_s[0] / plain.backward_s[0] == pytest.approx(3 / 4)
 
 
 def test_a_device_computes_faster_where_others_have_no_work():
