@@ -9,18 +9,27 @@ import math
 import re
 
 from harness.errors import ConfigError
+from harness.inputs import find_number, shorten
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
-_QUANTITY = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z/]*)\s*$", re.IGNORECASE)
+_UNIT = re.compile(r"[a-zA-Z/]*\Z")
+_LONGEST = 64
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_MOST_BYTES = 2.0**60
+_MOST_BYTES_PER_S = 1e18
+_MOST_S = 1e10
 
 
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
-    match = _QUANTITY.match(text)
-    if match is None:
-        raise ConfigError(f"{what} {text!r} is not a number with a unit: write it like {example}")
-    return float(match.group(1)), match.group(2)
+    text = text.strip()
+    unit = _UNIT.search(text) if len(text) <= _LONGEST else None
+    number = find_number(text[: unit.start()], at_most=math.inf) if unit else None
+    if unit is None or number is None:
+        raise ConfigError(
+            f"{what} {shorten(text)} is not a number with a unit: write it like {example}"
+        )
+    return number, unit.group()
 
 
 def _scale(prefix: str, text: str, what: str, example: str) -> float:
@@ -30,44 +39,49 @@ def _scale(prefix: str, text: str, what: str, example: str) -> float:
     return scale
 
 
+def _check(value: float, most: float, text: str, what: str, limit: str) -> float:
+    if value > most:
+        raise ConfigError(f"{what} {text!r} is beyond {limit}: write the one that is meant")
+    return value
+
+
 def parse_bytes(text: str) -> int:
     """Read a size such as `16MiB`, `4GB`, `4096`; returns bytes.
 
     Raises:
-        ConfigError: not a size, or an infinite one.
+        ConfigError: not a size, or above 2**60 bytes.
     """
     number, unit = _split(text, "size", "16MiB or 4GB")
     prefix = unit.removesuffix("B").removesuffix("b")
     n_bytes = number * _scale(prefix, text, "size", "16MiB or 4GB")
-    if math.isinf(n_bytes):
-        raise ConfigError(f"size {text!r} is not finite: write it like 16MiB or 4GB")
-    return round(n_bytes)
+    return round(_check(n_bytes, _MOST_BYTES, text, "size", "1048576 TiB"))
 
 
 def parse_bandwidth(text: str) -> float:
     """Read a bandwidth such as `1gbit`, `100mbit`, `1.25e9`, `1.25GB/s`; returns bytes/s.
 
     Raises:
-        ConfigError: not a bandwidth.
+        ConfigError: not a bandwidth, or above 1e18 bytes/s.
     """
     example = "1gbit, 1.25GB/s or 1.25e9 (bytes/s)"
     number, unit = _split(text, "bandwidth", example)
     lowered = unit.lower().removesuffix("/s").removesuffix("ps")
-    if lowered.endswith("bit"):
-        return number * _scale(lowered.removesuffix("bit"), text, "bandwidth", example) / 8
-    return number * _scale(lowered.removesuffix("b"), text, "bandwidth", example)
+    is_bits = lowered.endswith("bit")
+    prefix = lowered.removesuffix("bit") if is_bits else lowered.removesuffix("b")
+    value = number * _scale(prefix, text, "bandwidth", example) / (8 if is_bits else 1)
+    return _check(value, _MOST_BYTES_PER_S, text, "bandwidth", "1e18 bytes/s")
 
 
 def parse_duration(text: str) -> float:
     """Read a duration such as `500us`, `2ms`, `30s`, `5min`; returns seconds.
 
     Raises:
-        ConfigError: not a duration.
+        ConfigError: not a duration, or above 1e10 s.
     """
     number, unit = _split(text, "duration", "500us or 30s")
     if unit.lower() not in _SECONDS:
         raise ConfigError(f"duration {text!r} has an unknown unit: write it like 500us or 30s")
-    return number * _SECONDS[unit.lower()]
+    return _check(number * _SECONDS[unit.lower()], _MOST_S, text, "duration", "1e10 s")
 
 
 def _pick(value: float, scales: list[tuple[float, str]]) -> str:

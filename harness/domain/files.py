@@ -16,6 +16,7 @@ from typing import ClassVar, Self, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
+from harness.inputs import decode_text, one_line, read_file, shorten
 
 T = TypeVar("T")
 
@@ -84,10 +85,7 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Raises:
             HarnessError: the kind's own; missing or malformed; names the path.
         """
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise cls.FILE.error(f"{cls.FILE.name} {path}: {error.strerror}") from None
+        data = read_file(path, cls.FILE.name, cls.FILE.error)
         return cls.from_json(data, source=str(path))
 
 
@@ -102,11 +100,16 @@ def decode(data: bytes, type_: type[T], *, source: str, error: type[HarnessError
     Raises:
         HarnessError: `error`; malformed, or refused by the type itself; names `source`.
     """
+    if not data[:1].isascii():  # a byte-order mark, or no JSON
+        data = decode_text(data, source, error).encode()
     try:
         return msgspec.json.decode(data, type=type_)
+    except RecursionError:
+        reason = "is nested too deep: write it as the harness does"
     except (msgspec.ValidationError, error) as problem:
-        raise error(f"{source}: {problem}") from None
+        raise error(f"{source}: {one_line(str(problem))}") from None
     except msgspec.DecodeError as problem:
-        raise error(f"{source} is not JSON: {problem}") from None
+        reason = f"is not JSON: {one_line(str(problem))}"
     except UnicodeDecodeError as problem:
-        raise error(f"{source} is not UTF-8 in {problem.object!r}: save it as UTF-8 text") from None
+        reason = f"is not UTF-8 in {shorten(problem.object)}: save it as UTF-8 text"
+    raise error(f"{source} {reason}")

@@ -1,0 +1,189 @@
+"""What others wrote, read within bounds: files, text, JSON, integers and numbers.
+
+Python's own conversions take too much (`int` the digits of every script, `float` nan and infinity),
+or end in an exception of their own (integers of 5,000 digits, JSON nested a thousand deep).
+`parse_*` refuse with an error that names the thing; `find_*` answer None, for readers that skip.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from harness.errors import ConfigError, HarnessError
+
+# Every integer up to it is exact as a float, so that arithmetic with both does not overflow.
+MOST_COUNT = 2**53
+# Products of three numbers within it are finite; so is the inverse of the least one.
+MOST_NUMBER = 1e30
+LEAST_NUMBER = 1e-30
+MOST_FILE_BYTES = 128 * 2**20
+
+_LONGEST_NUMBER = 40
+_LONGEST_SHOWN = 60
+_INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", re.ASCII)
+_CODECS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def shorten(value: object, most: int = _LONGEST_SHOWN) -> str:
+    """A value as an error shows it: quoted, on one line, and cut where it is long."""
+    text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """A text without what ends a line or moves a cursor, cut where it is long."""
+    text = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def find_int(text: str, at_least: int = 0, at_most: int = MOST_COUNT) -> int | None:
+    """The integer that ASCII digits stand for, blanks around them allowed; None for any other text,
+    and beyond the bounds."""
+    text = text.strip()
+    if len(text) > _LONGEST_NUMBER or not _INTEGER.fullmatch(text):
+        return None
+    value = int(text)
+    return value if at_least <= value <= at_most else None
+
+
+def find_number(
+    text: str, at_least: float = 0.0, at_most: float = MOST_NUMBER, least: float = LEAST_NUMBER
+) -> float | None:
+    """As `find_int`: a decimal number.
+
+    Args:
+        least: a smaller magnitude than this counts as beyond the bounds, but for 0 itself.
+    """
+    text = text.strip()
+    if len(text) > _LONGEST_NUMBER or not _NUMBER.fullmatch(text):
+        return None
+    value = float(text)
+    is_within = at_least <= value <= at_most and (value == 0 or abs(value) >= least)
+    return value if is_within else None
+
+
+def parse_int(
+    text: str,
+    name: str,
+    *,
+    at_least: int = 0,
+    at_most: int = MOST_COUNT,
+    error: type[HarnessError] = ConfigError,
+    remedy: str = "",
+) -> int:
+    """Read an integer.
+
+    Args:
+        name: what it is, with where it stands: `hosts.txt:3: slots`.
+        remedy: what to do, where more can be said than the bounds.
+
+    Raises:
+        HarnessError: `error`; no integer in ASCII digits, or beyond the bounds.
+    """
+    value = find_int(text, at_least, at_most)
+    if value is None:
+        raise error(
+            f"{name} is {shorten(text)}: write a whole number from {at_least} to {at_most}"
+            + (f"; {remedy}" if remedy else "")
+        )
+    return value
+
+
+def parse_number(
+    text: str,
+    name: str,
+    *,
+    at_least: float = 0.0,
+    at_most: float = MOST_NUMBER,
+    least: float = LEAST_NUMBER,
+    error: type[HarnessError] = ConfigError,
+    remedy: str = "",
+) -> float:
+    """Read a decimal number; as `parse_int`, with `find_number`'s bounds."""
+    value = find_number(text, at_least, at_most, least)
+    if value is None:
+        raise error(
+            f"{name} is {shorten(text)}: write a number from {at_least:g} to {at_most:g}"
+            + (f"; {remedy}" if remedy else "")
+        )
+    return value
+
+
+def parse_json(text: str | bytes, name: str, error: type[HarnessError] = ConfigError) -> Any:
+    """Read JSON whose numbers are within bounds (see `harness.domain.files.decode` for a type).
+
+    Raises:
+        HarnessError: `error`; no JSON, nested too deep, or a number that is not finite.
+    """
+    try:
+        return json.loads(
+            text, parse_int=_json_int, parse_float=_json_number, parse_constant=_json_number
+        )
+    except RecursionError:
+        reason = "it is nested too deep"
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except ValueError as problem:
+        reason = str(problem)
+    raise error(f"{name} is not JSON that can be read ({reason}): {shorten(text)}")
+
+
+def _json_int(text: str) -> int:
+    value = find_int(text, -(2**64), 2**64)
+    if value is None:
+        raise ValueError(f"integer {shorten(text)} is out of range")
+    return value
+
+
+def _json_number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {shorten(text)} is not finite")
+    return value
+
+
+def read_file(
+    path: Path, kind: str, error: type[HarnessError] = ConfigError, at_most: int = MOST_FILE_BYTES
+) -> bytes:
+    """Read a file of a kind, such as `graph file`.
+
+    Raises:
+        HarnessError: `error`; missing, not to be read, or too large; names the path.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(at_most + 1)
+    except (OSError, ValueError) as problem:  # a NUL in the path is a ValueError
+        reason = getattr(problem, "strerror", None) or str(problem)
+        raise error(f"{kind} {one_line(str(path))}: {reason}") from None
+    if len(data) > at_most:
+        raise error(f"{kind} {path} has more than {at_most // 2**20} MiB: it is no {kind}")
+    return data
+
+
+def decode_text(data: bytes, source: str, error: type[HarnessError] = ConfigError) -> str:
+    """UTF-8, or what a byte-order mark says; the mark is no part of the text, and every line ends
+    with a newline.
+
+    Raises:
+        HarnessError: `error`; it is not text.
+    """
+    codec = next((codec for mark, codec in _CODECS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(codec)
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"{source} is not text in UTF-8 (byte {problem.start} is "
+            f"0x{data[problem.start]:02x}): save it as UTF-8"
+        ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
