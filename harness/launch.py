@@ -30,6 +30,7 @@ from harness.cases import (
 )
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import HarnessError, ResultsError
+from harness.measure.heartbeat import Heartbeat
 from harness.measure.store import Results, Run, read_run, try_directory, write_header
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
@@ -226,8 +227,14 @@ class Launcher:
     def _carry_out_one(self, plan: PlannedRun, number: str) -> RunHeader:
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
-        if self._world.is_first:
-            write_header(run_dir, header)
+        if not self._world.is_first:
+            return self._carry_out_open(plan, number, header)
+        write_header(run_dir, header)
+        with Heartbeat(run_dir):
+            return self._carry_out_open(plan, number, header)
+
+    def _carry_out_open(self, plan: PlannedRun, number: str, header: RunHeader) -> RunHeader:
+        run_dir = self._results / header.run_id
         start_s = time.monotonic()
         try:
             outcomes = self._outcomes(plan, f"run{number}", header, start_s)

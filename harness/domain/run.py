@@ -53,7 +53,8 @@ def device_names(ranks: Iterable[RankInfo]) -> dict[int, str]:
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. `status` is `running` until the run ends; a crash leaves it so.
+    """`run.json`. `status` is `running` until the run ends; if its writer dies it stays so,
+    and `harness.measure.store.read_header` shows a crash once the heartbeat beside it has stopped.
 
     Attributes:
         run_id: the name of the run's directory.

@@ -20,6 +20,7 @@ import msgspec
 from harness.domain.record import Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, ResultsError
+from harness.measure.heartbeat import find_dead_writer
 
 # What a results directory may hold beside runs.
 _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
@@ -117,7 +118,7 @@ class Results:
 
 
 def read_header(run_dir: Path) -> RunHeader:
-    """Read `run.json`.
+    """Read `run.json`; a run that its writer left open when it died reads as a crash.
 
     Raises:
         ResultsError: missing, malformed or of another schema or version; names the file.
@@ -131,11 +132,14 @@ def read_header(run_dir: Path) -> RunHeader:
                 f"{path} has schema {tag.get('schema')} version {tag.get('version')}, this harness "
                 f"reads {SCHEMA} version {SCHEMA_VERSION}: read it with the harness that wrote it"
             )
-        return msgspec.json.decode(data, type=RunHeader)
+        header = msgspec.json.decode(data, type=RunHeader)
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, ClusterError) as error:
         raise ResultsError(f"{path}: {error}") from None
+    if header.status == "running" and (reason := find_dead_writer(run_dir)):
+        return msgspec.structs.replace(header, status="crash", reason=reason)
+    return header
 
 
 def read_records(path: Path) -> tuple[list[Record], list[str]]:

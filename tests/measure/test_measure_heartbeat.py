@@ -1,0 +1,120 @@
+"""A run whose writer died reads as a crash; one that is being written does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from harness.cases import finished_repeats
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.run import RunHeader
+from harness.measure import heartbeat
+from harness.measure.heartbeat import HEARTBEAT_FILE, Heartbeat, find_dead_writer
+from harness.measure.store import read_header, read_results, write_header
+
+NODE = Node(name="a", devices=[Device(name="a:0", kind="a CPU", memory_bytes=1)])
+HEADER = RunHeader(
+    run_id="run", workload="train", key="k", repeat=0, argv=[], config={}, ranks=[],
+    cluster=Cluster(nodes=[NODE]), versions={}, commit="", start_utc="2026-01-01T00:00:00+00:00",
+)  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    write_header(tmp_path / "run", HEADER)
+    return tmp_path / "run"
+
+
+def age(path, seconds):
+    at_s = path.stat().st_mtime - seconds
+    os.utime(path, (at_s, at_s))
+
+
+def test_a_run_that_is_being_written_is_running(run_dir):
+    with Heartbeat(run_dir, period_s=0.02):
+        age(run_dir / "run.json", 3600)
+        time.sleep(0.1)
+        assert read_header(run_dir).status == "running"
+    assert not (run_dir / HEARTBEAT_FILE).exists()
+
+
+def test_every_beat_renews_the_file_and_writes_it_again_where_it_is_missing(run_dir):
+    path = run_dir / HEARTBEAT_FILE
+    with Heartbeat(run_dir, period_s=0.02):
+        path.unlink()
+        for _ in range(500):
+            if path.exists():
+                break
+            time.sleep(0.02)
+        first_s = path.stat().st_mtime_ns
+        for _ in range(500):
+            if path.stat().st_mtime_ns > first_s:
+                break
+            time.sleep(0.02)
+        assert path.stat().st_mtime_ns > first_s
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_writer_that_was_killed_on_this_host_is_dead_at_once(run_dir):
+    program = (
+        "import sys, time, pathlib; from harness.measure.heartbeat import Heartbeat\n"
+        "with Heartbeat(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", program, str(run_dir)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    writer.stdout.readline()
+    assert find_dead_writer(run_dir) == ""
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    header = read_header(run_dir)
+    assert header.status == "crash"
+    assert f"rank 0 on {os.uname().nodename}) died without closing it" in header.reason
+    (run,) = read_results(run_dir.parent).runs
+    assert run.header.status == "crash"
+    assert finished_repeats(run_dir.parent) == {}  # --resume carries it out
+
+
+@pytest.mark.parametrize(("age_s", "is_dead"), [(20, False), (40, True)])
+def test_a_writer_on_another_host_is_dead_after_fifteen_missed_beats(run_dir, age_s, is_dead):
+    path = run_dir / HEARTBEAT_FILE
+    writer = {"hostname": "far", "pid": 1, "start": "1", "process_table": "x", "period_s": 2.0}
+    path.write_text(json.dumps(writer))
+    age(path, age_s)
+    assert bool(find_dead_writer(run_dir)) == is_dead
+
+
+def test_ages_are_by_the_clock_of_the_file_system(run_dir, monkeypatch):
+    (run_dir / HEARTBEAT_FILE).write_text('{"hostname": "far", "period_s": 2.0}')
+    monkeypatch.setattr(heartbeat.time, "time", lambda: 4e9)  # this host's clock is wrong
+    assert find_dead_writer(run_dir) == ""
+
+
+@pytest.mark.parametrize("text", ["", "null", "[" * 3000, '{"pid": "x", "period_s": -1}', "{}"])
+def test_a_broken_heartbeat_counts_by_its_age(run_dir, text):
+    path = run_dir / HEARTBEAT_FILE
+    path.write_text(text)
+    assert find_dead_writer(run_dir) == ""
+    age(path, 3600)
+    assert "died without closing it" in find_dead_writer(run_dir)
+
+
+def test_a_run_without_a_heartbeat_counts_from_its_header(run_dir):
+    assert read_header(run_dir).status == "running"
+    age(run_dir / "run.json", 3600)
+    assert read_header(run_dir).status == "crash"
+
+
+def test_a_closed_run_keeps_its_status_whatever_lies_beside_it(run_dir):
+    write_header(run_dir, msgspec.structs.replace(HEADER, status="ok"))
+    age(run_dir / "run.json", 3600)
+    (run_dir / HEARTBEAT_FILE).write_text("{}")
+    assert read_header(run_dir).status == "ok"
