@@ -1,0 +1,199 @@
+"""Do models as users write them train right by every strategy, or are they refused?
+
+    python benchmarks/model_zoo.py --json
+    python benchmarks/model_zoo.py --only no_grad_branch roll_batch --strategies ddp 1f1b
+
+The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
+functions, hooks, operators that mix samples, buffers, outputs, control flow. Each is trained for
+four steps by one device in plain PyTorch, and by the executor's ddp, tensor, hybrid, 1F1B, zero
+bubble, interleaved and some random strategies over gloo. One line per model and strategy:
+
+    ok        losses, gradients, parameters and buffers are those of one device (1e-9 in float64)
+    refused   an error of one line, on all ranks
+    random    it trained, and draws numbers of its own, so that no two trainings are equal
+    wrong     trained to something else, or trained what one device refuses
+    crash     any other exception, an exception of some ranks alone, or no end
+
+Exits with 1 where any is wrong or crashes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from comparison import machine
+
+from harness.domain.strategy import Strategy
+from harness.errors import HarnessError, first_line
+from harness.runtime.capture import capture
+from harness.runtime.host import code_commit
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
+from equivalence_check import RanksBySize
+from equivalence_compare import FLOAT64_TOLERANCES, first_beyond, worst
+from equivalence_ranks import RanksFailedError
+from equivalence_reference import Trace
+from equivalence_training import merged
+from zoo import ZOO
+from zoo.training import BATCH, Refusal, ZooCase, strategies_of, train_on_ranks, train_single
+
+# Rounding of 16 bits falls otherwise where a sum is cut: as far from the model as a fifth of what
+# its construct changes is still the model.
+_NARROW_SHARE = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    only: tuple[str, ...] = ()
+    """Models; all by default."""
+    strategies: tuple[str, ...] = ()
+    """Names of strategies, such as ddp or 1f1b; all by default."""
+    ranks: int = 2
+    """Ranks of the well-known strategies."""
+    random: int = 3
+    """Random strategies of each model, on 2, 3 and 4 ranks."""
+    seed: int = 0
+    """What weights, samples and random strategies are drawn from."""
+    timeout_s: float = 60.0
+    """How long a strategy may take."""
+    json: bool = False
+    """Print an object for each model and strategy, and one for all."""
+
+
+Row = dict[str, Any]
+
+
+def _single(case: ZooCase, sizes: list[int]) -> Trace | str:
+    """What one device trains, or why it cannot."""
+    try:
+        return train_single(case, sizes)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
+    """How a training compares with that of one device."""
+    wanted = _single(case, sizes)
+    row: Row = {"loss": found.losses[-1]}
+    if isinstance(wanted, str):
+        return {**row, "status": "wrong", "reason": f"one device refuses it: {wanted}"}
+    row["single_loss"] = wanted.losses[-1]
+    model = ZOO[case.model]
+    if model.is_random:
+        return {**row, "status": "random"}
+    if model.without is not None:
+        lost = train_single(case, sizes, has_construct=False)
+        share = _loss_distance(found, wanted) / _loss_distance(lost, wanted)
+        row["difference"] = share
+        return {**row, "status": "ok" if share < _NARROW_SHARE else "wrong"}
+    row["difference"] = worst(found, wanted).difference
+    beyond = first_beyond(found, wanted, FLOAT64_TOLERANCES["sgd"])
+    if beyond is None:
+        return {**row, "status": "ok"}
+    return {**row, "status": "wrong", "reason": f"{beyond.of} differs by {beyond.difference:.3g}"}
+
+
+def _loss_distance(a: Trace, b: Trace) -> float:
+    return max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True))
+
+
+def _refused(reason: str) -> Row:
+    is_one_line = "\n" not in reason.strip()
+    return {"status": "refused" if is_one_line else "crash", "reason": reason}
+
+
+def _trained(case: ZooCase, n_ranks: int, ranks: RanksBySize, options: Options) -> Row:
+    try:
+        answers = ranks.run(n_ranks, train_on_ranks, case, timeout_s=options.timeout_s)
+    except RanksFailedError as error:
+        return {"status": "crash", "reason": str(error).strip()}
+    refusals = [answer for answer in answers if isinstance(answer, Refusal)]
+    traces = [answer for answer in answers if isinstance(answer, Trace)]
+    if refusals and traces:
+        return {"status": "crash", "reason": f"some ranks alone refuse: {refusals[0].reason}"}
+    if refusals:
+        return _refused(refusals[0].reason)
+    has_norm = ZOO[case.model].has_norm
+    sizes = case.strategy.microbatch_sizes() if has_norm else [BATCH]
+    return _judged(case, merged(traces), sizes)
+
+
+def _rows_of(name: str, ranks: RanksBySize, options: Options) -> Iterator[Row]:
+    try:
+        graph = capture(ZOO[name].task(seed=options.seed), BATCH, name).graph
+    except HarnessError as error:
+        yield {"strategy": "capture", **_refused(str(error))}
+        return
+    except Exception as error:
+        yield {"strategy": "capture", "status": "crash", "reason": repr(error)}
+        return
+    for strategy_name, n_ranks, made in strategies_of(
+        graph, options.ranks, options.seed, options.random
+    ):
+        if options.strategies and strategy_name.split()[0] not in options.strategies:
+            continue
+        start_s = time.perf_counter()
+        row: Row = {"strategy": strategy_name, "n_ranks": n_ranks}
+        if isinstance(made, Strategy):
+            case = ZooCase(model=name, strategy=made, seed=options.seed)
+            row |= _trained(case, n_ranks, ranks, options)
+        else:
+            row |= _refused(made.reason)
+        yield {**row, "duration_s": round(time.perf_counter() - start_s, 2)}
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """A row for each model and strategy, as they come."""
+    unknown = set(options.only) - set(ZOO)
+    if unknown:
+        sys.exit(f"no model {min(unknown)!r} in the zoo: choose of {', '.join(ZOO)}")
+    names = options.only or tuple(ZOO)
+    with RanksBySize() as ranks:
+        for index, name in enumerate(names):
+            if sys.stderr.isatty():
+                print(f"\r\033[K{index + 1}/{len(names)} {name}", end="", file=sys.stderr)
+            for row in _rows_of(name, ranks, options):
+                yield {"model": name, **row}
+
+
+def _text(row: Row) -> str:
+    reason = str(row.get("reason", "")).strip().splitlines() or [""]
+    losses = [f"{row[key]:.6f}" for key in ("loss", "single_loss") if key in row]
+    shown = [f"{row['model']:24}", f"{row['strategy']:12}", f"{row['status']:8}", *losses]
+    return "  ".join([*shown, reason[-1]]).rstrip()
+
+
+def main(options: Options) -> int:
+    """Train, print; 1 when anything is wrong or crashed."""
+    logging.getLogger("harness").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    start_s = time.perf_counter()
+    counts: Counter[str] = Counter()
+    for row in rows(options):
+        counts[row["status"]] += 1
+        print(json.dumps(row) if options.json else _text(row), flush=True)
+    total = {
+        "name": "model_zoo",
+        **counts,
+        "duration_s": round(time.perf_counter() - start_s),
+        "command": shlex.join(sys.argv),
+        "machine": machine(),
+        "commit": code_commit(),
+    }
+    print(json.dumps(total) if options.json else ", ".join(f"{n} {s}" for s, n in counts.items()))
+    return int(counts["wrong"] + counts["crash"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))

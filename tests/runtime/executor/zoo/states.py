@@ -1,0 +1,205 @@
+"""Buffers that forward writes, control flow by random numbers, outputs that are no tensor."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zoo.base import WIDTH, Net, ZooModel
+
+
+class BufferAdded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def middle(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(x)) * (1 + self.seen)
+        with torch.no_grad():
+            self.seen += x.mean(0)
+        return y
+
+
+class BufferAssigned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return torch.tanh(self.second(x - self.mean))
+
+
+class BufferCopied(BufferAssigned):
+    def middle(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.copy_(self.mean.lerp(x.detach().mean(0), 0.2))
+        return torch.tanh(self.second(x)) + self.mean
+
+
+class BufferCounted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n_calls", torch.zeros((), dtype=torch.int64))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.n_calls.add_(1)
+        return torch.tanh(self.second(x)) / self.n_calls
+
+
+class BufferTwice(BufferAdded):
+    """A module that writes a buffer, called twice."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(super().middle(x))
+
+
+class AttributeCounted(Net):
+    """A number of Python's that grows with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_calls = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.n_calls += 1
+        return torch.tanh(self.second(x)) / self.n_calls
+
+
+class BufferRead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(x)) * self.scale
+
+
+class TorchLayerDrop(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            if self.training and torch.rand(()).item() < 0.5:
+                continue
+            x = x + torch.tanh(self.second(x))
+        return x
+
+
+class PythonLayerDrop(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.05 else torch.tanh(self.second(x))
+
+
+class NumpyLayerDrop(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return x if np.random.rand() < 0.05 else torch.tanh(self.second(x))
+
+
+class Noisy(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(x) + 0.1 * torch.randn_like(x))
+
+
+class BakedNoise(Net):
+    """Drawn anew in each forward of the model, once when it is traced."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(x) + 0.1 * torch.randn(WIDTH, dtype=x.dtype))
+
+
+class IfValue(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        y = self.second(x)
+        if y.abs().max() > 1:
+            y = y / 2
+        return torch.tanh(y)
+
+
+class DictOutput(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "hidden": x}
+
+
+class TupleOutput(Net):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class Outputs(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
+class NamedOutput(Net):
+    def forward(self, x: Tensor) -> Any:
+        return Outputs(super().forward(x), x)
+
+
+class ListOutput(Net):
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x)]
+
+
+class LossInside(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+class PerPixel(Net):
+    """As many logits as a segmentation has: a label for each sample does not fit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, :, None, None].expand(-1, -1, 2, 2)
+
+
+class OwnNorm(nn.Module):
+    """A batch norm of the user's own, with running statistics."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(n))
+        self.scale = nn.Parameter(torch.ones(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            mean = x.mean(0)
+            self.running.mul_(0.9).add_(0.1 * mean.detach())
+        else:
+            mean = self.running
+        return (x - mean) * self.scale
+
+
+class OwnNormed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnNorm(WIDTH)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.second(x)))
+
+
+STATES: dict[str, ZooModel] = {
+    "buffer_added": ZooModel(build=BufferAdded),
+    "buffer_assigned": ZooModel(build=BufferAssigned),
+    "buffer_copied": ZooModel(build=BufferCopied),
+    "buffer_counted": ZooModel(build=BufferCounted),
+    "buffer_twice": ZooModel(build=BufferTwice),
+    "buffer_read": ZooModel(build=BufferRead),
+    "attribute_counted": ZooModel(build=AttributeCounted),
+    "own_norm": ZooModel(build=OwnNormed),
+    "torch_layer_drop": ZooModel(build=TorchLayerDrop, is_random=True),
+    "python_layer_drop": ZooModel(build=PythonLayerDrop, is_random=True),
+    "numpy_layer_drop": ZooModel(build=NumpyLayerDrop, is_random=True),
+    "noise": ZooModel(build=Noisy, is_random=True),
+    "baked_noise": ZooModel(build=BakedNoise, is_random=True),
+    "if_value": ZooModel(build=IfValue),
+    "dict_output": ZooModel(build=DictOutput),
+    "tuple_output": ZooModel(build=TupleOutput),
+    "named_output": ZooModel(build=NamedOutput),
+    "list_output": ZooModel(build=ListOutput),
+    "loss_inside": ZooModel(build=LossInside),
+    "per_pixel": ZooModel(build=PerPixel),
+}
