@@ -161,7 +161,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
     if any(case.workload.is_isolated for case in cases):
         start_fork_server(_preloaded(cases))
 
-    from harness.launch import Launcher
+    from harness.launch import Launcher, SweepEnded
     from harness.runtime.rendezvous import meet
 
     meeting = meet(launch, os.environ)
@@ -181,12 +181,18 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         if world.is_first:
             raise HarnessError(problem)
         return 0
-    headers = launcher.carry_out(cases)
+    ended: SweepEnded | None = None
+    try:
+        headers = launcher.carry_out(cases)
+    except SweepEnded as error:
+        ended, headers = error, error.headers
     if world.is_first:
         _print_tables(launcher.read(headers))
         if not name:
             _draw_report(options.results)
     meeting.control.leave()
+    if ended and world.is_first:
+        raise ended
     is_failed = any(header.status not in ("ok", "oom") for header in headers)
     return int(world.is_first and is_failed)
 

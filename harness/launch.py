@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,14 @@ from harness.cases import (
 from harness.domain.run import RankInfo, RunHeader, Status
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
-from harness.measure.store import Results, Run, read_run, try_directory, write_header
+from harness.measure.store import (
+    Results,
+    Run,
+    read_run,
+    try_directory,
+    write_atomically,
+    write_header,
+)
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
 from harness.runtime.control import Control
@@ -73,6 +81,18 @@ class RunOptions:
         check_above_zero(self, ("run_timeout_s", "collective_timeout_s"))
 
 
+class SweepEnded(ResultsError):
+    """A sweep cannot go on.
+
+    Attributes:
+        headers: the runs until then.
+    """
+
+    def __init__(self, problem: str, headers: list[RunHeader]) -> None:
+        super().__init__(f"no further runs, because {problem}; then go on with --resume")
+        self.headers = headers
+
+
 class Launcher:
     """This rank's part in carrying out runs; all ranks make the same calls."""
 
@@ -88,6 +108,7 @@ class Launcher:
         )
         self._commit = code_commit() if self._world.is_first else ""
         self._tried: set[str] = set()
+        self._headers: list[RunHeader] = []
 
     def problem(self, cases: Sequence[Case]) -> str:
         """What is wrong with the directory of results on any rank, or with files on rank 0.
@@ -122,6 +143,9 @@ class Launcher:
         What neighbouring cases of a workload build on comes before the first of them, so that all
         are planned by the same measurements. Headers of runs that are skipped since they were
         finished before are among those returned.
+
+        Raises:
+            SweepEnded: rank 0 has no space for a further run; on all ranks alike.
         """
         planned = plan_runs(cases, self.ranks)
         done = finished_repeats(self._results) if self._options.resume else {}
@@ -129,23 +153,22 @@ class Launcher:
         repeats = self._control.broadcast("repeats", repeats, list[int | None])
         if n_done := repeats.count(None):
             _log.info("%d of %d runs are in %s already", n_done, len(planned), self._results)
-        headers = []
         for alike in neighbours(cases):
             missing = [cases[at] for at in alike if repeats[at] is not None]
-            headers += self._carry_out_needs(missing, str(alike[0] + 1))
+            self._carry_out_needs(missing, str(alike[0] + 1))
             for at in alike:
                 plan, number, repeat = planned[at], at + 1, repeats[at]
                 if repeat is not None:
                     what = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
                     plan = replace(plan, repeat=repeat)
-                    headers.append(self._carry_out_logged(plan, str(number), what))
+                    self._carry_out_logged(plan, str(number), what)
                 elif self._world.is_first:
-                    headers.append(done[plan.key][plan.repeat])
-        return headers
+                    self._headers.append(done[plan.key][plan.repeat])
+        return self._headers
 
-    def _carry_out_needs(self, cases: Sequence[Case], number: str) -> list[RunHeader]:
+    def _carry_out_needs(self, cases: Sequence[Case], number: str) -> None:
         """Carry out what cases build on, as far as rank 0 finds it missing."""
-        headers: list[RunHeader] = []
+        n_before = len(self._headers)
         needs = needs_of(cases) if self._world.is_first else []
         while told := self._control.broadcast("need", self._next_missing(needs), list[Any]):
             name, config = told
@@ -153,12 +176,11 @@ class Launcher:
             needed = Case(
                 name=name, workload=workload, config=msgspec.convert(config, workload.config)
             )
-            place = f"{number}.{len(headers)}"
-            headers += self._carry_out_needs([needed], place)
+            place = f"{number}.{len(self._headers) - n_before}"
+            self._carry_out_needs([needed], place)
             (plan,) = plan_runs([needed], self.ranks)
             what = f"[before {number}] {name} {plan.key}"
-            headers.append(self._carry_out_logged(plan, place, what))
-        return headers
+            self._carry_out_logged(plan, place, what)
 
     def _next_missing(self, needs: list[Need]) -> list[Any]:
         """Name and configuration of the next run that is missing; each is tried once a launch."""
@@ -172,11 +194,11 @@ class Launcher:
                 return [need.name, config_json(need.config)]
         return []
 
-    def _carry_out_logged(self, plan: PlannedRun, number: str, what: str) -> RunHeader:
+    def _carry_out_logged(self, plan: PlannedRun, number: str, what: str) -> None:
         _log.info("%s", what)
         header = self._carry_out_one(plan, number)
         _log.info("%s: %s", what, header.ending)
-        return header
+        self._headers.append(header)
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
         """The runs as written; rank 0 only."""
@@ -227,10 +249,10 @@ class Launcher:
     def _carry_out_one(self, plan: PlannedRun, number: str) -> RunHeader:
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
-        if not self._world.is_first:
-            return self._carry_out_open(plan, number, header)
-        write_header(run_dir, header)
-        with Heartbeat(run_dir):
+        problem = self._write_header(run_dir, header)
+        if problem := self._control.broadcast("space", problem, str):
+            raise SweepEnded(problem, self._headers)
+        with Heartbeat(run_dir) if self._world.is_first else nullcontext():
             return self._carry_out_open(plan, number, header)
 
     def _carry_out_open(self, plan: PlannedRun, number: str, header: RunHeader) -> RunHeader:
@@ -244,7 +266,9 @@ class Launcher:
         status, reason = worst(outcomes, self._world.hostnames)
         if not plan.case.workload.is_isolated:
             _let_go()
-        self._bring_records(run_dir)
+        if problem := self._bring_records(run_dir):
+            reason = f"{reason}; {problem}" if reason else problem
+            status = "crash" if status == "ok" else status
         return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
 
     def _outcomes(
@@ -302,8 +326,8 @@ class Launcher:
             return _outcome_of(ending)
         return run_case(case.workload.body, case.config, world, spec)
 
-    def _bring_records(self, run_dir: Path) -> None:
-        """Copy to rank 0 the records of ranks whose disk it does not share."""
+    def _bring_records(self, run_dir: Path) -> str:
+        """Copy to rank 0 the records of ranks whose disk it does not share; returns why not."""
         name = f"rank{self._world.rank}.jsonl"
         own = run_dir / name
         sizes = self._control.gather("sizes", own.stat().st_size if own.exists() else -1, int)
@@ -314,10 +338,15 @@ class Launcher:
         ]
         missing = self._control.broadcast("missing", missing, list[int])
         if not missing:
-            return
+            return ""
         data = own.read_bytes() if self._world.rank in missing else None
+        problem = ""
         for rank, content in self._control.send_to_first("records", data).items():
-            (run_dir / f"rank{rank}.jsonl").write_bytes(content)
+            try:
+                write_atomically(run_dir / f"rank{rank}.jsonl", content)
+            except ResultsError as error:
+                problem = f"records of rank {rank} stay on {self._world.hostnames[rank]}: {error}"
+        return problem
 
     def _close(
         self,
@@ -335,9 +364,18 @@ class Launcher:
             summary=summary,
             duration_s=round(time.monotonic() - start_s, 3),
         )
-        if self._world.is_first:
-            write_header(run_dir, closed)
+        if problem := self._write_header(run_dir, closed):
+            _log.error("%s: %s, but run.json does not say so: %s", header.run_id, status, problem)
         return closed
+
+    def _write_header(self, run_dir: Path, header: RunHeader) -> str:
+        """Write the header on rank 0; returns why it cannot be written."""
+        try:
+            if self._world.is_first:
+                write_header(run_dir, header)
+        except ResultsError as error:
+            return str(error)
+        return ""
 
 
 def _outcome_of(ending: Ending) -> Outcome:

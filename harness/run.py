@@ -6,6 +6,7 @@ body and turns what comes out of it into an Outcome. `measure_steps` is the only
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from harness.errors import HarnessError, PeerError, VerificationError, first_line
+from harness.errors import HarnessError, PeerError, ResultsError, VerificationError, first_line
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
@@ -141,17 +142,27 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
         run_dir=run_dir,
         collective_timeout_s=spec.collective_timeout_s,
     )
-    stolen_before_s, before_s = processor_seconds()
+    before = processor_seconds()
     try:
         context.flush()
-        return body(config, context)
-    finally:
-        stolen_s, all_s = processor_seconds()
-        if all_s > before_s:
-            share = (stolen_s - stolen_before_s) / (all_s - before_s)
-            recorder.sample("cpu_stolen_share", share)
-        writer.write(recorder.collect_ready())
-        writer.close()
+        summary = body(config, context)
+    except BaseException:
+        # The body's own error is the reason, also where the last records have no space.
+        with contextlib.suppress(ResultsError):
+            _finish(recorder, writer, before)
+        raise
+    _finish(recorder, writer, before)
+    return summary
+
+
+def _finish(recorder: Recorder, writer: RecordWriter, before: tuple[float, float]) -> None:
+    """Write the last records, and what a hypervisor took since `before`."""
+    (stolen_before_s, before_s), (stolen_s, all_s) = before, processor_seconds()
+    if all_s > before_s:
+        share = (stolen_s - stolen_before_s) / (all_s - before_s)
+        recorder.sample("cpu_stolen_share", share)
+    writer.write(recorder.collect_ready())
+    writer.close()
 
 
 def run_case(body: Body, config: Any, world: World, spec: RunSpec) -> Outcome:

@@ -1,7 +1,9 @@
 """Results on disk: `<results>/<run_id>/run.json` and `rank<k>.jsonl`.
 
-A crash at any moment loses at most the line being written: records are appended and flushed
-line by line, the header is replaced whole. Reading skips and names what it cannot use.
+A crash at any moment loses at most the line being written: records are appended line by line,
+the header is replaced whole. A full disk costs no more: while a run is running, its directory holds
+a reserve of blocks, which the final header is written into. Reading skips and names what it
+cannot use.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 
 from harness.domain.record import Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
-from harness.errors import ClusterError, ResultsError
+from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.measure.heartbeat import find_dead_writer
 
 # What a results directory may hold beside runs.
@@ -27,22 +29,60 @@ _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
 
 _DECODER = msgspec.json.Decoder(Record)
 
+_RESERVE = ".run.json.reserve"
+# What the final header may add to the first one: a reason with tracebacks, a summary.
+_RESERVE_BYTES = 128 * 1024
+# A run begins only with this much free: a full disk ends a sweep, instead of each of its runs.
+_FREE_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name file and host where writing fails.
+
+    Raises:
+        ResultsError: the operating system refused, for lack of space or of permission.
+    """
+    full = os.strerror(errno.ENOSPC)
+    try:
+        yield
+    except Exception as error:
+        # Libraries that write files have errors of their own, with the system's words in them.
+        is_named = isinstance(error, HarnessError)
+        if is_named or (not isinstance(error, OSError) and full not in str(error)):
+            raise
+        reason = getattr(error, "strerror", None) or (full if full in str(error) else str(error))
+        raise ResultsError(
+            f"{path} on {os.uname().nodename} cannot be written: {reason}; make room there, or "
+            "write to another directory"
+        ) from error
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead, which then replaces `path` whole; if writing fails, it goes."""
+    """A file to write, which then replaces `path` whole; if writing fails, it is removed.
+
+    Raises:
+        ResultsError: it cannot be written; names file and host.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file whole: readers see the old bytes or the new ones, never a part."""
+    """Replace a file whole: readers see the old bytes or the new ones, never a part.
+
+    Raises:
+        ResultsError: it cannot be written; names file and host.
+    """
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -75,29 +115,84 @@ def check_place(flag: str, path: Path) -> None:
 
 
 def write_header(run_dir: Path, header: RunHeader) -> None:
-    """Write or replace `run.json`; rank 0 only."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        run_dir / "run.json", msgspec.json.format(msgspec.json.encode(header), indent=1) + b"\n"
-    )
+    """Write or replace `run.json`; rank 0 only. The header of a run that has ended needs no space
+    beyond what that of the running one reserved.
+
+    Raises:
+        ResultsError: it cannot be written; names file and host.
+    """
+    data = msgspec.json.format(msgspec.json.encode(header), indent=1) + b"\n"
+    path, reserve = run_dir / "run.json", run_dir / _RESERVE
+    if header.status == "running":
+        try:
+            write_atomically(path, data)
+            with _writing(reserve), reserve.open("wb") as file:
+                n_bytes = len(data) + _RESERVE_BYTES
+                os.posix_fallocate(file.fileno(), 0, max(n_bytes, _FREE_BYTES))
+                file.truncate(n_bytes)
+        except ResultsError:
+            _remove(run_dir, path, reserve)
+            raise
+        return
+    if not _fits(data, reserve):
+        reserve.unlink(missing_ok=True)
+        write_atomically(path, data)
+        return
+    with _writing(path):
+        with reserve.open("r+b") as file:
+            file.write(data)
+            file.truncate()
+            os.fsync(file.fileno())
+        reserve.replace(path)
+
+
+def _remove(run_dir: Path, *files: Path) -> None:
+    """Remove what was written of a run that cannot begin."""
+    with contextlib.suppress(OSError):
+        for file in files:
+            file.unlink(missing_ok=True)
+        run_dir.rmdir()
+
+
+def _fits(data: bytes, reserve: Path) -> bool:
+    return reserve.exists() and len(data) <= reserve.stat().st_size
 
 
 class RecordWriter:
     """Appends one rank's records; makes the run's directory, as each node may have its own disk."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / f"rank{rank}.jsonl").open("ab")
+        """Open the rank's file.
+
+        Raises:
+            ResultsError: it cannot be written; names file and host. So do the other methods.
+        """
+        self._path = run_dir / f"rank{rank}.jsonl"
+        with _writing(self._path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
 
     def write(self, records: Iterable[Record]) -> None:
         """Append a line each and hand them to the operating system in one write."""
         encode = msgspec.json.encode
         data = b"".join(encode(record) + b"\n" for record in records)
-        self._file.write(data)
-        self._file.flush()
+        with _writing(self._path):
+            self._append(data)
+
+    def _append(self, data: bytes) -> None:
+        """Append all, or the whole lines that there is space for."""
+        begin = os.fstat(self._file.fileno()).st_size
+        n_written = 0
+        try:
+            while n_written < len(data):
+                n_written += self._file.write(data[n_written:])
+        except OSError:
+            self._file.truncate(begin + data.rfind(b"\n", 0, n_written) + 1)
+            raise
 
     def close(self) -> None:
-        self._file.close()
+        with _writing(self._path):
+            self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)

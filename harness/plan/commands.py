@@ -45,13 +45,6 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"--output {path} is a directory: name a file")
 
 
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise ConfigError(f"--output {path}: {error.strerror}") from None
-
-
 def _search(args: argparse.Namespace) -> None:
     if args.output is not None:
         _check_output(args.output)
@@ -64,7 +57,7 @@ def _search(args: argparse.Namespace) -> None:
     finally:
         progress.clear()
     if args.output is not None:
-        _write(args.output, cli.strategy_bytes(result.strategy))
+        write_atomically(args.output, cli.strategy_bytes(result.strategy))
     print(json_line(result) if args.json else "\n".join(result_lines(result)))
 
 
@@ -77,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.command == "convert":
             _check_output(args.output)
             data, what = cli.converted(args)
-            _write(args.output, data)
+            write_atomically(args.output, data)
             print(f"{what}; wrote {args.output} ({args.to})")
         else:
             print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))

@@ -144,6 +144,5 @@ def build_cluster(
 def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
     """Write the same file to each place; rank 0 only."""
     for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, cluster.to_json())
         _log.info("wrote %s", path)

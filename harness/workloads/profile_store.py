@@ -224,5 +224,4 @@ def _slower(point: Measurement, factor: float) -> Measurement:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write crash-safely; rank 0 only."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, profile.to_json())

@@ -6,6 +6,7 @@ In every run, each rank's process is to have been told the interface that the ra
 --over-mpi runs are in the ranks' first processes, where rank 0 waits for rank 1 in MPI.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from harness.cases import Case
 from harness.errors import VerificationError
-from harness.launch import Launcher, RunOptions
+from harness.launch import Launcher, RunOptions, SweepEnded
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import read_launch
 from harness.runtime.rendezvous import meet
@@ -43,6 +44,12 @@ def fail(fault):
         time.sleep(600)
 
 
+def fill(directory):
+    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 512)
+
+
 def check_interface(world):
     told = os.environ.get("GLOO_SOCKET_IFNAME")
     if told != world.interface:
@@ -55,9 +62,12 @@ def body(config, context):
         fail(config.fault)
     if context.world.mpi is not None:
         context.world.mpi.Barrier()
+    if context.world.rank == 0 and config.fault == "full":
+        fill(context.run_dir.parent)
     total = torch.ones(1)
     dist.all_reduce(total)
-    context.recorder.sample("loss", float(total))
+    for step in range(200):
+        context.recorder.sample("loss", float(total), step=step)
     return {"total": float(total)}
 
 
@@ -76,7 +86,11 @@ def main():
         is_isolated="--over-mpi" not in words,
     )
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
-    headers = Launcher(meeting, options, sys.argv).carry_out(cases)
+    try:
+        headers = Launcher(meeting, options, sys.argv).carry_out(cases)
+    except SweepEnded as ended:
+        headers = ended.headers
+        print(ended, file=sys.stderr)
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
     meeting.control.leave()

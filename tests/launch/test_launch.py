@@ -76,6 +76,22 @@ def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     assert f"{ended.header.run_id}: {status}: " in done.stderr
 
 
+@pytest.mark.cluster
+def test_a_full_disk_ends_the_sweep_with_a_row_and_a_resumed_one_goes_on(small_disk):
+    full = mpirun(2, PROGRAM, small_disk, "none", "full", "none")
+    assert full.stdout.split() == ["ok", "crash"], full.stderr
+    assert "no further runs, because " in full.stderr
+    _, run = sorted(read_results(small_disk).runs, key=lambda run: run.header.start_utc)
+    host = os.uname().nodename
+    assert f"({host}): {run.path}/rank" in run.header.reason
+    assert f" on {host} cannot be written: No space left on device" in run.header.reason
+    (small_disk / "filler").unlink()
+    assert len(run.ranks[0]) + len(run.ranks[1]) < 400
+    resumed = mpirun(2, PROGRAM, small_disk, "--resume", "none", "none")
+    assert resumed.stdout.split() == ["ok", "ok"], resumed.stderr
+    assert read_results(small_disk).skipped == []
+
+
 def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):
     first = mpirun(2, PROGRAM, tmp_path, "none", "none")
     assert first.returncode == 0, first.stderr

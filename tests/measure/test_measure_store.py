@@ -126,11 +126,51 @@ def test_a_file_whose_writing_fails_stays_and_nothing_else_does(tmp_path):
     def write_half():
         with replacing(path) as temporary:
             temporary.write_text("half")
-            raise OSError("disk full")
+            raise RuntimeError("a library's own: No space left on device (os error 28)")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ResultsError, match=f"{path} on .* cannot be written: No space left on dev"):
         write_half()
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [(path.name, "old")]
+
+
+def test_the_last_header_leaves_no_reserve(tmp_path):
+    write_header(tmp_path, HEADER)
+    assert len(list(tmp_path.iterdir())) == 2
+    ended = msgspec.structs.replace(HEADER, status="crash", reason="x" * 1000)
+    write_header(tmp_path, ended)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert read_header(tmp_path) == ended
+
+
+def test_a_header_that_outgrows_its_reserve_is_whole(tmp_path):
+    write_header(tmp_path, HEADER)
+    ended = msgspec.structs.replace(HEADER, status="crash", reason="x" * 1_000_000)
+    write_header(tmp_path, ended)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert read_header(tmp_path) == ended
+
+
+def fill(directory):
+    with (directory / "filler").open("wb", buffering=0) as file, pytest.raises(OSError):  # noqa: PT012
+        while True:
+            file.write(b"x" * 512)
+
+
+@pytest.mark.cluster
+def test_a_full_disk_costs_the_line_being_written_and_no_header(small_disk):
+    run_dir = write_run(small_disk)
+    fill(small_disk)
+    writer = RecordWriter(run_dir, 1)
+    with pytest.raises(ResultsError, match=r"rank1.jsonl on .* No space left on device"):
+        writer.write([SPAN] * 100_000)
+    writer.close()
+    ended = msgspec.structs.replace(HEADER, status="crash", reason="No space left on device")
+    write_header(run_dir, ended)
+    results = read_results(small_disk)
+    assert [path.name for path, _ in results.skipped] == ["filler"]
+    (run,) = results.runs
+    assert run.header == ended
+    assert run.ranks[1][:2] == [SPAN, SAMPLE]
 
 
 def test_a_results_path_that_is_no_directory_is_refused(tmp_path):

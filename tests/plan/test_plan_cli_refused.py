@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,10 +46,10 @@ def test_a_full_disk_is_one_line(
     def fail(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commands, "write_atomically", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     output = tmp_path / "plan.json"
     said = refused(*SEARCH, "--budget", 1, "--output", output)
-    assert f"--output {output}: No space left" in said
+    assert f"{output} on {os.uname().nodename} cannot be written: No space left" in said
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,6 @@ def save_sharded(
         "names": json.dumps(gatherer.names),
         "parameters": json.dumps(gatherer.parameters),
     }
-    directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / _file_name(world.rank)) as temporary:
         save_file(tensors, str(temporary), metadata=told)
 
