@@ -24,11 +24,11 @@ def stolen_shares(run: Run) -> dict[str, float]:
 
 
 def stolen_warnings(runs: Iterable[Run]) -> list[str]:
-    """One line where a hypervisor disturbed any of the runs, naming the worst; else none."""
+    """One line where a hypervisor disturbed any of the runs that are ok, naming the worst."""
     known = [
         (max(shares.items(), key=lambda item: item[1]), run.header.run_id)
         for run in runs
-        if (shares := stolen_shares(run))
+        if run.header.status == "ok" and (shares := stolen_shares(run))
     ]
     disturbed = [one for one in known if one[0][1] > _TOO_MUCH]
     if not disturbed:

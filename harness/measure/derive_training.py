@@ -184,7 +184,8 @@ def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> TrainingSummary:
-    """Derive everything about one training run; a run that is not ok keeps what it has.
+    """Derive everything about one training run; a run that is not ok keeps what it has, and gets
+    no verdict: its steps are few, and its ranks waited for the failure.
 
     Args:
         peaks: `matmul_peaks` of the runs beside it, for MAMFU; without, MAMFU is None.
@@ -194,7 +195,9 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     times = times or epoch_times(run)
     duration = summarize(list(times.values())) if times else None
     steps = {rank: rank_phases(records) for rank, records in sorted(run.ranks.items())}
-    ranks = mark_stragglers([rank_summary(run, rank, steps[rank]) for rank in steps])
+    is_judged = run.header.status == "ok"
+    ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
+    ranks = mark_stragglers(ranks) if is_judged else ranks
     working = {r: own for r, own in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
@@ -217,11 +220,11 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         phases=_mean_over_ranks([rank for rank in ranks if rank.rank in working]),
         memory_bytes=_largest(rank.memory_bytes for rank in ranks),
         ranks=ranks,
-        outlier_steps=outliers(times),
+        outlier_steps=outliers(times) if is_judged else (),
         ring_bytes=_ring_bytes(run, n_ranks),
         **numbers,
     )
-    return _with_warnings(summary)
+    return _with_warnings(summary) if is_judged else summary
 
 
 def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:

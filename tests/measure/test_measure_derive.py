@@ -204,6 +204,22 @@ def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
     assert any("node2" in warning for warning in summary.warnings)
 
 
+def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
+    steps = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]
+    ranks = [
+        [record for step, s in enumerate(steps) for record in one_step(step, stretch=s * slow)]
+        for slow in (1.0, 2.0)
+    ]
+    ended, failed = (
+        derive.training_summary(make_run(ranks, status=status)) for status in ("ok", "crash")
+    )
+    assert ended.outlier_steps
+    assert any("straggler" in warning for warning in ended.warnings)
+    assert failed.outlier_steps == failed.warnings == ()
+    assert not any(rank.is_straggler for rank in failed.ranks)
+    assert failed.duration == ended.duration
+
+
 def counted(flops: float, records: list[Record]) -> list[Record]:
     return [*records, Sample(metric="model_flops", value=flops, step=0)]
 

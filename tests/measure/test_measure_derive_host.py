@@ -6,12 +6,12 @@ from pathlib import Path
 
 from harness.domain.cluster import Cluster
 from harness.domain.record import Sample
-from harness.domain.run import RankInfo, RunHeader
+from harness.domain.run import RankInfo, RunHeader, Status
 from harness.measure.derive import stolen_shares, stolen_warnings
 from harness.measure.store import Run
 
 
-def disturbed(run_id: str, *shares: float) -> Run:
+def disturbed(run_id: str, *shares: float, status: Status = "ok") -> Run:
     """A run of one rank on each of hosts a and b, of whose time these shares were stolen."""
     header = RunHeader(
         run_id=run_id, workload="train", key="key", repeat=0, argv=[], config={},
@@ -21,7 +21,7 @@ def disturbed(run_id: str, *shares: float) -> Run:
                      memory_bytes=1)
             for rank in range(len(shares))
         ],
-        versions={}, commit="", start_utc="2026-01-01T00:00:00Z", status="ok",
+        versions={}, commit="", start_utc="2026-01-01T00:00:00Z", status=status,
     )  # fmt: skip
     ranks = {
         rank: [Sample(metric="cpu_stolen_share", value=share)] for rank, share in enumerate(shares)
@@ -42,3 +42,4 @@ def test_the_worst_of_disturbed_runs_is_named() -> None:
 
 def test_quiet_and_older_runs_are_not_warned_of() -> None:
     assert stolen_warnings([disturbed("r0", 0.0, 0.02), disturbed("older")]) == []
+    assert stolen_warnings([disturbed("failed", 0.5, 0.5, status="crash")]) == []

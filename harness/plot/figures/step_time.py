@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import epoch_times, outliers, step_times
+from harness.measure.derive import epoch_times, step_times
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
@@ -50,10 +50,10 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
         "reason": case.case.reason,
     }
     rows = []
-    for repeat, run in enumerate(case.case.runs):
+    for repeat, (run, summary) in enumerate(zip(case.case.runs, case.summaries, strict=True)):
         # An invalid run is never a number, also not a point.
         times = (step_times(run) or epoch_times(run)) if case.case.status != "invalid" else {}
-        far = set(outliers(times))
+        far = set(summary.outlier_steps)
         rows += [
             base | {"repeat": repeat, "step": s, "duration_s": t, "is_outlier": s in far}
             for s, t in times.items()
