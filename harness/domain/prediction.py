@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from harness.domain.files import FileKind, JsonFile
-from harness.domain.record import Span
+from harness.domain.record import Bytes, Duration, Moment, Span, Value
 from harness.errors import ResultsError
 
 SCHEMA = "harness-prediction"
@@ -39,13 +39,13 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
 
     strategy: str
     method: str
-    step_s: float
-    memory_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    step_s: Duration
+    memory_bytes: dict[str, Bytes] = msgspec.field(default_factory=dict)
     spans: dict[str, list[Span]] = msgspec.field(default_factory=dict)
-    contention_s: dict[str, float] | None = None
-    profile_fit_error: float | None = None
-    search_s: float | None = None
-    paces: dict[str, float] = msgspec.field(default_factory=dict)
+    contention_s: dict[str, Moment] | None = None
+    profile_fit_error: Value | None = None
+    search_s: Duration | None = None
+    paces: dict[str, Value] = msgspec.field(default_factory=dict)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 

@@ -1,20 +1,30 @@
 """What a rank measures: spans (named intervals) and samples (named numbers).
 
 One JSON object per line of `rank<k>.jsonl`, tagged by `type`. Values are raw: rates,
-medians and overlaps are derived later, from files (docs/metrics.md).
+medians and overlaps are derived later, from files (docs/metrics.md). Decoding refuses numbers out
+of bounds; `labels.py` says which labels a metric has.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 SpanKind = Literal[
     "step", "data", "host_to_device", "forward", "backward", "communication", "optimizer", "compute"
 ]
 
 Label = str | int | float | bool
+
+# No clock counts beyond; sums, products and squares of what lies within stay finite.
+Moment = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Duration = Annotated[float, Meta(ge=0, le=1e9)]
+Value = Annotated[float, Meta(ge=-1e40, le=1e40)]
+Step = Annotated[int, Meta(ge=0, le=2**53)]
+Bytes = Annotated[int, Meta(ge=0, le=2**60)]
+Name = Annotated[str, Meta(max_length=1000)]
 
 
 class Span(
@@ -32,11 +42,11 @@ class Span(
     """
 
     kind: SpanKind
-    start_s: float
-    duration_s: float
-    name: str = ""
-    step: int | None = None
-    n_bytes: int | None = None
+    start_s: Moment
+    duration_s: Duration
+    name: Name = ""
+    step: Step | None = None
+    n_bytes: Bytes | None = None
 
 
 class Sample(
@@ -52,11 +62,11 @@ class Sample(
         time_s: seconds since the recorder's origin, for time series.
     """
 
-    metric: str
-    value: float
+    metric: Name
+    value: Value
     labels: dict[str, Label] = {}
-    step: int | None = None
-    time_s: float | None = None
+    step: Step | None = None
+    time_s: Moment | None = None
 
 
 Record = Span | Sample

@@ -6,11 +6,15 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from harness.domain.cluster import Cluster
+from harness.domain.labels import MAX_RANK
+from harness.errors import ResultsError
+from harness.inputs import MOST_NUMBER, shorten
 
 SCHEMA = "harness-run"
 SCHEMA_VERSION = 1
@@ -31,15 +35,15 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
         peak_flops_per_s: published dense peak by dtype; empty when unknown.
     """
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0, le=MAX_RANK)]
     hostname: str
     device: str
     device_kind: str
-    n_cores: float
-    memory_bytes: int
+    n_cores: Annotated[float, Meta(ge=0, le=1e6)]
+    memory_bytes: Annotated[int, Meta(ge=0, le=2**60)]
     interface: str = ""
-    nic_bytes_per_s: float = 0.0
-    peak_flops_per_s: dict[str, float] = {}
+    nic_bytes_per_s: Annotated[float, Meta(ge=0, le=1e18)] = 0.0
+    peak_flops_per_s: dict[str, Annotated[float, Meta(gt=0, le=1e30)]] = {}
 
 
 def device_names(ranks: Iterable[RankInfo]) -> dict[int, str]:
@@ -71,7 +75,7 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     workload: str
     key: str
-    repeat: int
+    repeat: Annotated[int, Meta(ge=0, le=2**53)]
     argv: list[str]
     config: dict[str, Any]
     cluster: Cluster
@@ -82,16 +86,46 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = "running"
     reason: str = ""
     backend: str = ""
-    duration_s: float | None = None
+    duration_s: Annotated[float, Meta(ge=0, le=1e12)] | None = None
     summary: dict[str, Any] = {}
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
+
+    def check(self, source: str) -> None:
+        """Refuse what no run has.
+
+        Raises:
+            ResultsError: names `source`.
+        """
+        if not is_file_name(self.run_id):
+            raise ResultsError(
+                f"{source} has run_id {shorten(self.run_id)}: it must be a directory's name"
+            )
+        twice = [rank for rank, n in Counter(info.rank for info in self.ranks).items() if n > 1]
+        if twice:
+            raise ResultsError(f"{source} names rank {twice[0]} twice: write each rank once")
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts in the summary; empty where there is none."""
+        found = self.summary.get(name)
+        return [str(text) for text in found] if isinstance(found, list) else []
+
+    def number(self, name: str) -> float | None:
+        """A number in the summary; None where there is none."""
+        found: Any = self.summary.get(name)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        return float(found) if is_number and abs(found) <= MOST_NUMBER else None
 
     @property
     def ending(self) -> str:
         """The status, and why in one line where there is a reason."""
         why = self.reason.partition("\n")[0]
         return f"{self.status}: {why}" if why else self.status
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a file of this name lies in the directory that it is joined to."""
+    return bool(text.strip(".")) and text.isprintable() and "/" not in text and len(text) <= 200
 
 
 def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:

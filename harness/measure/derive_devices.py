@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from harness.domain.labels import SHORTEST_S
 from harness.domain.record import Sample
 from harness.domain.run import RankInfo
 from harness.measure.derive_spans import samples_of
@@ -88,7 +89,7 @@ def _by_labels(samples: Iterable[Sample], *names: str) -> dict[tuple[object, ...
 
 
 def _positive(samples: Iterable[Sample]) -> list[float]:
-    return [sample.value for sample in samples if 0 < sample.value < float("inf")]
+    return [sample.value for sample in samples if sample.value >= SHORTEST_S]
 
 
 def matmul_table(run: Run) -> list[MatmulRow]:
@@ -219,7 +220,9 @@ def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int
     for rank, records in run.ranks.items():
         mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
         for position, sample in enumerate(mine):
-            iterations[position if sample.step is None else sample.step][rank] = sample.value
+            if sample.value >= SHORTEST_S or metric != "summa_s":
+                at = position if sample.step is None else sample.step
+                iterations[at][rank] = sample.value
     return dict(sorted(iterations.items()))
 
 
@@ -279,14 +282,20 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
         for records in run.ranks.values()
         for sample in samples_of(records, "summa_s")
     }
-    rows = [_summa_row(run, labels, peaks) for labels in found if labels is not None]
+    rows = (_summa_row(run, labels, peaks) for labels in found if labels is not None)
     return sorted(
-        rows, key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks)
+        (row for row in rows if row is not None),
+        key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks),
     )
 
 
-def _summa_row(run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]) -> SummaRow:
-    time = summarize(_of_slowest(run, "summa_s", labels), shortest=0)
+def _summa_row(
+    run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]
+) -> SummaRow | None:
+    times = _of_slowest(run, "summa_s", labels)
+    if not times:
+        return None
+    time = summarize(times, shortest=0)
     m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
     rate = 2 * m * n * k / time.median
     dtype = str(labels[1])

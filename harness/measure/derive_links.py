@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.domain.labels import SHORTEST_S
 from harness.domain.record import Record
 from harness.measure.derive_devices import info_of
 from harness.measure.derive_spans import samples_of
@@ -94,7 +95,7 @@ def collective_table(run: Run) -> list[CollectiveRow]:
     n_ranks = len(run.header.ranks) or len(run.ranks)
     rows = []
     for key, by_iteration in sorted(iterations.items()):
-        times = [max(values) for values in by_iteration.values() if max(values) > 0]
+        times = [max(values) for values in by_iteration.values() if max(values) >= SHORTEST_S]
         if times and key[2] > 0:
             rows.append(_collective_row(key, n_ranks, summarize(times, shortest=0)))
     return rows
@@ -135,7 +136,7 @@ def _pair_samples(run: Run, metric: str) -> dict[str, dict[tuple[int, int, int],
     for records in run.ranks.values():
         for sample in samples_of(records, metric):
             labels = sample.labels
-            if "source" in labels and "target" in labels and sample.value > 0:
+            if sample.value >= SHORTEST_S:
                 pair = (int(labels["source"]), int(labels["target"]))
                 key = (*pair, int(labels.get("n_bytes", 0)))
                 found[str(labels.get("transport", ""))][key].append(sample.value)

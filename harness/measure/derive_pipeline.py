@@ -21,7 +21,7 @@ from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
-_PASS = re.compile(r"stage(\d+)(?: #(\d+))?(?: (weights|recompute))?")
+_PASS = re.compile(r"stage([0-9]{1,9})(?: #([0-9]{1,9}))?(?: (weights|recompute))?")
 
 PassKind = Literal["forward", "recompute", "backward"]
 

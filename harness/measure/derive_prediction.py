@@ -24,11 +24,13 @@ from statistics import fmean, median
 
 import numpy as np
 
+from harness.domain.labels import MAX_RANK, SHORTEST_S
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.record import Record, Span
 from harness.domain.run import device_names
 from harness.domain.strategy import Strategy
 from harness.errors import ResultsError
+from harness.inputs import find_int, shorten
 from harness.measure.derive_pipeline import (
     PassKind,
     StageTimes,
@@ -47,7 +49,7 @@ PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
 COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
 
 # What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
-_OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #(\d+))?")
+_OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +109,18 @@ def read_prediction(run_dir: Path) -> Prediction | None:
         ResultsError: malformed; names the file.
     """
     path = run_dir / PREDICTION_FILE
-    if not path.exists():
+    if not _is_there(path):
         return None
     prediction = Prediction.load(path)
-    foreign = [key for key in prediction.spans if not key.isdecimal()]
+    foreign = [key for key in prediction.spans if key != str(find_int(key, at_most=MAX_RANK))]
     if foreign:
-        raise ResultsError(f"prediction {path} has spans of {foreign[0]!r}, which is not a rank")
-    if not prediction.step_s > 0:
         raise ResultsError(
-            f"prediction {path} has a step of {prediction.step_s} s: it must be above 0"
+            f"prediction {path} has spans of {shorten(foreign[0])}, which is not a rank"
+        )
+    if prediction.step_s < SHORTEST_S:
+        raise ResultsError(
+            f"prediction {path} has a step of {prediction.step_s:g} s: it must be at least "
+            f"{SHORTEST_S:g} s"
         )
     return prediction
 
@@ -124,10 +129,20 @@ def read_strategy(run_dir: Path) -> Strategy | None:
     """The strategy that a run trained; None when there is none.
 
     Raises:
-        StrategyError: malformed; names the file.
+        HarnessError: malformed; names the file.
     """
     path = run_dir / STRATEGY_FILE
-    return Strategy.load(path) if path.exists() else None
+    return Strategy.load(path) if _is_there(path) else None
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file to read; reading a pipe may wait for ever."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ResultsError(f"{path} is not a regular file")
+        return path.exists()
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
 
 
 def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from harness.domain.labels import SHORTEST_S
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Sample
 from harness.domain.run import Status
+from harness.inputs import MOST_NUMBER
 from harness.measure.derive_devices import PeakKey, sum_of_peaks
 from harness.measure.derive_pipeline import computes
 from harness.measure.derive_ranks import RankSummary, mark_stragglers, median_of, rank_summary
@@ -28,6 +30,7 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 OUTLIER_EFFECT = 1.1
+_LONGEST = 200  # letters of a setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,14 @@ class TrainingSummary:
 def configured(run: Run, name: str, default: str = "") -> str:
     """A setting of the run as text, whatever the workload calls it in detail."""
     value: Any = run.header.config.get(name, default)
-    return default if value is None else str(value)
+    return default if value is None else str(value)[:_LONGEST]
+
+
+def configured_number(run: Run, name: str) -> float | None:
+    """A setting that is a number above 0; None where it is not."""
+    value: Any = run.header.config.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value <= MOST_NUMBER else None
 
 
 def _strategy_name(run: Run) -> str:
@@ -144,7 +154,9 @@ def step_times(run: Run) -> dict[int, float]:
 
 def epoch_times(run: Run) -> dict[int, float]:
     """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
-    return {e: max(by_rank.values()) for e, by_rank in _values_by_step(run, "epoch_s").items()}
+    epochs = _values_by_step(run, "epoch_s")
+    times = {epoch: max(by_rank.values()) for epoch, by_rank in epochs.items()}
+    return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
 
 
 def outliers(times: dict[int, float]) -> tuple[int, ...]:
@@ -168,11 +180,7 @@ def _samples_per_unit(run: Run) -> float | None:
     ]
     if by_rank and len(by_rank) == len(run.header.ranks):
         return sum(by_rank)
-    for name in ("global_batch", "batch"):
-        value = run.header.config.get(name)
-        if isinstance(value, (int, float)) and value > 0:
-            return float(value)
-    return None
+    return configured_number(run, "global_batch") or configured_number(run, "batch")
 
 
 def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:

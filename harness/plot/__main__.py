@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import EXIT_CODE, ConfigError, HarnessError, ResultsError
+from harness.inputs import one_line
 from harness.plot.figures import FIGURES
 
-EPILOG = "figures:\n" + "\n".join(f"  {name:15} {title}" for name, title in FIGURES.items())
+EPILOG = (
+    "figures:\n"
+    + "\n".join(f"  {name:15} {title}" for name, title in FIGURES.items())
+    + "\n\nexit code: 0 when all is drawn that has data (runs, files and lines that cannot be used "
+    "are\nnamed on stderr and in the report), 1 when a figure could not be drawn from its data, "
+    "2 when\nnothing could be done"
+)
+MAX_LISTED = 20
+FAILED = 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,36 +119,50 @@ def _make_directory(path: Path) -> None:
         ) from None
 
 
-def _plot(args: argparse.Namespace) -> None:
+def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
-    from harness.measure.store import read_results, write_atomically
+    from harness.measure.store import read_results
     from harness.plot.catalog import Catalog, without_samples
-    from harness.plot.render import render
+    from harness.plot.render import render, write_whole
     from harness.plot.report import build_report
 
     catalog = Catalog(without_samples(read_results(args.results)))
     if not catalog.results.runs:
         raise ResultsError(_nothing_to_draw(args.results, len(catalog.skipped)))
     _make_directory(args.out)
-    drawn, missing = render(catalog, names, args.out, args.format)
+    rendered = render(catalog, names, args.out, args.format)
     report = args.out / "report.html"
-    html = build_report(catalog, drawn, missing, args.results)
-    write_atomically(report, html.encode())
+    write_whole(report, build_report(catalog, rendered, args.results).encode())
     skipped = [(str(path), reason) for path, reason in catalog.skipped]
+    _complain([f"skipped {path}: {one_line(reason)}" for path, reason in skipped])
+    _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
     if args.json:
-        tables = {d.figure.name: json.loads(d.table.to_json(orient="records")) for d in drawn}
-        files = [str(file) for d in drawn for file in d.files]
         _print_json(
-            report=str(report), files=files, missing=missing, skipped=skipped, tables=tables
+            report=str(report),
+            files=[str(file) for d in rendered.drawn for file in d.files],
+            missing=rendered.missing,
+            failed=rendered.failed,
+            skipped=skipped,
+            tables={
+                d.figure.name: json.loads(d.table.to_json(orient="records")) for d in rendered.drawn
+            },
         )
-        return
-    for path, reason in skipped:
-        print(f"skipped {path}: {reason}", file=sys.stderr)
-    for name, reason in missing:
-        print(f"not drawn: {name}: {reason}")
-    for figure in drawn:
-        print("wrote " + "  ".join(str(file) for file in figure.files))
-    print(f"report: {report}")
+    else:
+        for name, reason in rendered.missing:
+            print(f"not drawn: {name}: {reason}")
+        for figure in rendered.drawn:
+            print("wrote " + "  ".join(str(file) for file in figure.files))
+        print(f"report: {report}")
+    return FAILED if rendered.failed else 0
+
+
+def _complain(lines: Sequence[str]) -> None:
+    """Say on stderr what was left out; all of it is in the report."""
+    shown = lines if len(lines) <= MAX_LISTED + 1 else lines[:MAX_LISTED]
+    for line in shown:
+        print(line, file=sys.stderr)
+    if len(lines) > len(shown):
+        print(f"... and {len(lines) - len(shown)} more ({len(lines)} in all)", file=sys.stderr)
 
 
 def _nothing_to_draw(root: Path, n_skipped: int) -> str:
@@ -181,8 +204,9 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    from harness.measure.store import Results, read_run, write_atomically
+    from harness.measure.store import Results, read_run
     from harness.plot.plans import read_plan
+    from harness.plot.render import write_whole
     from harness.plot.trace import trace_bytes
 
     results = Results()
@@ -193,12 +217,11 @@ def _trace(args: argparse.Namespace) -> None:
         raise ResultsError(f"{results.skipped[0][1]}: give one run's directory, not all results")
     (run,) = results.runs
     plan, problems = read_plan(args.run)
-    for path, reason in [*results.skipped, *problems]:
-        print(f"skipped {path}: {reason}", file=sys.stderr)
+    _complain([f"skipped {path}: {one_line(r)}" for path, r in [*results.skipped, *problems]])
     out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
     _make_directory(out.parent)
     data = trace_bytes(run, plan)
-    write_atomically(out, data)
+    write_whole(out, data)
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
 
 
@@ -211,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif words[:1] == ["trace"]:
             _trace(_trace_parser().parse_args(words[1:]))
         else:
-            _plot(_parser().parse_args(words))
+            return _plot(_parser().parse_args(words))
     except HarnessError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CODE

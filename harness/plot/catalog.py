@@ -26,13 +26,16 @@ from harness.measure.derive import (
     training_summary,
 )
 from harness.measure.derive_devices import PeakKey
+from harness.measure.derive_training import configured_number
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Results, Run
 from harness.plot.plans import read_plans
+from harness.plot.style import shorten
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 SAMPLES = "sample-"  # begins the names of committed runs
+LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
 UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
@@ -86,6 +89,7 @@ class TrainingCase:
 
 def short_kind(kind: str) -> str:
     """A device's kind without brands: `NVIDIA GeForce RTX 3070` is `RTX 3070`."""
+    kind = shorten(kind, LONGEST_NAME)
     return " ".join(BRANDS.sub(" ", kind).split()) or kind or "device"
 
 
@@ -118,13 +122,14 @@ def _cluster_words(run: Run) -> list[str]:
         [short_kind(rank.device_kind) for rank in header.ranks]
         or [short_kind(device.kind) for device in header.cluster.devices]
     )
-    devices = " + ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items()))
+    devices = shorten(" + ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items())), 160)
     nodes = header.cluster.nodes
     speed = network_bytes_per_s(run)
     with_network = devices
     if speed and len(nodes) > 1:
         with_network = f"{devices}, {speed * 8e-9:.2g} Gbit/s"
-    hosts = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} … {nodes[-1].name}"
+    first, last = (shorten(node.name, LONGEST_NAME) for node in (nodes[0], nodes[-1]))
+    hosts = first if len(nodes) == 1 else f"{first} … {last}"
     exact = f"{with_network}, {hosts}"
     return [with_network, exact, f"{exact} [{cluster_identity(run)}]"]
 
@@ -157,7 +162,7 @@ def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= _scalars(value, f"{prefix}{name}.")
         elif name not in UNTOLD:
-            flat[f"{prefix}{name}"] = str(value)
+            flat[f"{prefix}{name}"] = shorten(str(value), 80)
     return flat
 
 
@@ -165,11 +170,10 @@ def batch_of(run: Run, summary: TrainingSummary) -> float | None:
     """Samples of the job in one step: measured, or as configured where nothing was."""
     if summary.unit == "step" and summary.n_samples:
         return summary.n_samples
-    config = run.header.config
     for name, factor in (("global_batch", 1), ("batch", 1), ("batch_per_device", summary.n_ranks)):
-        value = config.get(name)
-        if isinstance(value, (int, float)) and value > 0:
-            return float(value * factor)
+        value = configured_number(run, name)
+        if value is not None:
+            return value * factor
     return None
 
 

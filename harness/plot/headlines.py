@@ -91,4 +91,4 @@ def warnings(catalog: Catalog) -> list[str]:
 
 def _left_out(run: Run) -> list[str]:
     """What a links run could not measure, as it says itself."""
-    return [str(text) for text in run.header.summary.get("left_out", [])]
+    return run.header.texts("left_out")

@@ -19,11 +19,12 @@ from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.headlines import compared_strategies, warnings
 from harness.plot.present import present
-from harness.plot.render import Drawn
+from harness.plot.render import Drawn, Rendered
 from harness.plot.style import status_words
 from harness.units import format_bytes, format_duration
 
 MAX_TABLE_ROWS = 200
+MAX_LISTED = 200  # warnings, and files and lines that were skipped
 
 
 def _data_url(svg: bytes) -> str:
@@ -31,7 +32,7 @@ def _data_url(svg: bytes) -> str:
 
 
 def _section(drawn: Drawn) -> dict[str, Any]:
-    table = drawn.figure.report_table(drawn.table)
+    table = drawn.shown
     return {
         "name": drawn.figure.name,
         "title": drawn.figure.title,
@@ -114,10 +115,11 @@ def _warnings(catalog: Catalog) -> list[str]:
     ]
 
 
-def build_report(
-    catalog: Catalog, drawn: Sequence[Drawn], missing: Sequence[tuple[str, str]], root: Path
-) -> str:
-    """Fill the template; the result depends on the results alone."""
+def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
+    """Fill the template; the result depends on the results alone.
+
+    A part that cannot be made is added to what failed in `rendered`.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -127,19 +129,29 @@ def build_report(
     template = environment.from_string((files / "report.html").read_text(encoding="utf-8"))
     headers = [run.header for run in catalog.results.runs]
     counts = Counter(header.status for header in headers)
+    strategies = rendered.attempt("strategies", lambda: present(compared_strategies(catalog)))
+    doubts = rendered.attempt("warnings", lambda: _warnings(catalog))
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
         root=root.resolve().name,
-        strategies=present(compared_strategies(catalog)),
-        sections=[_section(figure) for figure in drawn],
-        missing=list(missing),
+        strategies=strategies or {"rows": []},
+        sections=[_section(figure) for figure in rendered.drawn],
+        missing=rendered.missing,
+        failed=rendered.failed,
         runs=[_run_row(run) for run in catalog.results.runs],
         statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
         devices=_devices(headers),
         versions=_versions(headers),
-        warnings=_warnings(catalog),
-        skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped],
+        warnings=_first(doubts or [], "warnings"),
+        skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped[:MAX_LISTED]],
+        n_skipped=len(catalog.skipped),
     )
+
+
+def _first(lines: Sequence[str], what: str) -> list[str]:
+    """As many as a reader will read, and how many more there are."""
+    n_more = len(lines) - MAX_LISTED
+    return [*lines[:MAX_LISTED], *([f"{n_more} more {what}"] if n_more > 0 else [])]
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from harness.inputs import find_int
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
@@ -58,7 +60,7 @@ KIND_COLOURS = PHASE_COLOURS | {
 }
 FEWEST = 8  # values of which a median has an interval of 99 %
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
-DIGITS = re.compile(r"(\d+)")
+DIGITS = re.compile(r"([0-9]{1,15})")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STATUS_WORDS = {
     "oom": "out of memory",
@@ -121,7 +123,8 @@ def _shade(colour: str, variant: str) -> str:
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """A key by which `rank 2` is before `rank 10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in DIGITS.split(name)]
+    numbers = [(find_int(part), part) for part in DIGITS.split(name)]
+    return [(-1, part) if number is None else (number, "") for number, part in numbers]
 
 
 def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:

@@ -27,8 +27,8 @@ from harness.measure.store import Run
 from harness.plot.plans import Plan
 from harness.plot.trace_events import Slice, TraceEvents
 
-_WAIT = re.compile(r"wait (gradient of )?.+ #(\d+) from rank (\d+)")
-_PASS = re.compile(r"stage\d+ #(\d+)( recompute)?")
+_WAIT = re.compile(r"wait (gradient of )?.+ #([0-9]{1,9}) from rank ([0-9]{1,9})")
+_PASS = re.compile(r"stage[0-9]{1,9} #([0-9]{1,9})( recompute)?")
 
 
 def _node_of(run: Run, rank: int) -> str:

@@ -28,7 +28,7 @@ def links_text(runs: list[Run]) -> str:
 def _parts(run: Run) -> list[str]:
     if run.header.status != "ok":
         return [f"{run.header.run_id}: {run.header.ending}"]
-    left_out = [str(text) for text in run.header.summary.get("left_out", [])]
+    left_out = run.header.texts("left_out")
     return [
         *(_matrix(matrix) for matrix in link_matrices(run)),
         _collectives(run),

@@ -64,7 +64,8 @@ def is_whole(config: dict[str, Any]) -> bool:
     """Whether a links run measured all that planning prices, over what training uses."""
     is_narrow = config.get("sizes") or config.get("pair_sizes")
     is_of_training = config.get("transport") != "mpi"
-    has_sums = "all_reduce" in config.get("operations", ["all_reduce"])
+    operations = config.get("operations", ["all_reduce"])
+    has_sums = isinstance(operations, list) and "all_reduce" in operations
     return config.get("measure", "all") == "all" and is_of_training and has_sums and not is_narrow
 
 

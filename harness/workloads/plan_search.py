@@ -197,7 +197,7 @@ def _run_text(run: Run) -> str:
     header = run.header
     if header.status != "ok":
         return f"{header.config.get('model')}: {header.ending}"
-    lines = [str(line) for line in header.summary.get("text", [])]
+    lines = header.texts("text")
     return "\n".join([*lines, f"train it with: {_training_command(run)}"])
 
 

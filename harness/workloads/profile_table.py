@@ -43,7 +43,7 @@ def _run_text(run: Run) -> str:
 
 def _file_of(run: Run, what: str) -> Path:
     """A file that the run wrote: where it did, or beside the run, should results have moved."""
-    path = Path(run.header.summary[what])
+    path = Path(str(run.header.summary.get(what, "")))
     beside = run.path.parent / path.name
     return beside if beside.exists() and not path.exists() else path
 
@@ -146,9 +146,10 @@ def _skipped(run: Run) -> str:
 
 
 def _files(run: Run, graph: Graph) -> str:
-    summary, path = run.header.summary, _file_of(run, "profile")
+    path = _file_of(run, "profile")
+    n_measured, n_known = (run.header.summary.get(n, "?") for n in ("n_measured", "n_known"))
     return (
-        f"{summary['n_measured']} measured, {summary['n_known']} taken from {path}\n"
+        f"{n_measured} measured, {n_known} taken from {path}\n"
         f"plan with: python -m harness.plan search --profile {path} "
         f"--cluster FILE --batch {graph.batch}"
     )

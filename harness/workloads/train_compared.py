@@ -38,7 +38,7 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
 
 def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
     step_s = row.median_s
-    predicted_s = _middle(repeats, lambda run, _: run.header.summary.get("predicted_step_s"))
+    predicted_s = _middle(repeats, lambda run, _: run.header.number("predicted_step_s"))
     return [
         row.workload,
         row.strategy,
@@ -77,7 +77,7 @@ def _memory(summary: TrainingSummary) -> float | None:
 
 def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
     configs = [run.header.config for run, _ in repeats]
-    trained = [c.get("strategy", "") for c in configs if c.get("asynchronous")]
+    trained = [str(c.get("strategy", "")) for c in configs if c.get("asynchronous")]
     return any(strategy == "pipeline" or is_file(strategy) for strategy in trained)
 
 

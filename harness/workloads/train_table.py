@@ -133,9 +133,9 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
 def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     """A line for each failure, and one for each doubt with the runs that it is of."""
     lines = [
-        f"{name}: {summary.status}: {summary.reason.splitlines()[0]}"
+        f"{name}: {summary.status}: {summary.reason.strip().splitlines()[0]}"
         for name, summary in rows
-        if summary.reason
+        if summary.reason.strip()
     ]
     doubts: dict[str, list[str]] = {}
     for name, summary in rows:

@@ -263,7 +263,10 @@ def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"spans": {"rank0": []}}, "'rank0', which is not a rank"), ({"step_s": 0.0}, "above 0")],
+    [
+        ({"spans": {"rank0": []}}, "'rank0', which is not a rank"),
+        ({"step_s": 0.0}, "at least 1e-09 s"),
+    ],
 )
 def test_a_prediction_that_makes_no_sense_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str

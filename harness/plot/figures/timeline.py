@@ -57,7 +57,7 @@ WORDS = {"host_to_device": "host to device", "communication": "transfers and wai
 WORK_BAND, COMMUNICATION_BAND = (0.36, 0.9), (0.08, 0.32)
 # Of the step: a narrower bar has no room for its microbatch's number.
 NARROWEST_NAMED = 0.013
-_MICROBATCH = re.compile(r" #(\d+)")
+_MICROBATCH = re.compile(r" #([0-9]{1,9})")
 
 
 def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
