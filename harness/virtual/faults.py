@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from typing import Literal, get_args
 from harness.virtual import network, node, processes, state
 from harness.virtual.state import SWITCH, State
 
-Kind = Literal["off", "wrong-key", "hang", "heal"]
+Kind = Literal["off", "wrong-key", "hang", "cut", "freeze", "heal"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -31,7 +32,9 @@ def inject(place: State, name: str, kind: Kind) -> None:
     """Put a node into one condition, whatever it was in before. Hold the lock.
 
     off: cable pulled and all processes ended. wrong-key: its sshd has another host key than
-    others know. hang: TCP connects, but nothing ever answers. heal: as it was when built.
+    others know. hang: TCP connects, but nothing ever answers. cut: cable pulled, processes go on.
+    freeze: every process stopped, as by a kernel that hangs. heal: as it was when built; after cut
+    and freeze its processes go on.
     """
     _heal(place, name)
     match kind:
@@ -47,6 +50,10 @@ def inject(place: State, name: str, kind: Kind) -> None:
             pid = processes.read_alive(place.pid_file(name))
             assert pid is not None, "just healed"
             os.kill(pid, signal.SIGSTOP)
+        case "cut":
+            network.set_link(place.namespace(SWITCH), _index(place, name), up=False)
+        case "freeze":
+            _signal(place, name, signal.SIGSTOP)
         case "heal":
             return
     _fault_file(place, name).write_text(kind)
@@ -80,8 +87,24 @@ def _exchange_key(place: State, name: str) -> None:
     node.make_key(node.host_key_file(place, name), name)
 
 
+def _signal(place: State, name: str, number: signal.Signals) -> None:
+    """Send a signal to every process of a node, those included that they start meanwhile."""
+    found: set[int] = set()
+    while new := processes.in_namespaces([place.namespace(name)]) - found:
+        for pid in new:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        found |= new
+
+
 def _heal(place: State, name: str) -> None:
-    if condition(place, name) == "up":
+    fault = condition(place, name)
+    if fault == "up":
+        return
+    if fault in ("cut", "freeze"):
+        network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+        _signal(place, name, signal.SIGCONT)
+        _fault_file(place, name).unlink()
         return
     _end(place, name)
     for key in _key_pair(place, name):

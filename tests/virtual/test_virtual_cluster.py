@@ -191,6 +191,8 @@ def test_latency_is_four_links_in_a_round_trip(new_cluster):
         ("off", "No route to host|timed out"),
         ("wrong-key", "HOST IDENTIFICATION HAS CHANGED"),
         ("hang", "timed out"),
+        ("cut", "No route to host|timed out"),
+        ("freeze", "timed out"),
     ],
 )
 def test_faults_look_as_they_do_on_real_nodes_and_heal(cluster, kind, message):
@@ -204,6 +206,28 @@ def test_faults_look_as_they_do_on_real_nodes_and_heal(cluster, kind, message):
     assert cluster("fault", "1", "--kind", "heal").returncode == 0
     assert _condition(cluster, 1) == "up"
     assert cluster.on(0, *login).stdout.strip() == target
+
+
+@pytest.mark.parametrize("kind", ["cut", "freeze"])
+def test_processes_outlive_a_cut_link_and_a_freeze(cluster, kind):
+    sleeper = subprocess.Popen(cluster.argv("exec", "1", "--", "sleep", "100"))
+    try:
+        _wait_for(sleeper.pid, "sleep")
+        cluster("fault", "1", "--kind", kind)
+        state = Path(f"/proc/{sleeper.pid}/stat").read_text().split()[2]
+        assert state == ("T" if kind == "freeze" else "S")
+        cluster("fault", "1", "--kind", "heal")
+        assert Path(f"/proc/{sleeper.pid}/stat").read_text().split()[2] == "S"
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def _wait_for(pid, name):
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/comm").read_text() != f"{name}\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_off_node_says_how_to_start_it(new_cluster):

@@ -1,0 +1,334 @@
+"""Every fault that is injected: into what, how, and how the launch must end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults_cluster import ROOT, Cluster
+
+HEARTBEAT_S, COLLECTIVE_S, RUN_S = 15.0, 20.0, 90.0
+# What a process that ends takes to be noticed, told to all and waited for on a busy machine.
+AT_ONCE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bed:
+    """What a fault is injected into.
+
+    Attributes:
+        trigger: a file that the user's model reads (`faults_model.py`).
+        results: as the nodes see it.
+        launch: mpirun; None before it is started.
+    """
+
+    cluster: Cluster
+    trigger: Path
+    results: Path
+    launch: subprocess.Popen[bytes] | None = None
+
+
+Act = Callable[[Bed], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        words: the workload's command line.
+        limit_s: the launch ends this long after the injection, by `limit`.
+        node: the one that it strikes; the reason and the message must name its host.
+        before: whether it is there before mpirun starts.
+        reason: what run.json must say besides, as regular expressions.
+        message: what the user must see besides.
+        statuses: of which run.json has one; None stands for no run.json.
+        exit_codes: of mpirun; empty for any but 0.
+        cuts_off: whether the node cannot be reached until it is healed.
+        flags: of the virtual cluster.
+        private: nodes with a small disk of their own under results.
+        at: the workload whose run it strikes; the last of a command's by default.
+        is_quick: part of --quick.
+    """
+
+    name: str
+    what: str
+    words: tuple[str, ...]
+    inject: Act
+    limit_s: float
+    limit: str
+    node: int | None = 1
+    heal: Act | None = None
+    before: bool = False
+    reason: tuple[str, ...] = ()
+    message: tuple[str, ...] = ()
+    statuses: tuple[str | None, ...] = ("crash",)
+    exit_codes: tuple[int, ...] = ()
+    cuts_off: bool = False
+    flags: tuple[str, ...] = ()
+    private: tuple[int, ...] = ()
+    at: str = ""
+    is_quick: bool = True
+
+    @property
+    def workload(self) -> str:
+        return self.at or self.words[0]
+
+
+def train(strategy: str, *more: str) -> tuple[str, ...]:
+    """Steps of the user's model without end."""
+    model = ("--model", "benchmarks.faults_model:model", "--image-size", "8", "--n-classes", "3")
+    steps = ("--batch-size", "12", "--steps", "1000000", "--warm-up", "1", "--no-sync-steps", "0")
+    return ("train", *model, *steps, "--strategy", strategy, *more)
+
+
+DDP = train("ddp")
+LINKS = ("links", "--sizes", "1MiB", "--max-iterations", "5000", "--time-budget-s", "30")
+MATMUL = ("matmul", "--sizes", "512", "--time-budget-s", "30", "--scaling", "none")
+PROFILE = ("profile", "--model", "alexnet", "--time-budget-s", "5")
+SEARCH = ("search", *train("")[1:7], "--batch-size", "12", "--trials", "50")
+
+
+def _fault(kind: str, node: int = 1) -> Act:
+    return lambda bed: bed.cluster.fault(node, kind)
+
+
+def _signal_first(number: signal.Signals, rank: int = 1) -> Act:
+    return lambda bed: os.kill(bed.cluster.first_process(rank), number)
+
+
+def _signal_training(number: signal.Signals, rank: int = 1) -> Act:
+    return lambda bed: os.kill(bed.cluster.training_process(rank), number)
+
+
+def _signal_mpirun(number: signal.Signals) -> Act:
+    def act(bed: Bed) -> None:
+        assert bed.launch is not None
+        os.killpg(bed.launch.pid, number)
+
+    return act
+
+
+def _model(fault: str, rank: int = 1) -> Act:
+    return lambda bed: bed.trigger.write_text(f"{fault} {rank}")
+
+
+def _nothing(bed: Bed) -> None:
+    """The cluster itself is the fault."""
+
+
+def _kill_sshd(node: int) -> Act:
+    """End a node's sshd and its sessions; the ranks go on."""
+
+    def act(bed: Bed) -> None:
+        cluster = bed.cluster
+        sessions = [pid for pid in cluster.pids(node) if _name(pid).startswith("sshd")]
+        for pid in [cluster.sshd(node), *sessions]:
+            os.kill(pid, signal.SIGKILL)
+
+    return act
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _fill(node: int) -> Act:
+    def act(bed: Bed) -> None:
+        command = f"dd if=/dev/zero of={bed.results}/.filler bs=1k; true"
+        bed.cluster.in_node(node, "sh", "-c", command)
+
+    return act
+
+
+def _empty(node: int) -> Act:
+    return lambda bed: bed.cluster.in_node(node, "rm", "-f", f"{bed.results}/.filler")
+
+
+def _hide(node: int, program: str) -> Act:
+    """Put an empty file in place of a program of the environment, on one node alone."""
+
+    def act(bed: Bed) -> None:
+        path = (ROOT / ".venv/bin" / program).resolve()
+        bed.cluster.in_node(node, "mount", "--bind", "/dev/null", str(path))
+
+    return act
+
+
+def _show(node: int, program: str) -> Act:
+    path = (ROOT / ".venv/bin" / program).resolve()
+    return lambda bed: bed.cluster.in_node(node, "umount", str(path))
+
+
+def _remove_header(bed: Bed) -> None:
+    for path in bed.results.glob("*-train-*/run.json"):
+        path.unlink()
+
+
+def _cut_for_a_while(bed: Bed) -> None:
+    bed.cluster.fault(1, "cut")
+    subprocess.run(["sleep", "4"], check=True)
+    bed.cluster.fault(1, "heal")
+
+
+_SILENT = (r"silent|last heard|no heartbeat|no sign",)
+_CHECK = (r"check_nodes\.sh",)
+
+
+def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool = False) -> Fault:
+    where = "rank 0's node" if node == 0 else "a node"
+    return Fault(
+        name=f"cut-{workload}" if node else f"cut-first-{workload}",
+        what=f"the link of {where} is cut for good", words=words, node=node if node else None,
+        inject=_fault("cut", node), heal=_fault("heal", node), limit_s=HEARTBEAT_S,
+        limit="heartbeat", reason=_SILENT, cuts_off=True, is_quick=is_quick,
+    )  # fmt: skip
+
+
+def _stopped(name: str, what: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
+    return Fault(
+        name=name, what=what, words=words, inject=_signal_first(signal.SIGSTOP),
+        heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
+        is_quick=is_quick,
+    )  # fmt: skip
+
+
+def _broken(name: str, what: str, act: Act, *reason: str, limit_s: float = AT_ONCE_S,
+            limit: str = "at once", statuses: tuple[str, ...] = ("crash",),
+            **more: object) -> Fault:  # fmt: skip
+    """A fault of one rank's training process."""
+    return Fault(
+        name=name, what=what, words=more.pop("words", DDP), inject=act, limit_s=limit_s,
+        limit=limit, reason=(r"rank 1\b", *reason), statuses=statuses, **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+FAULTS = [
+    _cut("ddp", DDP, is_quick=True),
+    _cut("pipeline", train("pipeline", "--microbatches", "3")),
+    _cut("searched", train("searched")),
+    _cut("links", LINKS, is_quick=True),
+    _cut("matmul", MATMUL),
+    _cut("profile", PROFILE),
+    _cut("search", SEARCH),
+    _cut("ddp", DDP, node=0, is_quick=True),
+    Fault(
+        name="cut-and-back", what="the link of a node is cut for 4 s",
+        words=train("ddp", "--steps", "200"),
+        inject=_cut_for_a_while, limit_s=RUN_S, limit="run timeout", statuses=("ok",),
+        exit_codes=(0,), node=None,
+    ),
+    Fault(
+        name="frozen-host", what="every process of a host stops", words=DDP,
+        inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
+        reason=_SILENT, cuts_off=True,
+    ),
+    Fault(
+        name="frozen-host-links", what="every process of a host stops", words=LINKS,
+        inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
+        reason=_SILENT, cuts_off=True, is_quick=False,
+    ),
+    _stopped("first-stopped", "a rank's first process is stopped", DDP, is_quick=True),
+    _stopped("first-stopped-links", "a rank's first process is stopped", LINKS),
+    _broken("training-stopped", "a rank's training process is stopped",
+            _signal_training(signal.SIGSTOP), limit_s=COLLECTIVE_S, limit="collective timeout"),
+    _broken("asleep", "a rank sleeps in the user's model", _model("sleep"),
+            limit_s=COLLECTIVE_S, limit="collective timeout"),
+    _broken("asleep-pipeline", "a rank sleeps in the user's model", _model("sleep"),
+            limit_s=COLLECTIVE_S, limit="collective timeout", words=train("pipeline"),
+            is_quick=False),
+    Fault(
+        name="first-killed", what="a rank's first process is killed", words=DDP,
+        inject=_signal_first(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
+        reason=(r"rank 1\b", "SIGKILL|signal 9"),
+    ),
+    Fault(
+        name="first-killed-rank0", what="rank 0's first process is killed", words=DDP, node=0,
+        inject=_signal_first(signal.SIGKILL, 0), limit_s=AT_ONCE_S, limit="at once",
+    ),
+    _broken("training-killed", "a rank's training process is killed",
+            _signal_training(signal.SIGKILL), "SIGKILL"),
+    _broken("raises", "a rank raises in the user's model", _model("raise"), "has a bug"),
+    _broken("exits", "a rank's training process leaves by os._exit(3)", _model("exit"),
+            "exit code 3"),
+    _broken("nan", "a rank's loss becomes NaN", _model("nan"), "(?i)nan|finite",
+            statuses=("invalid", "crash"), limit_s=RUN_S, limit="run timeout"),
+    _broken("training-memory", "a rank's training process outgrows its node's 1.5 GiB",
+            _model("memory"), "memory", statuses=("oom",), limit_s=30.0,
+            limit="as long as filling takes", flags=("--memory", "4GiB,1536MiB,4GiB")),
+    Fault(
+        name="sshd-killed", what="sshd of a host and its sessions are killed during a run",
+        words=DDP, inject=_kill_sshd(1), limit_s=AT_ONCE_S, limit="at once", message=_CHECK,
+    ),
+    Fault(
+        name="sshd-dead", what="sshd of a host is dead before the launch", words=DDP,
+        inject=_kill_sshd(1), before=True, limit_s=20.0, limit="connection refused",
+        statuses=(None,), message=_CHECK,
+    ),
+    Fault(
+        name="host-cut-before", what="a host cannot be reached at the launch", words=DDP,
+        inject=_fault("cut"), heal=_fault("heal"), before=True, limit_s=25.0,
+        limit="ssh's ConnectTimeout", statuses=(None,), message=_CHECK, cuts_off=True,
+    ),
+    Fault(
+        name="python-missing", what="one host has no Python in its environment", words=DDP,
+        inject=_hide(1, "python"), heal=_show(1, "python"), before=True, limit_s=30.0,
+        limit="start-up", statuses=(None,), message=("install.sh",),
+    ),
+    Fault(
+        name="orted-missing", what="one host has no MPI daemon", words=DDP,
+        inject=_hide(1, "orted"), heal=_show(1, "orted"), before=True, limit_s=20.0,
+        limit="start-up", statuses=(None,), message=_CHECK,
+    ),
+    Fault(
+        name="disk-full-rank0", what="rank 0's disk fills up while records are written",
+        words=DDP, inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=AT_ONCE_S,
+        limit="at once", reason=("No space left on device",),
+        message=("No space left on device",),
+    ),
+    Fault(
+        name="disk-full", what="another rank's disk fills up", words=DDP, inject=_fill(1),
+        heal=_empty(1), private=(1,), limit_s=AT_ONCE_S, limit="at once",
+        reason=("No space left on device",), message=("No space left on device",),
+    ),
+    Fault(
+        name="disk-full-links", what="rank 0's disk fills up during links", words=LINKS,
+        inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=RUN_S,
+        limit="run timeout", reason=("No space left on device",),
+        message=("No space left on device",), is_quick=False,
+    ),
+    Fault(
+        name="memory-small", what="a node has 150 MiB, too few for a rank's first process",
+        words=DDP, inject=_nothing, before=True, flags=("--memory", "4GiB,150MiB,4GiB"),
+        limit_s=45.0, limit="start-up", statuses=("oom",), message=("memory",),
+    ),
+    Fault(
+        name="memory-profile", what="nodes of 900 MiB profile a pipeline of AlexNet",
+        words=("train", "--model", "alexnet", "--strategy", "pipeline", "--batch-size", "64",
+               "--steps", "3"),
+        inject=_nothing, before=True, flags=("--memory", "900MiB"), limit_s=300.0,
+        limit="as long as links take", statuses=("oom",), message=("memory",), node=None,
+        at="profile", is_quick=False,
+    ),
+    Fault(
+        name="ctrl-c", what="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),
+        limit_s=AT_ONCE_S, limit="at once", reason=("interrupted",), node=None,
+    ),
+    Fault(
+        name="sigterm", what="SIGTERM to mpirun", words=DDP,
+        inject=_signal_mpirun(signal.SIGTERM), limit_s=AT_ONCE_S, limit="at once",
+        reason=("interrupted",), node=None,
+    ),
+    Fault(
+        name="header-removed", what="run.json is deleted during the run",
+        words=train("ddp", "--steps", "100"), inject=_remove_header, limit_s=RUN_S,
+        limit="run timeout", statuses=("ok",), exit_codes=(0,), node=None,
+    ),
+]  # fmt: skip

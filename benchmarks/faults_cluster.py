@@ -1,0 +1,132 @@
+"""A virtual cluster of three nodes to inject faults into: its processes, links and disks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+from harness.virtual import processes, state
+from harness.virtual.state import State
+
+ROOT = Path(__file__).resolve().parents[1]
+N_NODES = 3
+_OURS = ("mpi4py", "harness")
+
+
+class Cluster:
+    """Nodes of this program's own, one rank on each."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self.directory = directory
+        self.place = State(state.state_root(), name)
+        self.hostfile = directory / f"virtual-{name}.txt"
+
+    def host(self, node: int) -> str:
+        return f"{self.name}-node{node}"
+
+    def argv(self, command: str, *words: str) -> list[str]:
+        script = str(ROOT / "setup/virtual_cluster.sh")
+        return ["bash", script, command, "--name", self.name, *words]
+
+    def call(self, command: str, *words: str) -> str:
+        """Run one of the cluster's commands to its end."""
+        done = subprocess.run(
+            self.argv(command, *words), capture_output=True, text=True, check=False, timeout=120
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{command} {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def up(self, *flags: str) -> None:
+        words = ["--nodes", str(N_NODES), "--hosts-dir", str(self.directory), "--replace"]
+        self.call("up", *words, *flags)
+
+    def down(self) -> None:
+        self.call("down")
+
+    def fault(self, node: int, kind: str) -> None:
+        self.call("fault", str(node), "--kind", kind)
+
+    def start(
+        self, words: Iterable[str], log: Path, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start mpirun on the first node, in a process group of its own; `log` gets its words."""
+        mpirun = ["mpirun", "-np", str(N_NODES), "--hostfile", str(self.hostfile)]
+        mpirun += [word for name in variables for word in ("-x", name)]
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                self.argv("run", "--", *mpirun, "./entry.sh", *words),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT,
+                env=os.environ | variables, start_new_session=True,
+            )  # fmt: skip
+
+    def sshd(self, node: int) -> int:
+        """The pid of a node's sshd, dead or alive."""
+        return int(self.place.pid_file(self.host(node)).read_text().split()[0])
+
+    def pids(self, node: int) -> set[int]:
+        """All processes of a node but its sshd."""
+        found = processes.in_namespaces([self.place.namespace(self.host(node))])
+        return found - {self.sshd(node)}
+
+    def first_process(self, rank: int) -> int:
+        """The process that mpirun, or the rank's agent, started on a rank's node."""
+        for pid in sorted(self.pids(rank)):
+            with contextlib.suppress(psutil.Error):
+                words = psutil.Process(pid).cmdline()
+                if all(word in words for word in _OURS) and "harness.runtime.agent" not in words:
+                    return pid
+        raise RuntimeError(f"rank {rank} has no first process")
+
+    def training_process(self, rank: int) -> int:
+        """The process that the fork server of a rank's first process made for the run."""
+        first = psutil.Process(self.first_process(rank))
+        for child in first.children():
+            for grandchild in child.children():
+                return int(grandchild.pid)
+        raise RuntimeError(f"rank {rank} has no training process")
+
+    def describe(self, pids: Iterable[int]) -> list[str]:
+        """Processes in words, without those that have ended."""
+        words = []
+        for pid in sorted(pids):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    words.append(f"{process.name()} ({' '.join(process.cmdline()[:4])})"[:100])
+        return words
+
+    def in_node(self, node: int, *words: str) -> None:
+        """Run a command in a node's mount namespace, where what it mounts is seen by it alone."""
+        command = ["nsenter", f"--target={self.sshd(node)}", "--mount", "--", *words]
+        subprocess.run(command, check=True, timeout=60, capture_output=True)
+
+    def seen_by(self, node: int, path: Path) -> Path:
+        """A path as a node sees it."""
+        return Path(f"/proc/{self.sshd(node)}/root") / path.relative_to("/")
+
+
+def wait_until_gone(find: object, timeout_s: float) -> float:
+    """Wait until a callable names no process; returns the seconds it took, or inf."""
+    assert callable(find)
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < timeout_s:
+        if not find():
+            return time.monotonic() - start_s
+        time.sleep(0.2)
+    return float("inf")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a launch that does not end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,61 @@
+"""A user's model of three layers, which fails on one rank as soon as a file says so.
+
+The file that FAULT_TRIGGER names holds a fault and a rank, such as `sleep 1`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+
+_N_FEATURES = 64
+
+
+def _fail(fault: str, x: Tensor) -> Tensor:
+    if fault == "sleep":
+        time.sleep(600)
+    if fault == "exit":
+        os._exit(3)
+    if fault == "raise":
+        raise RuntimeError("the user's model has a bug")
+    if fault == "memory":
+        kept = []
+        while True:
+            kept.append(bytearray(os.urandom(2**20)) * 16)
+    return x * float("nan")
+
+
+@fx.wrap
+def troubled(x: Tensor) -> Tensor:
+    """Pass the values on until the file is there."""
+    trigger = Path(os.environ["FAULT_TRIGGER"])
+    if x.device.type != "meta" and trigger.exists():
+        fault, rank = trigger.read_text().split()
+        if rank == os.environ["OMPI_COMM_WORLD_RANK"]:
+            return _fail(fault, x)
+    return x * 1.0
+
+
+class Model(nn.Module):
+    """Linear layers with what fails behind each."""
+
+    def __init__(self, n_features: int, n_classes: int) -> None:
+        super().__init__()
+        self.flatten = nn.Flatten()
+        self.first = nn.Linear(n_features, _N_FEATURES)
+        self.second = nn.Linear(_N_FEATURES, _N_FEATURES)
+        self.third = nn.Linear(_N_FEATURES, n_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = troubled(torch.relu(self.first(self.flatten(x))))
+        x = troubled(torch.relu(self.second(x)))
+        return troubled(self.third(x))
+
+
+def model(n_classes: int, n_channels: int, image_size: int) -> Model:
+    """Build it for images of any size."""
+    return Model(n_channels * image_size**2, n_classes)
