@@ -169,6 +169,23 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
                     f"0 to {len(strategy.stages) - 1}"
                 )
     _check_stages(strategy, graph)
+    check_microbatches(strategy, graph)
+
+
+def check_microbatches(strategy: Strategy, graph: Graph) -> None:
+    """Refuse microbatches where an operator needs all samples of the batch at once.
+
+    Raises:
+        StrategyError: names the operator.
+    """
+    mixing = [op for op in graph.operators if op.attrs.get("mixes_samples")]
+    if mixing and strategy.n_microbatches > 1:
+        function = mixing[0].attrs.get("function", mixing[0].kind)
+        raise StrategyError(
+            f"operator {mixing[0].name!r} ({function}) needs all samples of a batch at once, "
+            f"strategy {strategy.name!r} cuts it into "
+            f"{strategy.n_microbatches} microbatches: use --microbatches 1, or --engine torch"
+        )
 
 
 def _check_numbers(strategy: Strategy) -> None:

@@ -1,13 +1,11 @@
 """Capture a model as a Graph: trace it, then push shapes and FLOPs through without memory.
 
-torch.fx keeps modules (a convolution, an attention) as single operators; a model whose control
-flow it cannot follow is exported by torch.export instead. Shapes come from a run on the meta
-device, FLOPs from torch.utils.flop_counter around each operator's forward and backward.
+Shapes come from a run on the meta device, FLOPs from torch.utils.flop_counter around each
+operator's forward and backward.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterable
@@ -23,15 +21,20 @@ from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.draws import draws, is_dropout
 from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
-from harness.runtime.operators import describe_node, function_name, is_known
+from harness.runtime.operators import describe_node, function_name, is_known, is_opaque
 from harness.runtime.sample_dims import (
     is_cut_by_samples,
     named_shape,
     sample_dims,
     shapes_at_twice,
 )
+from harness.runtime.tracing.independence import Argument, acts_by_samples
+from harness.runtime.tracing.trace import trace
+from harness.runtime.tracing.tracer import NO_GRAD
 
 _log = logging.getLogger(__name__)
+
+LOSS = "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,64 +44,20 @@ class Captured:
     Attributes:
         module: executes the nodes; holds the model's own parameters.
         nodes: by operator name; operators without one are inputs and the loss.
+        untrained: names of parameters that get no gradient, although they ask for one.
     """
 
     graph: Graph
     module: fx.GraphModule
     nodes: dict[str, fx.Node]
+    untrained: frozenset[str] = frozenset()
 
-
-def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace by torch.fx, or by torch.export where its control flow depends on values.
-
-    Raises:
-        ModelError: neither can follow the model, or exporting it leaves one batch size only.
-    """
-    try:
-        return fx.symbolic_trace(model)
-    except Exception as error:
-        _log.info("torch.fx cannot trace the model (%s): exporting it", error)
-        reason = error
-    # Sizes of 1 are never left open.
-    open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
-    sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
-    try:
-        exported = torch.export.export(
-            copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
-        )
-        module: fx.GraphModule = exported.module()
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} can be captured neither by torch.fx ({reason}) nor by "
-            f"torch.export ({error}): remove control flow that depends on values"
-        ) from error
-    _check_batch_is_open(model, module)
-    _register_constants(module)
-    return module
-
-
-def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
-    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # takes half a second
-
-    for node in module.graph.find_nodes(op="placeholder"):
-        size = node.meta["val"].shape[0]
-        if is_concrete_int(size):
-            raise ModelError(
-                f"{type(model).__name__} was exported for one batch size only: its input "
-                f"{node.name!r} must have {size} samples; compute on all samples at once, without "
-                "loops over them or sizes written out"
-            )
-
-
-def _register_constants(module: fx.GraphModule) -> None:
-    """Make buffers of plain tensors, as torch.fx does, so that they move with the module."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        path, _, name = str(node.target).rpartition(".")
-        owner = module.get_submodule(path)
-        value = getattr(owner, name)
-        if isinstance(value, Tensor) and name not in {**owner._parameters, **owner._buffers}:
-            delattr(owner, name)
-            owner.register_buffer(name, value)
+    def freeze_untrained(self, model: nn.Module) -> None:
+        """Ask for no gradients where there are none: an optimizer leaves such parameters alone."""
+        for owner in (self.module, model):
+            for name, parameter in owner.named_parameters(remove_duplicate=False):
+                if name in self.untrained:
+                    parameter.requires_grad_(False)
 
 
 class _Measured:
@@ -144,7 +103,8 @@ class _MetaRun(fx.Interpreter):
         found = _Measured()
         with FlopCounterMode(display=False) as forward:
             value = getattr(self, n.op)(n.target, args, kwargs)
-        outputs = [tensor for tensor in _tensors(value) if tensor.requires_grad]
+        has_gradient = not n.meta.get(NO_GRAD)
+        outputs = [x for x in _tensors(value) if x.requires_grad and has_gradient]
         with FlopCounterMode(display=False) as backward:
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
@@ -270,6 +230,30 @@ class _Builder:
 
         return is_cut_by_samples(kind, function, described(node), map(described, sources))
 
+    def _free_name(self, node: fx.Node) -> str:
+        """The path of a node's module, or its own name, which only paths can have beside it."""
+        taken = {operator.name for operator in self.operators} | {LOSS}
+        name = str(node.target) if node.op == "call_module" else node.name
+        name = name if name not in taken else node.name
+        while name in taken:
+            name += "_"
+        return name
+
+    def _acts_by_samples(self, node: fx.Node) -> bool:
+        """Whether an operator of a user's own code treats each sample by itself."""
+        target: Any = node.target
+        if node.op == "call_module":
+            target = self._modules[str(node.target)]
+        arguments: dict[fx.Node, Argument] = {}
+        for source in node.all_input_nodes:
+            value, weights = self._measured[source].value, self._waiting.get(source, {})
+            dims = () if weights else self._sample_dims(source)
+            if not isinstance(value, Tensor) or len(dims) > 1:
+                return False
+            rows = value.shape[dims[0]] // self._batch if dims else 1
+            arguments[source] = Argument(value, *((dims[0], rows) if dims else ()))
+        return acts_by_samples(target, (node.args, node.kwargs), arguments)
+
     def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
         found = _parameters_of(node, self._module)
         for source in node.all_input_nodes:
@@ -281,7 +265,7 @@ class _Builder:
         inputs = [_tensors(self._measured[n].value)[0] for n in sources]
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
         is_unknown = not is_known(kind, str(attrs.get("function")))
-        if is_unknown:
+        if is_unknown and not is_opaque(node, self._modules):
             _log.warning(
                 "operator %s (%s) is not known: it is planned as cut by samples or not at all",
                 node.name, attrs.get("function"),
@@ -290,6 +274,8 @@ class _Builder:
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
+        if is_opaque(node, self._modules) and not self._acts_by_samples(node):
+            attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
             attrs["is_cut_by_samples"] = False
         if is_unknown or (draws(node, self._module) and not is_dropout(node, self._module)):
@@ -298,8 +284,7 @@ class _Builder:
             attrs["module"] = str(node.target)
         if parameters:
             attrs["parameters"] = list(parameters)
-        name = str(node.target) if node.op == "call_module" else node.name
-        name = name if name not in self.nodes else node.name
+        name = self._free_name(node)
         self._name_of[node] = name
         self.nodes[name] = node
         found = self._measured[node]
@@ -320,10 +305,34 @@ class _Builder:
         )
 
 
+def _untrained(module: fx.GraphModule, measured: dict[fx.Node, _Measured]) -> frozenset[str]:
+    """Names of parameters from which no path leads to the output along which gradients flow."""
+    live: set[fx.Node] = set()
+    used: set[int] = set()
+    trained: set[int] = set()
+    for node in reversed(module.graph.nodes):
+        if node.op == "output":
+            live.update(node.all_input_nodes)
+            continue
+        found = measured.get(node)
+        has_gradient = found is not None and any(x.requires_grad for x in _tensors(found.value))
+        is_live = has_gradient and (node in live or any(user in live for user in node.users))
+        live -= {node}
+        live |= {node} if is_live else set()
+        own = {id(parameter) for parameter in _parameters_of(node, module).values()}
+        used |= own
+        trained |= own if is_live else set()
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if id(parameter) in used - trained and parameter.requires_grad
+    )
+
+
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
     n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
     return Operator(
-        name="loss",
+        name=LOSS,
         kind="loss",
         inputs=[producer.name],
         shape={"sample": batch},
@@ -366,7 +375,12 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     last = next(o for o in builder.operators if o.name == builder.output)
     operators = [*builder.operators, _loss_operator(task, last, batch)]
     graph = Graph.from_unordered(name, operators, batch=batch)
-    return Captured(graph=graph, module=module, nodes=builder.nodes)
+    return Captured(
+        graph=graph,
+        module=module,
+        nodes=builder.nodes,
+        untrained=_untrained(module, measured),
+    )
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:

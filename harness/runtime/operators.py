@@ -6,7 +6,7 @@ Read from the module's type or the function's name; nothing is known of any mode
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.graph import Attribute
+from harness.runtime.tracing.functions import OpaqueFunction
+from harness.runtime.tracing.patches import has_own_hooks
 
 Attributes = dict[str, Attribute]
 
@@ -114,7 +116,7 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
 _ELEMENTWISE = {
     "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "mul", "sub", "truediv", "div", "neg",
     "dropout", "clamp", "pow", "sqrt", "rsqrt", "leaky_relu", "hardswish", "softplus", "elu", "to",
-    "float", "contiguous", "log", "abs", "imul", "isub", "exp",
+    "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach",
 }  # fmt: skip
 _ADD = {"add", "add_", "iadd"}
 _CAT = {"cat", "concat", "concatenate"}
@@ -164,6 +166,19 @@ def is_known(kind: str, name: str) -> bool:
     return kind != "other" or name in _RESHAPES
 
 
+def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node runs code of a user that a graph does not show.
+
+    Such are autograd functions, hooks, and modules that are kept whole for these or because they
+    cannot be traced.
+    """
+    if node.op != "call_module":
+        return isinstance(node.target, OpaqueFunction)
+    module = modules[str(node.target)]
+    is_torchs = type(module).__module__.startswith("torch.")
+    return not is_torchs or any(map(has_own_hooks, module.modules()))
+
+
 def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether a batch norm's statistics are given, and not of what it normalises.
 
@@ -193,6 +208,8 @@ def describe_node(
 
 def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple[str, Attributes]:
     if module is not None:
+        if any(map(has_own_hooks, module.modules())):
+            return "other", {"function": type(module).__name__}
         for types, kind, read in _MODULES:
             if isinstance(module, types):
                 return kind, {"function": type(module).__name__, **read(module)}

@@ -82,6 +82,7 @@ class ExecutorEngine:
         self._random = RandomState(plan.seed)
         captured = capture(task, plan.strategy.batch, "model")
         plan.check(captured.graph, world.size)
+        captured.freeze_untrained(task.model)
         self._captured = captured
         inputs = tuple(
             node.name for node in captured.module.graph.nodes if node.op == "placeholder"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from equivalence_constructs import CONSTRUCTS
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -347,6 +348,10 @@ OTHER_MODELS: dict[str, SmallModel] = {
     "merged_rows": SmallModel(build=lambda: _classifier(MergedRows(), 7, 5)),
     "tracked_norms": SmallModel(build=lambda: _classifier(TrackedNorms(), 2, 6, 6)),
     "normed_weights": SmallModel(build=lambda: _classifier(NormedWeights(), 10)),
+}
+OTHER_MODELS |= {
+    name: SmallModel(build=lambda make=make: _classifier(make(), 10))
+    for name, make in CONSTRUCTS.items()
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 

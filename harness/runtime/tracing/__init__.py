@@ -1,0 +1,1 @@
+"""Trace a model into a graph that computes what the model does, forward and backward."""

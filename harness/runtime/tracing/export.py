@@ -1,0 +1,124 @@
+"""Trace a model by torch.export, where torch.fx cannot follow its control flow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.errors import ModelError
+from harness.runtime.tracing import patches
+from harness.runtime.tracing.tracer import NO_GRAD, LostError
+
+_AUTOCAST_REGION = "wrap_with_autocast"
+_NO_GRAD_REGION = "wrap_with_set_grad_enabled"
+
+
+def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
+    """Export a model for batches of any size.
+
+    Raises:
+        ModelError: exporting leaves one batch size only, or loses a construct.
+        Exception: whatever torch.export raises.
+    """
+    # Sizes of 1 are never left open.
+    open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
+    sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
+    _refuse_hooks(model)
+    with _nothing_lost(), patches.grad_mode_kept():
+        exported = torch.export.export(
+            copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
+        )
+    module: fx.GraphModule = exported.module()
+    _check_batch_is_open(model, module)
+    _inline_regions(module)
+    _register_constants(module)
+    return module
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if patches.has_backward_hooks(module):
+            raise LostError(f"module {path!r} has backward hooks, which torch.export drops")
+
+
+@contextmanager
+def _nothing_lost() -> Iterator[None]:
+    """Refuse what torch.export traces through as if it had no meaning in backward."""
+
+    def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+        raise LostError(f"torch.export drops the backward of {function.__name__}")
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        raise LostError("torch.export drops hooks on tensors (register_hook)")
+
+    with (
+        patches.autograd_functions(apply),
+        patches.replaced(Tensor, "register_hook", register_hook),
+    ):
+        yield
+
+
+def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int  # takes half a second
+
+    for node in module.graph.find_nodes(op="placeholder"):
+        size = node.meta["val"].shape[0]
+        if is_concrete_int(size):
+            raise ModelError(
+                f"{type(model).__name__} was exported for one batch size only: its input "
+                f"{node.name!r} must have {size} samples; compute on all samples at once, without "
+                "loops over them or sizes written out"
+            )
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Put the nodes of regions without gradients, which are graphs of their own, into the graph."""
+    for node in list(module.graph.nodes):
+        if getattr(node.target, "__name__", "") == _AUTOCAST_REGION:
+            raise LostError("torch.export makes a graph of its own of what torch.autocast is for")
+        if getattr(node.target, "__name__", "") != _NO_GRAD_REGION:
+            continue
+        is_enabled, inner, *given = node.args
+        region = module.get_submodule(str(inner.target))
+        assert isinstance(region, fx.GraphModule)
+        _inline_regions(region)
+        _inline(module.graph, node, region, given, is_enabled=bool(is_enabled))
+        if not inner.users:
+            module.graph.erase_node(inner)
+            module.delete_submodule(str(inner.target))
+    module.recompile()
+
+
+def _inline(
+    graph: fx.Graph, call: fx.Node, region: fx.GraphModule, given: list[Any], *, is_enabled: bool
+) -> None:
+    copies = dict(zip(region.graph.find_nodes(op="placeholder"), given, strict=True))
+    results: Any = ()
+    with graph.inserting_before(call):
+        for node in region.graph.nodes:
+            if node.op == "output":
+                results = fx.node.map_arg(node.args[0], copies.__getitem__)
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                if not is_enabled:
+                    copies[node].meta[NO_GRAD] = True
+    for element in list(call.users):
+        element.replace_all_uses_with(results[element.args[1]])
+        graph.erase_node(element)
+    graph.erase_node(call)
+
+
+def _register_constants(module: fx.GraphModule) -> None:
+    """Make buffers of plain tensors, as torch.fx does, so that they move with the module."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        path, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(path)
+        value = getattr(owner, name)
+        if isinstance(value, Tensor) and name not in {**owner._parameters, **owner._buffers}:
+            delattr(owner, name)
+            owner.register_buffer(name, value)

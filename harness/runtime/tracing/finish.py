@@ -1,0 +1,73 @@
+"""Put what a tracer noted beside the nodes into the graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from torch import fx, nn
+
+from harness.runtime.executor.inplace import works_in_place
+from harness.runtime.tracing.functions import GradientHooks, detach
+from harness.runtime.tracing.tracer import HOOKS, IS_DATA, NO_GRAD, LostError
+
+# Names of values that the executor gives itself.
+_RESERVED = ("loss", "targets")
+
+
+def finish(
+    graph: fx.Graph, model: nn.Module, has_gradient: Callable[[fx.Node], bool] | None = None
+) -> None:
+    """Insert hooks and ends of regions without gradients; free the names that are reserved.
+
+    Args:
+        has_gradient: tells of a node's value; None where that is not known.
+
+    Raises:
+        LostError: the graph cannot say what the model does.
+    """
+    modules = dict(model.named_modules())
+    for node in list(graph.nodes):
+        if node.args and isinstance(node.args[0], fx.Node) and works_in_place(node, modules):
+            _check_in_place(node, node.args[0], has_gradient)
+        if node.name in _RESERVED:
+            node._rename(f"{node.name}_")
+        if hooks := node.meta.get(HOOKS):
+            _insert_hooks(graph, node, GradientHooks(hooks))
+    _end_regions(graph)
+
+
+def _check_in_place(
+    node: fx.Node, changed: fx.Node, has_gradient: Callable[[fx.Node], bool] | None
+) -> None:
+    """Refuse to change a tensor behind autograd's back."""
+    if changed.meta.get(IS_DATA):
+        of = changed.args[0]
+        raise LostError(f"forward changes the data of {of} in place: change a copy (clone) of it")
+    if node.meta.get(NO_GRAD) and has_gradient is not None and has_gradient(changed):
+        raise LostError(
+            f"forward changes {changed.name} in place under no_grad, which its gradient does not "
+            "know of: change a copy (clone) of it"
+        )
+
+
+def _insert_hooks(graph: fx.Graph, node: fx.Node, hooks: GradientHooks) -> None:
+    with graph.inserting_after(node):
+        hooked = graph.call_function(hooks, (node,))
+    node.replace_all_uses_with(hooked, delete_user_cb=lambda user: user is not hooked)
+
+
+def _end_regions(graph: fx.Graph) -> None:
+    """Detach what leaves a region without gradients: by then it has computed nothing else."""
+    for node in list(graph.nodes):
+        if not node.meta.get(NO_GRAD):
+            continue
+        for user in node.users:
+            # An element of a tuple, or of a tensor: that is detached.
+            if user.target is operator.getitem and user.args[0] is node:
+                user.meta[NO_GRAD] = True
+        outside = {user for user in node.users if not user.meta.get(NO_GRAD)}
+        if outside:
+            with graph.inserting_after(node):
+                end = graph.call_function(detach, (node,))
+            node.replace_all_uses_with(end, delete_user_cb=outside.__contains__)

@@ -1,0 +1,78 @@
+"""What is replaced in PyTorch while a model is traced, because torch.fx would trace through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+# Takes the class of an autograd function and what it is applied to.
+Apply = Callable[..., Any]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value meanwhile."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def autograd_functions(apply: Apply) -> Iterator[None]:
+    """Hand every `Function.apply` to `apply(function, *args)`.
+
+    `Function.apply` itself ends in that of its base class, so that an `apply` which the model has
+    taken before is caught, too.
+    """
+
+    def caught(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction:
+            return args[0](*args[2:])  # after the flag that says whether random state is kept
+        return apply(function, *args, **kwargs)
+
+    with replaced(_SingleLevelFunction, "apply", classmethod(caught)):
+        yield
+
+
+def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Apply a function while `autograd_functions` holds."""
+    original: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
+    return original.__get__(None, function)(*args)
+
+
+@contextmanager
+def grad_mode_kept() -> Iterator[None]:
+    """Restore the grad mode, which a model may set without a context."""
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module itself, not its children, has hooks on gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_own_hooks(module: nn.Module) -> bool:
+    """Whether a module runs code beside its forward that is not PyTorch's own (`weight_norm`)."""
+    forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return has_backward_hooks(module) or any(not _is_torchs(hook) for hook in forward)
+
+
+def _is_torchs(hook: Any) -> bool:
+    owner = hook if hasattr(hook, "__module__") else type(hook)
+    return str(owner.__module__).startswith("torch.")

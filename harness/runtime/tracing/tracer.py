@@ -1,0 +1,190 @@
+"""A torch.fx tracer that loses nothing that a model says beside its operators.
+
+The grad mode, autograd functions and hooks are kept in the graph; what it cannot keep it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import base_types
+
+from harness.errors import ModelError
+from harness.runtime.tracing import patches
+from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach
+
+# Keys of `Node.meta`.
+NO_GRAD = "harness_no_grad"
+IS_DATA = "harness_is_data"
+HOOKS = "harness_hooks"
+_CALLS = ("call_function", "call_method", "call_module")
+_WITHOUT_GRADIENT = ("detach", "detach_", "argmax", "argmin", "argsort", "eq", "ne", "gt", "lt")
+
+
+class LostError(ModelError):
+    """A construct of a model that no graph can keep."""
+
+
+class HookHandle:
+    """What `register_hook` returns while a model is traced."""
+
+    def __init__(self, hooks: list[GradientHook], hook: GradientHook) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Forget the hook."""
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)
+
+
+class ModelProxy(fx.Proxy):
+    """A tensor of a traced model."""
+
+    def register_hook(self, hook: GradientHook) -> HookHandle:
+        """Note a hook on this tensor's gradient."""
+        if self.node.op == "get_attr":
+            raise LostError(
+                f"forward calls register_hook on {self.node.target!r}, which adds a hook in every "
+                "step: register it once, where the model is made"
+            )
+        hooks = self.node.meta.setdefault(HOOKS, [])
+        hooks.append(hook)
+        return HookHandle(hooks, hook)
+
+    def retain_grad(self) -> None:
+        """Change nothing: the gradient is read after the step, if at all."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the model's own tensor asks for a gradient."""
+        tracer: ModelTracer = self.tracer  # type: ignore[assignment]
+        return tracer.has_gradient(self.node)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        raise LostError("forward sets requires_grad of a tensor: detach() it, or compute on it")
+
+    @property
+    def data(self) -> fx.Proxy:
+        """The tensor without its graph."""
+        proxy = self.tracer.create_proxy("call_function", detach, (self,), {})
+        proxy.node.meta[IS_DATA] = True
+        return proxy
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise LostError("forward assigns the data of a tensor, of which no graph knows")
+
+
+class ModelTracer(fx.Tracer):
+    """Traces a model; modules without code to look into, and `leaves`, become single nodes.
+
+    Args:
+        leaves: paths of modules that are kept whole beside those that torch.fx keeps.
+        n_inputs: how many tensors the model is fed; other arguments keep their defaults.
+    """
+
+    def __init__(self, leaves: Collection[str], n_inputs: int) -> None:
+        super().__init__()
+        self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
+        self._autocast = _autocast_state()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """As `fx.Tracer.trace`, with patches in place."""
+        with ExitStack() as stack:
+            stack.enter_context(patches.grad_mode_kept())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(patches.autograd_functions(self._apply))
+            return super().trace(root, concrete_args)
+
+    @property
+    def module_path(self) -> str:
+        """The module whose forward runs now, or raised."""
+        return next(reversed(self.module_stack.values()))[0] if self.module_stack else ""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self._leaves or patches.has_backward_hooks(m):
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return ModelProxy(node, self)
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        if kind in _CALLS and not torch.is_grad_enabled():
+            node.meta[NO_GRAD] = True
+        if kind in _CALLS and _autocast_state() != self._autocast:
+            raise LostError(
+                "forward uses torch.autocast for a part of the model: use --dtype bf16, which is "
+                "for all of it"
+            )
+        return node
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        """Whether a node's value asks for a gradient, as far as the graph shows."""
+        if node.op == "get_attr":
+            value = attrgetter(str(node.target))(self.root)
+            return isinstance(value, nn.Parameter) and value.requires_grad
+        if node.op == "placeholder" or node.meta.get(NO_GRAD):
+            return False
+        if getattr(node.target, "__name__", node.target) in _WITHOUT_GRADIENT:
+            return False
+        if node.op == "call_module":
+            own = self.root.get_submodule(str(node.target)).parameters()
+            if any(parameter.requires_grad for parameter in own):
+                return True
+        return any(map(self.has_gradient, node.all_input_nodes))
+
+    def _proxy_placeholder(
+        self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Callable[..., Any]
+    ) -> Any:
+        self._n_placeholders += 1
+        default = sig.parameters[name].default if name in sig.parameters else sig.empty
+        if self._n_placeholders > self._n_inputs and default is not sig.empty:
+            return default
+        return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
+
+    def _apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """An autograd function as one node, where it is applied to what is traced."""
+        if not any(isinstance(a, fx.Proxy | nn.Parameter) for a in args):
+            return patches.original_apply(function, *args)
+        given: list[Any] = []
+        fixed: dict[int, Any] = {}
+        for position, argument in enumerate(args):
+            if _has_module(argument):
+                raise LostError(
+                    f"the autograd function {function.__name__} is given a module, whose weights "
+                    "no operator holds: call the module outside of it"
+                )
+            if _is_held(argument):
+                given.append(argument)
+            else:
+                fixed[position] = argument
+        target = CustomFunction(function, fixed)
+        return self.create_proxy("call_function", target, tuple(given), {})
+
+
+def _autocast_state() -> list[tuple[bool, torch.dtype]]:
+    return [
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    ]
+
+
+def _is_held(argument: Any) -> bool:
+    """Whether a node can have an argument."""
+    if isinstance(argument, tuple | list):
+        return all(map(_is_held, argument))
+    return argument is None or isinstance(argument, (fx.Proxy, Tensor, *base_types))
+
+
+def _has_module(argument: Any) -> bool:
+    if isinstance(argument, tuple | list):
+        return any(map(_has_module, argument))
+    return isinstance(argument, nn.Module) and not isinstance(argument, Tensor)

@@ -1,0 +1,152 @@
+"""Small models with constructs that tracing can lose, for `equivalence_models`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+N_CLASSES = 6
+
+
+class Reverse(torch.autograd.Function):
+    """Reverses gradients, as domain adaptation does (Ganin and Lempitsky, 2015)."""
+
+    @staticmethod
+    def forward(ctx, x, strength):
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.strength * grad, None
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(4 * x) / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+# Taken before anything is traced, as people do at import.
+rounded = Rounded.apply
+
+
+class OwnLinear(torch.autograd.Function):
+    """A linear layer with a gate, of several inputs and outputs."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        y = x @ weight.t() + bias
+        return y.relu(), y.sigmoid()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight, *output)
+
+    @staticmethod
+    def backward(ctx, grad_relu, grad_gate):
+        x, weight, relu, gate = ctx.saved_tensors
+        grad = grad_relu * (relu > 0) + grad_gate * gate * (1 - gate)
+        return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+class NormedGradient(torch.autograd.Function):
+    """Divides the gradient by its norm over all samples."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm()
+
+
+class Net(nn.Module):
+    """Three linear layers; subclasses say what happens between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.bias = nn.Parameter(torch.ones(8))
+        self.last = nn.Linear(8, N_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(torch.tanh(self.first(x))))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(x))
+
+
+class Functions(Net):
+    def middle(self, x):
+        y, gate = OwnLinear.apply(rounded(x), self.weight, self.bias)
+        return Reverse.apply(y, 0.5) * gate + self.second(x)
+
+
+class MixingFunction(Net):
+    def middle(self, x):
+        return self.second(NormedGradient.apply(x)) + x
+
+
+class NoGrad(Net):
+    def middle(self, x):
+        with torch.no_grad():
+            y = self.second(x)
+            a, b = (y * 2).chunk(2, dim=1)
+        return x + y + torch.cat([b, a], dim=1)
+
+
+class NoGradMethod(Net):
+    """A target of the same weights, without gradients, as in self-supervised learning."""
+
+    @torch.no_grad()
+    def target(self, x):
+        with torch.enable_grad():
+            y = self.second(x)
+        return F.normalize(y * y.sum(1, keepdim=True), dim=1)
+
+    def middle(self, x):
+        return self.second(x) * self.target(x)
+
+
+class GradModes(Net):
+    def middle(self, x):
+        with torch.no_grad():
+            y = self.second(x)
+            with torch.enable_grad():
+                y = F.linear(y, self.weight, self.bias)
+        with torch.inference_mode():
+            n = x.size(0)
+            z = x.reshape(n, -1)
+        with torch.set_grad_enabled(self.bias is None):
+            w = torch.tanh(x) * self.bias
+        return x + y + z.clone() + w
+
+
+class ExportedNoGrad(Net):
+    def middle(self, x):
+        with torch.no_grad():
+            y = torch.stack([2 * column for column in self.second(x).unbind(1)], dim=1)
+        return torch.stack([2 * column for column in x.unbind(1)], dim=1) + y
+
+
+CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
+    "functions": Functions,
+    "mixing_function": MixingFunction,
+    "no_grad": NoGrad,
+    "no_grad_method": NoGradMethod,
+    "grad_modes": GradModes,
+    "exported_no_grad": ExportedNoGrad,
+}

@@ -1,0 +1,291 @@
+"""A traced graph keeps what a model says beside its operators, or says what it cannot keep."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.errors import ModelError, StrategyError
+from harness.plan.builders import pipeline
+from harness.runtime.capture import capture
+from harness.runtime.models import InputSpec, Task
+from harness.runtime.tracing.trace import trace
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.factor(grad), None
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class Net(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.first, self.last, self.middle = nn.Linear(4, 4), nn.Linear(4, 3), middle
+
+    def forward(self, x):
+        return self.last(self.middle(self, self.first(x)))
+
+
+def assert_same_gradients(middle):
+    torch.manual_seed(0)
+    model = Net(middle).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    traced = trace(model, (x,))
+    assert isinstance(traced, torch.fx.GraphModule)
+    found = []
+    for each in (model, traced):
+        torch.manual_seed(1)
+        model.zero_grad()
+        output = each(x)
+        output.square().sum().backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((output.detach(), gradients))
+    (wanted, wanted_gradients), (own, gradients) = found
+    assert torch.equal(own, wanted)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, wanted_gradients[name], rtol=1e-12, atol=0)
+
+
+def no_grad_tuple(net, x):
+    with torch.no_grad():
+        a, b = x.chunk(2, dim=1)
+        n = x.size(0)
+    return x + torch.cat([b, a], dim=1).reshape(n, -1)
+
+
+def grad_mode_that_is_left_on(net, x):
+    torch.set_grad_enabled(False)
+    y = net.first(x)
+    torch.set_grad_enabled(True)
+    return x * y
+
+
+def hooked(net, x):
+    y = torch.tanh(x)
+    a = y * 2
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 3)
+    y.retain_grad()
+    handle = y.register_hook(lambda grad: grad + 100)
+    y.register_hook(lambda grad: None)
+    handle.remove()
+    y.register_hook(lambda grad: grad + 1)
+    return a + y.sin()
+
+
+def data(net, x):
+    return x * x.data + x.detach()
+
+
+def by_closure(net, x):
+    return Scaled.apply(x, lambda grad: 2 * grad)
+
+
+def in_place_function(net, x):
+    return Doubled.apply(x * 1) + 1
+
+
+def double(net, x):
+    return checkpoint(torch.tanh, x, use_reentrant=False) + checkpoint(
+        lambda a, b: a * b, x, x, use_reentrant=True
+    )
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        no_grad_tuple, grad_mode_that_is_left_on, hooked, data, by_closure,
+        in_place_function, double,
+    ],
+)  # fmt: skip
+def test_gradients_are_the_models_own(middle):
+    assert_same_gradients(middle)
+
+
+def registered_in_forward(net, x):
+    net.first.weight.register_hook(lambda grad: grad)
+    return x
+
+
+def in_place_data(net, x):
+    y = torch.tanh(x)
+    y.data.mul_(2)
+    return y
+
+
+def in_place_without_gradients(net, x):
+    y = torch.tanh(x)
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def autocast(net, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return net.first(x)
+
+
+def function_of_a_module(net, x):
+    return Scaled.apply(x, net.first)
+
+
+def function_behind_control_flow(net, x):
+    return Scaled.apply(torch.stack(list(x.unbind(1)), dim=1), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("middle", "reason"),
+    [
+        (registered_in_forward, "register_hook on 'first.weight', which adds a hook in every step"),
+        (in_place_data, "changes the data of tanh in place"),
+        (in_place_without_gradients, "changes tanh in place under no_grad"),
+        (autocast, "torch.autocast for a part of the model: use --dtype bf16"),
+        (function_of_a_module, "autograd function Scaled is given a module"),
+        (function_behind_control_flow, "torch.export drops the backward of Scaled"),
+    ],
+)
+def test_what_would_be_lost_is_refused_by_name(middle, reason):
+    with pytest.raises(ModelError, match=reason) as found:
+        trace(Net(middle), (torch.ones(2, 4),))
+    assert "\n" not in str(found.value)
+    assert "--engine torch" in str(found.value)
+
+
+def test_the_grad_mode_is_restored_after_a_model_that_turns_it_off():
+    def off(net, x):
+        torch.set_grad_enabled(False)
+        return x
+
+    trace(Net(off), (torch.ones(2, 4),))
+    assert torch.is_grad_enabled()
+
+
+def test_autograd_functions_are_themselves_again_after_tracing():
+    trace(Net(by_closure), (torch.ones(2, 4),))
+    x = torch.ones(2, requires_grad=True)
+    Scaled.apply(x, lambda grad: 5 * grad).sum().backward()
+    assert x.grad.tolist() == [5, 5]
+
+
+def graph_of(middle, batch=4):
+    task = Task(model=Net(middle), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    return capture(task, batch, "net").graph
+
+
+class Flipped(torch.autograd.Function):
+    """The gradient of a sample is that of another."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(0)
+
+
+def counted(net, x):
+    calls = []
+    x.register_hook(lambda grad: calls.append(1) or grad * len(calls))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("middle", "name", "is_mixing"),
+    [
+        (by_closure, "scaled", False),
+        (lambda net, x: Flipped.apply(x), "flipped", True),
+        (hooked, "register_hook", False),
+        (lambda net, x: x.register_hook(lambda g: g / g.norm()) and x, "register_hook", True),
+        (counted, "register_hook", True),
+    ],
+)
+def test_what_mixes_samples_is_found_out(middle, name, is_mixing):
+    (operator,) = (op for op in graph_of(middle).operators if op.name == name)
+    assert operator.attrs.get("mixes_samples", False) == is_mixing
+    assert operator.attrs.get("is_cut_by_samples", True) != is_mixing
+
+
+def test_what_mixes_samples_refuses_microbatches():
+    graph = graph_of(lambda net, x: Flipped.apply(x))
+    names = [op.name for op in graph.operators if op.kind != "input"]
+    strategy = pipeline(graph, 4, [names[:2], names[2:]], [[0], [1]], n_microbatches=2)
+    from harness.domain.strategy import check_microbatches
+
+    with pytest.raises(StrategyError, match=r"'flipped' \(Flipped\) needs all samples .* 2 micro"):
+        check_microbatches(strategy, graph)
+
+
+class Named(nn.Module):
+    """Modules named as the harness names operators, and as torch.fx names nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss, self.t, self.t_1 = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.x = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.x(self.loss(x).t().t())
+        return self.t_1(self.t(x))
+
+
+def test_operators_have_names_of_their_own():
+    task = Task(model=Named(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    captured = capture(task, 4, "named")
+    names = [op.name for op in captured.graph.operators]
+    assert len(set(names)) == len(names)
+    assert "loss" not in {node.name for node in captured.module.graph.nodes}
+    assert captured.graph.operators[-1].name == "loss"
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.shared(self.first(x))
+        return self.last(self.shared(x))
+
+
+def test_parameters_without_a_gradient_are_found():
+    task = Task(model=Encoder(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    captured = capture(task, 4, "encoder")
+    assert captured.untrained == {"first.weight", "first.bias"}
+    flops = {op.name: op.backward_flops for op in captured.graph.operators}
+    assert flops["first"] == 0
+    assert flops["last"] > 0
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, targets=None, *, scale=2.0):
+        assert targets is None
+        return self.head(x) * scale
+
+
+def test_arguments_that_are_not_fed_keep_their_defaults():
+    task = Task(model=Optional(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    assert [op.name for op in capture(task, 4, "o").graph.operators if op.kind == "input"] == ["x"]
