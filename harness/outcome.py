@@ -17,11 +17,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         peers: ranks of which one did not answer, where that is the reason.
+        is_explained: the rank raised the exception that the reason gives, and no peer caused it.
     """
 
     status: Status
     reason: str = ""
     peers: tuple[int, ...] = ()
+    is_explained: bool = False
     summary: dict[str, Any] = {}
 
 
@@ -30,8 +32,9 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
 
     A rank with a reason of its own comes before those that waited for another, of which the one
     next to the trouble comes first: it waited for a rank that waited for nobody. A second rank
-    that failed as badly for another reason is heard too: when one dies, it is the other that knows
-    what it was waiting for.
+    that failed as badly for another reason is heard too: when one dies without a word, it is the
+    other that knows what it was waiting for. After an exception, what others waited for says
+    nothing new.
     """
     severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
     status = outcomes[severities.index(max(severities))].status
@@ -45,6 +48,8 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
         return 0 if rank not in waited else 1 if silent.intersection(outcomes[rank].peers) else 2
 
     rank, *others = sorted(failed, key=distance)
+    if outcomes[rank].is_explained:
+        others = [other for other in others if not outcomes[other].peers]
     first, *rest = _reason(outcomes, hostnames, rank).splitlines()
     for other in others:
         if _gist(outcomes[other]) != _gist(outcomes[rank]):

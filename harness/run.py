@@ -24,6 +24,7 @@ from harness.outcome import Outcome
 from harness.runtime.clock_offset import measure_clock_offset
 from harness.runtime.context import Context
 from harness.runtime.cuda_clock import clock_for
+from harness.runtime.failures import gist, has_lost_peer, has_timed_out, located
 from harness.runtime.host import processor_seconds
 from harness.runtime.memory import is_out_of_memory, keep_freed_memory
 from harness.runtime.progress import Progress
@@ -82,22 +83,6 @@ def measure_steps(
     recorder.step = None
 
 
-_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
-
-
-def _has_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone, which has the better reason."""
-    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _LOST_PEER)
-
-
-_TIMED_OUT = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
-
-
-def _has_timed_out(error: BaseException) -> bool:
-    """Whether a collective of torch's own (its DDP's, for one) had no answer in time."""
-    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _TIMED_OUT)
-
-
 def _classify(error: BaseException, world: World) -> Outcome:
     if is_out_of_memory(error):
         return Outcome(status="oom", reason=first_line(error))
@@ -105,18 +90,18 @@ def _classify(error: BaseException, world: World) -> Outcome:
         return Outcome(status="invalid", reason=str(error))
     if isinstance(error, HarnessError):
         peers = error.peers if isinstance(error, PeerError) else ()
-        return Outcome(status="crash", reason=str(error), peers=peers)
-    if _has_lost_peer(error):
-        return Outcome(status="skipped", reason=f"lost its peer: {first_line(error)}")
-    where = "".join(traceback.format_exception(error))
-    if _has_timed_out(error):
+        return Outcome(status="crash", reason=str(error), peers=peers, is_explained=not peers)
+    if has_lost_peer(error):
+        return Outcome(status="skipped", reason=f"lost its peer: {gist(error)}")
+    if has_timed_out(error):
+        where = "".join(traceback.format_exception(error))
         reason = (
-            f"a collective had no answer from another rank ({first_line(error)}): look at "
+            f"a collective had no answer from another rank ({gist(error)}): look at "
             f"the other ranks' logs, or raise --collective-timeout-s\n{where}"
         )
         peers = tuple(rank for rank in range(world.size) if rank != world.rank)
         return Outcome(status="crash", reason=reason, peers=peers)
-    return Outcome(status="crash", reason=f"{type(error).__name__}: {error}\n{where}")
+    return Outcome(status="crash", reason=located(error), is_explained=True)
 
 
 Body = Callable[[Any, Context], dict[str, Any]]

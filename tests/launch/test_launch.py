@@ -54,6 +54,46 @@ def test_each_fault_becomes_its_status_and_the_next_run_is_ok(tmp_path):
     assert sorted(by_status["ok"].ranks) == [0, 1]
 
 
+FAULTS = [
+    "ddp:building:1",
+    "tensor:backward:0",
+    "hybrid:forward:1",
+    "gpipe:forward:0",
+    "1f1b:building:0",
+    "interleaved:backward:1",
+    "zero_bubble:backward:0",
+    "asynchronous:forward:1",
+]
+SAID = {
+    "building": "AttributeError: 'NoneType' object has no attribute 'name' (failing_engines.py:",
+    "forward": "KeyError: 'cannot go on' (failing_engines.py:",
+    "backward": "ValueError: cannot go back (failing_engines.py:",
+}
+CODE = {
+    "building": ")",
+    "forward": ' in troubled: raise KeyError("cannot go on"))',
+    "backward": ' in backward: raise ValueError("cannot go back"))',
+}
+
+
+@pytest.mark.parametrize("faults", [FAULTS[:4], FAULTS[4:]], ids=["first", "last"])
+def test_a_rank_that_fails_in_an_engine_gives_the_reason_and_its_peers_do_not(tmp_path, faults):
+    done = mpirun(
+        2, Path(__file__).with_name("failing_engines.py"), tmp_path, *faults, timeout_s=280
+    )
+    assert done.returncode == 0, done.stderr
+    found = {run.header.config["fault"]: run.header.reason for run in read_results(tmp_path).runs}
+    assert sorted(found) == sorted(faults)
+    for fault, reason in found.items():
+        _, phase, rank = fault.split(":")
+        first = reason.splitlines()[0]
+        assert first.startswith(f"rank {rank} (")
+        assert f"): {SAID[phase]}" in first
+        assert first.endswith(CODE[phase])
+        assert "peer" not in first
+        assert "Traceback" in reason
+
+
 def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
     done = mpirun(2, PROGRAM, tmp_path, "hang", "none")
     assert done.returncode == 0, done.stderr

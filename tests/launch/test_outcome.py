@@ -46,3 +46,17 @@ def test_lines_below_a_reason_stay_with_the_first():
     trace = Outcome(status="crash", reason="ValueError: no\nTraceback")
     _, reason = worst([OK, trace, Outcome(status="crash", reason="other\nlines"), OK], HOSTS)
     assert reason == "rank 1 (b): ValueError: no; rank 2 (c): other\nTraceback"
+
+
+def test_after_an_exception_nobody_hears_of_those_that_waited_for_it():
+    raised = Outcome(status="crash", reason="KeyError: 'x' (m.py:3 in f: x)", is_explained=True)
+    lost = Outcome(status="skipped", reason="lost its peer: Connection closed by peer")
+    for outcomes in ([waited(1), raised, waited(1), lost], [lost, raised, waited(0, 1), OK]):
+        assert worst(outcomes, HOSTS) == ("crash", "rank 1 (b): KeyError: 'x' (m.py:3 in f: x)")
+
+
+def test_two_ranks_that_raise_unlike_exceptions_are_both_heard():
+    one = Outcome(status="crash", reason="KeyError: 'x'", is_explained=True)
+    other = Outcome(status="crash", reason="ValueError: y", is_explained=True)
+    _, reason = worst([one, waited(0), other, one], HOSTS)
+    assert reason == "rank 0 (a): KeyError: 'x'; rank 2 (c): ValueError: y"

@@ -19,13 +19,15 @@ pytestmark = [
     pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun in this environment"),
 ]
 
+WAITED = "rank 1 waited for the gradient of relu (microbatch 0) from rank 2"
+
 
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("killed", ["rank 2 (", "killed by SIGKILL"]),
-        ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug"]),
-        ("hang", ["did not answer within 20 s", "no answer came from rank 2 ("]),
+        ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
+        ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
+        ("hang", ["did not answer within 20 s", "no answer came from rank 2 (", WAITED]),
     ],
 )
 def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
@@ -46,8 +48,10 @@ def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
     assert done.stdout.split() == ["crash"], done.stderr
     results = read_results(tmp_path)
     (run,) = [run for run in results.runs if run.header.workload == "train"]
-    for words in [*told, "rank 1 waited for the gradient of relu (microbatch 0) from rank 2"]:
+    for words in told:
         assert words in run.header.reason
+    assert (WAITED in run.header.reason) == (fault != "error")
+    assert "gloo/" not in run.header.reason
     # Two steps were finished before the third, in which it happened.
     finished = [r for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
     assert [span.step for span in finished] == [0, 1]

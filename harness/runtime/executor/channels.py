@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.errors import PeerError, first_line
+from harness.errors import PeerError
 from harness.runtime.executor.groups import Groups
 from harness.runtime.executor.messages import Entry, Message
 from harness.runtime.executor.timetable import Order
 from harness.runtime.executor.transfers import transfers_of
+from harness.runtime.failures import gist
 from harness.runtime.world import World
 
 
@@ -170,7 +171,7 @@ class Channels:
             raise PeerError(
                 f"rank {self._world.rank} waited for the sum of {what} over ranks "
                 f"{list(devices)}, one of which died or did not answer within "
-                f"{self._groups.timeout_s:g} s ({first_line(error)}): look at their logs, or raise "
+                f"{self._groups.timeout_s:g} s ({gist(error)}): look at their logs, or raise "
                 "the timeout",
                 devices,
             ) from error
@@ -263,7 +264,7 @@ class Channels:
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self._world.rank} waited for {what()} {direction} rank {peer}, which died "
-                f"or did not answer within {self._groups.timeout_s:g} s ({first_line(error)}): "
+                f"or did not answer within {self._groups.timeout_s:g} s ({gist(error)}): "
                 f"look at rank {peer}'s log, or raise the timeout",
                 [peer],
             ) from error

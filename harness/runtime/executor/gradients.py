@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.sharding import first_bucket_bytes
-from harness.errors import PeerError, first_line
+from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.aside import Aside
 from harness.runtime.executor.weight_gradients import GradientHomes
+from harness.runtime.failures import gist
 from harness.runtime.world import World
 
 Group = tuple[int, ...]
@@ -197,7 +198,7 @@ class GradientSync:
                 except RuntimeError as error:
                     raise PeerError(
                         f"the sum of the gradients of {self._words(bucket)} over ranks "
-                        f"{list(devices)} failed ({first_line(error)}): one of them died or hangs, "
+                        f"{list(devices)} failed ({gist(error)}): one of them died or hangs, "
                         "look at their logs",
                         devices,
                     ) from error

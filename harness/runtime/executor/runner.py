@@ -355,7 +355,8 @@ class Runner:
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     if flight.version is not None:
         return call_with(segment.module, flight.version, inputs)
-    found: tuple[Tensor, ...] = segment.module(*inputs)
+    # Called as a module, it would drop the line that raised from an error's traceback.
+    found: tuple[Tensor, ...] = segment.module.forward(*inputs)
     return found
 
 

@@ -1,0 +1,115 @@
+"""A rank's program for the tests: engines of many strategies, each of which fails on one rank.
+
+usage: failing_engines.py RESULTS STRATEGY:PHASE:RANK...      (started by mpirun)
+
+PHASE is building, forward or backward: of the engine, of the first step.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from harness.cases import Case
+from harness.domain.cluster import Cluster
+from harness.launch import Launcher, RunOptions
+from harness.plan.builders import balanced_stages, ddp, hybrid, pipeline, tensor_parallel
+from harness.runtime.capture import capture
+from harness.runtime.data.batch import Batch
+from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.isolate import start_fork_server
+from harness.runtime.launcher import read_launch
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.optimizers import OptimizerOptions
+from harness.runtime.rendezvous import meet
+from harness.workloads.contract import Workload
+
+BATCH = 8
+_phase = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    fault: str = ""
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("cannot go back")
+
+
+@fx.wrap
+def troubled(x):
+    if "forward" in _phase:
+        raise KeyError("cannot go on")
+    return Failing.apply(x) if "backward" in _phase else x * 1.0
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = troubled(torch.relu(layer(x)))
+        return x
+
+
+def strategy_of(name, graph, n_ranks):
+    cluster = Cluster.uniform(n_ranks, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
+    whole = {"ddp": ddp, "tensor": tensor_parallel, "hybrid": hybrid}
+    if name in whole:
+        return whole[name](graph, cluster, BATCH)
+    schedule = "1f1b" if name == "asynchronous" else name
+    devices = [[rank] for rank in range(n_ranks)] * (2 if name == "interleaved" else 1)
+    names = [op.name for op in graph.operators if op.kind != "input"]
+    stages = balanced_stages(names, [1.0] * len(names), len(devices))
+    return pipeline(graph, BATCH, stages, devices, n_microbatches=4, schedule=schedule)
+
+
+def body(config, context):
+    name, phase, rank = config.fault.split(":")
+    is_failing = context.world.rank == int(rank)
+    inputs = (InputSpec(name="x", shape=(8,)),)
+    task = Task(model=Model(), inputs=inputs, n_classes=8)
+    graph = capture(task, BATCH, "model").graph
+    strategy = strategy_of(name, graph, context.world.size)
+    plan = ExecutorPlan(strategy=strategy, is_asynchronous=name == "asynchronous")
+    optimizer = None if is_failing and phase == "building" else OptimizerOptions()
+    options = EngineOptions(dtype="fp32", optimizer=optimizer)
+    engine = ExecutorEngine(task, context.world, context.recorder, options, plan)
+    if is_failing:
+        _phase.append(phase)
+    n_fed = len(engine.samples)
+    batch = Batch((torch.randn(n_fed, 8),), torch.zeros(n_fed, dtype=torch.int64))
+    engine.step(lambda: batch, Share(n_local=n_fed, n_global=BATCH))
+    return {}
+
+
+def main():
+    results, *faults = sys.argv[1:]
+    start_fork_server(["torch", "harness.run"])
+    meeting = meet(read_launch(os.environ), os.environ)
+    options = RunOptions(results=Path(results), run_timeout_s=100.0)
+    workload = Workload(
+        summary="fails", config=Config, cases=lambda config, n: [config], body=body,
+        table=lambda runs: "",
+    )  # fmt: skip
+    cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
+    Launcher(meeting, options, sys.argv).carry_out(cases)
+    meeting.control.leave()
+
+
+if __name__ == "__main__":
+    main()
