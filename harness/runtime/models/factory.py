@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.errors import ModelError
 from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.torchvision_import import allow_torchvision
 
 _EXAMPLE = "write it like package.module:factory"
 
@@ -23,13 +24,14 @@ def _load(name: str) -> Callable[..., Any]:
         raise ModelError(f"--model {name!r} does not name a factory: {_EXAMPLE}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    allow_torchvision()
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ModelError(
-            f"--model {name!r}: {error}; start in the directory that holds {module_name}, or set "
-            "PYTHONPATH, on every node"
-        ) from error
+    except ModuleNotFoundError as error:
+        remedy = f"start in the directory that holds {module_name}, or set PYTHONPATH"
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
+            remedy = f"{module_name} needs it: install it into the environment"
+        raise ModelError(f"--model {name!r}: {error}; {remedy}, on every node") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(f"--model {name!r}: {module.__file__} has no callable {attribute!r}")
@@ -51,11 +53,13 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         "n_channels": options.n_channels,
         "image_size": options.image_size,
     }
-    accepted = inspect.signature(factory).parameters
+    signature = inspect.signature(factory)
+    given = {key: value for key, value in offered.items() if key in signature.parameters}
     try:
-        built = factory(**{key: value for key, value in offered.items() if key in accepted})
+        signature.bind(**given)
     except TypeError as error:
         raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
+    built = factory(**given)
     if isinstance(built, Task):
         return built
     if not isinstance(built, nn.Module):
