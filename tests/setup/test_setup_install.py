@@ -146,6 +146,7 @@ def test_mpirun_starts_the_environments_daemon_binds_no_rank_and_keeps_names(cal
         f"orte_launch_agent = {tmp_path}/.venv/bin/orted",
         "hwloc_base_binding_policy = none",
         "orte_keep_fqdn_hostnames = true",
+        f"plm_rsh_agent = {SCRIPT.parent}/launch/ssh",
     ]
 
 
