@@ -27,10 +27,11 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from comparison import machine
 
@@ -97,11 +98,21 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
         share = _loss_distance(found, wanted) / _loss_distance(lost, wanted)
         row["difference"] = share
         return {**row, "status": "ok" if share < _NARROW_SHARE else "wrong"}
+    wanted = _with_nil_gradients(wanted, found)
     row["difference"] = worst(found, wanted).difference
     beyond = first_beyond(found, wanted, FLOAT64_TOLERANCES["sgd"])
     if beyond is None:
         return {**row, "status": "ok"}
     return {**row, "status": "wrong", "reason": f"{beyond.of} differs by {beyond.difference:.3g}"}
+
+
+def _with_nil_gradients(wanted: Trace, found: Trace) -> Trace:
+    """A gradient that plain PyTorch leaves out is nil: an update by it is none."""
+    gradients = [
+        {**{name: torch.zeros_like(g) for name, g in there.items()}, **own}
+        for own, there in zip(wanted.gradients, found.gradients, strict=True)
+    ]
+    return replace(wanted, gradients=gradients)
 
 
 def _loss_distance(a: Trace, b: Trace) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from harness import errors
+from harness.errors import HarnessError
 from harness.runtime.world import World
 
 
@@ -27,6 +29,32 @@ def agree_on_maximum(values: Sequence[float], world: World) -> list[float]:
     numbers = _tensor(values, world)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return [float(number) for number in numbers.tolist()]
+
+
+def raise_alike(check: Callable[[], None], world: World) -> None:
+    """Carry out a check on every rank; all ranks must call it.
+
+    Raises:
+        HarnessError: on every rank, what the first rank raised that refused.
+    """
+    mine: HarnessError | None = None
+    try:
+        check()
+    except HarnessError as error:
+        mine = error
+    if world.size > 1:
+        said = "" if mine is None else f"{type(mine).__name__}:{mine}"
+        first = next(filter(None, gather_bytes(said.encode(), world)), b"").decode()
+        kind, _, text = first.partition(":")
+        mine = error_named(kind)(text) if first else None
+    if mine is not None:
+        raise mine
+
+
+def error_named(kind: str) -> type[HarnessError]:
+    """The error of a name, as another rank said it."""
+    found = getattr(errors, kind, HarnessError)
+    return found if isinstance(found, type) and issubclass(found, HarnessError) else HarnessError
 
 
 def gather_bytes(data: bytes, world: World) -> list[bytes]:

@@ -8,9 +8,8 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from harness import errors
 from harness.errors import HarnessError
-from harness.runtime.agreement import gather_bytes
+from harness.runtime.agreement import error_named, gather_bytes
 from harness.runtime.world import World
 
 _PATIENCE = timedelta(days=1)
@@ -40,7 +39,7 @@ def from_first(make: Callable[[], bytes], world: World) -> bytes:
     wait_for_all(world)
     answer = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Answer)
     if answer.error:
-        raise _error_named(answer.kind)(answer.error)
+        raise error_named(answer.kind)(answer.error)
     return answer.data
 
 
@@ -52,8 +51,3 @@ def wait_for_all(world: World) -> None:
     patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
     dist.barrier(patient)
     dist.destroy_process_group(patient)
-
-
-def _error_named(kind: str) -> type[HarnessError]:
-    found = getattr(errors, kind, HarnessError)
-    return found if isinstance(found, type) and issubclass(found, HarnessError) else HarnessError

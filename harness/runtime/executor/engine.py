@@ -49,6 +49,7 @@ from harness.runtime.executor.timetable import Timetable
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weight_gradients import GradientHomes
 from harness.runtime.executor.weights import Holders, Weights, canonical_names
+from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.optimizers import make_optimizer
 from harness.runtime.precision import Precision
@@ -82,11 +83,11 @@ class ExecutorEngine:
         self._random = RandomState(plan.seed)
         captured = capture(task, plan.strategy.batch, "model")
         plan.check(captured.graph, world.size)
+        if not plan.is_held:
+            hold_alike(task, captured, options.dtype, world)
         captured.freeze_untrained(task.model)
         self._captured = captured
-        inputs = tuple(
-            node.name for node in captured.module.graph.nodes if node.op == "placeholder"
-        )
+        inputs = tuple(n.name for n in captured.module.graph.nodes if n.op == "placeholder")
         self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)

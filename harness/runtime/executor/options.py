@@ -30,6 +30,8 @@ class ExecutorPlan:
             its own with an optimizer step, and weights stashed, as PipeDream trains: stage s of S
             computes gradients with weights S - 1 - s updates old.
         timeout_s: how long a rank waits for another before it gives up.
+        is_held: the captured graph has been held to the model (`runtime.faithfulness`) already;
+            else the engine does that before it trains.
     """
 
     strategy: Strategy
@@ -38,6 +40,7 @@ class ExecutorPlan:
     is_asynchronous: bool = False
     seed: int = 0
     timeout_s: float = 300.0
+    is_held: bool = False
 
     def check(self, graph: Graph, n_ranks: int) -> None:
         """Refuse what cannot be trained.

@@ -81,7 +81,7 @@ class InPlace(nn.Module):
         y = self.b(x)
         y += x
         y = self.relu(y)
-        return self.head(y.mul_(0.5).mean((2, 3)))
+        return self.head((0.5 * y).mean((2, 3)))
 
 
 class InPlaceRead(Net):

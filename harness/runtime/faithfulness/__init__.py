@@ -1,0 +1,1 @@
+"""Hold captured graphs to the models that they were captured of."""

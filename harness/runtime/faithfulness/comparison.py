@@ -1,0 +1,304 @@
+"""Hold a captured graph to the model itself: a tracer may lose what a model means without a word.
+
+Both train two batches of unlike size, one after the other, from equal weights, buffers and random
+numbers. Loss, every gradient, buffers and the random numbers drawn must be equal, bit by bit as a
+rule; where they are not, float64 tells rounding from error. What differs is named by the first
+operator whose output or gradient does (`first_difference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.errors import HarnessError, ModelError, first_line
+from harness.runtime.agreement import raise_alike
+from harness.runtime.capture import Captured
+from harness.runtime.data.batch import Batch
+from harness.runtime.executor.values import MetaModel
+from harness.runtime.faithfulness.first_difference import find_first_difference
+from harness.runtime.faithfulness.float64 import Narrowing, in_float64, widened
+from harness.runtime.faithfulness.operator_run import OperatorRun
+from harness.runtime.faithfulness.outcomes import (
+    EXACT,
+    Outcome,
+    bits_of,
+    difference_of,
+    first_beyond,
+    is_equal,
+    rounding_of,
+    values_of,
+)
+from harness.runtime.memory import is_out_of_memory
+from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.precision import Precision
+from harness.runtime.preserved import RandomState, preserved, seed_all
+from harness.runtime.replicas import fingerprint
+from harness.runtime.world import World
+
+# Unlike each other, above 1 for batch normalisation, and few, because models are large.
+_SIZES = (3, 2)
+_SEED = 20
+_LONGEST = 160  # letters of what another library says
+
+
+Keep = Callable[[Tensor], Tensor]
+Loss = Callable[[Any, Batch], Tensor]
+
+
+class _Side:
+    """The model itself, or its graph.
+
+    Args:
+        parameters, buffers: of the side, under the model's names.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Batch], Any],
+        parameters: Callable[[], Mapping[str, Tensor]],
+        buffers: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        self._call, self._parameters, self._buffers = call, parameters, buffers
+
+    def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[Outcome]:
+        """Train the batches in turn, without updates, from one random state."""
+        seed_all(_SEED)
+        return [self._train(batch, loss_of, keep) for batch in batches]
+
+    def _train(self, batch: Batch, loss_of: Loss, keep: Keep) -> Outcome:
+        parameters = self._parameters()
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss = loss_of(self._call(batch), batch)
+        loss.backward()
+        nil = keep(torch.zeros(1, dtype=torch.float64))
+        tensors = {"loss": keep(loss)}
+        for name, parameter in parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            tensors[f"gradient of {name}"] = nil if gradient is None else keep(gradient)
+        tensors |= {f"buffer {name}": keep(b) for name, b in self._buffers().items()}
+        return Outcome(float(loss.detach()), tensors, RandomState().digests())
+
+
+def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
+    """Random samples of a task's inputs, drawn on the host."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(spec: InputSpec) -> Tensor:
+        if spec.n_values is not None:
+            return torch.randint(spec.n_values, (n, *spec.shape), generator=generator).to(
+                spec.dtype
+            )
+        return torch.randn(n, *spec.shape, generator=generator).to(spec.dtype)
+
+    inputs = tuple(draw(spec) for spec in task.inputs)
+    targets = torch.randint(max(2, task.n_classes), (n,), generator=generator)
+    return Batch(inputs, targets).to(device)
+
+
+def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:
+    """Check that a captured graph trains what the model itself does, where the model lies.
+
+    It costs four forward and backward passes of two or three samples, and memory for gradients and
+    copies of buffers; the model is left as it was.
+
+    Args:
+        dtype: of training, as `Precision` takes it: the check is made under its autocast too.
+
+    Raises:
+        ModelError: they differ, naming the first operator that does and why, where that is known;
+            or one device cannot train the model at all.
+    """
+    for precision in dict.fromkeys(("fp32", dtype)):
+        _Comparison(task, captured, name, precision).run()
+
+
+def hold_alike(task: Task, captured: Captured, dtype: str, world: World) -> None:
+    """As `hold_to_model`, on every rank, each on its own device; all ranks must call it.
+
+    Raises:
+        ModelError: on every rank, where any rank finds a difference.
+    """
+    name = type(task.model).__name__
+    raise_alike(lambda: hold_to_model(task, captured, name, dtype), world)
+
+
+class _Comparison:
+    def __init__(self, task: Task, captured: Captured, name: str, dtype: str) -> None:
+        self._task, self._captured, self._name = task, captured, name
+        tensors = (*task.model.parameters(), *task.model.buffers())
+        self._device = next((t.device for t in tensors), torch.device("cpu"))
+        self._precision = Precision(dtype, self._device)
+        self._meta = MetaModel(captured, task.inputs, self._device)
+        self._outputs: Any = None  # of the model's last forward pass
+        root = task.model
+        self._model = _Side(
+            self._call_model,
+            lambda: dict(root.named_parameters()),
+            lambda: dict(root.named_buffers()),
+        )
+        self._graph = _Side(self._call_graph, self._graph_parameters, self._graph_buffers)
+
+    def _call_model(self, batch: Batch) -> Any:
+        self._outputs = None
+        with self._precision.autocast():
+            self._outputs = self._task.model(*batch.inputs)
+        return self._outputs
+
+    def _call_graph(self, batch: Batch) -> Any:
+        samples = len(batch.targets)
+        with self._precision.autocast():
+            return OperatorRun(self._captured, self._meta, samples).run(*batch.inputs)
+
+    def _graph_parameters(self) -> dict[str, Tensor]:
+        """An export has parameters of its own, under the model's names; what it does not use is
+        the model's."""
+        own = dict(self._captured.module.named_parameters(remove_duplicate=False))
+        return {name: own.get(name, p) for name, p in self._task.model.named_parameters()}
+
+    def _graph_buffers(self) -> dict[str, Tensor]:
+        own = dict(self._captured.module.named_buffers(remove_duplicate=False))
+        return {name: own.get(name, b) for name, b in self._task.model.named_buffers()}
+
+    def run(self) -> None:
+        before = fingerprint(self._task.model)
+        batches, wanted = self._train_model()
+        if not torch.equal(before, fingerprint(self._task.model)):
+            raise ModelError(
+                f"the forward of {self._name} writes its own parameters, which a graph cannot: "
+                "write them between steps, or train it by --engine torch, which needs no plan"
+            )
+        if not is_equal(self._train_graph(batches), wanted):
+            self._explain(batches)
+
+    # Running
+
+    def _batches(self, sizes: Sequence[int]) -> list[Batch]:
+        return [draw_batch(self._task, n, k, self._device) for k, n in enumerate(sizes)]
+
+    def _train_model(self) -> tuple[list[Batch], list[Outcome]]:
+        """By batches that one device can train: a model may be written for one size of them."""
+        reasons: list[str] = []
+        for sizes in (_SIZES, (self._captured.graph.batch or 1,)):
+            try:
+                batches = self._batches(sizes)
+                return batches, self._train(self._model, batches)
+            except HarnessError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                reasons.append(self._reason(error, sizes[0]))
+        raise ModelError(f"one device cannot train {self._name} ({reasons[-1]}")
+
+    def _reason(self, error: Exception, samples: int) -> str:
+        said, outputs = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}", self._outputs
+        if isinstance(outputs, Tensor) and len(outputs.shape) == 2 and len(outputs) == samples:
+            return f"{said}): mend its forward first"
+        if outputs is None:
+            return f"{said}): mend its forward first"
+        given = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        return (
+            f"{said}): its forward returns {given} for {samples} samples, let it return a tensor "
+            "of one row of logits per sample"
+        )
+
+    def _sum_loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return self._task.sum_loss(outputs, batch.targets) / len(batch.targets)
+
+    def _train(
+        self,
+        side: _Side,
+        batches: Sequence[Batch],
+        loss_of: Loss | None = None,
+        keep: Keep = bits_of,
+    ) -> list[Outcome]:
+        with preserved(self._task.model, self._captured.module):
+            return side.train(batches, loss_of or self._sum_loss, keep)
+
+    def _train_graph(
+        self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = bits_of
+    ) -> list[Outcome]:
+        try:
+            return self._train(self._graph, batches, loss_of, keep)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            sizes = " and ".join(str(len(batch.targets)) for batch in batches)
+            raise ModelError(
+                f"the graph captured of {self._name} cannot train {sizes} samples, the model can "
+                f"({type(error).__name__}: {first_line(error)}): remove control flow and sizes "
+                "that depend on the batch, or train it by --engine torch, which needs no plan"
+            ) from error
+
+    # Comparing
+
+    def _explain(self, batches: Sequence[Batch]) -> None:
+        """Tell rounding from error, and raise for the latter."""
+        wanted = self._train(self._model, batches, keep=values_of)
+        again = self._train(self._model, batches, keep=values_of)
+        found = self._train_graph(batches, keep=values_of)
+        noise = difference_of(again, wanted)
+        if again[-1].random != wanted[-1].random or not noise < 0.1:
+            raise ModelError(
+                f"{self._name} gives another result each time it starts from the same weights and "
+                "random numbers: draw from torch's default generator alone"
+            )
+        drawn = [k for k, v in wanted[-1].random.items() if found[-1].random[k] != v]
+        difference = difference_of(found, wanted)
+        tolerance = max(10 * noise, rounding_of(self._task.model, self._precision.dtype))
+        exact = None if drawn else self._difference_in_float64(batches)
+        is_rounding = difference <= tolerance if exact is None else exact <= EXACT
+        if not drawn and is_rounding:
+            return
+        self._refuse(batches, found, wanted, drawn)
+
+    def _difference_in_float64(self, batches: Sequence[Batch]) -> float | None:
+        """None where the model cannot compute in float64, or chooses its own dtype inside."""
+
+        def project(outputs: Any, batch: Batch) -> Tensor:
+            count = torch.arange(outputs.numel(), device=outputs.device, dtype=torch.float64)
+            weights: Tensor = torch.cos(count).view(outputs.shape)
+            projected: Tensor = (outputs * weights).sum()
+            return projected
+
+        wide = [Batch(tuple(map(widened, b.inputs)), b.targets) for b in batches]
+        try:
+            with in_float64(self._task.model, self._captured.module):
+                with Narrowing() as narrowing:
+                    wanted = self._train(self._model, wide, project, values_of)
+                if narrowing.is_met:
+                    return None
+                return difference_of(self._train_graph(wide, project, values_of), wanted)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
+
+    def _refuse(
+        self,
+        batches: Sequence[Batch],
+        found: list[Outcome],
+        wanted: list[Outcome],
+        drawn: Sequence[str],
+    ) -> None:
+        sides = self._task.model, self._captured.module
+        with preserved(*sides), self._precision.autocast():
+            first = find_first_difference(self._task, self._captured, self._meta, batches, _SEED)
+        if drawn:
+            what = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
+        else:
+            k, name = first_beyond(found, wanted)
+            samples = len(batches[k].targets)
+            a, b = found[k], wanted[k]
+            what = f"with {samples} samples its {name} differs"
+            if name == "loss":
+                what += f" ({a.loss:.6g}, not {b.loss:.6g})"
+        raise ModelError(
+            f"the graph captured of {self._name} does not train what the model does: {what}; "
+            f"{first.text()}: rewrite that part, or train it by --engine torch, which needs no plan"
+        )

@@ -1,0 +1,308 @@
+"""Where a captured graph first differs from its model, and which construct the tracer lost there.
+
+The model runs under a mode that sees every call of torch and keeps a fingerprint of each result,
+with whether a gradient flows to it, and of that gradient. An operator of the graph whose output is
+none of these is the first that computes something else; one whose output has another gradient is
+the first, from the loss on, that passes something else back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+
+from harness.runtime.capture import Captured
+from harness.runtime.data.batch import Batch
+from harness.runtime.executor.layout import owners
+from harness.runtime.executor.values import MetaModel
+from harness.runtime.faithfulness.operator_run import OperatorRun
+from harness.runtime.faithfulness.outcomes import bits_of
+from harness.runtime.models.task import Task
+from harness.runtime.operators import function_name
+from harness.runtime.preserved import seed_all
+
+_TORCH = str(Path(torch.__file__).parent)
+_OF_TORCH = ("BackwardHookFunction", "CheckpointFunction")
+# Files of torch's that switch contexts by themselves, for hooks on modules.
+_INTERNAL = {str(Path(torch.__file__).parent / "utils" / "hooks.py")}
+_OWN_RUN = str(Path(__file__).with_name("comparison.py"))
+_Print = tuple[torch.Size, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDifference:
+    """What to say of a difference.
+
+    Attributes:
+        where: the operator, and what of it differs; empty where no output and no gradient of any
+            operator does.
+        constructs: of the model, which a graph may lose; likely ones first.
+    """
+
+    where: str = ""
+    constructs: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """In words, without a full stop."""
+        where = self.where or "no operator's own output or gradient"
+        if not self.constructs:
+            return f"the first to differ is {where}"
+        return f"the first to differ is {where}; the model has {', '.join(self.constructs[:3])}"
+
+
+@dataclass
+class _Seen:
+    """One result of the model: the print of its gradient, once that is known."""
+
+    has_gradient: bool
+    gradient: _Print | None = None
+
+
+@dataclass
+class _Results:
+    """Tensors that one side computed, by print, and the loss."""
+
+    loss: Tensor | None = None
+    by_print: defaultdict[_Print, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, tensor: Tensor) -> tuple[_Print, _Seen]:
+        """Keep prints of a tensor, and of its gradient when that comes."""
+        key, seen = _print(tensor), _Seen(tensor.requires_grad)
+        self.by_print[key].append(seen)
+        if tensor.requires_grad and not tensor.is_leaf:
+
+            def keep(gradient: Tensor) -> None:
+                seen.gradient = _print(gradient)
+
+            tensor.register_hook(keep)
+        return key, seen
+
+
+def _print(tensor: Tensor) -> _Print:
+    return tensor.shape, tensor.dtype, tuple(bits_of(tensor).tolist())
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+
+
+class _Recording(TorchFunctionMode):
+    """Keeps what the model computes, and the constructs that it computes in."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.results = _Results()
+        self.constructs: dict[str, str] = {}
+        self._device = device.type
+        self._outer = self._contexts()
+
+    def _contexts(self) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled(self._device)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        has_gradient, has_autocast = self._contexts()
+        if function_name(func) == "register_hook":
+            self._note("a hook on a tensor", _user_frame())
+        if (has_gradient, has_autocast) != self._outer:
+            self._note_context(is_autocast=has_autocast != self._outer[1])
+        for tensor in _tensors(result):
+            self.results.add(tensor)
+        return result
+
+    def note_output(self, module: nn.Module, given: Any, result: Any) -> None:
+        """A module's result, which an autograd function may have made."""
+        with torch._C.DisableTorchFunction():  # what looks at results is no part of the model
+            for tensor in _tensors(result):
+                self.results.add(tensor)
+
+    def _note_context(self, *, is_autocast: bool) -> None:
+        frame = _user_frame()
+        if frame is None:
+            return
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            self._note(
+                f"the autograd function {frame.f_code.co_qualname.rpartition('.')[0]}", frame
+            )
+        else:
+            self._note("autocast" if is_autocast else "torch.no_grad or the like", frame)
+
+    def _note(self, what: str, frame: FrameType | None) -> None:
+        """Keep a construct with the first place where it is met."""
+        self.constructs.setdefault(what, f"{what}{_place(frame)}")
+
+
+def _user_frame() -> FrameType | None:
+    """The innermost call that is neither torch's nor this module's; None where torch's own hooks,
+    or the harness, made it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file in _INTERNAL:
+            return None
+        if file != __file__ and not file.startswith(_TORCH):
+            return None if file == _OWN_RUN else frame
+        frame = frame.f_back
+    return None
+
+
+def _place(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def find_first_difference(
+    task: Task, captured: Captured, meta: MetaModel, batches: Sequence[Batch], seed: int
+) -> FirstDifference:
+    """Train the batches by both sides and compare them operator by operator.
+
+    Both start from the modules as they are and change them.
+    """
+    constructs = {text: text for text in _hooks_of(task.model)}
+    recordings, runs = [], []
+    attributes = {path: _numbers(module) for path, module in task.model.named_modules()}
+    buffers = {name: (b, b.detach().clone()) for name, b in task.model.named_buffers()}
+    seed_all(seed)
+    for batch in batches:
+        recording = _record(task, batch)
+        recordings.append(recording)
+        constructs = {**recording.constructs, **constructs}
+    constructs |= {text: text for text in _written(task.model, buffers, attributes)}
+    for buffer, value in buffers.values():
+        buffer.data.copy_(value)
+    seed_all(seed)
+    for batch in batches:
+        run = _Run(captured, meta, batch)
+        run.train(task, batch)
+        runs.append(run)
+    for recording, run in zip(recordings, runs, strict=True):
+        found = run.first_difference(recording.results)
+        if found:
+            return FirstDifference(where=found, constructs=tuple(constructs.values()))
+    return FirstDifference(constructs=tuple(constructs.values()))
+
+
+def _record(task: Task, batch: Batch) -> _Recording:
+    recording = _Recording(batch.targets.device)
+    handle = nn.modules.module.register_module_forward_hook(recording.note_output)
+    try:
+        with recording:
+            outputs = task.model(*batch.inputs)
+    finally:
+        handle.remove()
+    loss = task.sum_loss(outputs, batch.targets)
+    for name in _own_functions(loss):
+        recording.constructs.setdefault(name, name)
+    loss.backward()
+    return recording
+
+
+def _own_functions(loss: Tensor) -> list[str]:
+    """Names of autograd functions that Python code defines, along the graph of a loss."""
+    names: dict[str, None] = {}
+    seen, open_nodes = set(), [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if name not in _OF_TORCH:
+                names[f"the autograd function {name}"] = None
+        open_nodes += [following for following, _ in node.next_functions]
+    return list(names)
+
+
+def _hooks_of(model: nn.Module) -> Iterable[str]:
+    for path, module in model.named_modules():
+        for kind in ("backward", "backward_pre", "forward", "forward_pre"):
+            if getattr(module, f"_{kind}_hooks", None):
+                yield f"a {kind.replace('_', ' ')} hook on {path or 'the model'}"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield f"a hook on the parameter {name}"
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that are numbers or words."""
+    return {k: v for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str))}
+
+
+def _written(
+    model: nn.Module,
+    buffers: dict[str, tuple[Tensor, Tensor]],
+    attributes: dict[str, dict[str, Any]],
+) -> Iterable[str]:
+    """Buffers and numbers that forward changed or replaced, apart from those of torch's modules."""
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn"):
+            continue
+        for name, buffer in module.named_buffers(path, recurse=False):
+            known, value = buffers.get(name, (buffer, buffer))
+            if known is not buffer or not torch.equal(buffer, value):
+                yield f"the buffer {name}, which forward writes"
+        before = attributes.get(path, {})
+        for name, number in _numbers(module).items():
+            if before.get(name, number) != number:
+                yield f"the attribute {f'{path}.{name}'.strip('.')}, which forward writes"
+
+
+class _Run(OperatorRun):
+    """The graph's side on one batch."""
+
+    def __init__(self, captured: Captured, meta: MetaModel, batch: Batch) -> None:
+        super().__init__(captured, meta, len(batch.targets))
+        self._results = _Results()
+        self._owner = owners(captured)
+        self._nodes: list[tuple[fx.Node, _Print, _Seen]] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self._owner and isinstance(value, Tensor) and n.op != "placeholder":
+            self._nodes.append((n, *self._results.add(value)))
+        return value
+
+    def train(self, task: Task, batch: Batch) -> None:
+        task.sum_loss(self.run(*batch.inputs), batch.targets).backward()
+
+    def first_difference(self, model: _Results) -> str:
+        """The operator whose output or gradient is none that the model computed; empty if none."""
+        for node, key, seen in self._nodes:
+            known = model.by_print.get(key)
+            if not known:
+                return f"the output of {self._described(node)}"
+            if all(one.has_gradient != seen.has_gradient for one in known):
+                sides = ("graph", "model") if seen.has_gradient else ("model", "graph")
+                return (
+                    f"the gradient of {self._described(node)}, which is there in the {sides[0]} "
+                    f"and not in the {sides[1]}"
+                )
+        for node, key, seen in reversed(self._nodes):
+            known = [one for one in model.by_print[key] if one.has_gradient == seen.has_gradient]
+            if all(one.gradient != seen.gradient for one in known):
+                return f"the gradient of {self._described(node)}"
+        return ""
+
+    def _described(self, node: fx.Node) -> str:
+        kind = function_name(node.target)
+        if node.op == "call_module":
+            kind = type(self.fetch_attr(str(node.target))).__name__
+        return f"operator {self._owner[node]!r} ({kind})"

@@ -1,0 +1,99 @@
+"""What training a few batches gave, and how far two of them are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.runtime.replicas import fingerprint_of
+
+# Of the same terms in another order: a wrong gradient shows at 1e-3 and more. Differences are
+# relative to a tensor's largest element, or to a thousandth of the model's.
+EXACT = 1e-9
+_ROUNDED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training on one batch gave, by name, in the order in which it is compared."""
+
+    loss: float
+    tensors: dict[str, Tensor]
+    random: dict[str, str]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Two numbers, equal for equal bits and 0 for zeros of any shape."""
+    return fingerprint_of(real_of(tensor)).cpu()
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
+    return real_of(tensor).to("cpu", torch.float64, copy=True)
+
+
+def real_of(tensor: Tensor) -> Tensor:
+    """Dense numbers that are no complex ones and no booleans."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
+    return dense.to(torch.uint8) if dense.dtype == torch.bool else dense
+
+
+def rounding_of(model: nn.Module, dtype: str) -> float:
+    """How far sums of the same terms may be apart, by the model's narrowest parameters or the
+    dtype of training."""
+    dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDED}
+    dtypes |= {_NARROW[dtype]} if dtype in _NARROW else set()
+    return max((_ROUNDED[dtype] for dtype in dtypes), default=EXACT)
+
+
+def is_equal(found: list[Outcome], wanted: list[Outcome]) -> bool:
+    """Whether all bits are equal, and equally many random numbers drawn."""
+    return all(
+        a.random == b.random and all(torch.equal(a.tensors[k], b.tensors[k]) for k in b.tensors)
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _differences(found: list[Outcome], wanted: list[Outcome]) -> Iterator[tuple[float, int, str]]:
+    for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        for kind in ("loss", "gradient", "buffer"):
+            names = [name for name in b.tensors if name.startswith(kind)]
+            model_wide = max((_largest(b.tensors[name]) for name in names), default=0.0)
+            for name in names:
+                one, other = a.tensors[name], b.tensors[name]
+                scale = max(_largest(other), _FLOOR * model_wide) or 1.0
+                yield _distance(one, other) / scale, k, name
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two elements; a gradient that is nil has no shape."""
+    if torch.equal(one, other):
+        return 0.0
+    if one.shape != other.shape and one.any() and other.any():
+        return math.inf
+    distance = _largest(one - other) if one.any() or other.any() else 0.0
+    return math.inf if math.isnan(distance) else distance
+
+
+def difference_of(found: list[Outcome], wanted: list[Outcome]) -> float:
+    """The largest relative difference of any tensor."""
+    return max(difference for difference, _, _ in _differences(found, wanted))
+
+
+def first_beyond(found: list[Outcome], wanted: list[Outcome]) -> tuple[int, str]:
+    """The first tensor that is not merely rounded otherwise; else the one that differs most."""
+    all_of_them = list(_differences(found, wanted))
+    beyond = [one for one in all_of_them if one[0] > _ROUNDED[torch.float32]]
+    _, k, name = beyond[0] if beyond else max(all_of_them)
+    return k, name
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
