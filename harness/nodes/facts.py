@@ -72,8 +72,13 @@ class Gpu:
     """One GPU as nvidia-smi describes it.
 
     Attributes:
+        memory_total_bytes: None where it has none of its own (GB10, Jetson), or did not answer.
         throttle_reasons: active ones, in nvidia-smi's words without prefix: `hw_thermal_slowdown`.
         ecc_uncorrected: errors since the last reset, None where ECC is off or not there.
+        remap: `pending` or `failure` where rows of its memory (or pages) wait to be remapped, or
+            could not be.
+        recovery: what the driver asks for, such as `Reset`; empty: nothing.
+        errors: the fields in which nvidia-smi printed an error, by the error's words.
         capability: (8, 6) for sm_86.
     """
 
@@ -90,6 +95,10 @@ class Gpu:
     ecc_mode: str = ""
     ecc_uncorrected: int | None = None
     mig_mode: str = ""
+    n_mig_devices: int = 0
+    remap: str = ""
+    recovery: str = ""
+    errors: tuple[tuple[str, tuple[str, ...]], ...] = ()
     processes: tuple[GpuProcess, ...] = ()
     capability: tuple[int, int] | None = None
 
@@ -112,11 +121,17 @@ class GpuFacts:
     Attributes:
         n_cards: NVIDIA display or compute cards on the PCI bus, with or without a driver.
         smi_error: nvidia-smi's own words when it fails; empty when it works or is not there.
+        smi_returncode: its exit status, where it fails or says more than its XML.
+        smi_remarks: what it printed around its XML.
+        n_attached: how many GPUs nvidia-smi counts, which may be more than it describes.
     """
 
     n_cards: int = 0
     has_smi: bool = False
     smi_error: str = ""
+    smi_returncode: int | None = None
+    smi_remarks: tuple[str, ...] = ()
+    n_attached: int | None = None
     driver: str = ""
     cuda: str = ""
     gpus: tuple[Gpu, ...] = ()

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from harness.nodes.facts import Gpu, GpuFacts
-from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.findings import Status, Verdict, critical, ok, unknown, warn
+from harness.nodes.parse_gpu import BROKEN
+from harness.nodes.smi_failures import remedy_of
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
@@ -23,14 +25,17 @@ _BAD_THROTTLES = {
     "hw_power_brake_slowdown": "power supply brake",
 }
 _DRIVER_REMEDY = "sudo apt-get install --reinstall nvidia-driver && sudo reboot"
+# Errors in other fields than these cost nothing but a reading.
+_VITAL = re.compile(
+    "memory|total|used|free|clock|ecc|error|uncorr|dram|sram|util|name|uuid|gpu_temp|pstate"
+)
 
 
 def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
     """Every GPU works, is free, cool and unthrottled, under the driver that the others have."""
     gpu = report.facts.gpu
     if gpu.smi_error:
-        remedy = f"ssh {report.name} sudo dmesg | grep -i nvrm; then {_DRIVER_REMEDY}"
-        return [critical(f"nvidia-smi: {gpu.smi_error}", remedy)]
+        return [_judge_failure(report)]
     if not gpu.gpus:
         return [_judge_absence(report, survey)]
     verdicts = [v for one in gpu.gpus for v in _judge_one(report, one)]
@@ -38,15 +43,38 @@ def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
     return verdicts or [ok(describe_gpus(gpu))]
 
 
+def _has_no_card(gpu: GpuFacts) -> bool:
+    """A host for which it is right that nvidia-smi finds nothing."""
+    words = "no devices were found|couldn't communicate"
+    return not gpu.n_cards and bool(re.search(words, gpu.smi_error, re.IGNORECASE))
+
+
+def _judge_failure(report: HostReport) -> Verdict:
+    gpu = report.facts.gpu
+    remedy = remedy_of(f"{gpu.smi_error} status {gpu.smi_returncode}", report.name)
+    if _has_no_card(gpu):
+        return warn(
+            f"no NVIDIA card on the bus, yet nvidia-smi is installed: {gpu.smi_error}",
+            f"nothing, if {report.name} shall have none; else {remedy}",
+        )
+    status = f" (status {gpu.smi_returncode})" if gpu.smi_returncode else ""
+    return critical(f"nvidia-smi: {gpu.smi_error}{status}", remedy)
+
+
 def describe_gpus(gpu: GpuFacts) -> str:
     """Models, memory, clock and driver, equal ones counted."""
     models = Counter(
-        f"{one.name} {format_bytes(one.memory_total_bytes or 0)}"
+        f"{one.name} {_describe_memory(one)}"
         + (f" at {one.clock_mhz:.0f}/{one.clock_max_mhz:.0f} MHz" if _has_clocks(one) else "")
         for one in gpu.gpus
     )
     names = ", ".join(f"{count}x {name}" for name, count in models.items())
     return f"{names}, driver {gpu.driver}"
+
+
+def _describe_memory(gpu: Gpu) -> str:
+    n_bytes = gpu.memory_total_bytes
+    return "with the host's memory" if n_bytes is None else format_bytes(n_bytes)
 
 
 def _has_clocks(gpu: Gpu) -> bool:
@@ -71,18 +99,11 @@ def _judge_absence(report: HostReport, survey: Survey) -> Verdict:
 
 def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
     name = f"GPU {gpu.index} ({gpu.name})"
-    verdicts = []
-    if gpu.memory_total_bytes is None or "lost" in gpu.name.lower():
-        return [critical(f"{name} does not answer", f"ssh {report.name} sudo reboot")]
-    if gpu.ecc_uncorrected:
-        verdicts.append(
-            critical(
-                f"{name} has {gpu.ecc_uncorrected} uncorrectable memory errors: results are not "
-                "to be trusted",
-                f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}; if they return, "
-                "replace it",
-            )
-        )
+    verdicts: list[Verdict] = []
+    verdicts += _judge_errors(report, gpu, name)
+    if any(one.status is Status.CRITICAL for one in verdicts):
+        return verdicts
+    verdicts += _judge_memory(report, gpu, name)
     bad = [text for reason, text in _BAD_THROTTLES.items() if reason in gpu.throttle_reasons]
     if bad:
         remedy = (
@@ -94,11 +115,57 @@ def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
     if gpu.mig_mode == "Enabled":
         verdicts.append(
             warn(
-                f"{name} is cut into MIG instances: a rank sees one slice only",
+                f"{name} is cut into MIG instances ({gpu.n_mig_devices} made): a rank sees one "
+                "slice only",
                 f"ssh {report.name} sudo nvidia-smi -i {gpu.index} -mig 0",
             )
         )
     return verdicts + _judge_users(report, gpu, name)
+
+
+def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+    """What nvidia-smi could not read, by its words."""
+    verdicts = []
+    for words, fields in gpu.errors:
+        remedy = remedy_of(words, report.name)
+        shown = ", ".join(fields[:4]) + (f" and {len(fields) - 4} more" if fields[4:] else "")
+        if words == BROKEN:
+            text = f"{name} cannot be judged: nvidia-smi printed {words}"
+            verdicts.append(critical(text, f"ssh {report.name} nvidia-smi; a newer driver"))
+        elif re.search("permission", words, re.IGNORECASE):
+            if gpu.mig_mode != "Enabled":  # MIG hides it from all but root
+                verdicts.append(warn(f"{name} cannot be read whole: {words} ({shown})", remedy))
+        elif "total" in fields or re.search("lost|fallen", words, re.IGNORECASE):
+            verdicts.append(critical(f"{name} does not answer: {words}", remedy))
+        elif any(_VITAL.search(field) for field in fields):
+            verdicts.append(critical(f"{name} is faulty: {words} in {shown}", remedy))
+        else:
+            verdicts.append(warn(f"{name} has {words} in {shown}", remedy))
+    return verdicts
+
+
+def _judge_memory(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+    """Errors of its memory, and what the driver wants done about them."""
+    verdicts = []
+    reset = f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}"
+    if gpu.ecc_uncorrected:
+        verdicts.append(
+            critical(
+                f"{name} has {gpu.ecc_uncorrected} uncorrectable memory errors: results are not "
+                "to be trusted",
+                f"{reset}; if they return, replace it",
+            )
+        )
+    if gpu.remap == "failure":
+        text = f"{name} has bad memory that could not be remapped"
+        verdicts.append(critical(text, "replace it: it is worn out"))
+    elif gpu.remap:
+        text = f"{name} has bad memory, which is remapped at its next reset"
+        verdicts.append(warn(text, f"{reset}, or reboot {report.name}"))
+    if gpu.recovery:
+        text = f"{name} needs to be recovered, by its driver: {gpu.recovery}"
+        verdicts.append(critical(text, f"{reset}, or reboot {report.name}"))
+    return verdicts
 
 
 def _judge_users(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
@@ -123,6 +190,17 @@ def _judge_users(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
 def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
     gpu, slots = report.facts.gpu, report.probe.host.slots
     verdicts = []
+    n_missing = max(gpu.n_cards, gpu.n_attached or 0) - len(gpu.gpus)
+    if n_missing > 0:
+        text = f"{n_missing} of {n_missing + len(gpu.gpus)} NVIDIA card(s) are not shown"
+        verdicts.append(critical(f"{text} by nvidia-smi", remedy_of("is lost", report.name)))
+    if gpu.smi_remarks:
+        words = " / ".join(gpu.smi_remarks[:3])[:300]
+        text = f"nvidia-smi says more (status {gpu.smi_returncode or 0}): {words}"
+        verdicts.append(warn(text, remedy_of(words, report.name)))
+    elif gpu.smi_returncode:
+        text = f"nvidia-smi ended with status {gpu.smi_returncode} after its answer"
+        verdicts.append(warn(text, remedy_of(f"status {gpu.smi_returncode}", report.name)))
     drivers = [o.facts.gpu.driver for o in survey.answered if o.facts.gpu.driver]
     usual = Counter(drivers).most_common(1)[0][0] if drivers else ""
     if gpu.driver and gpu.driver != usual:
@@ -139,6 +217,8 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
     facts = report.facts
     gpu = facts.gpu
     if not gpu.gpus:
+        if gpu.smi_error and not _has_no_card(gpu):
+            return [unknown("nvidia-smi fails: see gpu", remedy_of(gpu.smi_error, report.name))]
         return [ok("no GPU to support")]
     if not facts.has_package("torch"):
         remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"

@@ -7,11 +7,12 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from harness.inputs import find_int, find_number
 from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
 from harness.nodes.parse_gpu import parse_gpus
 
 _SECTION = re.compile(r"^@harness:(\w+)$")
-_RC = re.compile(r"^@rc=(\d+)$")
+_RC = re.compile(r"^@rc=([0-9]{1,9})$")
 # cgroup v1 says "no limit" by a number close to 2**63.
 _NO_LIMIT_BYTES = 2**60
 
@@ -92,10 +93,7 @@ def parse_facts(text: str) -> Facts:
 
 
 def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    return find_number(text)
 
 
 def _os_name(lines: Iterable[str]) -> str:
@@ -107,7 +105,7 @@ def parse_cpu_list(text: str) -> int | None:
     """Count the cores of a list such as `0-3,8`."""
     count = 0
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
         if match is None:
             return None
         first, last = int(match.group(1)), int(match.group(2) or match.group(1))
@@ -125,15 +123,15 @@ def parse_limits(lines: Iterable[str]) -> tuple[float | None, int | None]:
             quota, period = _number(values[0]), _number(values[1])
             if quota and period:
                 cores.append(quota / period)
-        elif name.startswith("memory.") and values and values[0].isdigit():
-            memory.append(int(values[0]))
+        elif name.startswith("memory.") and values:
+            memory.append(find_int(values[0], 0, 2**64) or _NO_LIMIT_BYTES)
     bounded = [n_bytes for n_bytes in memory if n_bytes < _NO_LIMIT_BYTES]
     return min(cores, default=None), min(bounded, default=None)
 
 
 def parse_meminfo(lines: Iterable[str]) -> dict[str, int]:
     """/proc/meminfo in bytes."""
-    found = (re.match(r"(\w+):\s+(\d+) kB", line) for line in lines)
+    found = (re.match(r"(\w+):\s+([0-9]{1,18}) kB", line) for line in lines)
     return {match.group(1): int(match.group(2)) * 1024 for match in found if match}
 
 
@@ -141,7 +139,7 @@ def parse_disks(lines: Iterable[str]) -> tuple[Disk, ...]:
     """`df -Pk`, one line a directory; the same file system counts once."""
     disks: dict[str, Disk] = {}
     for line in lines:
-        match = re.match(r".*?\s(\d+)\s+(\d+)\s+(\d+)\s+\S+%\s+(/.*)$", line)
+        match = _DISK.match(line)
         if match:
             total, _, free, mount = match.groups()
             disks[mount] = Disk(
@@ -179,7 +177,8 @@ def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
     return tuple(interfaces)
 
 
-_LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+(\d+)")
+_DISK = re.compile(r".*?\s([0-9]{1,18})\s+([0-9]{1,18})\s+([0-9]{1,18})\s+[^\s%]+%\s+(/.*)$")
+_LINK = re.compile(r"^\d+:\s+([^:@\s]+)(?:@\S+)?:\s+<([^>]*)>\s+mtu\s+([0-9]{1,9})")
 
 
 def _is_up(flags: Collection[str]) -> bool:
@@ -188,7 +187,7 @@ def _is_up(flags: Collection[str]) -> bool:
 
 def _speed(text: str) -> int | None:
     """Megabits per second; drivers say -1, or 2**32 - 1, when the cable is out."""
-    return int(text) if text.isdigit() and 0 < int(text) < 2**31 else None
+    return find_int(text, 1, 2**31 - 1)
 
 
 def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
@@ -218,7 +217,7 @@ def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
             torch_cuda=answer["torch_cuda"],
             harness_hash=answer["harness_hash"],
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, "no answer in time" if section.returncode == 124 else section.lines[-1]
     return facts, ""
 

@@ -1,18 +1,31 @@
 """From `nvidia-smi -q -x` and torch's own words to GpuFacts.
 
 nvidia-smi's XML changes between drivers (clocks_throttle_reasons became clocks_event_reasons in
-R535; ECC counters have three shapes), so that tags are looked up by what is stable in them.
+R535; ECC counters have three shapes), so that tags are looked up by what is stable in them. Some
+drivers print broken XML, and names of processes come unescaped: each GPU is read by itself, without
+the parts that nobody needs, so that one that cannot be read costs itself only.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Protocol
 from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
+from harness.inputs import find_int, find_number
 from harness.nodes.facts import Gpu, GpuFacts, GpuProcess, TorchCuda
+
+_MOST_MIB = 10**9
+BROKEN = "broken XML"
+# What a GPU does not have, in the words of various drivers.
+_ABSENT = ("n/a", "not supported", "requested functionality has been deprecated", "none", "")
+_ERRORS = ("err!", "error", "lost", "insufficient permissions", "fallen off", "blocked", "timeout")
+# Not for XML, and the terminal's.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 
 
 class SectionLike(Protocol):
@@ -30,50 +43,107 @@ def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
     """Read cards, driver, GPUs, who uses them, and what torch can do with them."""
     n_cards = len(sections["nvidia_cards"].lines)
     smi = sections["nvidia_smi"]
-    if not smi.lines:
+    if not smi.lines and smi.returncode is None:
         return GpuFacts(n_cards=n_cards)
-    root = _xml(smi.text)
-    if root is None:
-        error = "nvidia-smi did not answer in time" if smi.returncode == 124 else smi.lines[0]
-        return GpuFacts(n_cards=n_cards, has_smi=True, smi_error=error)
+    text, remarks = _split(smi.text)
+    pieces = _pieces(text)
+    if not pieces:
+        return GpuFacts(
+            n_cards=n_cards,
+            has_smi=True,
+            smi_error=_failure(smi, remarks),
+            smi_returncode=smi.returncode,
+        )
     users = dict(line.split(" ", 1) for line in sections["gpu_users"].lines if " " in line)
     capabilities = _capabilities(sections["compute_capability"].lines)
     torch, torch_error = _torch(sections["torch_cuda"])
     return GpuFacts(
         n_cards=n_cards,
         has_smi=True,
-        driver=root.findtext("driver_version", ""),
-        cuda=root.findtext("cuda_version", ""),
-        gpus=tuple(
-            _gpu(index, element, users, capabilities)
-            for index, element in enumerate(root.findall("gpu"))
-        ),
+        smi_returncode=smi.returncode if smi.returncode or remarks else None,
+        smi_remarks=remarks,
+        driver=_word(_between(text, "driver_version")),
+        cuda=_word(_between(text, "cuda_version")),
+        n_attached=find_int(_between(text, "attached_gpus"), 0, 1024),
+        gpus=tuple(_gpu(index, *piece, users, capabilities) for index, piece in enumerate(pieces)),
         torch=torch,
         torch_error=torch_error,
     )
 
 
-def _xml(text: str) -> ElementTree.Element | None:
-    start, end = text.find("<?xml"), text.rfind("</nvidia_smi_log>")
-    if start < 0 or end < 0:
-        return None
+def _failure(smi: SectionLike, remarks: tuple[str, ...]) -> str:
+    """nvidia-smi's words, or its end where it has none."""
+    if smi.returncode in (124, 137):
+        return "nvidia-smi did not answer in time"
+    words = " / ".join(remarks[:3])
+    if not words:
+        return f"printed no GPU and ended with status {smi.returncode}"
+    return words if len(words) <= 300 else f"{words[:297]}..."
+
+
+def _split(text: str) -> tuple[str, tuple[str, ...]]:
+    """The XML, and the lines that stand around it; where it has no end, all that follows."""
+    text = _CONTROL.sub("", text)
+    starts = [at for at in (text.find("<?xml"), text.find("<nvidia_smi_log")) if at >= 0]
+    start = min(starts, default=len(text))
+    mark = "</nvidia_smi_log>"
+    end = text.rfind(mark)
+    end = end + len(mark) if end >= start else len(text)
+    around = [*text[:start].splitlines(), *text[end:].splitlines()]
+    return text[start:end], tuple(line.strip() for line in around if line.strip())
+
+
+def _between(text: str, tag: str) -> str:
+    """The text of the first element of a name without attributes."""
+    _, opened, rest = text.partition(f"<{tag}>")
+    content, closed, _ = rest.partition(f"</{tag}>")
+    return content.strip() if opened and closed else ""
+
+
+def _pieces(text: str) -> list[tuple[str, ElementTree.Element | None]]:
+    """The names and elements of all GPUs; None: its XML is broken."""
+    parts = [part.partition("</gpu>") for part in _escape_names(text).split("<gpu ")[1:]]
+    return [
+        (_between(body, "product_name") or "unknown", _element(body) if end else None)
+        for body, end, _ in parts
+    ]
+
+
+def _element(body: str) -> ElementTree.Element | None:
+    before, start, after = body.partition("<supported_clocks>")
+    if start and "</supported_clocks>" in after:  # broken in several drivers, and not needed
+        body = before + after.rpartition("</supported_clocks>")[2]
     try:
-        return ElementTree.fromstring(text[start : end + len("</nvidia_smi_log>")])
-    except ElementTree.ParseError:
+        return ElementTree.fromstring(f"<gpu {body}</gpu>")
+    except (ElementTree.ParseError, RecursionError):
         return None
+
+
+def _escape_names(text: str) -> str:
+    """Names of processes as XML would have them, whatever they hold."""
+    first, *rest = text.split("<process_name>")
+    parts = [first]
+    for part in rest:
+        name, end, after = part.partition("</process_name>")
+        bare = name.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+        parts.append(f"{escape(bare)}{end}{after}" if end else part)
+    return "<process_name>".join(parts)
 
 
 def _gpu(
     index: int,
-    element: ElementTree.Element,
+    name: str,
+    element: ElementTree.Element | None,
     users: Mapping[str, str],
     capabilities: Mapping[str, tuple[int, int]],
 ) -> Gpu:
+    if element is None:
+        return Gpu(index=index, name=name, errors=((BROKEN, ("all",)),))
     uuid = element.findtext("uuid", "")
     utilization = _quantity(element.findtext("utilization/gpu_util"))
     return Gpu(
         index=index,
-        name=element.findtext("product_name", ""),
+        name=name,
         uuid=uuid,
         memory_total_bytes=_mib(element.findtext("fb_memory_usage/total")),
         memory_used_bytes=_mib(element.findtext("fb_memory_usage/used")),
@@ -85,15 +155,19 @@ def _gpu(
         ecc_mode=_word(element.findtext("ecc_mode/current_ecc")),
         ecc_uncorrected=_uncorrected(element),
         mig_mode=_word(element.findtext("mig_mode/current_mig")),
+        n_mig_devices=len(element.findall("mig_devices/mig_device")),
+        remap=_remap(element),
+        recovery=_word(element.findtext("gpu_recovery_action")),
+        errors=_errors(element),
         processes=tuple(
             GpuProcess(
-                pid=int(process.findtext("pid", "0")),
+                pid=pid,
                 name=process.findtext("process_name", ""),
                 memory_bytes=_mib(process.findtext("used_memory")),
                 user=users.get(process.findtext("pid", ""), ""),
             )
             for process in element.findall("processes/process_info")
-            if process.findtext("pid", "").isdigit()
+            if (pid := find_int(process.findtext("pid", ""), 0, 2**31)) is not None
         ),
         capability=capabilities.get(uuid),
     )
@@ -101,25 +175,58 @@ def _gpu(
 
 def _quantity(text: str | None) -> float | None:
     """`1725 MHz`, `63 C`, `45 %`; None for `N/A` and its like."""
-    match = re.match(r"\s*(-?\d+(?:\.\d+)?)", text or "")
-    return float(match[1]) if match else None
+    words = (text or "").split()
+    return find_number(words[0], -1e6, _MOST_MIB) if words else None
 
 
 def _mib(text: str | None) -> int | None:
     """nvidia-smi's MiB in bytes."""
     value = _quantity(text)
-    return None if value is None else round(value) * 2**20
+    return None if value is None or value < 0 else round(value) * 2**20
+
+
+def _plain(text: str | None) -> str:
+    return (text or "").strip().strip("[]")
+
+
+def _is_error(text: str) -> bool:
+    return any(word in text.lower() for word in _ERRORS)
 
 
 def _word(text: str | None) -> str:
-    return "" if text is None or text in ("N/A", "[N/A]") else text
+    word = _plain(text)
+    return "" if word.lower() in _ABSENT or _is_error(word) else word
+
+
+def _errors(element: ElementTree.Element) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The fields in which an error stands, by its words; what processes are called is no field."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for child in element.iter():
+        words = _plain(child.text)
+        is_field = len(child) == 0 and child.tag != "process_name" and len(words) < 80
+        if is_field and _is_error(words):
+            found[words].append(child.tag)
+    return tuple((words, tuple(dict.fromkeys(tags))) for words, tags in found.items())
+
+
+def _remap(element: ElementTree.Element) -> str:
+    """Ampere and later remap rows; before, pages were retired."""
+
+    def has(*paths: str) -> bool:
+        return any(_plain(element.findtext(path)).lower() == "yes" for path in paths)
+
+    if has("remapped_rows/remapped_row_failure"):
+        return "failure"
+    pages = ("pending_retirement", "pending_blacklist")
+    waits = has("remapped_rows/remapped_row_pending", *(f"retired_pages/{name}" for name in pages))
+    return "pending" if waits else ""
 
 
 def _throttle_reasons(element: ElementTree.Element) -> tuple[str, ...]:
     for name in ("clocks_event_reasons", "clocks_throttle_reasons"):
         reasons = element.find(name)
         if reasons is not None:
-            active = [child.tag for child in reasons if (child.text or "").strip() == "Active"]
+            active = [child.tag for child in reasons if _plain(child.text) == "Active"]
             return tuple(re.sub(r"^clocks_\w+?_reason_", "", tag) for tag in active)
     return ()
 
@@ -143,7 +250,7 @@ def _uncorrected(element: ElementTree.Element) -> int | None:
 
 def _capabilities(lines: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """`GPU-..., 8.6`; older drivers do not know the field."""
-    found = (re.match(r"(\S+), (\d+)\.(\d+)$", line) for line in lines)
+    found = (re.match(r"(\S+), ([0-9]{1,3})\.([0-9]{1,3})$", line) for line in lines)
     return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
 
 
@@ -160,7 +267,7 @@ def _torch(section: SectionLike) -> tuple[TorchCuda | None, str]:
             capabilities=tuple((int(a), int(b)) for a, b in answer.get("capabilities", [])),
             kernel_errors=None if errors is None else tuple(map(str, errors)),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         timed_out = section.returncode == 124
         return None, "torch did not import in time" if timed_out else section.lines[-1]
     return torch, ""

@@ -176,7 +176,10 @@ probe_gpus() {
     command -v nvidia-smi >/dev/null 2>&1 || return 0
     section nvidia_smi
     state=$(bounded nvidia-smi -q -x 2>&1)
-    printf '%s\n@rc=%s\n' "$state" "$?"
+    code=$?
+    # The name of a process may look like a mark of this script.
+    printf '%s\n' "$state" | sed 's/^@/ @/'
+    printf '\n@rc=%s\n' "$code"
     report compute_capability nvidia-smi --query-gpu=uuid,compute_cap --format=csv,noheader
     section gpu_users
     printf '%s\n' "$state" | sed -n 's/.*<pid>\([0-9][0-9]*\)<.*/\1/p' | while read -r pid; do

@@ -67,7 +67,8 @@ def test_a_missing_driver_is_told_in_nvidia_smis_words(words: str) -> None:
 
 def test_a_hanging_nvidia_smi_and_broken_xml_are_errors(smi_xml: Xml) -> None:
     assert facts_of("<?xml", returncode=124).smi_error == "nvidia-smi did not answer in time"
-    assert facts_of(smi_xml("h200")[:900]).smi_error == '<?xml version="1.0" ?>'
+    (gpu,) = facts_of(smi_xml("h200")[:900]).gpus
+    assert gpu.errors == (("broken XML", ("all",)),)
 
 
 def test_volta_counts_errors_by_double_bits(smi_xml: Xml) -> None:
