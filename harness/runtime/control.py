@@ -6,17 +6,40 @@ barrier would spin). Nothing that arrives is unpickled.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import Store
 
+from harness.errors import LaunchError, first_line
+
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _POLL = timedelta(seconds=20)
 _CHUNK_BYTES = 1 << 20
+
+
+def _by_store(
+    method: Callable[Concatenate[Control, P], T],
+) -> Callable[Concatenate[Control, P], T]:
+    """Say in one line that rank 0 is gone, and the store with it."""
+
+    @functools.wraps(method)
+    def call(self: Control, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except dist.DistNetworkError as error:
+            raise LaunchError(
+                f"rank {self.rank} lost rank 0, which has ended or cannot be reached "
+                f"({first_line(error)}): look at what rank 0 said last"
+            ) from None
+
+    return call
 
 
 class Control:
@@ -40,6 +63,7 @@ class Control:
                 continue
             return bytes(self.store.get(key))
 
+    @_by_store
     def gather(self, name: str, value: T, type_: Any = Any) -> list[T]:
         """Every rank's value, by rank; waits for all, for as long as it takes."""
         key = self._key(name)
@@ -49,6 +73,7 @@ class Control:
             for rank in range(self.size)
         ]
 
+    @_by_store
     def broadcast(self, name: str, value: T, type_: Any = Any) -> T:
         """Rank 0's value on every rank; the others' argument is ignored."""
         key = self._key(name)
@@ -57,6 +82,7 @@ class Control:
         decoded: T = msgspec.json.decode(self._wait(key), type=type_)
         return decoded
 
+    @_by_store
     def send_to_first(self, name: str, data: bytes | None) -> dict[int, bytes]:
         """Bytes from the ranks that have some (not None) to rank 0, which returns them by rank."""
         key = self._key(name)
@@ -78,6 +104,7 @@ class Control:
                     self.store.delete_key(k)
         return received
 
+    @_by_store
     def leave(self) -> None:
         """Part for good: rank 0, whose process serves the store, waits until nobody needs it."""
         self.store.set(f"left/{self.rank}", "1")
@@ -85,10 +112,12 @@ class Control:
             for rank in range(self.size):
                 self._wait(f"left/{rank}")
 
+    @_by_store
     def report_failure(self, run: str, reason: str) -> None:
         """Tell the other ranks that this one's part of a run has failed; the first report stays."""
         self.store.compare_set(f"failure/{run}", "", f"{self.rank} {reason}")
 
+    @_by_store
     def read_failure(self, run: str) -> str | None:
         """`<rank> <reason>` of the first failure of a run; None while there is none."""
         key = f"failure/{run}"
