@@ -39,6 +39,7 @@ _GRACE_S = 10.0
 _ABANDON_S = 60.0
 _LEFT_S = 10.0
 _MANY_LINES = 40
+_SCREEN_LINES = 60
 
 
 def _limits() -> list[str]:
@@ -161,7 +162,7 @@ class Trial:
         log = self._log.read_text(errors="replace")
         lines = [line for line in log.splitlines() if line.strip()]
         run_dir = self._run_dir()
-        row: dict[str, Any] = {"message": [line[:400] for line in lines[-15:]], "log": lines[-80:]}
+        row: dict[str, Any] = {"message": [line[:400] for line in lines[-_SCREEN_LINES:]]}
         if run_dir is None:
             return row | {"status": None, "reason": "", "kept": {}}
         try:
@@ -221,7 +222,8 @@ def problems(fault: Fault, cluster: Cluster, row: dict[str, Any]) -> list[str]:
         found.append(f"status {row['status']}, not {fault.statuses[0]}")
     host = [] if fault.node is None else [re.escape(cluster.host(fault.node))]
     if fault.statuses != (None,):
-        absent = [words for words in (*host, *fault.reason) if not re.search(words, row["reason"])]
+        told = host if fault.is_named else []
+        absent = [words for words in (*told, *fault.reason) if not re.search(words, row["reason"])]
         found += [f"the reason does not say {words!r}" for words in absent]
     seen = "\n".join(row["message"])
     absent = [words for words in (*host, *fault.message) if not re.search(words, seen)]

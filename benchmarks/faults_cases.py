@@ -42,7 +42,8 @@ class Fault:
     Attributes:
         words: the workload's command line.
         limit_s: the launch ends this long after the injection, by `limit`.
-        node: the one that it strikes; the reason and the message must name its host.
+        node: the one that it strikes; the message must name its host.
+        is_named: whether the reason must name it, too.
         before: whether it is there before mpirun starts.
         reason: what run.json must say besides, as regular expressions.
         message: what the user must see besides.
@@ -62,6 +63,7 @@ class Fault:
     limit_s: float
     limit: str
     node: int | None = 1
+    is_named: bool = True
     heal: Act | None = None
     before: bool = False
     reason: tuple[str, ...] = ()
@@ -259,13 +261,15 @@ FAULTS = [
     _broken("exits", "a rank's training process leaves by os._exit(3)", _model("exit"),
             "exit code 3"),
     _broken("nan", "a rank's loss becomes NaN", _model("nan"), "(?i)nan|finite",
-            statuses=("invalid", "crash"), limit_s=RUN_S, limit="run timeout"),
+            statuses=("invalid",), limit_s=RUN_S, limit="run timeout",
+            words=train("ddp", "--steps", "100")),
     _broken("training-memory", "a rank's training process outgrows its node's 1.5 GiB",
             _model("memory"), "memory", statuses=("oom",), limit_s=30.0,
             limit="as long as filling takes", flags=("--memory", "4GiB,1536MiB,4GiB")),
     Fault(
         name="sshd-killed", what="sshd of a host and its sessions are killed during a run",
         words=DDP, inject=_kill_sshd(1), limit_s=AT_ONCE_S, limit="at once", message=_CHECK,
+        is_named=False,
     ),
     Fault(
         name="sshd-dead", what="sshd of a host is dead before the launch", words=DDP,

@@ -14,6 +14,7 @@ from harness.measure.store import (
     read_header,
     read_results,
     replacing,
+    write_atomically,
     write_header,
 )
 
@@ -171,6 +172,19 @@ def test_a_full_disk_costs_the_line_being_written_and_no_header(small_disk):
     (run,) = results.runs
     assert run.header == ended
     assert run.ranks[1][:2] == [SPAN, SAMPLE]
+
+
+@pytest.mark.cluster
+def test_a_full_disk_leaves_files_of_planning_as_they_were(small_disk):
+    path = small_disk / "cluster.json"
+    write_atomically(path, b"old")
+    fill(small_disk)
+    with pytest.raises(ResultsError, match=r"cluster.json on .* No space left on device"):
+        write_atomically(path, b"new" * 10_000)
+    with pytest.raises(ResultsError, match="No space left on device"):
+        write_atomically(small_disk / "deeper" / "profile-lenet.json", b"new" * 10_000)
+    assert path.read_bytes() == b"old"
+    assert not list(small_disk.rglob("*.tmp"))
 
 
 def test_a_results_path_that_is_no_directory_is_refused(tmp_path):
