@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 EXIT_CODE = 2
+_LONGEST = 2000
 
 
 def first_line(error: BaseException) -> str:
@@ -17,7 +18,16 @@ def first_line(error: BaseException) -> str:
 
 
 class HarnessError(Exception):
-    """Base of every error caused by input or environment rather than by a bug."""
+    """Base of every error caused by input or environment rather than by a bug.
+
+    The middle of a message that quotes too much is left out: the start says what is wrong, the end
+    what to do.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST - 500]} ... {message[-450:]}"
+        super().__init__(message)
 
 
 class HostfileError(HarnessError):

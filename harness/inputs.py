@@ -21,6 +21,7 @@ MOST_COUNT = 2**53
 # Products of three numbers within it are finite; so is the inverse of the least one.
 MOST_NUMBER = 1e30
 LEAST_NUMBER = 1e-30
+MOST_S = 1e10
 MOST_FILE_BYTES = 128 * 2**20
 
 _LONGEST_NUMBER = 40
@@ -46,6 +47,16 @@ def one_line(text: str, most: int = 300) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
+def is_amount(value: float, at_most: float = MOST_NUMBER) -> bool:
+    """Whether it is 0, or positive and of a magnitude that can be computed with."""
+    return value == 0 or is_positive(value, at_most)
+
+
+def is_positive(value: float, at_most: float = MOST_NUMBER) -> bool:
+    """As `is_amount`, without 0."""
+    return LEAST_NUMBER <= value <= at_most
+
+
 def find_int(text: str, at_least: int = 0, at_most: int = MOST_COUNT) -> int | None:
     """The integer that ASCII digits stand for, blanks around them allowed; None for any other text,
     and beyond the bounds."""
@@ -68,7 +79,8 @@ def find_number(
     if len(text) > _LONGEST_NUMBER or not _NUMBER.fullmatch(text):
         return None
     value = float(text)
-    is_within = at_least <= value <= at_most and (value == 0 or abs(value) >= least)
+    is_zero = value == 0 and not text.lower().partition("e")[0].strip("+-.0")
+    is_within = at_least <= value <= at_most and (is_zero or abs(value) >= least)
     return value if is_within else None
 
 
@@ -183,7 +195,6 @@ def decode_text(data: bytes, source: str, error: type[HarnessError] = ConfigErro
         text = data.decode(codec)
     except UnicodeDecodeError as problem:
         raise error(
-            f"{source} is not text in UTF-8 (byte {problem.start} is "
-            f"0x{data[problem.start]:02x}): save it as UTF-8"
+            f"{source} is not UTF-8 at byte {problem.start}: save it as UTF-8 text"
         ) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -9,7 +9,7 @@ import math
 import re
 
 from harness.errors import ConfigError
-from harness.inputs import find_number, shorten
+from harness.inputs import MOST_S, find_number, shorten
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
@@ -18,7 +18,6 @@ _LONGEST = 64
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 _MOST_BYTES = 2.0**60
 _MOST_BYTES_PER_S = 1e18
-_MOST_S = 1e10
 
 
 def _split(text: str, what: str, example: str) -> tuple[float, str]:
@@ -81,7 +80,7 @@ def parse_duration(text: str) -> float:
     number, unit = _split(text, "duration", "500us or 30s")
     if unit.lower() not in _SECONDS:
         raise ConfigError(f"duration {text!r} has an unknown unit: write it like 500us or 30s")
-    return _check(number * _SECONDS[unit.lower()], _MOST_S, text, "duration", "1e10 s")
+    return _check(number * _SECONDS[unit.lower()], MOST_S, text, "duration", "1e10 s")
 
 
 def _pick(value: float, scales: list[tuple[float, str]]) -> str:

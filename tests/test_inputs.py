@@ -99,7 +99,7 @@ def test_text_is_what_a_mark_says_and_its_lines_end_alike():
     assert decode_text(b"a\r\nb\rc\n", "f") == "a\nb\nc\n"
     for codec in ("utf-8", "utf-8-sig", "utf-16"):
         assert decode_text("h\u00e9\n".encode(codec), "f") == "h\u00e9\n"
-    with pytest.raises(ConfigError, match=r"^f is not text in UTF-8 .byte 1 is 0xff"):
+    with pytest.raises(ConfigError, match=r"^f is not UTF-8 at byte 1: save it"):
         decode_text(b"a\xff", "f")
 
 

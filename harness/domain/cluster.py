@@ -6,12 +6,13 @@ may be written by hand; `Cluster.uniform` builds the common case from four numbe
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 
 import msgspec
 
-from harness.domain.files import FileKind, JsonFile
+from harness.domain.files import Count, FileKind, JsonFile, Number
 from harness.errors import ClusterError
+from harness.inputs import MOST_S, is_amount, is_positive
 
 SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 1
@@ -51,9 +52,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     name: str
     kind: str
-    memory_bytes: int
+    memory_bytes: Count
     speed: float = 1.0
-    flops_per_s: dict[str, float] = {}
+    flops_per_s: dict[str, Number] = {}
     host_s_per_byte: float = 0.0
     reduce_s_per_byte: float = 0.0
     host_s_per_message: float = 0.0
@@ -92,9 +93,9 @@ class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     operation: str
     transport: str
-    n_ranks: int
-    n_bytes: int
-    duration_s: float
+    n_ranks: Count
+    n_bytes: Count
+    duration_s: Number
 
 
 class Cluster(JsonFile, frozen=True, kw_only=True):
@@ -124,41 +125,22 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         names = [device.name for device in self.devices]
         if not names:
             raise ClusterError("the cluster has no device: name at least one node with one device")
-        twice = {name for name in names if names.count(name) > 1} if len(names) < 512 else set()
-        if twice or len(set(names)) != len(names):
-            raise ClusterError(f"device names must be unique, repeated: {sorted(twice)}")
-        if not 1 <= self.crowding < math.inf:
-            raise ClusterError(f"the cluster has crowding {self.crowding}: it must be >= 1")
+        twice = [name for name, n in Counter(names).items() if n > 1]
+        if twice:
+            raise ClusterError(f"device names must be unique, repeated: {sorted(twice)[:8]}")
+        if not (self.crowding >= 1 and is_positive(self.crowding)):
+            raise ClusterError(
+                f"the cluster has crowding {self.crowding}: it must be >= 1, and not beyond 1e30"
+            )
         for node in self.nodes:
-            if node.nic_bytes_per_s is not None and not node.nic_bytes_per_s > 0:
+            if node.nic_bytes_per_s is not None and not is_positive(node.nic_bytes_per_s):
                 raise ClusterError(
                     f"node {node.name} has nic_bytes_per_s {node.nic_bytes_per_s}: it must be "
-                    "above 0, or null where the interface does not limit"
+                    "above 0, at most 1e30, or null where the interface does not limit"
                 )
-        known = set(names)
         for device in self.devices:
-            if device.memory_bytes <= 0 or not device.speed > 0:
-                raise ClusterError(
-                    f"device {device.name} has memory {device.memory_bytes} B and speed "
-                    f"{device.speed}: both must be above 0"
-                )
-            for name in _COSTS:
-                cost: float = getattr(device, name)
-                if not 0 <= cost < math.inf:
-                    raise ClusterError(f"device {device.name} has {name} {cost}: it must be >= 0")
-            _check_jitter(device)
-        for link in self.links:
-            if link.source not in known or link.target not in known:
-                raise ClusterError(
-                    f"link {link.source} -> {link.target} names a device that is not in the "
-                    f"cluster ({', '.join(names[:8])}{' ...' if len(names) > 8 else ''})"
-                )
-            if not link.bandwidth_bytes_per_s > 0 or not 0 <= link.latency_s < math.inf:
-                raise ClusterError(
-                    f"link {link.source} -> {link.target} has latency {link.latency_s} s and "
-                    f"bandwidth {link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and "
-                    "bandwidth > 0"
-                )
+            _check_device(device)
+        _check_links(self.links, names)
 
     @property
     def devices(self) -> list[Device]:
@@ -213,14 +195,54 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         return cls(nodes=nodes, links=links)
 
 
+def _check_device(device: Device) -> None:
+    """Refuse what nothing can be divided by, or what is no amount."""
+    if device.memory_bytes <= 0 or not is_positive(device.speed):
+        raise ClusterError(
+            f"device {device.name} has memory {device.memory_bytes} B and speed "
+            f"{device.speed}: both must be above 0, and speed at most 1e30"
+        )
+    for name in _COSTS:
+        cost: float = getattr(device, name)
+        if not is_amount(cost, MOST_S):
+            raise ClusterError(
+                f"device {device.name} has {name} {cost}: it must be >= 0, and at most 1e10"
+            )
+    _check_jitter(device)
+
+
 def _check_jitter(device: Device) -> None:
     """Refuse a curve that cannot be read between its points."""
     shorter_s = 0.0
     for point in device.jitter:
-        if not shorter_s < point.computing_s < math.inf or not 0 <= point.deviation_s < math.inf:
+        is_after = shorter_s < point.computing_s and is_positive(point.computing_s, MOST_S)
+        if not is_after or not is_amount(point.deviation_s, MOST_S):
             raise ClusterError(
                 f"device {device.name} has jitter of deviation_s {point.deviation_s} at "
-                f"computing_s {point.computing_s} after {shorter_s}: computing_s must ascend from "
-                "above 0 and deviation_s must be >= 0"
+                f"computing_s {point.computing_s} after {shorter_s}: computing_s must ascend "
+                "from above 0, deviation_s must be >= 0, and both at most 1e10"
             )
         shorter_s = point.computing_s
+
+
+def _check_links(links: list[Link], names: list[str]) -> None:
+    """Refuse links of no device, of no speed, and those that are named twice."""
+    known, seen = set(names), set()
+    for link in links:
+        ends = link.source, link.target
+        if not known.issuperset(ends):
+            raise ClusterError(
+                f"link {link.source} -> {link.target} names a device that is not in the "
+                f"cluster ({', '.join(names[:8])}{' ...' if len(names) > 8 else ''})"
+            )
+        if ends in seen:
+            raise ClusterError(
+                f"link {link.source} -> {link.target} is there twice: keep one; a link has one way"
+            )
+        seen.add(ends)
+        if not is_positive(link.bandwidth_bytes_per_s) or not is_amount(link.latency_s, MOST_S):
+            raise ClusterError(
+                f"link {link.source} -> {link.target} has latency {link.latency_s} s and "
+                f"bandwidth {link.bandwidth_bytes_per_s} B/s: latency must be >= 0 and "
+                "bandwidth > 0, at most 1e10 and 1e30"
+            )

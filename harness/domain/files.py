@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.inputs import decode_text, one_line, read_file, shorten
+from harness.inputs import MOST_COUNT, MOST_NUMBER, decode_text, one_line, read_file, shorten
 
 T = TypeVar("T")
+
+# Numbers of files, bounded so that arithmetic with them neither overflows nor takes all memory.
+Count = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
+Number = Annotated[float, msgspec.Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from harness.domain.files import FileKind, JsonFile
+from harness.domain.files import Count, FileKind, JsonFile, Number
 from harness.errors import GraphError
+from harness.inputs import MOST_COUNT, is_amount, shorten
 
 SCHEMA = "harness-graph"
 SCHEMA_VERSION = 1
 
-Attribute = bool | int | float | str | Sequence[int | float | str]
+Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
 # The dims that an output may have and a partition may name.
 DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
@@ -57,7 +58,7 @@ class Operator(
     name: str
     kind: str
     inputs: list[str] = []
-    shape: dict[str, int] = {}
+    shape: dict[str, Count] = {}
     dtype: str = "float32"
     forward_flops: float = 0.0
     backward_flops: float = 0.0
@@ -67,10 +68,11 @@ class Operator(
     attrs: dict[str, Attribute] = {}
 
     def __post_init__(self) -> None:
-        for field in ("forward_flops", "backward_flops", "parameter_bytes", "activation_bytes"):
-            value = getattr(self, field)
-            if not 0 <= value < math.inf:
-                raise GraphError(f"operator {self.name!r} has {field} {value}: it must be >= 0")
+        for field in ("forward_flops", "backward_flops"):
+            _check(self.name, field, getattr(self, field), is_amount(getattr(self, field)), "1e30")
+        for field in ("parameter_bytes", "activation_bytes"):
+            is_count = 0 <= getattr(self, field) <= MOST_COUNT
+            _check(self.name, field, getattr(self, field), is_count, "2**53")
         for dim, size in self.shape.items():
             if dim not in DIM_NAMES:
                 raise GraphError(
@@ -78,6 +80,10 @@ class Operator(
                 )
             if size < 1:
                 raise GraphError(f"operator {self.name!r} has {dim} {size}: a size must be >= 1")
+        if self.n_elements > MOST_COUNT:
+            raise GraphError(
+                f"operator {self.name!r} has shape {self.shape}: its elements must be at most 2**53"
+            )
 
     @property
     def profile_key(self) -> str:
@@ -102,15 +108,18 @@ class Graph(JsonFile, frozen=True, kw_only=True):
 
     name: str
     operators: list[Operator]
-    batch: int | None = None
+    batch: Count | None = None
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         if not self.operators:
             raise GraphError(f"graph {self.name!r} is empty: it needs at least one operator")
-        if self.batch is not None and self.batch < 1:
-            raise GraphError(f"graph {self.name!r} has batch {self.batch}: it must be >= 1")
+        if self.batch is not None and not 1 <= self.batch <= MOST_COUNT:
+            raise GraphError(
+                f"graph {self.name!r} has batch {shorten(self.batch)}: it must be >= 1, and at "
+                "most 2**53"
+            )
         check_references(self.name, self.operators)
         seen: set[str] = set()
         for operator in self.operators:
@@ -163,6 +172,13 @@ class Graph(JsonFile, frozen=True, kw_only=True):
     def content_hash(self) -> str:
         """16 hex digits over all that planning reads; strategies carry it."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+
+def _check(operator: str, field: str, value: float, is_right: bool, most: str) -> None:
+    if not is_right:
+        raise GraphError(
+            f"operator {operator!r} has {field} {shorten(value)}: it must be >= 0, at most {most}"
+        )
 
 
 def check_references(graph: str, operators: list[Operator]) -> None:
@@ -218,11 +234,12 @@ def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
 def _find_cycle(operators: list[Operator], stuck: set[int]) -> list[str]:
     """Follow producers among the operators that never became ready until one repeats."""
     position = {operator.name: i for i, operator in enumerate(operators)}
-    path = [min(stuck)]
+    path = {min(stuck): None}
     while True:
-        producers = (position[name] for name in operators[path[-1]].inputs)
+        producers = (position[name] for name in operators[next(reversed(path))].inputs)
         current = next(i for i in producers if i in stuck)
         if current in path:
-            cycle = [*path[path.index(current) :], current]
+            passed = list(path)
+            cycle = [*passed[passed.index(current) :], current]
             return [operators[i].name for i in reversed(cycle)]
-        path.append(current)
+        path[current] = None

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
 from harness.errors import StrategyError
+from harness.inputs import shorten
 
 SAMPLE = "sample"
 REPLICA = "replica"
@@ -53,19 +54,27 @@ def cut_dim(size: int, cut: Cut) -> list[Interval]:
     Raises:
         StrategyError: no parts, a share below 1, or more parts than elements.
     """
+    if isinstance(cut, int) and cut > size:
+        raise _empty_part(size, cut)
     shares = [1] * cut if isinstance(cut, int) else cut
     if not shares or min(shares) < 1:
-        raise StrategyError(f"a cut into {cut} is not possible: give a number or shares above 0")
+        raise StrategyError(
+            f"a cut into {shorten(cut)} is not possible: give a number or shares above 0"
+        )
     total, done, bounds = sum(shares), 0, [0]
     for share in shares:
         done += share
         bounds.append(size * done // total)
     intervals = list(pairwise(bounds))
     if any(start == stop for start, stop in intervals):
-        raise StrategyError(
-            f"a dim of {size} elements cut into {cut} leaves an empty part: use fewer parts"
-        )
+        raise _empty_part(size, cut)
     return intervals
+
+
+def _empty_part(size: int, cut: Cut) -> StrategyError:
+    return StrategyError(
+        f"a dim of {size} elements cut into {shorten(cut)} leaves an empty part: use fewer parts"
+    )
 
 
 def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -> list[Block]:

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from harness.domain.files import FileKind, JsonFile
+from harness.domain.files import Count, FileKind, JsonFile
 from harness.errors import GraphError
+from harness.inputs import MOST_COUNT, MOST_S, is_amount, is_positive
 
 SCHEMA = "harness-profile"
 SCHEMA_VERSION = 1
@@ -57,11 +58,11 @@ class Measurement(
     operator: str
     forward_s: float
     backward_s: float
-    shape: dict[str, int] = {}
+    shape: dict[str, Count] = {}
     dtype: str = "float32"
-    saved_bytes: int | None = None
+    saved_bytes: Count | None = None
     spread: float | None = None
-    n_samples: int | None = None
+    n_samples: Count | None = None
     in_place_backward_s: float | None = None
     input_backward_s: float | None = None
 
@@ -82,18 +83,25 @@ class Measurement(
     def __post_init__(self) -> None:
         for field in ("forward_s", "backward_s", *BACKWARD_VARIANTS):
             value = getattr(self, field)
-            if value is not None and not 0 <= value < math.inf:
+            if value is not None and not is_amount(value, MOST_S):
                 raise GraphError(
                     f"operator {self.operator!r} on {self.device_kind!r} has {field} {value}: "
-                    "a time must be >= 0"
+                    "a time must be >= 0, and at most 1e10 s"
                 )
         if self.saved_bytes is not None and self.saved_bytes < 0:
             raise GraphError(
                 f"operator {self.operator!r} has saved_bytes {self.saved_bytes}: it must be >= 0"
             )
-        if any(size < 1 for size in self.shape.values()):
+        if self.spread is not None and not is_amount(self.spread):
             raise GraphError(
-                f"operator {self.operator!r} has shape {self.shape}: sizes must be >= 1"
+                f"operator {self.operator!r} has spread {self.spread}: it must be >= 0, and at "
+                "most 1e30"
+            )
+        sizes = self.shape.values()
+        if any(size < 1 for size in sizes) or math.prod(sizes) > MOST_COUNT:
+            raise GraphError(
+                f"operator {self.operator!r} has shape {self.shape}: sizes must be >= 1, and their "
+                "product at most 2**53"
             )
 
 
@@ -114,7 +122,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     device_kind: str
-    batch: int
+    batch: Count
     dtype: str
     step_s: float
     operators_s: float
@@ -123,7 +131,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     operators_forward_share: float | None = None
     latest_s: float | None = None
     alone_ratio: float | None = None
-    n_devices: int = 1
+    n_devices: Count = 1
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -132,15 +140,15 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         for field in ("step_s", "operators_s", "latest_s", "alone_ratio"):
             value = getattr(self, field)
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not is_positive(value, MOST_S):
                 raise GraphError(
                     f"the whole step on {self.device_kind!r} has {field} {value}: it must be above "
-                    "0"
+                    "0, and at most 1e10 s"
                 )
 
         for field in ("forward_share", "operators_forward_share"):
             value = getattr(self, field)
-            if value is not None and not 0 < value < 1:
+            if value is not None and not (is_positive(value) and value < 1):
                 raise GraphError(
                     f"the whole step on {self.device_kind!r} has {field} {value}: it must be "
                     "between 0 and 1"

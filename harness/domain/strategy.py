@@ -18,13 +18,12 @@ from __future__ import annotations
 import msgspec
 
 from harness.domain.cluster import Cluster
-from harness.domain.files import FileKind, JsonFile
+from harness.domain.files import Count, FileKind, JsonFile
 from harness.domain.fingerprint import MadeFor, differences, fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import (
     REPLICA,
     SAMPLE,
-    Cut,
     count_parts,
     cut_dim,
     n_parts,
@@ -43,6 +42,7 @@ from harness.errors import StrategyError
 
 SCHEMA = "harness-strategy"
 SCHEMA_VERSION = 1
+_MOST_MICROBATCHES = 2**16
 
 
 class StaleStrategyError(StrategyError):
@@ -62,9 +62,9 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         stage: which pipeline stage it belongs to.
     """
 
-    partition: dict[str, Cut]
-    devices: list[int]
-    stage: int = 0
+    partition: dict[str, Count | list[Count]]
+    devices: list[Count]
+    stage: Count = 0
 
 
 def copies_of(plan: OperatorPlan, k: int) -> tuple[int, ...]:
@@ -98,9 +98,9 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
     FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
 
     name: str
-    batch: int
+    batch: Count
     operators: dict[str, OperatorPlan]
-    n_microbatches: int = 1
+    n_microbatches: Count = 1
     schedule: ScheduleName = "gpipe"
     stages: list[Stage] = msgspec.field(default_factory=lambda: [Stage()])
     made_for: MadeFor = MadeFor()
@@ -189,10 +189,12 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
 
 
 def _check_numbers(strategy: Strategy) -> None:
-    if strategy.batch < 1 or not 1 <= strategy.n_microbatches <= strategy.batch:
+    most = min(strategy.batch, _MOST_MICROBATCHES)
+    if strategy.batch < 1 or not 1 <= strategy.n_microbatches <= most:
         raise StrategyError(
             f"strategy {strategy.name!r} cuts a batch of {strategy.batch} into "
-            f"{strategy.n_microbatches} microbatches: both must be >= 1, and each needs a sample"
+            f"{strategy.n_microbatches} microbatches: both must be >= 1, each needs a sample, and "
+            f"{_MOST_MICROBATCHES} are the most"
         )
     if not strategy.stages:
         raise StrategyError(f"strategy {strategy.name!r} has no stage: it needs at least one")
@@ -241,17 +243,17 @@ def _check_plan(
                 f"operator {operator.name!r} ({operator.kind}) cannot be cut along {dim!r}: "
                 f"it can along {', '.join(allowed) or 'nothing'}"
             )
+    if count_parts(plan.partition) != len(plan.devices):
+        raise StrategyError(
+            f"operator {operator.name!r} has {count_parts(plan.partition)} blocks and "
+            f"{len(plan.devices)} devices: name one device per block"
+        )
     try:
         full_blocks(operator, plan.partition, batch=microbatch, graph_batch=graph_batch)
     except StrategyError as error:
         raise StrategyError(
             f"operator {operator.name!r} at microbatch {microbatch}: {error}"
         ) from None
-    if count_parts(plan.partition) != len(plan.devices):
-        raise StrategyError(
-            f"operator {operator.name!r} has {count_parts(plan.partition)} blocks and "
-            f"{len(plan.devices)} devices: name one device per block"
-        )
     n_copies = n_replicas(plan.partition)
     for first in range(0, len(plan.devices), n_copies):
         copies = plan.devices[first : first + n_copies]
@@ -279,16 +281,19 @@ def _check_stages(strategy: Strategy, graph: Graph) -> None:
                     f"operator {operator.name!r} of stage {after} reads from {name!r} of stage "
                     f"{before}: stages must follow the flow"
                 )
+    n_stages, used = len(strategy.stages), {plan.stage for plan in strategy.operators.values()}
+    empty = next((stage for stage in range(n_stages) if stage not in used), None)
+    if empty is not None:
+        raise StrategyError(f"stage {empty} of {n_stages} has no operator: remove it")
     sets = strategy.stage_devices()
-    empty = [i for i, devices in enumerate(sets) if not devices]
-    if empty:
-        raise StrategyError(f"stage {empty[0]} of {len(sets)} has no operator: remove it")
-    for i, a in enumerate(sets):
-        for j in range(i):
-            if a != sets[j] and set(a) & set(sets[j]):
+    first_on: dict[int, int] = {}
+    for i, devices in enumerate(sets):
+        for device in devices:
+            j = first_on.setdefault(device, i)
+            if sets[j] != devices:
                 raise StrategyError(
-                    f"stages {j} and {i} share device {min(set(a) & set(sets[j]))} but not all "
-                    "their devices: give stages equal or separate devices"
+                    f"stages {j} and {i} share device {device} but not all their devices: give "
+                    "stages equal or separate devices"
                 )
     n_ranks = strategy.n_ranks()
     if len(set(sets)) != n_ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
+from harness.inputs import MOST_COUNT, decode_text, find_int, read_file, shorten
 from harness.plan.convert import convert, strategy_from
 from harness.plan.costs import COSTS
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
@@ -29,6 +31,7 @@ from harness.units import parse_bandwidth, parse_bytes
 CaptureModel = Callable[[str, int], Graph]
 
 _NO_LIMIT_BYTES = 2**50
+_MOST_DEVICES = 1024
 _DEFAULT_KIND = "device"
 _ESTIMATES = ("estimated from FLOPs", "roofline")
 
@@ -84,8 +87,8 @@ def request_from(
 def _check_numbers(args: argparse.Namespace) -> None:
     for flag in ("batch", "budget", "seconds"):
         value = getattr(args, flag)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{flag} {value} must be above 0")
+        if value is not None and not 0 < value <= MOST_COUNT:
+            raise ConfigError(f"--{flag} {shorten(value)} must be above 0, and at most 2**53")
     if args.memory is not None and parse_bytes(args.memory) < 1:
         raise ConfigError(f"--memory {args.memory} must be above 0")
 
@@ -124,10 +127,15 @@ def parse_topology(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: anything else.
     """
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--topology {text!r} is not NODESxDEVICES: write it like 4x4")
-    return (1, int(parts[0])) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+    nodes, _, devices = text.lower().rpartition("x")
+    n_nodes, n_devices = find_int(nodes or "1", at_least=1), find_int(devices, at_least=1)
+    if n_nodes is None or n_devices is None or text[:1] in "xX":
+        raise ConfigError(f"--topology {shorten(text)} is not NODESxDEVICES: write it like 4x4")
+    if n_nodes * n_devices > _MOST_DEVICES:
+        raise ConfigError(
+            f"--topology {text} has {n_nodes * n_devices} devices: {_MOST_DEVICES} are the most"
+        )
+    return n_nodes, n_devices
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -159,8 +167,8 @@ def _profiled_kind(args: argparse.Namespace) -> str | None:
         path = _default_profile(args, args.model)
     if path is None or not path.is_file():
         return None
-    data = path.read_bytes()
-    if not data.lstrip().startswith(b"{"):
+    data = read_file(path, "profile", GraphError)
+    if not _is_json(data):
         return None
     kinds = Profile.from_json(data, source=str(path)).device_kinds
     return kinds[0] if kinds else None
@@ -174,7 +182,8 @@ def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
     values = [parse_bandwidth(part) for part in args.bandwidth.split(",")]
     if len(values) > 2 or not all(value > 0 for value in values):
         raise ConfigError(
-            f"--bandwidth {args.bandwidth!r} is not INSIDE[,BETWEEN] above 0: write 1e10,1.25e9"
+            f"--bandwidth {shorten(args.bandwidth)} is not INSIDE[,BETWEEN] above 0: write "
+            "1e10,1.25e9"
         )
     return values[0], values[1] if len(values) == 2 else None
 
@@ -232,7 +241,7 @@ def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
     """Times of the cluster's devices by their rates, at likely shards."""
     parts = [parse_bandwidth(part) for part in text.split(",")]
     if len(parts) != 2:
-        raise ConfigError(f"--rates {text!r} is not FLOPS,BYTES: write it like 9.3e12,549e9")
+        raise ConfigError(f"--rates {shorten(text)} is not FLOPS,BYTES: write it like 9.3e12,549e9")
     rates = DeviceRates(flops_per_s=parts[0], memory_bytes_per_s=parts[1])
     return roofline_profile(
         graph,
@@ -271,11 +280,8 @@ def _default_profile(args: argparse.Namespace, model: str) -> Path:
 def _profile(
     args: argparse.Namespace, cluster: Cluster, graph: Graph | None
 ) -> tuple[Graph, Profile]:
-    try:
-        data = args.profile.read_bytes()
-    except OSError as error:
-        raise GraphError(f"profile {args.profile}: {error.strerror}") from None
-    if data.lstrip().startswith(b"{"):
+    data = read_file(args.profile, "profile", GraphError)
+    if _is_json(data):
         profile = Profile.from_json(data, source=str(args.profile))
         beside = graph_beside(args.profile)
         if graph is None and beside.is_file():
@@ -288,19 +294,32 @@ def _profile(
         return graph, profile
     if graph is not None:
         raise ConfigError(f"{args.profile} brings its own graph: leave out --model and --graph")
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        raise GraphError(
-            f"profile {args.profile} is neither JSON nor a PipeDream graph.txt"
-        ) from None
-    return parse_graph_txt(
-        text,
+    graph, profile = parse_graph_txt(
+        decode_text(data, f"profile {args.profile}", GraphError),
         name=args.profile.stem,
         batch=args.batch,
         device_kind=args.device_kind or cluster.devices[0].kind,
         source=str(args.profile),
     )
+    _check_times(profile, args.profile)
+    return graph, profile
+
+
+def _is_json(data: bytes) -> bool:
+    return data.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"{"
+
+
+def _check_times(profile: Profile, path: Path) -> None:
+    """Refuse times of which no plan for training can be made.
+
+    Raises:
+        GraphError: no operator has a backward time.
+    """
+    if not any(point.backward_s > 0 for point in profile.measurements):
+        raise GraphError(
+            f"profile {path} has backward_compute_time=0 for every operator, and training has a "
+            "backward pass: profile it too, or write what it takes (about twice the forward)"
+        )
 
 
 def strategy_bytes(strategy: object) -> bytes:

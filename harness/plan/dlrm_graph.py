@@ -11,8 +11,10 @@ from itertools import pairwise
 
 from harness.domain.graph import Attribute, Graph, Operator
 from harness.errors import ConfigError, GraphError
+from harness.inputs import find_int, shorten
 
 FLOAT_BYTES = 4
+_MOST_TABLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +53,10 @@ class DlrmFlags:
 
 def _whole_numbers(text: str, separator: str, flag: str, example: str) -> tuple[int, ...]:
     parts = text.split(separator)
-    if not all(part.isdigit() for part in parts):
-        raise ConfigError(f"{flag} {text!r} is not of the form {example}")
-    return tuple(int(part) for part in parts)
+    numbers = tuple(number for part in parts if (number := find_int(part)) is not None)
+    if len(numbers) != len(parts):
+        raise ConfigError(f"{flag} {shorten(text)} is not of the form {example}")
+    return numbers
 
 
 def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
@@ -66,8 +69,12 @@ def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
     form = "8x1000000x64"
     sizes = _whole_numbers(tables.lower(), "x", "--dlrm-tables", form)
     if len(sizes) != 3:
-        raise ConfigError(f"--dlrm-tables {tables!r} is not NUMBERxROWSxCOLUMNS, such as {form}")
+        raise ConfigError(
+            f"--dlrm-tables {shorten(tables)} is not NUMBERxROWSxCOLUMNS, such as {form}"
+        )
     n_tables, rows, dim = sizes
+    if n_tables > _MOST_TABLES:
+        raise ConfigError(f"--dlrm-tables {tables!r} names more than {_MOST_TABLES} tables")
     return DlrmFlags(
         n_tables=n_tables,
         rows=rows,

@@ -13,10 +13,12 @@ from pathlib import Path
 import msgspec
 
 from harness.domain.cluster import Cluster
+from harness.domain.files import decode
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile, WholeStep
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
+from harness.inputs import decode_text, read_file
 from harness.measure.text import format_shape, table
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.pipedream.graph_txt import parse_graph_txt
@@ -39,10 +41,7 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     """
     if graph_path is not None and not dot:
         raise ConfigError(f"--graph {graph_path} is for drawing a strategy: give --dot too")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    data = read_file(path, "file")
     schema = _schema(data)
     if schema == "harness-graph":
         graph = Graph.from_json(data, source=str(path))
@@ -74,21 +73,18 @@ class _Tag(msgspec.Struct, frozen=True):
 def _schema(data: bytes) -> str:
     """The `schema` of a JSON object; empty for anything else."""
     try:
-        return msgspec.json.decode(data, type=_Tag).schema
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decode(data, _Tag, source="", error=ConfigError).schema
+    except ConfigError:
         return ""
 
 
 def _is_graph_txt(data: bytes) -> bool:
-    first = next((line for line in data.split(b"\n") if line.strip()), b"")
+    first = data.replace(b"\0", b"").lstrip().partition(b"\n")[0]  # UTF-16 has zeros between
     return b" -- " in first and b"_compute_time=" in first
 
 
 def _parse_graph_txt(data: bytes, path: Path) -> tuple[Graph, Profile]:
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise GraphError(f"{path} is not UTF-8 at byte {error.start}: save it as text") from None
+    text = decode_text(data, str(path), GraphError)
     return parse_graph_txt(text, name=path.stem, source=str(path))
 
 
@@ -279,10 +275,7 @@ def load_graph(path: Path) -> Graph:
     Raises:
         GraphError: missing or malformed.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise GraphError(f"graph file {path}: {error.strerror}") from None
+    data = read_file(path, "graph file", GraphError)
     if _is_graph_txt(data):
         return _parse_graph_txt(data, path)[0]
     return Graph.from_json(data, source=str(path))

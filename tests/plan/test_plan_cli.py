@@ -185,7 +185,7 @@ def test_simulator_asks_for_memory_with_a_topology(
         ("", "is empty"),
         (CHAIN.replace("\tc -- d", "\tc -- d\n\td -- a"), "is cyclic"),
         (CHAIN.replace("\tc -- d", "\tc -- x"), "unknown operator 'x'"),
-        (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time must be >= 0"),
+        (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time is in milliseconds"),
     ],
 )
 def test_bad_profile_ends_with_one_line_and_code_2(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from harness.domain.graph import Graph, Operator
@@ -23,8 +22,11 @@ _KINDS = {
     "pool": "pool",
     "pool2d": "pool",
     "flat": "flatten",
+    "embed": "embedding",
     "embedding": "embedding",
     "concat": "cat",
+    "elementunary": "elementwise",
+    "multiheadattention": "attention",
     "softmax": "softmax",
     "batchnorm": "batch_norm",
     "mse_loss": "loss",
@@ -34,9 +36,9 @@ _KINDS = {
 
 
 def kind_from_name(name: str) -> str:
-    """The operator's kind by FlexFlow's naming: `Dense_100` and `linear1` are linear."""
-    stem = re.sub(r"[-_]?\d+$", "", name.lower())
-    return _KINDS.get(stem, _KINDS.get(re.sub(r"\d+$", "", stem), "other"))
+    """The operator's kind by FlexFlow's naming: `Dense_100`, `Dense_512_100` and `linear1` are
+    linear."""
+    return _KINDS.get(name.lower().rstrip("0123456789-_"), "other")
 
 
 def describe_entries(entries: Sequence[Entry], order: DimOrder = "innermost_first") -> str:

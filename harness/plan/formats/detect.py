@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import msgspec
 from harness.domain.files import decode
 from harness.domain.strategy import SCHEMA, Strategy
 from harness.errors import StrategyError
+from harness.inputs import decode_text, read_file, shorten
 from harness.plan.formats.convert import describe_entries
 from harness.plan.formats.flexflow import DimOrder, Entry, parse_console, parse_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf
@@ -39,11 +42,13 @@ class Imported:
         if isinstance(self.content, Strategy):
             return self.content.name
         if isinstance(self.content, PipeDreamPlan):
-            counts = "-".join(str(len(ranks)) for ranks in self.content.ranks())
-            return f"pipeline of {len(self.content.ranks())} stages with {counts} replicas"
+            counts = [str(len(ranks)) for ranks in self.content.ranks()]
+            stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
+            return f"pipeline of {stages} with {'-'.join(counts)} replicas"
         return describe_entries(self.content, order)
 
 
+_NO_TEXT = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _INNERMOST = "dims taken innermost first, samples last, as FlexFlow writes them"
 
 
@@ -53,11 +58,7 @@ def read_strategy_file(path: Path) -> Imported:
     Raises:
         StrategyError: missing, or of no known format; names the path.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StrategyError(f"strategy file {path}: {error.strerror}") from None
-    return detect(data, source=str(path))
+    return detect(read_file(path, "strategy file", StrategyError), source=str(path))
 
 
 def detect(data: bytes, *, source: str) -> Imported:
@@ -68,18 +69,23 @@ def detect(data: bytes, *, source: str) -> Imported:
     """
     if data.lstrip().startswith(b"{"):
         return _detect_json(data, source)
-    text = _text(data)
+    text = _text(data, source)
     if text is None:
         generation, entries = parse_protobuf(data, source=source)
         return Imported(f"flexflow protobuf {generation}", entries, _INNERMOST)
-    if text.lstrip()[:1].isdigit():
+    start = text.lstrip("\ufeff \t\r\n")[:1]
+    if start == "{":
+        return _detect_json(text.encode(), source)
+    if start.isascii() and start.isdigit():
         return Imported("flexflow text", parse_text(text, source=source), _INNERMOST)
     return Imported("flexflow console", parse_console(text, source=source), _INNERMOST)
 
 
-def _text(data: bytes) -> str | None:
-    """The file as text; None when it holds bytes that no text has."""
-    if any(byte < 32 and byte not in b"\t\r\n" for byte in data):
+def _text(data: bytes, source: str) -> str | None:
+    """The file as text, with its own ends of lines; None when it holds bytes that no text has."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return decode_text(data, source, StrategyError)
+    if _NO_TEXT.search(data):
         return None
     try:
         return data.decode()
@@ -89,6 +95,11 @@ def _text(data: bytes) -> str | None:
 
 def _detect_json(data: bytes, source: str) -> Imported:
     keys = decode(data, dict[str, msgspec.Raw], source=source, error=StrategyError)
+    if bytes(keys.get("module_to_stage_map", b"")) == b"null":
+        raise StrategyError(
+            f"{source} has no stages (module_to_stage_map is null, as for one worker): PipeDream's "
+            "optimizer and convert_graph_to_model.py write a plan"
+        )
     if "module_to_stage_map" in keys:
         plan = PipeDreamPlan.from_json(data, source=source)
         note = "replicas share each microbatch; which operators a module has is not in the file"
@@ -96,5 +107,5 @@ def _detect_json(data: bytes, source: str) -> Imported:
     if "schema" in keys:
         return Imported("harness", Strategy.from_json(data, source=source))
     raise StrategyError(
-        f"{source} is neither {SCHEMA} nor a PipeDream plan: it has {sorted(keys)[:4]}"
+        f"{source} is neither {SCHEMA} nor a PipeDream plan: it has {shorten(sorted(keys))}"
     )

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from harness.errors import StrategyError
+from harness.inputs import find_int, parse_int, shorten
 
 DimOrder = Literal["innermost_first", "samples_first"]
 
@@ -31,10 +32,9 @@ _NAMED_DIMS: dict[int, tuple[str, ...]] = {
     4: ("sample", "feature", "height", "width"),
 }
 _MOST_DEVICES = 2**31  # FlexFlow counts them by int32
-_CONSOLE = re.compile(
-    r"^\[(?P<name>[^\]]+)\] num_dims\((?P<n>\d+)\) dims\[(?P<dims>[\d,]*)\]"
-    r" device_ids\[(?P<ids>[\d,]*)\]$"
-)
+MOST_DIMS = 8  # a tensor of FlexFlow has 5 at most
+_MARK = "\ufeff"  # a byte-order mark, where an editor has put one
+_CONSOLE = re.compile(r"\[([^\]]+)\] num_dims\(([^)]*)\) dims\[([^\]]*)\] device_ids\[([^\]]*)\]")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -54,15 +54,15 @@ class Entry(msgspec.Struct, frozen=True):
     memory_types: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not self.dims or min(self.dims) < 1:
+        if not 1 <= len(self.dims) <= MOST_DIMS or not _are_sizes(self.dims, 1):
             raise StrategyError(
-                f"operator {self.name!r} has dims {list(self.dims)}: each must be >= 1, and "
-                "one be there"
+                f"operator {self.name!r} has dims {shorten(list(self.dims))}: each must be >= 1, "
+                f"and 1 to {MOST_DIMS} be there"
             )
-        if not all(0 <= device < _MOST_DEVICES for device in self.devices):
+        if not _are_sizes(self.devices, 0):
             raise StrategyError(
-                f"operator {self.name!r} has devices {list(self.devices)}: each must be >= 0 and "
-                f"< {_MOST_DEVICES}"
+                f"operator {self.name!r} has devices {shorten(list(self.devices))}: each must be "
+                f">= 0 and < {_MOST_DEVICES}"
             )
         if math.prod(self.dims) != len(self.devices):
             raise StrategyError(
@@ -100,8 +100,36 @@ class Entry(msgspec.Struct, frozen=True):
         return self.dims if order == "samples_first" else self.dims[::-1]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in text.split(",") if item)
+class TextEntries(list[Entry]):
+    """Entries with the text that they were read from, so that it can be written as it was."""
+
+    def __init__(self, entries: Iterable[Entry], text: str) -> None:
+        super().__init__(entries)
+        self.text = text
+
+
+def _are_sizes(values: Sequence[int], at_least: int) -> bool:
+    return all(at_least <= value < _MOST_DEVICES for value in values)
+
+
+def _numbers(text: str, what: str) -> tuple[int, ...]:
+    return tuple(
+        parse_int(item, what, at_most=_MOST_DEVICES - 1, error=StrategyError)
+        for item in (text.split(",") if text else ())
+    )
+
+
+def check_names(entries: Sequence[Entry], source: str) -> None:
+    """Refuse two entries of one name.
+
+    Raises:
+        StrategyError: names it.
+    """
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise StrategyError(f"{source} has operator {shorten(entry.name)} twice: keep one")
+        seen.add(entry.name)
 
 
 def parse_console(text: str, *, source: str = "FlexFlow console output") -> list[Entry]:
@@ -111,20 +139,20 @@ def parse_console(text: str, *, source: str = "FlexFlow console output") -> list
         StrategyError: no such line at all, or one whose numbers contradict each other.
     """
     entries = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        match = _CONSOLE.match(line.strip())
+    for number, line in enumerate(text.removeprefix(_MARK).splitlines(), start=1):
+        match = _CONSOLE.fullmatch(line.strip())
         if match is None:
             continue
-        dims = _numbers(match["dims"])
-        if len(dims) != int(match["n"]):
-            raise StrategyError(
-                f"{source}:{number}: num_dims is {match['n']} and {len(dims)} dims follow"
-            )
-        entries.append(Entry(match["name"], dims, _numbers(match["ids"])))
+        where, (name, n_dims, sizes, ids) = f"{source}:{number}", match.groups()
+        dims = _numbers(sizes, f"{where}: one of dims")
+        if len(dims) != parse_int(n_dims, f"{where}: num_dims", error=StrategyError):
+            raise StrategyError(f"{where}: num_dims is {n_dims} and {len(dims)} dims follow")
+        entries.append(Entry(name, dims, _numbers(ids, f"{where}: one of device_ids")))
     if not entries:
         raise StrategyError(
             f"{source} has no line like `[Dense_100] num_dims(2) dims[1,4] device_ids[0,1,2,3]`"
         )
+    check_names(entries, source)
     return entries
 
 
@@ -137,13 +165,13 @@ def print_console(entries: Sequence[Entry]) -> str:
     )
 
 
-def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> list[Entry]:
+def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> TextEntries:
     """Read the text file.
 
     Raises:
         StrategyError: cut short, too long, or a count that disagrees; names the operator.
     """
-    lines = iter(text.splitlines())
+    lines = iter(text.removeprefix(_MARK).splitlines())
 
     def take(what: str) -> str:
         line = next(lines, None)
@@ -152,32 +180,41 @@ def parse_text(text: str, *, source: str = "FlexFlow strategy file") -> list[Ent
         return line.strip()
 
     def take_int(what: str) -> int:
-        line = take(what)
-        if not re.fullmatch(r"\d+", line):
-            raise StrategyError(f"{source}: {what} is {line!r}, expected a whole number")
-        return int(line)
+        return parse_int(take(what), f"{source}: {what}", error=StrategyError)
 
     def take_list(what: str, n_items: int) -> tuple[int, ...]:
         items = take(what).split()
-        if len(items) != n_items or not all(item.isdigit() for item in items):
-            raise StrategyError(f"{source}: {what} are {items}, expected {n_items} whole numbers")
-        return tuple(map(int, items))
+        numbers = tuple(number for item in items if (number := find_int(item)) is not None)
+        if len(items) != n_items or len(numbers) != n_items:
+            raise StrategyError(
+                f"{source}: {what} are {shorten(items)}, expected {n_items} whole numbers"
+            )
+        return numbers
 
     entries = []
     for k in range(take_int("the number of operators")):
         name = take(f"operator {k + 1}")
-        device_type = take_int(f"device type of {name!r}")
-        dims = take_list(f"dims of {name!r}", take_int(f"nDims of {name!r}"))
-        devices = take_list(f"devices of {name!r}", take_int(f"device count of {name!r}"))
+        device_type = take_int(f"device type of {shorten(name)}")
+        dims = take_list(f"dims of {shorten(name)}", take_int(f"nDims of {shorten(name)}"))
+        n_devices = take_int(f"device count of {shorten(name)}")
+        devices = take_list(f"devices of {shorten(name)}", n_devices)
         entries.append(Entry(name, dims, devices, device_type))
     left = [line for line in lines if line.strip()]
     if left:
-        raise StrategyError(f"{source} goes on with {left[0]!r} after its {len(entries)} operators")
-    return entries
+        raise StrategyError(
+            f"{source} goes on with {shorten(left[0])} after its {len(entries)} operators"
+        )
+    check_names(entries, source)
+    return TextEntries(entries, text)
 
 
 def print_text(entries: Sequence[Entry]) -> str:
-    """Write the text file; an entry without a device type is on a GPU."""
+    """Write the text file; an entry without a device type is on a GPU.
+
+    Entries that are as they were read are written as they were, spacing included.
+    """
+    if isinstance(entries, TextEntries) and list(parse_text(entries.text)) == list(entries):
+        return entries.text
     lines = [str(len(entries))]
     for e in entries:
         lines += [e.name, str(e.device_type or 0)]

@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from itertools import islice
+from typing import Literal, TypeVar
 
 from harness.errors import StrategyError
-from harness.plan.formats.flexflow import Entry
+from harness.inputs import shorten
+from harness.plan.formats.flexflow import MOST_DIMS, Entry, check_names
 
 Generation = Literal["v1", "r21"]
+T = TypeVar("T")
 GENERATIONS: tuple[Generation, ...] = ("v1", "r21")
 
 _VARINT, _BYTES = 0, 2
+_MOST_VALUES = 2**16  # of one operator: its dims and devices
 # Field numbers by generation: name, device_type, dims, devices, memory_types (0: not there).
 _FIELDS: dict[Generation, tuple[int, int, int, int, int]] = {
     "v1": (1, 0, 2, 3, 0),
@@ -45,12 +49,14 @@ def parse_protobuf(
     for field, value in _fields(data, source):
         if field != 1 or not isinstance(value, bytes):
             raise StrategyError(f"{source}: field {field} of the file is not an operator")
-        operators.append(list(_fields(value, source)))
+        operators.append(_bounded(_fields(value, source), source))
     if not operators:
         raise StrategyError(f"{source} holds no operator")
     for candidate in GENERATIONS:
         if all(_fits(fields, candidate, source) for fields in operators):
-            return candidate, [_entry(fields, candidate, source) for fields in operators]
+            entries = [_entry(fields, candidate, source) for fields in operators]
+            check_names(entries, source)
+            return candidate, entries
     raise StrategyError(
         f"{source} is no FlexFlow strategy of generation {' or '.join(GENERATIONS)}: parts and "
         "devices differ"
@@ -82,17 +88,28 @@ def print_protobuf(entries: Sequence[Entry], generation: Generation) -> bytes:
 
 def _ints(fields: list[tuple[int, int | bytes]], number: int, source: str) -> tuple[int, ...]:
     """All values of a repeated field, packed or not."""
-    found: list[int] = []
-    for field, value in fields:
-        if field == number and isinstance(value, int):
-            found.append(value)
-        elif field == number:
-            assert isinstance(value, bytes)
-            position = 0
-            while position < len(value):
-                item, position = _varint(value, position, source)
-                found.append(item)
-    return tuple(found)
+    own = (value for field, value in fields if field == number)
+    return tuple(_bounded((item for value in own for item in _unpacked(value, source)), source))
+
+
+def _unpacked(value: int | bytes, source: str) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+        return
+    position = 0
+    while position < len(value):
+        item, position = _varint(value, position, source)
+        yield item
+
+
+def _bounded(values: Iterator[T], source: str) -> list[T]:
+    found = list(islice(values, _MOST_VALUES + 1))
+    if len(found) > _MOST_VALUES:
+        raise StrategyError(
+            f"{source} has an operator of more than {_MOST_VALUES} values: it is no strategy for "
+            "devices that there are"
+        )
+    return found
 
 
 def _fits(fields: list[tuple[int, int | bytes]], generation: Generation, source: str) -> bool:
@@ -101,7 +118,8 @@ def _fits(fields: list[tuple[int, int | bytes]], generation: Generation, source:
     sizes = _ints(fields, dims, source)
     return (
         all(field in allowed for field, _ in fields)
-        and min(sizes, default=0) > 0
+        and 1 <= len(sizes) <= MOST_DIMS
+        and min(sizes) > 0
         and math.prod(sizes) == len(_ints(fields, devices, source))
     )
 
@@ -114,7 +132,7 @@ def _entry(fields: list[tuple[int, int | bytes]], generation: Generation, source
     try:
         decoded = text.decode()
     except UnicodeDecodeError:
-        raise StrategyError(f"{source}: an operator's name {text!r} is not UTF-8") from None
+        raise StrategyError(f"{source}: an operator's name {shorten(text)} is not UTF-8") from None
     kinds = _ints(fields, device_type, source) if device_type else ()
     memory = _ints(fields, memory_types, source) if memory_types else ()
     return Entry(

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.domain.files import decode, encode
+from harness.domain.files import Count, decode, encode
 from harness.domain.graph import Graph
 from harness.domain.partition import SAMPLE
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import StrategyError
+from harness.inputs import shorten
 
 
 class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,27 +31,37 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         stage_to_depth_map: stages after each one, which bounds its in-flight minibatches; optional.
     """
 
-    module_to_stage_map: list[int]
-    stage_to_rank_map: dict[str, list[int]]
-    stage_to_depth_map: dict[str, int] | None = None
+    module_to_stage_map: list[Count]
+    stage_to_rank_map: dict[str, list[Count]]
+    stage_to_depth_map: dict[str, Count] | None = None
 
     def __post_init__(self) -> None:
         stages = set(self.module_to_stage_map)
         if not stages or stages != set(range(len(stages))):
             raise StrategyError(
-                f"module_to_stage_map has stages {sorted(stages)}: they must count from 0 "
+                f"module_to_stage_map has stages {shorten(sorted(stages))}: they must count from 0 "
                 "without gaps"
             )
         if set(self.stage_to_rank_map) != {str(stage) for stage in stages}:
             raise StrategyError(
-                f"module_to_stage_map has stages {sorted(stages)}, stage_to_rank_map has "
-                f"{list(self.stage_to_rank_map)}: they must be the same"
+                f"module_to_stage_map has stages {shorten(sorted(stages))}, stage_to_rank_map has "
+                f"{shorten(list(self.stage_to_rank_map))}: they must be the same"
             )
-        ranks = [rank for ranks in self.stage_to_rank_map.values() for rank in ranks]
-        if len(set(ranks)) != len(ranks) or not all(self.stage_to_rank_map.values()):
-            raise StrategyError(
-                f"stage_to_rank_map {self.stage_to_rank_map} must give every stage ranks of its own"
-            )
+        stage_of: dict[int, str] = {}
+        for stage, ranks in self.stage_to_rank_map.items():
+            if not ranks or min(ranks) < 0:
+                raise StrategyError(
+                    f"stage {stage} of stage_to_rank_map has ranks {shorten(ranks)}: name one or "
+                    "more, from 0"
+                )
+            for rank in ranks:
+                if rank in stage_of:
+                    raise StrategyError(
+                        f"rank {rank} is in stages {stage_of[rank]} and {stage} of "
+                        "stage_to_rank_map, PipeDream runs one stage on a rank: give every stage "
+                        "ranks of its own"
+                    )
+                stage_of[rank] = stage
 
     def ranks(self) -> list[list[int]]:
         """Ranks of each stage, by stage."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from harness.domain.graph import Attribute, Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.errors import GraphError
+from harness.inputs import MOST_COUNT, MOST_S, parse_int, parse_number, shorten
 
 _KINDS = {
     "Input": "input",
@@ -40,7 +41,8 @@ _KINDS = {
     "AdaptiveAvgPool2d": "pool",
 }
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_LINEAR = re.compile(r"in_features=(\d+), out_features=(\d+)")
+_LINEAR = re.compile(r"in_features=([0-9]{1,15}), out_features=([0-9]{1,15})\b")
+_LIST = re.compile(r"\[[^\[\]]*\]")
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
@@ -86,12 +88,12 @@ def parse_graph_txt(
             continue
         node = _parse_node(line, where)
         if node.name in nodes:
-            raise GraphError(f"{where}: {node.name} is described twice: remove one line")
+            raise GraphError(f"{where}: {shorten(node.name)} is described twice: remove one line")
         nodes[node.name] = node
     for producer, consumer, where in edges:
         for end in (producer, consumer):
             if end not in nodes:
-                raise GraphError(f"{where}: an edge names unknown operator {end!r}")
+                raise GraphError(f"{where}: an edge names unknown operator {shorten(end)}")
         nodes[consumer].producers.append(producer)
     shape = {} if batch is None else {"sample": batch}
     operators = [_operator(node, shape) for node in nodes.values()]
@@ -112,7 +114,7 @@ def parse_graph_txt(
 def _parse_edge(line: str, where: str) -> tuple[str, str]:
     ends = [part.strip() for part in line.split("--")]
     if len(ends) != 2 or not all(ends):
-        raise GraphError(f"{where}: {line.strip()!r} is not an edge `producer -- consumer`")
+        raise GraphError(f"{where}: {shorten(line.strip())} is not an edge `producer -- consumer`")
     return ends[0], ends[1]
 
 
@@ -122,10 +124,7 @@ def _parse_node(line: str, where: str) -> _Node:
         raise GraphError(
             f"{where}: a node line has 3 or 4 fields parted by ` -- `, this has {len(parts)}"
         )
-    values = dict(item.partition("=")[::2] for item in re.split(r",\s*", parts[2]))
-    missing = [key for key in _FIELDS if key not in values]
-    if missing:
-        raise GraphError(f"{where}: {parts[0]} lacks {', '.join(missing)}")
+    values = _values(parts[2], parts[0], where)
     numbers = {
         key: [_parse_number(item, key, parts[0], where) for item in _items(values[key])]
         for key in _FIELDS
@@ -144,26 +143,49 @@ def _parse_node(line: str, where: str) -> _Node:
     )
 
 
+def _values(text: str, node: str, where: str) -> dict[str, str]:
+    """The text of each of `_FIELDS`; a list's own commas are no ends of fields."""
+    joined = _LIST.sub(lambda found: found[0].replace(",", ";"), text)
+    parts = (item.partition("=") for item in joined.split(","))
+    pairs = [(key.strip(), value) for key, _, value in parts]
+    keys = [key for key, _ in pairs]
+    missing = [key for key in _FIELDS if key not in keys]
+    if missing:
+        raise GraphError(f"{where}: {shorten(node)} lacks {', '.join(missing)}")
+    other = next((key for key in keys if key not in _FIELDS or keys.count(key) > 1), None)
+    if other is not None:
+        raise GraphError(
+            f"{where}: {shorten(node)} has {shorten(other)} beside, or more than once among, "
+            f"{', '.join(_FIELDS)}: keep one of each, and no other"
+        )
+    return dict(pairs)
+
+
 def _items(value: str) -> list[str]:
     return value.strip().strip("[]").split(";")
 
 
 def _parse_number(text: str, key: str, node: str, where: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise GraphError(f"{where}: {node} has {key}={text.strip()!r}, not a number") from None
-    if not 0 <= number < float("inf"):
-        what = "time" if key.endswith("time") else "size"
-        raise GraphError(f"{where}: {node} has {key}={text.strip()}: a {what} must be >= 0")
-    return number
+    is_time = key.endswith("time")
+    return parse_number(
+        text,
+        f"{where}: {key} of {shorten(node)}",
+        at_most=MOST_S if is_time else MOST_COUNT,
+        error=GraphError,
+        remedy="a time is in milliseconds" if is_time else "a size is in bytes",
+    )
 
 
-def _parse_stage(text: str, where: str) -> int:
+def _parse_stage(text: str, where: str) -> int | None:
     key, _, value = text.partition("=")
-    if key.strip() != "stage_id" or not value.strip().isdigit():
-        raise GraphError(f"{where}: {text!r} should be stage_id=<number>")
-    return int(value)
+    if key.strip() != "stage_id":
+        raise GraphError(
+            f"{where}: after the sizes comes stage_id=<number>, this line has {shorten(text)}: "
+            "remove it, with sizes that are the bytes which are sent"
+        )
+    if value.strip() == "None":
+        return None
+    return parse_int(value, f"{where}: stage_id", error=GraphError)
 
 
 def _operator(node: _Node, shape: dict[str, int]) -> Operator:
