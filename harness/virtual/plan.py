@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
+from harness.inputs import find_number, is_positive, shorten
 from harness.units import (
     format_bandwidth,
     format_bytes,
@@ -86,13 +87,53 @@ class ClusterPlan:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ClusterPlan:
-        known = {field.name for field in fields(NodePlan)}
-        nodes = tuple(
-            NodePlan(**{key: value for key, value in node.items() if key in known})
-            for node in data["nodes"]
-        )
-        return cls(name=data["name"], subnet_index=data["subnet_index"], nodes=nodes)
+    def from_dict(cls, data: object) -> ClusterPlan:
+        """Read what `to_dict` gave.
+
+        Raises:
+            ConfigError: anything else; names the field.
+        """
+        values = _checked(data, _OF_CLUSTER)
+        nodes = tuple(NodePlan(**_checked(node, _OF_NODE)) for node in values["nodes"])
+        return cls(name=values["name"], subnet_index=values["subnet_index"], nodes=nodes)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_positive(value)
+
+
+def _is_address(value: object) -> bool:
+    return isinstance(value, str) and _ADDRESS.fullmatch(value) is not None
+
+
+_ADDRESS = re.compile(r"10\.199(?:\.[0-9]{1,3}){2}", re.ASCII)
+_HOST = re.compile(r"[a-z][a-z0-9-]{0,30}")
+# What each field of cluster.json may be.
+_OF_CLUSTER: dict[str, Callable[[Any], bool]] = {
+    "name": lambda value: isinstance(value, str) and _NAME.fullmatch(value) is not None,
+    "subnet_index": lambda value: type(value) is int and 0 <= value < 256,
+    "nodes": lambda value: isinstance(value, list | tuple) and 1 <= len(value) <= MAX_NODES,
+}
+_OF_NODE: dict[str, Callable[[Any], bool]] = {
+    "name": lambda value: isinstance(value, str) and _HOST.fullmatch(value) is not None,
+    "address": _is_address,
+    "bandwidth_bytes_per_s": lambda value: value is None or _is_number(value),
+    "latency_s": lambda value: value == 0 or _is_number(value),
+    "cpu": lambda value: value is None or _is_number(value),
+    "memory_bytes": lambda value: value is None or (type(value) is int and _is_number(value)),
+}
+
+
+def _checked(data: object, wanted: dict[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """The known fields of an object; others, of another version, are left out."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{shorten(data)} stands where {', '.join(wanted)} should")
+    for name, is_right in wanted.items():
+        if name in data and not is_right(data[name]):
+            raise ConfigError(f"its {name} is {shorten(data[name])}")
+        if name not in data and name in ("name", "address", "subnet_index", "nodes"):
+            raise ConfigError(f"it has no {name}")
+    return {name: data[name] for name in wanted if name in data}
 
 
 def check_name(name: str) -> str:
@@ -143,10 +184,9 @@ def _bandwidth(text: str | None) -> float | None:
 def _cpu(text: str | None, n_cores: int) -> float | None:
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        raise ConfigError(f"--cpu {text!r} is not a number of cores: write it like 0.4") from None
+    value = find_number(text)
+    if value is None:
+        raise ConfigError(f"--cpu {shorten(text)} is not a number of cores: write it like 0.4")
     if not MIN_CPU <= value <= n_cores:
         raise ConfigError(
             f"--cpu {text} is outside {MIN_CPU} to {n_cores}, this machine's cores: write it "

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import ConfigError, EnvironmentSetupError
+from harness.inputs import parse_json, read_file, shorten
 from harness.virtual.plan import ClusterPlan
 from harness.virtual.system import run
 
@@ -104,20 +105,25 @@ def load(state: State) -> Saved:
         ConfigError: no such cluster stands.
         EnvironmentSetupError: the file is damaged.
     """
+    if not state.plan_file.exists():
+        raise ConfigError(
+            f"no virtual cluster named {state.name} is up: "
+            "make one with `bash setup/virtual_cluster.sh up --nodes 5`"
+        )
     try:
-        data = json.loads(state.plan_file.read_text())
+        data = parse_json(read_file(state.plan_file, "plan"), "the plan")
+        if not isinstance(data, dict):
+            raise ConfigError("it is no object")
+        for name, kind in (("hostfile", str), ("project", str), ("netem", bool)):
+            if type(data.get(name)) is not kind:
+                raise ConfigError(f"its {name} is {shorten(data.get(name))}")
         return Saved(
-            plan=ClusterPlan.from_dict(data["plan"]),
+            plan=ClusterPlan.from_dict(data.get("plan")),
             hostfile=Path(data["hostfile"]),
             project=Path(data["project"]),
             netem=data["netem"],
         )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"no virtual cluster named {state.name} is up: "
-            "make one with `bash setup/virtual_cluster.sh up --nodes 5`"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ConfigError as error:
         raise EnvironmentSetupError(
             f"{state.plan_file} is damaged ({error}): run `bash setup/virtual_cluster.sh down "
             f"--name {state.name}`"

@@ -57,7 +57,7 @@ def test_the_subnet_of_a_cluster_that_went_is_taken_again():
         ({"cpu": "0.4,0.4"}, "--cpu has 2 values and the cluster 3 nodes"),
         ({"cpu": "3"}, "--cpu 3 is outside 0.01 to 2"),
         ({"cpu": "0"}, "--cpu 0 is outside"),
-        ({"cpu": "nan"}, "--cpu nan is outside"),
+        ({"cpu": "nan"}, "--cpu 'nan' is not a number of cores"),
         ({"cpu": "fast"}, "--cpu 'fast' is not a number of cores"),
         ({"cpu": "0.4,,0.4"}, "--cpu '' is not a number of cores"),
         ({"bandwidth": "1bit"}, "a link carries 10kbit to 100gbit"),
