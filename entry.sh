@@ -12,20 +12,25 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
 # Sets each allowed NAME=VALUE of a file unless it is set already.
 read_settings() {
-    local file=$1 line name number=0
-    [[ -r $file ]] || return 0
+    local file=$1 line name number=0 short
+    [[ -e $file ]] || return 0
+    if [[ -d $file || ! -r $file ]] || (($(head -c 65537 -- "$file" | wc -c) > 65536)); then
+        echo "error: $file is no file of at most 64 KiB that can be read: write lines of NAME=VALUE" >&2
+        exit 2
+    fi
     while IFS= read -r line || [[ -n $line ]]; do
         number=$((number + 1))
+        line=${line%$'\r'} line=${line#$'\xef\xbb\xbf'} # as editors on Windows write them
         [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
-        name=${line%%=*}
-        if [[ ! $line =~ ^[A-Z][A-Za-z0-9_]*= ]]; then
-            echo "error: $file:$number: '$line' is not NAME=VALUE" >&2
+        name=${line%%=*} short=${line:0:60}
+        if [[ ! $line =~ ^[A-Z][A-Za-z0-9_]{0,63}= ]]; then
+            echo "error: $file:$number: ${short@Q} is not NAME=VALUE" >&2
             exit 2
         fi
         case $name in
             OMPI_MCA_oob_* | OMPI_MCA_plm_* | OMPI_MCA_rmaps_* | OMPI_MCA_hwloc_*)
                 echo "error: $file:$number: $name is mpirun's, which has started already when this is read:" \
-                    "mpirun --mca ${name#OMPI_MCA_} ${line#*=}" >&2
+                    "mpirun --mca ${name#OMPI_MCA_} ${short#*=}" >&2
                 exit 2
                 ;;
             NCCL_* | GLOO_* | OMP_* | MKL_* | KMP_* | TORCH_* | CUDA_* | OMPI_* | UCX_* | HARNESS_* | MALLOC_*) ;;

@@ -227,7 +227,9 @@ def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
                 heapq.heappush(ready, consumer)
     if len(order) < len(operators):
         cycle = _find_cycle(operators, {i for i, n in enumerate(n_waiting) if n > 0})
-        raise GraphError(f"graph {graph!r} is cyclic: {' -> '.join(cycle)}")
+        raise GraphError(
+            f"graph {graph!r} is cyclic: {' -> '.join(cycle)}: remove one of these edges"
+        )
     return [operators[i] for i in order]
 
 

@@ -33,7 +33,8 @@ def test_gpus_are_numbered_as_nvml_does_and_have_all_queues_unless_told(tmp_path
     python.parent.mkdir()
     python.write_text('#!/bin/sh\n[ "$1" = -c ] || env\n')
     python.chmod(0o755)
-    (tmp_path / "cluster.env").write_text("CUDA_DEVICE_MAX_CONNECTIONS=1\n")
+    # As an editor on Windows writes it.
+    (tmp_path / "cluster.env").write_bytes(b"\xef\xbb\xbfCUDA_DEVICE_MAX_CONNECTIONS=1\r\n\r\n")
 
     def told(hosts):
         done = entry(HARNESS_VENV=str(tmp_path), HARNESS_HOSTS=str(hosts))
@@ -186,6 +187,18 @@ def test_settings_files_are_data(tmp_path, line, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "cluster.env:3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "data", [b"NCCL_A=1\n" * 10_000, b" " * 10**6, b"N\0C\0=\0\x1b]\0", b"x" * 999]
+)
+def test_settings_that_are_none_end_in_one_short_line(tmp_path, data):
+    (tmp_path / "cluster.env").write_bytes(data)
+    done = entry("--help", HARNESS_HOSTS=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert len(done.stderr) < 300
+    assert "\x1b" not in done.stderr
 
 
 def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):

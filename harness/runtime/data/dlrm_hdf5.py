@@ -6,6 +6,8 @@ table's rows; y (samples,) or (samples, 1), 0 or 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +16,37 @@ import torch
 from torch.utils.data import Dataset
 
 from harness.errors import DataError
+from harness.inputs import one_line
 from harness.runtime.data.batch import Batch
 from harness.runtime.models.task import DlrmOptions
 
 _LAYOUT = "X_int (samples, dense features), X_cat (samples, tables x lookups) and y (samples,)"
+_NAMES = ("X_int", "X_cat", "y")
 _BLOCK = 1 << 20
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The three data sets by name; whatever the library makes of a broken file is one error."""
     import h5py
 
     try:
         with h5py.File(path, "r") as file:
-            missing = [name for name in ("X_int", "X_cat", "y") if name not in file]
+            missing = [name for name in _NAMES if not isinstance(file.get(name), h5py.Dataset)]
             if missing:
                 raise DataError(f"{path} has no {', '.join(missing)}: it should hold {_LAYOUT}")
-            return {name: tuple(file[name].shape) for name in ("X_int", "X_cat", "y")}
-    except OSError as error:
+            yield {name: file[name] for name in _NAMES}
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(
-            f"--data-dir {path} is not an HDF5 file that can be read ({error}): name the file that "
-            f"holds {_LAYOUT}"
+            f"--data-dir {path} is not an HDF5 file that can be read ({one_line(str(error))}): "
+            f"name the file that holds {_LAYOUT}"
         ) from error
 
 
 def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], options: DlrmOptions) -> None:
-    n_samples = shapes["y"][0]
+    n_samples, *columns = shapes["y"] or (0, 0)
+    if columns not in ([], [1]):
+        raise DataError(f"{path}: y is {shapes['y']}: it should be (samples,)")
     n_columns = len(options.table_rows) * options.n_lookups
     wanted = {"X_int": (n_samples, options.bottom_mlp[0]), "X_cat": (n_samples, n_columns)}
     for name, shape in wanted.items():
@@ -49,29 +57,34 @@ def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], options: DlrmO
             )
 
 
-def _check_indices(path: Path, options: DlrmOptions) -> None:
-    import h5py
-
+def _check_data(path: Path, data: Any, options: DlrmOptions) -> None:
+    for name in _NAMES:
+        kind = data[name].dtype.kind
+        if kind not in ("iu" if name == "X_cat" else "iuf") or not data[name].id.get_storage_size():
+            raise DataError(
+                f"{path}: {name} holds {data[name].dtype} or nothing: it should hold "
+                f"{'integers' if name == 'X_cat' else 'numbers'}"
+            )
     rows = np.repeat(options.table_rows, options.n_lookups)
-    with h5py.File(path, "r") as file:
-        categories = file["X_cat"]
-        for first in range(0, categories.shape[0], _BLOCK):
-            block = categories[first : first + _BLOCK]
-            for column in np.flatnonzero((block.max(axis=0) >= rows) | (block.min(axis=0) < 0)):
-                raise DataError(
-                    f"{path}: X_cat column {column} goes from {block[:, column].min()} to "
-                    f"{block[:, column].max()}, its table has {rows[column]} rows: raise "
-                    "--dlrm-table-rows"
-                )
+    categories = data["X_cat"]
+    for first in range(0, categories.shape[0], _BLOCK):
+        block = categories[first : first + _BLOCK]
+        for column in np.flatnonzero((block.max(axis=0) >= rows) | (block.min(axis=0) < 0)):
+            raise DataError(
+                f"{path}: X_cat column {column} goes from {block[:, column].min()} to "
+                f"{block[:, column].max()}, its table has {rows[column]} rows: raise "
+                "--dlrm-table-rows"
+            )
 
 
 class DlrmHdf5(Dataset[Batch]):
     """Reads from the file as it is asked to; each loader process opens it for itself."""
 
     def __init__(self, path: Path, options: DlrmOptions) -> None:
-        shapes = _shapes(path)
-        _check_shapes(path, shapes, options)
-        _check_indices(path, options)
+        with _opened(path) as data:
+            shapes = {name: tuple(map(int, data[name].shape or ())) for name in _NAMES}
+            _check_shapes(path, shapes, options)
+            _check_data(path, data, options)
         self._path = path
         self._n_samples = shapes["y"][0]
         self._file: Any = None

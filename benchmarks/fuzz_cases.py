@@ -1,0 +1,371 @@
+"""The readers of the harness, each with valid files: what `fuzz_readers.py` and the tests break."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster, CollectivePoint, Jitter
+from harness.domain.fingerprint import fingerprint
+from harness.domain.graph import Graph, Operator
+from harness.domain.hostfile import load_hostfile
+from harness.domain.prediction import Prediction
+from harness.domain.profile import Measurement, Profile, WholeStep
+from harness.domain.record import Span
+from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_fresh, validate
+from harness.errors import ConfigError, PlanError
+from harness.inputs import decode_text
+from harness.measure.store import read_results
+from harness.nodes.mpi import explain_mpirun, parse_hello
+from harness.nodes.parse import parse_facts
+from harness.plan.cli import parse_topology
+from harness.plan.convert import convert
+from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
+from harness.plan.fit import OperatorTimes
+from harness.plan.formats.detect import read_strategy_file
+from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
+from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
+from harness.plan.formats.pipedream_plan import PipeDreamPlan
+from harness.plan.pipedream.graph_txt import parse_graph_txt
+from harness.plan.show import show_file
+from harness.plot.imports import ImportFacts, import_logs
+from harness.runtime.launcher import read_launch
+from harness.units import parse_bandwidth, parse_bytes, parse_duration
+from harness.virtual import state
+from harness.virtual.plan import make_plan
+from harness.virtual.state import Saved, State
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SEEDS = Path(__file__).resolve().parent / "fuzz_seeds"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One reader.
+
+    Attributes:
+        seeds: makes its valid files.
+        read: reads one, with a folder to work in; raises HarnessError.
+    """
+
+    seeds: Callable[[], list[bytes]]
+    read: Callable[[bytes, Path], object]
+
+
+def small_graph() -> Graph:
+    shape = {"sample": 20, "feature": 8}
+    return Graph(
+        name="mini",
+        batch=20,
+        operators=[
+            Operator(name="input", kind="input", shape=shape, activation_bytes=640),
+            Operator(
+                name="fc1", kind="linear", inputs=["input"], shape=shape, forward_flops=1e4,
+                backward_flops=2e4, parameter_bytes=256, activation_bytes=640,
+                attrs={"in_features": 8, "out_features": 8},
+            ),
+            Operator(
+                name="pool", kind="pool", inputs=["fc1"], shape={**shape, "height": 4, "width": 4},
+                activation_bytes=640, attrs={"kernel": [2, 2], "stride": 2, "padding": 0},
+            ),
+            Operator(name="loss", kind="loss", inputs=["pool"], shape={"sample": 20}),
+        ],
+    )  # fmt: skip
+
+
+def small_cluster() -> Cluster:
+    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e9, memory_bytes=2**30, latency_s=1e-5)
+    device = {"flops_per_s": {"float32": 1e12}, "jitter": [Jitter(computing_s=1, deviation_s=0.1)]}
+    first = cluster.nodes[0]
+    nodes = [
+        msgspec.structs.replace(
+            first, devices=[msgspec.structs.replace(first.devices[0], **device)]
+        ),
+        *cluster.nodes[1:],
+    ]
+    point = CollectivePoint(
+        operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=1024, duration_s=1e-3
+    )
+    return msgspec.structs.replace(cluster, nodes=nodes, collectives=[point])
+
+
+def small_profile() -> Profile:
+    points = [
+        Measurement(
+            device_kind="device", operator=name, forward_s=n / 1000, backward_s=n / 500,
+            shape={"sample": n, "feature": 8}, saved_bytes=10, spread=0.1, n_samples=9,
+        )
+        for name in ("fc1", "pool", "loss")
+        for n in (5, 10, 20)
+    ]  # fmt: skip
+    step = WholeStep(
+        device_kind="device", batch=20, dtype="float32", step_s=0.2, operators_s=0.19,
+        graph_hash=small_graph().content_hash(), forward_share=0.3, operators_forward_share=0.33,
+        latest_s=0.21, alone_ratio=0.9, n_devices=3,
+    )  # fmt: skip
+    return Profile(model="mini", measurements=points, whole_steps=[step])
+
+
+def small_strategy() -> Strategy:
+    return Strategy(
+        name="p", batch=20, n_microbatches=4, schedule="1f1b",
+        stages=[Stage(), Stage(recompute=True)],
+        operators={
+            "fc1": OperatorPlan({"sample": [2, 1]}, [0, 1]),
+            "pool": OperatorPlan({}, [2], 1),
+            "loss": OperatorPlan({}, [2], 1),
+        },
+        made_for=fingerprint(small_graph(), small_cluster()),
+    )  # fmt: skip
+
+
+def small_prediction() -> Prediction:
+    span = Span(kind="forward", start_s=0.0, duration_s=0.1, name="stage0 #0")
+    return Prediction(
+        strategy="p", method="search", step_s=0.2, memory_bytes={"node0:0": 1},
+        spans={"0": [span], "1": []}, contention_s={"0": 0.1}, paces={"device": 1.0},
+    )  # fmt: skip
+
+
+def _profile(data: bytes, _: Path) -> None:
+    profile, graph = Profile.from_json(data), small_graph()
+    times = OperatorTimes(profile)
+    for operator in graph.operators[1:]:
+        for kind in profile.device_kinds:
+            profile.paces_of(graph.content_hash(), kind, 10)
+            with suppress(PlanError):
+                times.lookup(operator, kind)
+
+
+def _strategy(data: bytes, _: Path) -> None:
+    strategy = Strategy.from_json(data)
+    validate(strategy, small_graph(), small_cluster())
+    check_fresh(strategy, small_graph(), small_cluster())
+
+
+def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+    """A reader of a path."""
+
+    def read_it(data: bytes, folder: Path) -> object:
+        path = folder / name
+        path.write_bytes(data)
+        return read(path)
+
+    return read_it
+
+
+def _text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    return lambda data, _: read(decode_text(data, "text"))
+
+
+def _any_text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    return lambda data, _: read(data.decode(errors="replace"))
+
+
+def _converted(path: Path) -> None:
+    imported = read_strategy_file(path)
+    imported.describe()
+    to = {"flexflow": "flexflow-text", "pipedream": "pipedream"}.get(imported.format.split()[0])
+    convert(imported, to or "harness", batch=None)
+
+
+def _quantities(text: str) -> None:
+    for line in text.splitlines()[:8]:
+        value, _, what = line.rpartition(" ")
+        {"bytes": parse_bytes, "rate": parse_bandwidth}.get(what, parse_duration)(value)
+
+
+def _flags(text: str) -> None:
+    for line in text.splitlines()[:8]:
+        flag, *values = line.split(" ")
+        if flag == "topology":
+            parse_topology(*values[:1])
+        elif flag == "dlrm":
+            dlrm_graph(parse_dlrm(*[*values, "", "", ""][:3], batch=1024))
+        else:
+            names = ("bandwidth", "cpu", "memory", "latency")
+            make_plan(n_nodes=2, n_cores=2, **dict(zip(names, values, strict=False)))
+
+
+def _environment(text: str) -> None:
+    pairs = (line.partition("=")[::2] for line in text.splitlines() if "\0" not in line)
+    read_launch(dict(pairs))
+
+
+def _settings(path: Path) -> None:
+    """As entry.sh reads it; bash itself refuses by exit code 2 and one line."""
+    function = re.search(
+        r"^read_settings\(\) \{$.*?^\}$", (_ROOT / "entry.sh").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert function is not None
+    script = f"set -euo pipefail\n{function[0]}\nread_settings {path}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, check=False)
+    if done.returncode == 2:
+        raise ConfigError(done.stderr.decode(errors="replace").removesuffix("\n"))
+    if done.returncode or done.stderr or done.stdout:
+        raise RuntimeError(f"bash ended with {done.returncode}: {done.stderr[-200:]!r}")
+
+
+def _shards(path: Path) -> None:
+    from harness.runtime.executor.state_files import load_sharded
+
+    load_sharded(path.parent)
+
+
+def _shard_seeds() -> list[bytes]:
+    import torch
+    from safetensors.torch import save
+
+    tensors = {
+        "model 0:4,0:2 w": torch.ones(4, 2),
+        "optimizer m 0:4,0:2 w": torch.ones(4, 2),
+        "optimizer step - w": torch.tensor(3.0),
+    }
+    told = {"format": "state shards 1", "ranks": "1", "step": "3"}
+    told |= {"names": json.dumps({"w": "w"}), "parameters": json.dumps(["w"])}
+    return [save(tensors, metadata=told)]
+
+
+def _clicks(path: Path) -> None:
+    from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
+    from harness.runtime.models.task import DlrmOptions
+
+    data = DlrmHdf5(path, DlrmOptions(bottom_mlp=(3, 4), table_rows=(10, 10)))
+    data.__getitems__(list(range(min(2, len(data)))))
+
+
+def _click_seeds() -> list[bytes]:
+    import io
+
+    import h5py
+    import numpy as np
+
+    file = io.BytesIO()
+    with h5py.File(file, "w") as written:
+        written["X_int"] = np.ones((6, 3), np.float32)
+        written["X_cat"] = np.ones((6, 2), np.int64)
+        written["y"] = np.ones(6, np.float32)
+    return [file.getvalue()]
+
+
+def _virtual(path: Path) -> None:
+    state.load(State(path.parent.parent, path.parent.name))
+
+
+def _virtual_seeds() -> list[bytes]:
+    import tempfile
+
+    plan = make_plan(n_nodes=2, n_cores=2, bandwidth="1gbit", cpu="0.4", latency="1ms")
+    with tempfile.TemporaryDirectory() as folder:
+        place = State(Path(folder), "virtual")
+        place.directory.mkdir()
+        state.save(place, Saved(plan=plan, hostfile=Path("h.txt"), project=Path("/p")))
+        return [place.plan_file.read_bytes()]
+
+
+def _run(name: str) -> Callable[[bytes, Path], object]:
+    """A file of a run's directory, beside the others as they were."""
+    sample = _ROOT / "results" / "sample-train-single-r0"
+
+    def read(data: bytes, folder: Path) -> None:
+        run = folder / "run"
+        run.mkdir(exist_ok=True)
+        for path in sample.glob("*"):
+            (run / path.name).write_bytes(path.read_bytes())
+        (run / name).write_bytes(data)
+        read_results(folder)
+
+    return read
+
+
+def _imported(name: str) -> Callable[[bytes, Path], object]:
+    return _file(name, lambda path: import_logs([path], path.parent / "results", ImportFacts()))
+
+
+def _probe_of_smi(text: str) -> None:
+    parse_facts(f"@harness:nvidia_cards\na\n@harness:nvidia_smi\n{text}\n@rc=0\n@harness:end\n")
+
+
+def _seed(*names: str) -> Callable[[], list[bytes]]:
+    return lambda: [(_SEEDS / name).read_bytes() for name in names]
+
+
+def _sample(name: str) -> Callable[[], list[bytes]]:
+    return lambda: [(_ROOT / "results" / "sample-train-single-r0" / name).read_bytes()]
+
+
+def _literal(*texts: str) -> Callable[[], list[bytes]]:
+    return lambda: [text.encode() for text in texts]
+
+
+def _protobufs() -> list[bytes]:
+    entries = parse_console((_SEEDS / "console.txt").read_text())
+    return [print_protobuf(entries, "v1"), print_protobuf(entries, "r21")]
+
+
+def _planned() -> list[bytes]:
+    return [
+        value.to_json()
+        for value in (small_cluster(), small_graph(), small_profile(), small_strategy())
+    ]
+
+
+READERS: dict[str, Reader] = {
+    "cluster": Reader(lambda: [small_cluster().to_json()], lambda d, _: Cluster.from_json(d)),
+    "graph": Reader(lambda: [small_graph().to_json()], lambda d, _: Graph.from_json(d)),
+    "profile": Reader(lambda: [small_profile().to_json()], _profile),
+    "strategy": Reader(lambda: [small_strategy().to_json()], _strategy),
+    "prediction": Reader(
+        lambda: [small_prediction().to_json()], lambda d, _: Prediction.from_json(d)
+    ),
+    "graph_txt": Reader(_seed("graph.txt"), _text(lambda t: parse_graph_txt(t, name="t"))),
+    "flexflow_text": Reader(_seed("flexflow.txt"), _text(lambda t: print_text(parse_text(t)))),
+    "flexflow_console": Reader(
+        _seed("console.txt"), _text(lambda t: print_console(parse_console(t)))
+    ),
+    "flexflow_protobuf": Reader(
+        _protobufs, lambda data, _: print_protobuf(*parse_protobuf(data)[::-1])
+    ),
+    "pipedream_plan": Reader(_seed("plan.json"), lambda d, _: PipeDreamPlan.from_json(d)),
+    "strategy_file": Reader(
+        lambda: [*_seed("flexflow.txt", "console.txt", "plan.json")(), *_protobufs()],
+        _file("strategy", _converted),
+    ),
+    "show": Reader(lambda: [*_planned(), *_seed("graph.txt")()], _file("shown", show_file)),
+    "quantities": Reader(_literal("16MiB bytes\n1.25GB/s rate\n500us s"), _any_text(_quantities)),
+    "flags": Reader(
+        _literal("topology 4x4", "dlrm 8x100x64 64-512-64 576-1024-1", "v 1gbit 0.4,1 2GiB 500us"),
+        _any_text(_flags),
+    ),
+    "environment": Reader(
+        _literal(
+            "RANK=0\nWORLD_SIZE=2\nMASTER_ADDR=a\nMASTER_PORT=29500\nLOCAL_RANK=0",
+            "OMPI_COMM_WORLD_RANK=0\nOMPI_COMM_WORLD_SIZE=2\nOMPI_COMM_WORLD_LOCAL_RANK=0\n"
+            "OMPI_COMM_WORLD_LOCAL_SIZE=1",
+            "SLURM_STEP_ID=0\nSLURM_PROCID=1\nSLURM_NTASKS=2\nSLURM_STEP_TASKS_PER_NODE=2(x1)",
+        ),
+        _any_text(_environment),
+    ),
+    "settings": Reader(_seed("cluster.env"), _file("cluster.env", _settings)),
+    "hostfile": Reader(_seed("hosts.txt"), _file("hosts.txt", load_hostfile)),
+    "probe": Reader(_seed("probe.txt"), _any_text(parse_facts)),
+    "nvidia_smi": Reader(_seed("nvidia_smi.xml"), _any_text(_probe_of_smi)),
+    "mpirun": Reader(
+        _literal('@harness:hello {"names": ["a", "b"]}\n', "ssh: connect to host a: refused\n"),
+        _any_text(lambda text: (parse_hello(text), explain_mpirun(text))),
+    ),
+    "state_shards": Reader(_shard_seeds, _file("shard0.safetensors", _shards)),
+    "clicks": Reader(_click_seeds, _file("clicks.h5", _clicks)),
+    "virtual_state": Reader(_virtual_seeds, _file("cluster.json", _virtual)),
+    "run_header": Reader(_sample("run.json"), _run("run.json")),
+    "records": Reader(_sample("rank0.jsonl"), _run("rank0.jsonl")),
+    "epoch_csv": Reader(_seed("epochs_2gpu.csv"), _imported("epochs_2gpu.csv")),
+    "deepspeed_log": Reader(_seed("deepspeed.log"), _imported("deepspeed_2gpu.log")),
+}

@@ -1,0 +1,172 @@
+"""Whether every reader answers broken files with its own one-line error, in time and memory.
+
+    python benchmarks/fuzz_readers.py [--cases N] [--only READER ...] [--seed S] [--keep DIR]
+                                      [--json]
+
+Each reader (`fuzz_cases.READERS`) gets mutations of valid files (`fuzz_mutations`), in a process of
+its own. A mutation is read, or refused by a HarnessError of one line. Anything else escapes: other
+exceptions, a second of processor time, or 200 MiB above what the process held before. The exit code
+is 1 when one escaped; `--keep` writes it to a file. A seed gives the same mutations every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+from comparison import machine
+from fuzz_cases import READERS, Reader
+from fuzz_mutations import mutate
+
+from harness.errors import HarnessError
+from harness.runtime.host import code_commit
+
+MOST_S = 1.0
+MOST_MIB = 200.0
+_HANG_S = 5
+
+
+@dataclass
+class Tally:
+    """What became of a reader's mutations.
+
+    Attributes:
+        worst_s: processor seconds of the slowest.
+        worst_mib: what the process held at most beyond what it held before the first.
+        escapes: kind of escape, by how many there were.
+    """
+
+    reader: str
+    n: int = 0
+    n_refused: int = 0
+    n_read: int = 0
+    n_escaped: int = 0
+    worst_s: float = 0.0
+    worst_mib: float = 0.0
+    escapes: dict[str, int] = field(default_factory=dict)
+
+
+class Hang(BaseException):
+    """A mutation took too long by the clock."""
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    raise Hang
+
+
+def peak_mib() -> float:
+    """What this process has held at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def escape_of(reader: Reader, data: bytes, folder: Path) -> tuple[str, bool]:
+    """How a mutation escapes, empty when it does not; and whether it was read."""
+    began_s, before_mib = time.process_time(), peak_mib()
+    signal.alarm(_HANG_S)
+    try:
+        reader.read(data, folder)
+        escape, was_read = "", True
+    except HarnessError as error:
+        escape, was_read = ("a message of several lines" if "\n" in str(error) else ""), False
+    except Hang:
+        escape, was_read = "hang", False
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        escape, was_read = f"{type(error).__name__} in {where}", False
+    finally:
+        signal.alarm(0)
+    if not escape and time.process_time() - began_s > MOST_S:
+        escape = "slow"
+    if not escape and peak_mib() - before_mib > MOST_MIB:
+        escape = "memory"
+    return escape, was_read
+
+
+def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
+    """Read so many mutations of a reader's files."""
+    reader, random, tally = READERS[name], Random(f"{seed} {name}"), Tally(name)
+    signal.signal(signal.SIGALRM, _stop)
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = reader.seeds()
+        for data in seeds:  # what is imported and built at first is no reader's memory
+            reader.read(data, Path(folder))
+        before_mib = peak_mib()
+        for case in range(n_cases):
+            data = mutate(random, random.choice(seeds))
+            began_s = time.process_time()
+            escape, was_read = escape_of(reader, data, Path(folder))
+            tally.worst_s = max(tally.worst_s, time.process_time() - began_s)
+            tally.n += 1
+            tally.n_escaped += bool(escape)
+            tally.n_read += was_read and not escape
+            tally.n_refused += not was_read and not escape
+            if escape:
+                tally.escapes[escape] = tally.escapes.get(escape, 0) + 1
+                if keep is not None and tally.escapes[escape] == 1:
+                    (keep / f"{name}-{escape.split()[0]}-{case}").write_bytes(data)
+        tally.worst_mib = peak_mib() - before_mib
+    return tally
+
+
+def tallies(names: list[str], arguments: argparse.Namespace) -> Iterator[Tally]:
+    """Each reader in a process of its own, whose peak of memory is the reader's."""
+    for name in names:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            call = pool.submit(fuzz, name, arguments.cases, arguments.seed, arguments.keep)
+            try:
+                yield call.result()
+            except BrokenProcessPool:
+                yield Tally(name, arguments.cases, n_escaped=1, escapes={"its process ended": 1})
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=5000, help="mutations of each reader")
+    parser.add_argument("--only", nargs="+", choices=READERS, help="these readers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a directory for the first of each escape")
+    parser.add_argument("--json", action="store_true", help="one object per reader")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 1 when a mutation escaped."""
+    arguments = parse(argv)
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    n_escaped = 0
+    for tally in tallies(arguments.only or list(READERS), arguments):
+        n_escaped += tally.n_escaped
+        told: dict[str, Any] = asdict(tally)
+        told |= {"seed": arguments.seed, "machine": machine(), "commit": code_commit()}
+        print(json.dumps(told) if arguments.json else _line(tally), flush=True)
+    return 1 if n_escaped else 0
+
+
+def _line(tally: Tally) -> str:
+    escapes = "".join(f"; {n} {escape}" for escape, n in tally.escapes.items())
+    return (
+        f"{tally.reader:20} {tally.n} mutations: {tally.n_refused} refused, {tally.n_read} read, "
+        f"{tally.n_escaped} escaped, at most {tally.worst_s:.2f} s and {tally.worst_mib:.0f} MiB"
+        + escapes
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
