@@ -16,12 +16,13 @@ from harness.domain.cluster import Cluster, CollectivePoint, Jitter
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.hostfile import load_hostfile
-from harness.domain.prediction import Prediction
+from harness.domain.prediction import PREDICTION_FILE, Prediction
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.record import Span
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_fresh, validate
 from harness.errors import ConfigError, PlanError
 from harness.inputs import decode_text
+from harness.measure.derive_prediction import read_prediction
 from harness.measure.store import read_results
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
@@ -323,7 +324,8 @@ READERS: dict[str, Reader] = {
     "profile": Reader(lambda: [small_profile().to_json()], _profile),
     "strategy": Reader(lambda: [small_strategy().to_json()], _strategy),
     "prediction": Reader(
-        lambda: [small_prediction().to_json()], lambda d, _: Prediction.from_json(d)
+        lambda: [small_prediction().to_json()],
+        _file(PREDICTION_FILE, lambda path: read_prediction(path.parent)),
     ),
     "graph_txt": Reader(_seed("graph.txt"), _text(lambda t: parse_graph_txt(t, name="t"))),
     "flexflow_text": Reader(_seed("flexflow.txt"), _text(lambda t: print_text(parse_text(t)))),

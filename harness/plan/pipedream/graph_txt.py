@@ -41,7 +41,7 @@ _KINDS = {
     "AdaptiveAvgPool2d": "pool",
 }
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_LINEAR = re.compile(r"in_features=([0-9]{1,15}), out_features=([0-9]{1,15})\b")
+_LINEAR = re.compile(r"in_features=(\w+), out_features=(\w+)")
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -196,7 +196,9 @@ def _operator(node: _Node, shape: dict[str, int]) -> Operator:
         attrs["stage_id"] = node.stage_id
     linear = _LINEAR.search(node.description)
     if linear:
-        attrs |= {"in_features": int(linear[1]), "out_features": int(linear[2])}
+        for name, number in zip(("in_features", "out_features"), linear.groups(), strict=True):
+            what = f"{name} of {shorten(node.name)}"
+            attrs[name] = parse_int(number, what, at_least=1, error=GraphError)
     return Operator(
         name=node.name,
         kind="input" if word.startswith("Input") else _KINDS.get(word, "other"),

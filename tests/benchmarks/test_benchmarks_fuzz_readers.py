@@ -1,0 +1,122 @@
+"""Every reader answers broken files with its own one-line error, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from harness.errors import HarnessError
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import fuzz_cases  # noqa: E402
+import fuzz_mutations  # noqa: E402
+import fuzz_readers  # noqa: E402
+
+sys.path.remove(str(ROOT / "benchmarks"))
+READERS = fuzz_cases.READERS
+# The program shows what these still let through.
+LEAKY = {"epoch_csv", "deepspeed_log", "environment", "mpirun"}
+CASES = ROOT / "tests" / "cases" / "readers"
+READER_OF = {
+    "ds_log": "deepspeed_log", "ff_console": "flexflow_console", "ff_text": "flexflow_text",
+    "ff_text_direct": "flexflow_text", "versions_probe": "probe", "safetensors": "state_shards",
+    "units": "quantities",
+}  # fmt: skip
+# Readers that leave out what they cannot read: the rest of the file counts.
+LENIENT = {"probe", "deepspeed_log", "epoch_csv"}
+
+
+def read(name: str, data: bytes, folder: Path) -> None:
+    """Nothing but the reader's own error, of one line, may come out."""
+    try:
+        READERS[name].read(data, folder)
+    except HarnessError as error:
+        message = str(error)
+        assert "\n" not in message, message
+        assert len(message) <= 2100, message
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_valid_file_is_read(name: str, tmp_path: Path) -> None:
+    for data in READERS[name].seeds():
+        READERS[name].read(data, tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in READERS if name not in LEAKY])
+def test_only_the_readers_own_error_comes_out(name: str, tmp_path: Path) -> None:
+    seeds = READERS[name].seeds()
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, 2**32), st.sampled_from(seeds))
+    def mutations(seed: int, data: bytes) -> None:
+        read(name, fuzz_mutations.mutate(Random(seed), data), tmp_path)
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.binary() | st.text().map(lambda text: text.encode(errors="replace")))
+    def anything(data: bytes) -> None:
+        read(name, data, tmp_path)
+
+    mutations()
+    anything()
+
+
+@pytest.mark.parametrize("path", sorted(CASES.iterdir()), ids=lambda path: path.name)
+def test_what_once_escaped_is_refused(path: Path, tmp_path: Path) -> None:
+    name = path.name.split("-")[0]
+    name = READER_OF.get(name, name)
+    if name in LEAKY:
+        pytest.skip("the program shows it")
+    if name in LENIENT:
+        return read(name, path.read_bytes(), tmp_path)
+    data = path.read_bytes()
+    with pytest.raises(HarnessError) as caught:
+        READERS[name].read(data + b" bytes" if name == "quantities" else data, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+    return None
+
+
+def test_the_program_counts_what_escapes_and_fails_by_it(monkeypatch, tmp_path, capsys) -> None:
+    def one(data: bytes, _: Path) -> None:
+        if len(data) % 3 == 0:
+            raise ZeroDivisionError
+        if len(data) % 3 == 1:
+            raise HarnessError("no")
+
+    monkeypatch.setitem(READERS, "broken", fuzz_cases.Reader(lambda: [b"x" * 8], one))
+    tally = fuzz_readers.fuzz("broken", 60, 0, tmp_path)
+    assert tally.n == 60 == tally.n_read + tally.n_refused + tally.n_escaped
+    assert min(tally.n_read, tally.n_refused, tally.n_escaped) > 0
+    assert tally.escapes == {
+        f"ZeroDivisionError in {Path(__file__).name}:{one.__code__.co_firstlineno + 2}":
+        tally.n_escaped
+    }  # fmt: skip
+    assert len(list(tmp_path.glob("broken-ZeroDivisionError-*"))) == 1
+    again = fuzz_readers.fuzz("broken", 60, 0, None)
+    assert again.n_escaped == tally.n_escaped
+    monkeypatch.setattr(fuzz_readers, "tallies", lambda *_: iter([tally]))
+    assert fuzz_readers.main(["--only", "cluster"]) == 1
+    assert f"{tally.n_escaped} escaped" in capsys.readouterr().out
+
+
+def test_a_reader_that_hangs_escapes(tmp_path) -> None:
+    def spin(data: bytes, _: Path) -> None:
+        with suppress(ValueError):
+            while True:
+                pass
+
+    import signal
+
+    before = signal.signal(signal.SIGALRM, fuzz_readers._stop)
+    try:
+        spinning = fuzz_cases.Reader(lambda: [b""], spin)
+        assert fuzz_readers.escape_of(spinning, b"", tmp_path) == ("hang", False)
+    finally:
+        signal.signal(signal.SIGALRM, before)
