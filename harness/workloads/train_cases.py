@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.schedule import check_schedule
-from harness.errors import ConfigError
+from harness.errors import ConfigError, StrategyError
+from harness.inputs import read_file
 from harness.runtime.data import entry_for
 from harness.runtime.models import fit_options
 from harness.runtime.optimizers import OPTIMIZERS
@@ -223,7 +224,8 @@ def _digest(strategy: str) -> str:
     """Of a strategy's file, so that runs by another content are no repeats; empty without one."""
     if not is_file(strategy) or not Path(strategy).is_file():
         return ""
-    return hashlib.sha256(Path(strategy).read_bytes()).hexdigest()[:12]
+    data = read_file(Path(strategy), "strategy file", StrategyError)
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:

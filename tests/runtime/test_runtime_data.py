@@ -195,6 +195,9 @@ def test_a_folder_of_images_is_read(tmp_path):
     assert batch.inputs[0].shape == (4, 3, 32, 32)
     assert batch.targets.tolist() == [0, 0, 0, 1]
     assert class_names(tmp_path) == ["cat", "dog"]
+    (tmp_path / "cat" / "1.png").write_bytes((tmp_path / "cat" / "1.png").read_bytes()[:40])
+    with pytest.raises(DataError, match=r"cat/1\.png cannot be decoded .*save it again"):
+        first_batch("imagefolder", tmp_path, IMAGES)
 
 
 def test_an_empty_folder_says_what_it_should_hold(tmp_path):
@@ -250,4 +253,28 @@ def test_a_file_that_is_no_hdf5_is_refused(tmp_path):
     path = tmp_path / "a.h5"
     path.write_text("no")
     with pytest.raises(DataError, match="not an HDF5 file"):
+        open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y": np.float32(0)}, r"y is \(\): it should be"),
+        ({"y": np.zeros((6, 2), np.float32)}, r"y is \(6, 2\): it should be \(samples,\)"),
+        ({"X_cat": np.zeros((6, 2), np.float32)}, "X_cat holds float32 or nothing"),
+        ({"X_int": np.full((6, 3), b"x")}, "X_int holds .*: it should hold numbers"),
+    ],
+)
+def test_clicks_of_another_form_are_refused(tmp_path, changes, message):
+    path = write_hdf5(tmp_path / "clicks.h5", **changes)
+    with pytest.raises(DataError, match=message):
+        open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)
+
+
+def test_a_group_in_place_of_a_data_set_is_refused(tmp_path):
+    path = write_hdf5(tmp_path / "clicks.h5")
+    with h5py.File(path, "a") as file:
+        del file["y"]
+        file.create_group("y")
+    with pytest.raises(DataError, match="has no y: it should hold X_int"):
         open_data("dlrm_hdf5", options(path, dlrm=SMALL_DLRM), IMAGES, 4)

@@ -26,21 +26,24 @@ _BLOCK = 1 << 20
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The three data sets by name; whatever the library makes of a broken file is one error."""
-    import h5py
-
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever the library makes of a broken file is one error."""
     try:
-        with h5py.File(path, "r") as file:
-            missing = [name for name in _NAMES if not isinstance(file.get(name), h5py.Dataset)]
-            if missing:
-                raise DataError(f"{path} has no {', '.join(missing)}: it should hold {_LAYOUT}")
-            yield {name: file[name] for name in _NAMES}
+        yield
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(
             f"--data-dir {path} is not an HDF5 file that can be read ({one_line(str(error))}): "
             f"name the file that holds {_LAYOUT}"
         ) from error
+
+
+def _data_sets(path: Path, file: Any) -> dict[str, Any]:
+    import h5py
+
+    missing = [name for name in _NAMES if not isinstance(file.get(name), h5py.Dataset)]
+    if missing:
+        raise DataError(f"{path} has no {', '.join(missing)}: it should hold {_LAYOUT}")
+    return {name: file[name] for name in _NAMES}
 
 
 def _check_shapes(path: Path, shapes: dict[str, tuple[int, ...]], options: DlrmOptions) -> None:
@@ -81,7 +84,10 @@ class DlrmHdf5(Dataset[Batch]):
     """Reads from the file as it is asked to; each loader process opens it for itself."""
 
     def __init__(self, path: Path, options: DlrmOptions) -> None:
-        with _opened(path) as data:
+        import h5py
+
+        with _reading(path), h5py.File(path, "r") as file:
+            data = _data_sets(path, file)
             shapes = {name: tuple(map(int, data[name].shape or ())) for name in _NAMES}
             _check_shapes(path, shapes, options)
             _check_data(path, data, options)
@@ -96,14 +102,15 @@ class DlrmHdf5(Dataset[Batch]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        if self._file is None:
-            import h5py
-
-            self._file = h5py.File(self._path, "r")
         order = np.argsort(indices)  # HDF5 selects in increasing order only
         rows = np.asarray(indices)[order]
         inverse = np.argsort(order)
-        dense, categories, targets = (self._file[n][rows][inverse] for n in ("X_int", "X_cat", "y"))
+        with _reading(self._path):
+            if self._file is None:
+                import h5py
+
+                self._file = h5py.File(self._path, "r")
+            dense, categories, targets = (self._file[n][rows][inverse] for n in _NAMES)
         inputs = (
             torch.from_numpy(dense.astype(np.float32)),
             torch.from_numpy(categories.astype(np.int64)),

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from harness.errors import DataError
+from harness.inputs import one_line
 from harness.runtime.data.batch import Batch
 from harness.runtime.torchvision_import import import_torchvision
 
@@ -34,9 +36,21 @@ class ImageData(Dataset[Batch]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        samples = [self._images[index] for index in indices]
+        samples = [self._sample(index) for index in indices]
         images = torch.stack([image for image, _ in samples])
         return Batch((images,), torch.tensor([target for _, target in samples]))
+
+    def _sample(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, target = self._images[index]
+        except Exception as error:  # a decoder has errors of its own for each format of images
+            files = getattr(self._images, "samples", None)
+            name = files[index][0] if files else f"image {index}"
+            raise DataError(
+                f"{name} cannot be decoded ({type(error).__name__}: {one_line(str(error))}): "
+                "remove it or save it again"
+            ) from error
+        return image, target
 
 
 def _to_tensor(transforms: Any) -> list[Any]:
