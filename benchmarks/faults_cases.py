@@ -89,8 +89,8 @@ def train(strategy: str, *more: str) -> tuple[str, ...]:
 
 
 DDP = train("ddp")
-LINKS = ("links", "--sizes", "1MiB", "--max-iterations", "5000", "--time-budget-s", "30")
-MATMUL = ("matmul", "--sizes", "512", "--time-budget-s", "30", "--scaling", "none")
+LINKS = ("links", "--time-budget-s", "0.5")
+MATMUL = ("matmul", "--sizes", "256", "384", "512", "640", "768", "--time-budget-s", "5")
 PROFILE = ("profile", "--model", "alexnet", "--time-budget-s", "5")
 SEARCH = ("search", *train("")[1:7], "--batch-size", "12", "--trials", "50")
 
@@ -260,11 +260,13 @@ FAULTS = [
     _broken("raises", "a rank raises in the user's model", _model("raise"), "has a bug"),
     _broken("exits", "a rank's training process leaves by os._exit(3)", _model("exit"),
             "exit code 3"),
-    _broken("nan", "a rank's loss becomes NaN", _model("nan"), "(?i)nan|finite",
-            statuses=("invalid",), limit_s=RUN_S, limit="run timeout",
-            words=train("ddp", "--steps", "100")),
+    Fault(
+        name="nan", what="a rank's part of the loss becomes NaN",
+        words=train("ddp", "--steps", "100"), inject=_model("nan"), limit_s=RUN_S,
+        limit="run timeout", statuses=("invalid",), reason=("the loss is nan",), node=None,
+    ),
     _broken("training-memory", "a rank's training process outgrows its node's 1.5 GiB",
-            _model("memory"), "memory", statuses=("oom",), limit_s=30.0,
+            _model("memory"), "memory", statuses=("oom",), limit_s=30.0, exit_codes=(0,),
             limit="as long as filling takes", flags=("--memory", "4GiB,1536MiB,4GiB")),
     Fault(
         name="sshd-killed", what="sshd of a host and its sessions are killed during a run",
