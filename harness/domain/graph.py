@@ -50,6 +50,8 @@ class Operator(
             out_features, n_heads, n_rows, n_normalized (last dims that a layer norm runs over),
             is_cut_by_samples (false where a part of the samples cannot be computed alone),
             mixes_samples (true where nor can a microbatch: the batch must stay in one piece),
+            writes_buffers (names of the model's buffers that it and others use, which one of
+            them writes: they must be on one device),
             statistics (`frozen` where a batch norm's are not those of what it normalises),
             is_repeatable (false where two devices may compute unlike values of one block),
             function (relu, add, ...), description.

@@ -170,6 +170,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
                 )
     _check_stages(strategy, graph)
     check_microbatches(strategy, graph)
+    check_buffers(strategy, graph)
 
 
 def check_microbatches(strategy: Strategy, graph: Graph) -> None:
@@ -186,6 +187,31 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
             f"strategy {strategy.name!r} cuts it into "
             f"{strategy.n_microbatches} microbatches: use --microbatches 1, or --engine torch"
         )
+
+
+def check_buffers(strategy: Strategy, graph: Graph) -> None:
+    """Refuse to write a buffer twice in a step, or on another device than it is read on.
+
+    Raises:
+        StrategyError: names the buffer and the operators.
+    """
+    first: dict[str, str] = {}
+    for operator in graph.operators:
+        names = operator.attrs.get("writes_buffers", [])
+        for name in names if isinstance(names, list) else []:
+            other = first.setdefault(str(name), operator.name)
+            plan, theirs = strategy.operators[operator.name], strategy.operators[other]
+            if plan.devices != theirs.devices or len(plan.devices) > 1:
+                raise StrategyError(
+                    f"forward writes the buffer {name!r}, which operator {other!r} has on devices "
+                    f"{theirs.devices} and {operator.name!r} on {plan.devices}: put both on one, "
+                    "or use --engine torch"
+                )
+            if strategy.stages[plan.stage].recompute:
+                raise StrategyError(
+                    f"operator {operator.name!r} writes the buffer {name!r}, and strategy "
+                    f"{strategy.name!r} computes its stage {plan.stage} again: drop its recompute"
+                )
 
 
 def _check_numbers(strategy: Strategy) -> None:

@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from harness.domain.graph import Graph, Operator
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.draws import draws, is_dropout
-from harness.runtime.meta_copy import meta_copy
+from harness.runtime.meta_run import (
+    Measured,
+    parameters_of,
+    run_on_meta,
+    tensors_in_order,
+    untrained,
+)
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
 from harness.runtime.operators import describe_node, function_name, is_known, is_opaque
 from harness.runtime.sample_dims import (
@@ -28,9 +33,10 @@ from harness.runtime.sample_dims import (
     sample_dims,
     shapes_at_twice,
 )
+from harness.runtime.tracing.constructs import WRITTEN
 from harness.runtime.tracing.independence import Argument, acts_by_samples
+from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.trace import trace
-from harness.runtime.tracing.tracer import NO_GRAD
 
 _log = logging.getLogger(__name__)
 
@@ -60,89 +66,6 @@ class Captured:
                     parameter.requires_grad_(False)
 
 
-class _Measured:
-    """What running one node on the meta device showed."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.forward_flops = 0.0
-        self.backward_flops = 0.0
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        fresh = value.detach()
-        # A copy of the leaf, because operators in place refuse leaves.
-        return fresh.requires_grad_().clone() if value.requires_grad else fresh
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
-
-
-class _MetaRun(fx.Interpreter):
-    """Runs each node by itself on meta tensors and counts its FLOPs."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.measured: dict[fx.Node, _Measured] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op in ("placeholder", "output", "get_attr"):
-            value = super().run_node(n)
-            self.measured[n] = found = _Measured()
-            found.value = value
-            return value
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
-        found = _Measured()
-        with FlopCounterMode(display=False) as forward:
-            value = getattr(self, n.op)(n.target, args, kwargs)
-        has_gradient = not n.meta.get(NO_GRAD)
-        outputs = [x for x in _tensors(value) if x.requires_grad and has_gradient]
-        with FlopCounterMode(display=False) as backward:
-            if outputs:
-                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
-        found.value = value
-        found.forward_flops = float(forward.get_total_flops())
-        found.backward_flops = float(backward.get_total_flops())
-        self.measured[n] = found
-        return value
-
-
-def _run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, _Measured]:
-    # The copy shares no memory; its nodes correspond to the original's by position.
-    meta = meta_copy(module)
-    run = _MetaRun(meta)
-    run.run(*(example.to("meta") for example in examples))
-    pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
-    return {node: run.measured[twin] for node, twin in pairs if twin in run.measured}
-
-
-def _parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:
-    """Parameters that a node itself uses, by their name in the model."""
-    if node.op == "call_module":
-        path = str(node.target)
-        owned = module.get_submodule(path).named_parameters()
-        return {f"{path}.{name}": parameter for name, parameter in owned}
-    if node.op == "get_attr":
-        value = _attribute(module, str(node.target))
-        return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
-    return {}
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _text(shape: Iterable[int]) -> str:
     return "x".join(str(size) for size in shape)
 
@@ -167,7 +90,7 @@ class _Builder:
     def __init__(
         self,
         module: fx.GraphModule,
-        measured: dict[fx.Node, _Measured],
+        measured: dict[fx.Node, Measured],
         at_twice: dict[fx.Node, tuple[int, ...]],
         batch: int,
     ) -> None:
@@ -180,6 +103,7 @@ class _Builder:
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
         self._counted: set[int] = set()
+        self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
         self.operators: list[Operator] = []
         self.nodes: dict[str, fx.Node] = {}
         self.output = ""
@@ -194,8 +118,8 @@ class _Builder:
         if node.op == "placeholder":
             self._add_input(node, value)
         elif node.op == "get_attr":
-            self._waiting[node] = _parameters_of(node, self._module)
-        elif tensors := _tensors(value):
+            self._waiting[node] = parameters_of(node, self._module)
+        elif tensors := tensors_in_order(value):
             self._add_computed(node, tensors[0])
 
     def _add_computed(self, node: fx.Node, value: Tensor) -> None:
@@ -219,14 +143,14 @@ class _Builder:
         )
 
     def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
-        shape = _tensors(self._measured[node].value)[0].shape
+        shape = tensors_in_order(self._measured[node].value)[0].shape
         return sample_dims(shape, self._at_twice.get(node), self._batch)
 
     def _is_cut_by_samples(
         self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
     ) -> bool:
         def described(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
-            return _tensors(self._measured[node].value)[0].shape, self._sample_dims(node)
+            return tensors_in_order(self._measured[node].value)[0].shape, self._sample_dims(node)
 
         return is_cut_by_samples(kind, function, described(node), map(described, sources))
 
@@ -254,15 +178,23 @@ class _Builder:
             arguments[source] = Argument(value, *((dims[0], rows) if dims else ()))
         return acts_by_samples(target, (node.args, node.kwargs), arguments)
 
+    def _written_buffers(self, node: fx.Node) -> list[str]:
+        """Buffers that a node uses, and it or another writes."""
+        names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        if node.op == "call_module":
+            owned = self._modules[str(node.target)].named_buffers()
+            names = [f"{node.target}.{name}" for name, _ in owned]
+        return [name for name in names if name in self._written]
+
     def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
-        found = _parameters_of(node, self._module)
+        found = parameters_of(node, self._module)
         for source in node.all_input_nodes:
             found |= self._waiting.get(source, {})
         return found
 
     def _add_operator(self, node: fx.Node, value: Tensor) -> None:
         sources = [n for n in _arguments(node) if n in self._name_of]
-        inputs = [_tensors(self._measured[n].value)[0] for n in sources]
+        inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
         is_unknown = not is_known(kind, str(attrs.get("function")))
         if is_unknown and not is_opaque(node, self._modules):
@@ -271,6 +203,9 @@ class _Builder:
                 node.name, attrs.get("function"),
             )  # fmt: skip
         parameters = self._own_parameters(node)
+        is_hooked = any(map(has_gradient_hooks, parameters.values()))
+        if is_hooked:  # such a gradient must stay whole
+            kind, attrs = "other", {"function": attrs["function"]}
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
@@ -278,10 +213,16 @@ class _Builder:
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
             attrs["is_cut_by_samples"] = False
-        if is_unknown or (draws(node, self._module) and not is_dropout(node, self._module)):
+        if (
+            is_unknown
+            or is_hooked
+            or (draws(node, self._module) and not is_dropout(node, self._module))
+        ):
             attrs["is_repeatable"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)
+        if buffers := self._written_buffers(node):
+            attrs |= {"writes_buffers": buffers, "is_cut_by_samples": False}
         if parameters:
             attrs["parameters"] = list(parameters)
         name = self._free_name(node)
@@ -303,30 +244,6 @@ class _Builder:
                 attrs=attrs,
             )
         )
-
-
-def _untrained(module: fx.GraphModule, measured: dict[fx.Node, _Measured]) -> frozenset[str]:
-    """Names of parameters from which no path leads to the output along which gradients flow."""
-    live: set[fx.Node] = set()
-    used: set[int] = set()
-    trained: set[int] = set()
-    for node in reversed(module.graph.nodes):
-        if node.op == "output":
-            live.update(node.all_input_nodes)
-            continue
-        found = measured.get(node)
-        has_gradient = found is not None and any(x.requires_grad for x in _tensors(found.value))
-        is_live = has_gradient and (node in live or any(user in live for user in node.users))
-        live -= {node}
-        live |= {node} if is_live else set()
-        own = {id(parameter) for parameter in _parameters_of(node, module).values()}
-        used |= own
-        trained |= own if is_live else set()
-    return frozenset(
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if id(parameter) in used - trained and parameter.requires_grad
-    )
 
 
 def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
@@ -366,7 +283,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
     )
     module = trace(task.model, examples)
-    measured = _run_on_meta(module, examples)
+    measured = run_on_meta(module, examples)
     builder = _Builder(module, measured, shapes_at_twice(module, examples), batch)
     for node in module.graph.nodes:
         builder.add(node)
@@ -379,7 +296,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         graph=graph,
         module=module,
         nodes=builder.nodes,
-        untrained=_untrained(module, measured),
+        untrained=untrained(module, measured),
     )
 
 

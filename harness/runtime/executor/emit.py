@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -57,6 +58,26 @@ class LossPart(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self._sum_loss(outputs, targets) * self._weight
+
+
+class KeepsBuffers(nn.Module):
+    """A module whose forward may assign buffers: what it assigns is written into those it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = [(m, dict(m._buffers)) for m in self.module.modules()]
+        output = self.module(*args, **kwargs)
+        for module, buffers in held:
+            for name, buffer in buffers.items():
+                assigned = module._buffers.get(name)
+                if buffer is not None and assigned is not None and assigned is not buffer:
+                    with torch.no_grad():
+                        buffer.copy_(assigned)
+                    module._buffers[name] = buffer
+        return output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +243,8 @@ class SegmentBuilder:
                 module = copy.copy(module)
                 module.track_running_stats = False
                 emitted.target = path = f"{path}.{part.index}".replace(".", "_")
+            if self._layout.operators[part.operator].attrs.get("writes_buffers"):
+                module = KeepsBuffers(module)
             self._owned[path] = module
             self._operator_of[path] = part.operator
         if self._must_copy(part, node, arguments):

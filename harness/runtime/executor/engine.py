@@ -36,6 +36,7 @@ from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.messages import find_messages, shared_sums
 from harness.runtime.executor.moves import Moves
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.parameter_hooks import ParameterHooks
 from harness.runtime.executor.phases import Phases
 from harness.runtime.executor.program import Program
 from harness.runtime.executor.rehearsal import is_needed, rehearse
@@ -53,6 +54,7 @@ from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.optimizers import make_optimizer
 from harness.runtime.precision import Precision
+from harness.runtime.tracing.finish import without_gradient_hooks
 from harness.runtime.world import World
 
 
@@ -81,18 +83,17 @@ class ExecutorEngine:
         self._task, self._world, self.plan = task, world, plan
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
-        captured = capture(task, plan.strategy.batch, "model")
+        self._captured = captured = capture(task, plan.strategy.batch, "model")
         plan.check(captured.graph, world.size)
         if not plan.is_held:
             hold_alike(task, captured, options.dtype, world)
         captured.freeze_untrained(task.model)
-        self._captured = captured
-        inputs = tuple(n.name for n in captured.module.graph.nodes if n.op == "placeholder")
+        self._hooks = ParameterHooks(task.model)
+        inputs = tuple(n.name for n in captured.module.graph.find_nodes(op="placeholder"))
         self._feed = Feed(captured.graph, plan.strategy, world.rank, inputs)
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
-        self._gradient_groups: dict[tuple[int, ...], Any] = {}
         # A zero-bubble stage computes the gradients of its weights apart, but for the first: no
         # stage waits for those of its inputs, and both at once take less than one by one.
         stages = range(1, len(plan.strategy.stages))
@@ -132,8 +133,8 @@ class ExecutorEngine:
         for form in forms.values():
             self.holders.merge(form.holders)
         self.plan.check_tied(self.holders.trained())
-        for devices in self.holders.groups():
-            self._gradient_groups[devices] = self._groups.for_gradients(devices)
+        groups = self.holders.groups()
+        self._gradient_groups = {devices: self._groups.for_gradients(devices) for devices in groups}
         messages = {size: find_messages(form, world.size) for size, form in forms.items()}
         self._channels = Channels(
             world,
@@ -287,7 +288,8 @@ class ExecutorEngine:
             self._sync.finish()
             self._runner.forget()
 
-        rehearse(step, self._channels, self.weights, self._runner.buffers())
+        with without_gradient_hooks(self._captured.module):
+            rehearse(step, self._channels, self.weights, self._runner.buffers())
         self.is_rehearsal_due = False
 
     def flush(self) -> None:
@@ -310,12 +312,11 @@ class ExecutorEngine:
     def _update(self) -> None:
         if self.is_rehearsal_due:
             return
+        trained = self.weights.trainable()
+        self._hooks.run(trained)
         if self.keep_gradients:
-            self._gradients = {
-                piece: parameter.grad.clone()
-                for piece, parameter in self.weights.trainable().items()
-                if parameter.grad is not None
-            }
+            found = {piece: parameter.grad for piece, parameter in trained.items()}
+            self._gradients = {piece: g.clone() for piece, g in found.items() if g is not None}
         self._phases.begin("optimizer")
         if self._has_weights:
             self._optimizer.step()

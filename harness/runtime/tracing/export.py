@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
+from harness.runtime.executor.inplace import works_in_place
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.tracer import NO_GRAD, LostError
+from harness.runtime.tracing.constructs import NO_GRAD, LostError
 
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -36,6 +37,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     module: fx.GraphModule = exported.module()
     _check_batch_is_open(model, module)
     _inline_regions(module)
+    _refuse_writes(module)
     _register_constants(module)
     return module
 
@@ -61,6 +63,19 @@ def _nothing_lost() -> Iterator[None]:
         patches.replaced(Tensor, "register_hook", register_hook),
     ):
         yield
+
+
+def _refuse_writes(module: fx.GraphModule) -> None:
+    """Refuse a graph that writes buffers: nobody would read what they were in time."""
+    modules = dict(module.named_modules())
+    for node in module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if (
+            isinstance(source, fx.Node)
+            and source.op == "get_attr"
+            and works_in_place(node, modules)
+        ):
+            raise LostError(f"forward writes the buffer {source.target!r} beside control flow")
 
 
 def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:

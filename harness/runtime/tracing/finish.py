@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import fx, nn
 
 from harness.runtime.executor.inplace import works_in_place
+from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, LostError
 from harness.runtime.tracing.functions import GradientHooks, detach
-from harness.runtime.tracing.tracer import HOOKS, IS_DATA, NO_GRAD, LostError
 
 # Names of values that the executor gives itself.
 _RESERVED = ("loss", "targets")
@@ -35,6 +37,25 @@ def finish(
         if hooks := node.meta.get(HOOKS):
             _insert_hooks(graph, node, GradientHooks(hooks))
     _end_regions(graph)
+
+
+@contextmanager
+def without_gradient_hooks(module: fx.GraphModule) -> Iterator[None]:
+    """Call no hook of a traced model on gradients meanwhile: a hook may count its calls."""
+    tables: list[Any] = [m._backward_hooks for m in module.modules()]
+    tables += [m._backward_pre_hooks for m in module.modules()]
+    targets = [node.target for node in module.graph.nodes]
+    lists = [target.hooks for target in targets if isinstance(target, GradientHooks)]
+    kept = [(table, dict(table)) for table in tables], [(each, list(each)) for each in lists]
+    for emptied in (*tables, *lists):
+        emptied.clear()
+    try:
+        yield
+    finally:
+        for table, own in kept[0]:
+            table.update(own)
+        for each, hooks in kept[1]:
+            each.extend(hooks)
 
 
 def _check_in_place(

@@ -68,6 +68,41 @@ class CustomFunction(OpaqueFunction):
         return "mark_dirty" in names
 
 
+class ReadBuffer(OpaqueFunction):
+    """What a buffer holds when a step begins."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"read_{name.replace('.', '_')}")
+        self.name = name
+
+    def __call__(self, buffer: Tensor) -> Tensor:
+        return buffer.clone()
+
+
+class WriteBuffer(OpaqueFunction):
+    """What a buffer holds from now on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"write_{name.replace('.', '_')}")
+        self.name = name
+
+    def __call__(self, buffer: Tensor, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            return buffer.copy_(value).clone()
+
+
+def copied(target: Tensor, source: Any, *_: Any) -> Tensor:
+    """What `target.copy_(source)` gives, in new memory."""
+    return target.clone().copy_(source)
+
+
+def with_items(target: Tensor, index: Any, value: Any) -> Tensor:
+    """What `target[index] = value` leaves, in new memory."""
+    changed = target.clone()
+    changed[index] = value
+    return changed
+
+
 class GradientHooks(OpaqueFunction):
     """The identity, which hands the gradient of its output to hooks, in order."""
 

@@ -106,9 +106,11 @@ class _Trial:
         self._args, self._arguments = args, arguments
         self._call: Callable[..., Any] = target
         self._parameters: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         if isinstance(target, nn.Module):
             self._call = _on_cpu(target)
             self._parameters = [p for p in self._call.parameters() if p.requires_grad]
+            self._buffers = list(self._call.buffers())
         self._given = {node: self._draw(one) for node, one in arguments.items()}
 
     def _draw(self, one: Argument) -> Tensor:
@@ -118,12 +120,19 @@ class _Trial:
         return _drawn(one.tensor, shape)
 
     def is_by_samples(self) -> bool:
+        versions = [buffer._version for buffer in self._buffers]
         whole = self._run(0, _N_SAMPLES, None)
+        if versions != [buffer._version for buffer in self._buffers] or self._has_new_buffers():
+            return False  # written once a batch
         again = self._run(0, _N_SAMPLES, whole.cotangents)
         parts: list[_Result] = []
         for start, stop in _PARTS:
             parts.append(self._run(start, stop, whole.cotangents))
         return whole.is_equal([again]) and whole.is_equal(parts)
+
+    def _has_new_buffers(self) -> bool:
+        now = self._call.buffers() if isinstance(self._call, nn.Module) else ()
+        return {id(buffer) for buffer in now} != {id(buffer) for buffer in self._buffers}
 
     def _run(self, start: int, stop: int, cotangents: list[Tensor] | None) -> _Result:
         leaves = {

@@ -67,6 +67,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether hooks are to see a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def has_own_hooks(module: nn.Module) -> bool:
     """Whether a module runs code beside its forward that is not PyTorch's own (`weight_norm`)."""
     forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -7,17 +7,22 @@ model's modules, that module is kept whole.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Collection
 
 from torch import Tensor, fx, nn
 
 from harness.errors import ModelError, first_line
+from harness.runtime.tracing.constructs import WRITTEN, LostError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
-from harness.runtime.tracing.tracer import LostError, ModelTracer
+from harness.runtime.tracing.tracer import ModelTracer
 
 _log = logging.getLogger(__name__)
 
+# Of the model's parameters: a module with more of them is not kept whole for a buffer's sake.
+_LARGEST_SHARE = 0.5
 _REMEDY = "or train it by --engine torch, which needs no plan"
 
 
@@ -28,15 +33,22 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
         ModelError: the model cannot be followed, or not without losing a part of its meaning.
     """
     whole: set[str] = set()
+    states: dict[str, str] = {}
     exported = ""
     while True:
-        tracer = ModelTracer(whole, len(examples))
+        tracer = ModelTracer(whole, states, len(examples))
         try:
             graph = tracer.trace(model)
-            finish(graph, model, tracer.has_gradient)
-            return fx.GraphModule(model, graph, type(model).__name__)
+            if not tracer.states.writes:
+                finish(graph, model, tracer.has_gradient)
+                return _module(model, graph, states)
         except Exception as error:
-            path, reason = tracer.module_path, error
+            reason = error
+        if tracer.states.writes:
+            for name, path in tracer.states.writes.items():
+                states[name] = _place(model, name, path)
+            whole |= set(states.values()) - {""}
+            continue
         if not exported and not isinstance(reason, LostError):
             try:
                 module = export(model, examples)
@@ -45,10 +57,26 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 return module
             except Exception as error:
                 exported = first_line(error)
+        path = tracer.module_path
         if not path or path in whole:
             raise _refused(model, reason, exported) from reason
         _log.info("module %s is kept whole: torch.fx cannot trace it (%s)", path, reason)
         whole.add(path)
+
+
+def _module(model: nn.Module, graph: fx.Graph, states: Collection[str]) -> fx.GraphModule:
+    module = fx.GraphModule(model, graph, type(model).__name__)
+    module.meta[WRITTEN] = frozenset(states)
+    return module
+
+
+def _place(model: nn.Module, buffer: str, writer: str) -> str:
+    """The module to keep whole, which has and writes a buffer; empty where that is too much of the
+    model, so that the graph passes the buffer's values on."""
+    steps = zip(buffer.split(".")[:-1], writer.split("."), strict=False)
+    place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
+    own = sum(p.numel() for p in model.get_submodule(place).parameters())
+    return place if own < _LARGEST_SHARE * sum(p.numel() for p in model.parameters()) else ""
 
 
 def _refused(model: nn.Module, reason: Exception, exported: str) -> ModelError:

@@ -14,20 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 
-from harness.errors import ModelError
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach
+from harness.runtime.tracing.constructs import CALLS, HOOKS, IS_DATA, NO_GRAD, LostError, is_view
+from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
+from harness.runtime.tracing.states import States
 
-# Keys of `Node.meta`.
-NO_GRAD = "harness_no_grad"
-IS_DATA = "harness_is_data"
-HOOKS = "harness_hooks"
-_CALLS = ("call_function", "call_method", "call_module")
 _WITHOUT_GRADIENT = ("detach", "detach_", "argmax", "argmin", "argsort", "eq", "ne", "gt", "lt")
-
-
-class LostError(ModelError):
-    """A construct of a model that no graph can keep."""
 
 
 class HookHandle:
@@ -55,6 +47,15 @@ class ModelProxy(fx.Proxy):
         hooks = self.node.meta.setdefault(HOOKS, [])
         hooks.append(hook)
         return HookHandle(hooks, hook)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Go on with a copy in which elements are replaced: whoever reads this tensor later."""
+        if self.node.op == "placeholder" or is_view(self.node):
+            raise TypeError("elements of a view are assigned")
+        changed = self.tracer.create_proxy("call_function", with_items, (self, index, value), {})
+        tracer: ModelTracer = self.tracer  # type: ignore[assignment]
+        tracer.states.replace(self.node, changed.node)
+        self.node = changed.node
 
     def retain_grad(self) -> None:
         """Change nothing: the gradient is read after the step, if at all."""
@@ -86,12 +87,14 @@ class ModelTracer(fx.Tracer):
 
     Args:
         leaves: paths of modules that are kept whole beside those that torch.fx keeps.
+        states: names of buffers that forward writes, whose values the graph passes on.
         n_inputs: how many tensors the model is fed; other arguments keep their defaults.
     """
 
-    def __init__(self, leaves: Collection[str], n_inputs: int) -> None:
+    def __init__(self, leaves: Collection[str], states: Collection[str], n_inputs: int) -> None:
         super().__init__()
         self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
+        self.states = States(self, states)
         self._autocast = _autocast_state()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
@@ -100,7 +103,10 @@ class ModelTracer(fx.Tracer):
             stack.enter_context(patches.grad_mode_kept())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(patches.autograd_functions(self._apply))
-            return super().trace(root, concrete_args)
+            stack.enter_context(self.states.watched(root))
+            graph = super().trace(root, concrete_args)
+            self.states.write(graph)
+            return graph
 
     @property
     def module_path(self) -> str:
@@ -117,14 +123,21 @@ class ModelTracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        if kind in _CALLS and not torch.is_grad_enabled():
+        if kind in CALLS and not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
-        if kind in _CALLS and _autocast_state() != self._autocast:
+        if kind in CALLS and _autocast_state() != self._autocast:
             raise LostError(
                 "forward uses torch.autocast for a part of the model: use --dtype bf16, which is "
                 "for all of it"
             )
+        self.states.note(node)
         return node
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        current = self.states.current(attr_val) if isinstance(attr_val, Tensor) else None
+        if current is not None:
+            return current
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def has_gradient(self, node: fx.Node) -> bool:
         """Whether a node's value asks for a gradient, as far as the graph shows."""

@@ -142,6 +142,93 @@ class ExportedNoGrad(Net):
         return torch.stack([2 * column for column in x.unbind(1)], dim=1) + y
 
 
+def _clamp(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+class HookedWeights(Net):
+    """Hooks on a weight that is used twice, on a bias, and on one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.never = nn.Parameter(torch.ones(3))
+        self.second.weight.register_hook(self._grown)
+        self.second.weight.register_hook(lambda grad: grad / grad.norm())
+        self.bias.register_hook(lambda grad: None)
+        self.bias.register_post_accumulate_grad_hook(_clamp)
+        self.never.register_hook(lambda grad: grad * float("nan"))
+
+    def _grown(self, grad):
+        self.calls.append(1)
+        return grad * len(self.calls)
+
+    def middle(self, x):
+        return F.linear(self.second(self.second(x)), self.weight, self.bias)
+
+
+class HookedModule(Net):
+    """A hook on a container, which sees the gradients of a whole batch and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.n_calls = 0
+        self.body.register_full_backward_hook(self._halve)
+
+    def _halve(self, module, given, taken):
+        self.n_calls += 1
+        return tuple(grad / (given[0].norm() + self.n_calls) for grad in given)
+
+    def middle(self, x):
+        return self.body(x) + self.second(x)
+
+
+class BufferWriter(Net):
+    """Buffers that are assigned, added to and filled, read before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("largest", torch.ones(8))
+        self.register_buffer("queue", torch.zeros(16, 8))
+
+    def middle(self, x):
+        y = torch.tanh(self.second(x - self.mean)) + self.largest
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.largest.mul_(0.9).add_(x.abs().mean(0))
+            self.queue.copy_(torch.cat([x.mean(0, keepdim=True), self.queue[:-1]]))
+        return y * self.largest + self.queue.mean(0)
+
+
+class Codebook(nn.Module):
+    """Vector quantisation whose codes follow what they stand for (van den Oord et al., 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 32).reshape(4, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        found = self.codes[nearest]
+        if self.training:
+            chosen = F.one_hot(nearest, 4).to(x.dtype)
+            with torch.no_grad():
+                self.codes = 0.9 * self.codes + 0.1 * chosen.t() @ x / len(self.codes)
+        return x + (found - x).detach() * self.scale
+
+
+class Quantised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = Codebook()
+
+    def middle(self, x):
+        return self.second(self.codebook(x))
+
+
 CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
     "functions": Functions,
     "mixing_function": MixingFunction,
@@ -149,4 +236,8 @@ CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
     "no_grad_method": NoGradMethod,
     "grad_modes": GradModes,
     "exported_no_grad": ExportedNoGrad,
+    "hooked_weights": HookedWeights,
+    "hooked_module": HookedModule,
+    "buffer_writer": BufferWriter,
+    "quantised": Quantised,
 }

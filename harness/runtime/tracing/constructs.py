@@ -1,0 +1,30 @@
+"""What tracing knows of the nodes of a graph beside their operators."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from harness.errors import ModelError
+from harness.runtime.operators import function_name
+
+# Keys of `Node.meta`: made where gradients are off; the `data` of a tensor; its hooks.
+NO_GRAD = "harness_no_grad"
+IS_DATA = "harness_is_data"
+HOOKS = "harness_hooks"
+# Key of `GraphModule.meta`: names of the buffers that forward writes.
+WRITTEN = "harness_written"
+
+CALLS = ("call_function", "call_method", "call_module")
+_VIEWS = (
+    "getitem", "view", "reshape", "transpose", "permute", "t", "narrow", "select", "squeeze",
+    "unsqueeze", "expand", "chunk", "split", "unbind", "flatten", "detach", "diagonal", "getattr",
+)  # fmt: skip
+
+
+class LostError(ModelError):
+    """A construct of a model that no graph can keep."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node may share memory with its first argument."""
+    return node.op in CALLS and function_name(node.target) in _VIEWS

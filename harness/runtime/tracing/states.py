@@ -1,0 +1,152 @@
+"""Buffers that forward writes: found while a model is traced, then passed on as values.
+
+read -> operators that use it, and that compute the next one -> write
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.runtime.executor.inplace import out_of_place, works_in_place
+from harness.runtime.tracing.constructs import LostError, is_view
+from harness.runtime.tracing.functions import ReadBuffer, WriteBuffer, copied
+from harness.runtime.tracing.patches import replaced
+
+_COPYING = {"copy_": copied, "zero_": torch.zeros_like, "fill_": torch.full_like}
+
+
+class States:
+    """The buffers of a model that is traced.
+
+    Args:
+        names: buffers that are known to be written.
+
+    Attributes:
+        writes: other buffers that forward was seen to write, with the path of the module whose
+            forward did.
+    """
+
+    def __init__(self, tracer: Any, names: Collection[str]) -> None:
+        self._tracer, self._names = tracer, names
+        self._by_id: dict[int, str] = {}
+        self._values: dict[str, fx.Node] = {}
+        self._before: dict[str, fx.Node] = {}
+        self._modules: dict[str, Any] = {}
+        self.writes: dict[str, str] = {}
+
+    @contextmanager
+    def watched(self, root: nn.Module) -> Iterator[None]:
+        """Note what is written within; leave the model's buffers and attributes as they were."""
+        held = [
+            (module, f"{path}.{name}".lstrip("."), name, buffer, buffer._version, buffer.clone())
+            for path, module in root.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._by_id = {id(one[3]): one[1] for one in reversed(held)}
+        self._modules = dict(root.named_modules())
+        original = nn.Module.__setattr__
+        assigned: list[tuple[nn.Module, str, Any]] = []
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            if isinstance(value, fx.Proxy):
+                if name in module._buffers or name in module._parameters:
+                    self._assign(module, name, value)
+                    return
+                assigned.append((module, name, module.__dict__.get(name, self)))
+            original(module, name, value)
+
+        with replaced(nn.Module, "__setattr__", set_attribute):
+            try:
+                yield
+            finally:
+                for module, name, value in reversed(assigned):
+                    module.__dict__.pop(name, None)
+                    if value is not self:
+                        module.__dict__[name] = value
+                for module, path, name, buffer, version, value in held:
+                    is_other = module._buffers.get(name) is not buffer
+                    if is_other or buffer._version != version:
+                        self.writes.setdefault(path, path.rpartition(".")[0])
+                        module._buffers[name] = buffer
+                        with torch.no_grad():
+                            buffer.copy_(value)
+
+    def current(self, buffer: Tensor) -> Any:
+        """A written buffer's value at this point of forward; None for any other tensor."""
+        name = self._by_id.get(id(buffer))
+        if name is None or name not in self._names:
+            return None
+        if name not in self._values:
+            held = self._tracer.create_proxy("get_attr", name, (), {})
+            read = self._tracer.create_proxy("call_function", ReadBuffer(name), (held,), {})
+            self._values[name] = self._before[name] = read.node
+        return self._tracer.proxy(self._values[name])
+
+    def _assign(self, module: nn.Module, name: str, value: fx.Proxy) -> None:
+        path = f"{self._tracer.path_of_module(module)}.{name}".lstrip(".")
+        if not isinstance(module._buffers.get(name), Tensor):
+            raise LostError(
+                f"forward assigns {path!r}, which is a parameter or has no value before: make it a "
+                "buffer that has one"
+            )
+        name = self._by_id[id(module._buffers[name])]
+        if name in self._names:
+            self._values[name] = value.node
+        else:
+            self.writes[name] = self._tracer.module_path
+
+    def replace(self, before: fx.Node, after: fx.Node) -> None:
+        """A buffer's value was replaced by another."""
+        for name, value in self._values.items():
+            if value is before:
+                self._values[name] = after
+
+    def note(self, node: fx.Node) -> None:
+        """Note a node that works in place on a buffer; on one that is passed on, let it copy."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op == "placeholder":
+            return
+        is_item = node.op == "call_method" and node.target == "__setitem__"
+        if not is_item and not works_in_place(node, self._modules):
+            return
+        if source.op == "get_attr":
+            self._note_write(str(source.target))
+        elif source in self._values.values():
+            if node.op == "call_method" and node.target in _COPYING:
+                copying: Any = _COPYING[str(node.target)]
+                node.op, node.target = "call_function", copying
+            else:
+                out_of_place(self._tracer.graph, node, self._modules)
+            self.replace(source, node)
+        elif (name := self._viewed(source)) is not None:
+            raise LostError(f"forward changes a view of the buffer {name!r} in place: assign to it")
+
+    def _note_write(self, name: str) -> None:
+        if name in {known for known, _ in self._tracer.root.named_parameters()}:
+            raise LostError(f"forward changes the parameter {name!r} in place")
+        if name in self._by_id.values():
+            self.writes[name] = self._tracer.module_path
+
+    def _viewed(self, node: fx.Node) -> str | None:
+        """The written buffer that a view is of."""
+        while is_view(node) and node.args and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+            for name, value in self._values.items():
+                if value is node:
+                    return name
+        return None
+
+    def write(self, graph: fx.Graph) -> None:
+        """Write the last values at the end of forward."""
+        (output,) = graph.find_nodes(op="output")
+        with graph.inserting_before(output):
+            for name, value in self._values.items():
+                if value is not self._before.get(name):
+                    held = graph.get_attr(name)
+                    graph.call_function(WriteBuffer(name), (held, value))
