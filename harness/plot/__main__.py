@@ -64,7 +64,10 @@ def _import_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", default="cifar10", help="default: cifar10")
     parser.add_argument("--dtype", default="fp32", help="default: fp32")
     parser.add_argument("--strategy", default="deepspeed_zero0", help="default: deepspeed_zero0")
-    parser.add_argument("--batch-per-device", type=int, default=16, help="default: 16")
+    parser.add_argument(
+        "--batch-per-device", type=int, default=16,
+        help="of a micro-step, where a log shows several in a step (default: 16)",
+    )  # fmt: skip
     parser.add_argument(
         "--epoch-samples",
         type=int,

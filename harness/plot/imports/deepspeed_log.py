@@ -2,24 +2,46 @@
 
     [2024-11-17 16:35:04,660] [INFO] [...] [Rank 0] time (ms) | fwd: 64.13 | bwd: 710.89 | ...
 
-`bwd` is `bwd_inner` (computing) and then `bwd_allreduce`; `step` is the optimizer. The line says
-nothing of data loading, so none is made up: a step is fwd + bwd + step.
+`bwd` is `bwd_inner` (computing) and then `bwd_allreduce`; `step` is the optimizer; before 0.10 the
+names are `forward`, `backward`, .... The line says nothing of data loading, so none is made up: a
+step is fwd + bwd + step. Micro-steps (`fwd_microstep`) are summed in the step's line behind them;
+their number is the gradient accumulation. Launchers put their marks before a line, terminals
+colours into it, progress bars stand on either side.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from harness.errors import ResultsError
+from harness.inputs import find_int
 from harness.plot.imports.epoch_csv import parse_time
+from harness.plot.imports.text import group, most_common, plain, read_number
 
-LINE = re.compile(r"time \(ms\)\s*\|(?P<parts>.*)$")
-PART = re.compile(r"\s*(?P<name>[a-z_]+)\s*:\s*(?P<ms>[0-9]+(?:\.[0-9]+)?)\s*")
-STAMP = re.compile(r"\[(?P<at>\d{4}-\d\d-\d\d[T ][^\]]+)\]")
-RANK = re.compile(r"\[Rank (?P<rank>\d+)\]")
+MARK = "time (ms)"
+STAMP = re.compile(r"\[(?P<at>\d{4}-\d\d-\d\d[T ][^\]]{1,40})\]", re.ASCII)
+# `[Rank 0]`, `rank=0` of old versions, mpirun's `[1,0]<stdout>`.
+RANKS = (
+    re.compile(r"\[Rank (\d{1,5})\]", re.ASCII),
+    re.compile(r"\brank=(\d{1,5})\b", re.ASCII),
+    re.compile(r"^\[\d{1,9},(\d{1,5})\]<std", re.ASCII),
+)
+# Two decimals, as all versions print them; a progress bar may follow.
+_VALUE_AND_MORE = re.compile(r"([0-9][0-9.,]{0,20}[.,][0-9]{2})(?![0-9.,])")
+_NAME = re.compile(r"[A-Za-z0-9_ ()-]{1,60}", re.ASCII)
+_NEW = {"forward": "fwd", "backward": "bwd"}
+_STEP = {"fwd", "bwd", "step"}
+_MOST_RANKS = 16384
+_MOST_MS = 1e10
+
+CUT = "cut off"
+MALFORMED = "not fwd, bwd and step in milliseconds"
+MEGATRON = "Megatron's own timers, which have no step"
+MICRO_ONLY = "a micro-step without the line of its step (fwd, bwd, step)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +52,7 @@ class StepLine:
         backward_s: without the all-reduce where the log tells them apart.
         allreduce_s: None where the log does not name it.
         step_s: the whole: forward, backward with all-reduce, optimizer.
+        n_microsteps: how many are summed; 0: the log does not show them.
     """
 
     rank: int
@@ -39,59 +62,121 @@ class StepLine:
     allreduce_s: float | None
     optimizer_s: float
     step_s: float
+    n_microsteps: int = 0
 
 
 def is_deepspeed_log(text: str) -> bool:
     """Whether a wall-clock line with a forward part stands anywhere in the text."""
-    return any("fwd:" in match["parts"] for match in map(LINE.search, text.splitlines()) if match)
+    lines = (line for line in text.splitlines() if MARK in line)
+    return any("fwd" in line or "forward" in line for line in lines)
+
+
+def _new_name(name: str) -> str:
+    """A timer's name as versions from 0.10 on have it."""
+    first, _, rest = name.partition("_")
+    return "_".join(part for part in (_NEW.get(first, first), rest) if part)
 
 
 def _parts(text: str) -> dict[str, float] | None:
-    """Seconds by name; None when a part is malformed, as in a line that was cut."""
-    parts = {}
+    """Milliseconds by name; None when a part is malformed, as in a line that was cut."""
+    parts: dict[str, float] = {}
     for piece in text.split("|"):
-        match = PART.fullmatch(piece)
-        if match is None:
+        name, colon, value = piece.partition(":")
+        if not colon and "step" in parts:
+            return parts  # a progress bar stands behind
+        ms = read_number(value, at_most=_MOST_MS)
+        bar = _VALUE_AND_MORE.match(value.strip()) if ms is None else None
+        if bar is not None:
+            ms = read_number(bar[1], at_most=_MOST_MS)
+        name = _new_name(name.strip())
+        if ms is None or not _NAME.fullmatch(name) or name in parts:
             return None
-        parts[match["name"]] = float(match["ms"]) * 1e-3
+        parts[name] = ms
+        if bar is not None:
+            return parts
     return parts
 
 
-def _step(line: str, parts: dict[str, float]) -> StepLine:
-    stamp, rank = STAMP.search(line), RANK.search(line)
+def _rank(line: str) -> int:
+    found = (match for pattern in RANKS if (match := pattern.search(line)))
+    match = next(found, None)
+    return (find_int(match[1], 0, _MOST_RANKS) or 0) if match else 0
+
+
+def _step(line: str, rank: int, parts: dict[str, float], n_microsteps: int) -> StepLine:
+    stamp = STAMP.search(line)
+    seconds = {name: ms * 1e-3 for name, ms in parts.items()}
     return StepLine(
-        rank=int(rank["rank"]) if rank else 0,
+        rank=rank,
         at=parse_time(stamp["at"]) if stamp else None,
-        forward_s=parts["fwd"],
-        backward_s=parts.get("bwd_inner", parts["bwd"]),
-        allreduce_s=parts.get("bwd_allreduce"),
-        optimizer_s=parts["step"],
-        step_s=parts["fwd"] + parts["bwd"] + parts["step"],
+        forward_s=seconds["fwd"],
+        backward_s=seconds.get("bwd_inner", seconds["bwd"]),
+        allreduce_s=seconds.get("bwd_allreduce"),
+        optimizer_s=seconds["step"],
+        step_s=seconds["fwd"] + seconds["bwd"] + seconds["step"],
+        n_microsteps=n_microsteps,
     )
 
 
+class _Reader:
+    """Takes lines one after another; keeps what each rank's micro-steps wait for."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepLine] = []
+        self.skipped: list[tuple[int, str]] = []
+        self._waiting: dict[int, list[int]] = {}
+
+    def take(self, number: int, line: str, is_cut: bool) -> None:
+        head, mark, text = line.partition(MARK)
+        if not mark or "|" not in text:
+            return  # a line of another kind
+        rank = _rank(head)
+        parts = _parts(text.lstrip().removeprefix("|"))
+        if is_cut:
+            # The last number of a line without an end may be cut short and still look like one.
+            self.skipped.append((number, CUT))
+        elif parts is None:
+            self.skipped.append((number, MALFORMED))
+        elif "fwd_microstep" in parts:
+            self._waiting.setdefault(rank, []).append(number)
+        elif parts.keys() >= _STEP:
+            n_microsteps = len(self._waiting.pop(rank, []))
+            self.steps.append(_step(head, rank, parts, n_microsteps))
+        elif "fwd" in parts or "bwd" in parts:
+            is_megatron = "optimizer" in parts or "bwd-bwd" in parts or "batch generator" in parts
+            self.skipped.append((number, MEGATRON if is_megatron else MALFORMED))
+        # Timers of ZeRO's optimizer and the like are parts of `step`.
+
+    def finish(self) -> None:
+        """What is left waiting has no step's line; a training that is cut off in one is usual."""
+        if not self.steps:
+            self.skipped += [(n, MICRO_ONLY) for numbers in self._waiting.values() for n in numbers]
+            self.skipped.sort()
+
+
 def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str]]:
-    """Read a log's text; lines of other kinds are passed over, cut ones named.
+    """Read a log's text; lines of other kinds are passed over, unusable ones named and counted.
 
     Raises:
         ResultsError: no step line is usable; names the path.
     """
-    steps: list[StepLine] = []
-    problems: list[str] = []
-    lines = text.splitlines()
+    reader = _Reader()
+    whole = text.split("\n")
     is_cut = not text.endswith(("\n", "\r"))
-    for number, line in enumerate(lines, start=1):
-        match = LINE.search(line)
-        if match is None or "fwd_microstep" in match["parts"]:
-            continue  # microsteps are summed in the line that follows them
-        parts = _parts(match["parts"])
-        # The last number of a line without an end may be cut short and still look like one.
-        if parts is None or not {"fwd", "bwd", "step"} <= parts.keys():
-            problems.append(f"line {number}: not fwd, bwd and step in milliseconds")
-        elif is_cut and number == len(lines):
-            problems.append(f"line {number}: cut off")
-        else:
-            steps.append(_step(line, parts))
-    if not steps:
-        raise ResultsError(f"{path} holds no usable DeepSpeed step line")
-    return steps, problems
+    for number, lines in enumerate(whole, start=1):
+        pieces = lines.split("\r")  # a progress bar begins its line anew
+        for index, line in enumerate(pieces, start=1):
+            if MARK in line:
+                is_last = number == len(whole) and index == len(pieces)
+                reader.take(number, plain(line), is_cut and is_last)
+    reader.finish()
+    if not reader.steps:
+        why = f": {most_common(reader.skipped)}" if reader.skipped else ""
+        raise ResultsError(f"{path} holds no usable DeepSpeed step line{why}")
+    return reader.steps, group(reader.skipped)
+
+
+def accumulation(steps: list[StepLine]) -> int:
+    """The micro-steps of a step, by most of its lines; 1 where the log does not show them."""
+    counts = Counter(line.n_microsteps for line in steps if line.n_microsteps)
+    return counts.most_common(1)[0][0] if counts else 1

@@ -8,18 +8,30 @@ in any order of ranks. MB in these files is nvidia-smi's: 2**20 bytes.
 
 from __future__ import annotations
 
-import csv
-import re
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from harness.errors import ResultsError
+from harness.plot.imports.epoch_columns import (
+    MOST_CHARACTERS,
+    Column,
+    check_columns,
+    find_delimiter,
+    lines_of,
+    read_cell,
+    split,
+)
+from harness.plot.imports.text import group, most_common
 
-REQUIRED = ("rank", "epoch", "computationtime")
-MIB = 2**20
+_MOST_RANKS = 16384
+_MOST_EPOCHS = 10**7
+_MOST_S = 1e9
+
+NO_NUMBER = "rank, epoch or time is not a number"
+TWO_TIMES = "a second time for the rank, the epoch and the GPU beside the first"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +39,10 @@ class EpochRow:
     """One epoch of one rank; None is what the file does not say.
 
     Attributes:
-        occurrence: how often this rank and epoch came before: a log that a second training was
-            appended to holds two repeats.
+        occurrence: how often the rank began anew before: a log that a second training was appended
+            to, or that goes back to an earlier epoch after a restart, holds two repeats.
         at: the epoch's end by the writer's clock, without a time zone (UTC where one was given).
+        is_extra: it holds the readings of a further GPU of the rank, whose epoch stands already.
     """
 
     rank: int
@@ -43,68 +56,84 @@ class EpochRow:
     temperature_c: float | None
     memory_used_bytes: float | None
     memory_total_bytes: float | None
+    is_extra: bool = False
 
 
 def is_epoch_csv(text: str) -> bool:
     """Whether the first line names the columns that make an epoch log."""
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    names = {_plain(name) for name in first.lstrip("\ufeff").split(",")}
-    return set(REQUIRED) <= names
-
-
-def _plain(name: str | None) -> str:
-    return re.sub(r"[^a-z0-9]", "", (name or "").lower())
-
-
-def _number(text: str | None) -> float | None:
-    """A number with or without a percent sign; None when there is none."""
-    try:
-        value = float((text or "").strip().rstrip("%"))
-    except ValueError:
-        return None
-    return value if abs(value) < float("inf") else None
+    first = next(lines_of(text[:65536]), None)
+    return first is not None and find_delimiter(first[1]) is not None
 
 
 def parse_time(text: str | None) -> datetime | None:
     """A time in any ISO 8601 form; one with a zone is turned to UTC."""
     try:
         at = datetime.fromisoformat((text or "").strip())
-    except ValueError:
+        return at.astimezone(UTC).replace(tzinfo=None) if at.tzinfo else at
+    except (ValueError, OverflowError):
         return None
-    return at.astimezone(UTC).replace(tzinfo=None) if at.tzinfo else at
 
 
-def _bytes(mib: float | None) -> float | None:
-    return None if mib is None else mib * MIB
+def _text(cells: list[str], columns: dict[str, Column], quantity: str) -> str:
+    column = columns.get(quantity)
+    return cells[column.index] if column and column.index < len(cells) else ""
 
 
-def _row(cells: dict[str, str], seen: Counter[tuple[int, int]]) -> EpochRow | None:
-    rank, epoch, duration_s = (_number(cells.get(name)) for name in REQUIRED)
-    if rank is None or epoch is None or duration_s is None or duration_s <= 0 or rank < 0:
+def _whole(value: float | None, most: int) -> int | None:
+    is_whole = value is not None and 0 <= value <= most and value == int(value)
+    return int(value) if is_whole and value is not None else None
+
+
+def _row(cells: list[str], columns: dict[str, Column]) -> EpochRow | None:
+    rank = _whole(read_cell(cells, columns, "rank"), _MOST_RANKS)
+    epoch = _whole(read_cell(cells, columns, "epoch"), _MOST_EPOCHS)
+    duration_s = read_cell(cells, columns, "duration")
+    if rank is None or epoch is None or duration_s is None or not 0 < duration_s <= _MOST_S:
         return None
-    if rank != int(rank) or epoch != int(epoch):
-        return None
-    at = (int(rank), int(epoch))
-    seen[at] += 1
     return EpochRow(
-        rank=at[0],
-        epoch=at[1],
-        occurrence=seen[at] - 1,
+        rank=rank,
+        epoch=epoch,
+        occurrence=0,
         duration_s=duration_s,
-        at=parse_time(cells.get("timestamp")),
-        device_id=int(_number(cells.get("gpuid")) or 0),
-        device_kind=(cells.get("gpuname") or "").strip(),
-        utilization_percent=_number(cells.get("gpuload")),
-        temperature_c=_number(cells.get("gputempc")),
-        memory_used_bytes=_bytes(_number(cells.get("gpuusedmemmb"))),
-        memory_total_bytes=_bytes(_number(cells.get("gputotalmemmb"))),
+        at=parse_time(_text(cells, columns, "timestamp")),
+        device_id=_whole(read_cell(cells, columns, "gpu"), _MOST_RANKS) or 0,
+        device_kind=_text(cells, columns, "kind"),
+        utilization_percent=read_cell(cells, columns, "load"),
+        temperature_c=read_cell(cells, columns, "temperature"),
+        memory_used_bytes=read_cell(cells, columns, "used"),
+        memory_total_bytes=read_cell(cells, columns, "total"),
     )
 
 
-def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
-        if line.strip():
-            yield number, next(csv.reader([line]))
+def _number_repeats(rows: Iterable[tuple[int, EpochRow]]) -> tuple[list[EpochRow], list[int]]:
+    """Rows with their occurrence, in order, and the lines that contradict the one before.
+
+    A rank that has an epoch twice began anew where its epochs go back. Rows of one rank and epoch
+    that follow each other for unlike GPUs are one epoch, with the readings of each.
+    """
+    of_rank: dict[int, list[tuple[int, EpochRow]]] = defaultdict(list)
+    for number, row in rows:
+        of_rank[row.rank].append((number, row))
+    found: list[tuple[int, EpochRow]] = []
+    wrong: list[int] = []
+    for mine in of_rank.values():
+        seen = Counter((row.epoch, row.device_id) for _, row in mine)
+        goes_back = max(seen.values()) > 1
+        occurrence = 0
+        last: EpochRow | None = None
+        devices: set[int] = set()
+        for number, row in mine:
+            is_same = last is not None and row.epoch == last.epoch and row.device_id not in devices
+            if is_same and last is not None and row.duration_s != last.duration_s:
+                wrong.append(number)
+                continue
+            if not is_same:
+                devices = set()
+                occurrence += bool(goes_back and last is not None and row.epoch <= last.epoch)
+            devices.add(row.device_id)
+            found.append((number, replace(row, occurrence=occurrence, is_extra=is_same)))
+            last = row
+    return [row for _, row in sorted(found, key=lambda pair: pair[0])], wrong
 
 
 def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
@@ -113,32 +142,44 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
     Raises:
         ResultsError: a required column is missing, or no line is usable; names the path.
     """
-    lines = list(_lines(text))
-    names = [_plain(name) for name in lines[0][1]] if lines else []
-    missing = [name for name in REQUIRED if name not in names]
-    if missing:
-        raise ResultsError(
-            f"{path} has no column {', '.join(missing)} (rank, epoch and computation time are "
-            "needed): is it a per-epoch CSV?"
-        )
-    rows: list[EpochRow] = []
-    problems: list[str] = []
-    seen: Counter[tuple[int, int]] = Counter()
+    lines = list(lines_of(text))
+    first = lines[0][1] if lines else ""
+    delimiter = find_delimiter(first)
+    headings = split(first, delimiter or ",") if len(first) < MOST_CHARACTERS else []
+    columns = check_columns(headings, str(path))
+    cells_of = [(number, split(line, delimiter or ",")) for number, line in lines[1:]]
+    n_more = _n_index_columns(headings, [cells for _, cells in cells_of])
+    rows: list[tuple[int, EpochRow]] = []
+    skipped: list[tuple[int, str]] = []
     is_cut = not text.endswith(("\n", "\r"))
-    for number, fields in lines[1:]:
-        if [_plain(field) for field in fields] == names:
+    for number, all_cells in cells_of:
+        cells = all_cells[n_more:]
+        if all_cells == headings:
             continue  # the header again: a second training was appended
-        if len(fields) < len(names):
-            problems.append(f"line {number}: {len(fields)} of {len(names)} columns")
+        while len(cells) > len(headings) and not cells[-1]:
+            cells = cells[:-1]  # a delimiter ends the line
+        if len(cells) != len(headings):
+            skipped.append((number, f"{len(cells)} of {len(headings)} columns"))
             continue
         if is_cut and number == lines[-1][0]:
             # The last field of a line without an end may be cut short and still look like a number.
-            fields[-1] = ""
-        row = _row(dict(zip(names, fields, strict=False)), seen)
+            cells[-1] = ""
+        row = _row(cells, columns)
         if row is None:
-            problems.append(f"line {number}: rank, epoch or time is not a number")
+            skipped.append((number, NO_NUMBER))
         else:
-            rows.append(row)
-    if not rows:
-        raise ResultsError(f"{path} holds no usable line: is it empty or cut off?")
-    return rows, problems
+            rows.append((number, row))
+    found, wrong = _number_repeats(rows)
+    skipped = sorted(skipped + [(number, TWO_TIMES) for number in wrong])
+    if not found:
+        why = most_common(skipped) if skipped else "is it empty or cut off?"
+        raise ResultsError(f"{path} holds no usable line: {why}")
+    return found, group(skipped)
+
+
+def _n_index_columns(headings: list[str], cells_of: list[list[str]]) -> int:
+    """1 where every line begins with a number of its own, which has no heading (R writes such)."""
+    lengths = {len(cells) for cells in cells_of if cells != headings}
+    if lengths != {len(headings) + 1} or all(not cells[-1] for cells in cells_of):
+        return 0
+    return 1

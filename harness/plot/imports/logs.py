@@ -17,8 +17,14 @@ from harness.domain.record import Record, Sample, Span
 from harness.domain.run import RankInfo, RunHeader, run_key
 from harness.errors import ResultsError
 from harness.measure.store import write_atomically, write_header
-from harness.plot.imports.deepspeed_log import StepLine, is_deepspeed_log, parse_deepspeed_log
+from harness.plot.imports.deepspeed_log import (
+    StepLine,
+    accumulation,
+    is_deepspeed_log,
+    parse_deepspeed_log,
+)
 from harness.plot.imports.epoch_csv import EpochRow, is_epoch_csv, parse_epoch_csv
+from harness.plot.imports.text import decode
 from harness.units import parse_bytes
 
 SUFFIXES = {".csv", ".log", ".txt"}
@@ -71,8 +77,7 @@ def _logs(paths: Iterable[Path], problems: Problems) -> list[Path]:
 def _read(path: Path) -> str:
     if path.stat().st_size > MAX_BYTES:
         raise ResultsError(f"{path} is larger than {MAX_BYTES // 2**20} MiB: import a part of it")
-    # Foreign logs: a wrong byte spoils its line only.
-    return path.read_bytes().decode("utf-8", errors="replace")
+    return decode(path.read_bytes())
 
 
 def _run_names(paths: Sequence[Path]) -> dict[Path, str]:
@@ -86,8 +91,8 @@ def _run_names(paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def _n_gpus_named(path: Path) -> int | None:
-    match = re.search(r"(\d+)[ _-]?gpus?(?![a-z])", path.stem.lower())
-    return int(match[1]) if match else None
+    match = re.search(r"(?<!\d)(\d{1,5})[ _-]?gpus?(?![a-z])", path.stem.lower(), re.ASCII)
+    return int(match[1]) if match and int(match[1]) else None
 
 
 def _origin(times: Iterable[tuple[datetime | None, float]]) -> datetime | None:
@@ -178,15 +183,21 @@ def _write(into: Path, header: RunHeader, records: dict[int, list[Record]]) -> P
     return run_dir
 
 
-def _csv_devices(rows: Sequence[EpochRow], facts: ImportFacts, path: Path) -> DeviceFacts:
+def _csv_devices(
+    rows: Sequence[EpochRow], facts: ImportFacts, path: Path, n_ranks: int
+) -> DeviceFacts:
     by_rank: dict[int, tuple[int, str, int]] = {}
     for row in rows:
         kind = row.device_kind or facts.device_kind
         memory = row.memory_total_bytes or 0
         if kind and memory > 0:
             by_rank.setdefault(row.rank, (row.device_id, kind, int(memory)))
-    n_ranks = max(row.rank for row in rows) + 1
     told = _told_device(facts)
+    missing = set(range(n_ranks)) - {row.rank for row in rows}
+    if len({device[1:] for device in by_rank.values()}) == 1:  # a rank without a line has the same
+        _, kind, memory = next(iter(by_rank.values()))
+        are_indexed = all(index == rank for rank, (index, _, _) in by_rank.items())
+        by_rank |= {rank: (rank if are_indexed else 0, kind, memory) for rank in missing}
     known = [by_rank.get(rank, told and (0, *told)) for rank in range(n_ranks)]
     if any(device is None for device in known):
         raise ResultsError(
@@ -196,6 +207,17 @@ def _csv_devices(rows: Sequence[EpochRow], facts: ImportFacts, path: Path) -> De
     return DeviceFacts(by_rank=tuple(device for device in known if device))
 
 
+def _n_ranks(rows: Sequence[EpochRow], path: Path, problems: Problems) -> int:
+    """By the ranks and the file's name; ranks without a line are named."""
+    seen = {row.rank for row in rows}
+    n_ranks = max(max(seen) + 1, _n_gpus_named(path) or 1)
+    missing = sorted(set(range(n_ranks)) - seen)
+    if missing:
+        names = ", ".join(map(str, missing[:8])) + (" ..." if missing[8:] else "")
+        problems.append((path, f"no line of rank {names} of {n_ranks}: the others are kept"))
+    return n_ranks
+
+
 def _told_device(facts: ImportFacts) -> tuple[str, int] | None:
     if not (facts.device_kind and facts.device_memory):
         return None
@@ -203,14 +225,15 @@ def _told_device(facts: ImportFacts) -> tuple[str, int] | None:
 
 
 def _epoch_records(
-    rows: Iterable[EpochRow], n_samples: float, origin: datetime | None
+    rows: Iterable[EpochRow], n_samples: float, origin: datetime | None, first: int
 ) -> list[Record]:
     records: list[Record] = []
     for row in sorted(rows, key=lambda row: row.epoch):
         time_s = _seconds(row.at, origin)
-        step = row.epoch - 1  # these logs count from 1
-        records.append(Sample(metric="epoch_s", value=row.duration_s, step=step, time_s=time_s))
-        records.append(Sample(metric="n_samples", value=n_samples, step=step))
+        step = row.epoch - first
+        if not row.is_extra:
+            records.append(Sample(metric="epoch_s", value=row.duration_s, step=step, time_s=time_s))
+            records.append(Sample(metric="n_samples", value=n_samples, step=step))
         for metric, value in (
             ("device_utilization_percent", row.utilization_percent),
             ("device_temperature_c", row.temperature_c),
@@ -222,13 +245,19 @@ def _epoch_records(
     return records
 
 
+def _share_records(steps: set[int], n_samples: float) -> list[Record]:
+    """What a rank without a line trained too: the job's samples are those of all ranks."""
+    return [Sample(metric="n_samples", value=n_samples, step=step) for step in sorted(steps)]
+
+
 def _import_csv(
     path: Path, text: str, name: str, into: Path, facts: ImportFacts, problems: Problems
 ) -> list[Path]:
     rows, skipped = parse_epoch_csv(text, path)
     problems += [(path, reason) for reason in skipped]
-    devices = _csv_devices(rows, facts, path)
-    n_ranks = len(devices.by_rank)
+    n_ranks = _n_ranks(rows, path, problems)
+    devices = _csv_devices(rows, facts, path, n_ranks)
+    first = min(1, min(row.epoch for row in rows))  # logs count from 0 or from 1
     scaling = "weak" if "weak" in path.stem.lower() else "strong"
     per_rank = facts.epoch_samples * (facts.weak_share if scaling == "weak" else 1 / n_ranks)
     config = _config(
@@ -240,7 +269,8 @@ def _import_csv(
         origin = _origin((row.at, row.duration_s) for row in of_repeat)
         ends = [s for row in of_repeat if (s := _seconds(row.at, origin)) is not None]
         records = {
-            rank: _epoch_records((r for r in of_repeat if r.rank == rank), per_rank, origin)
+            rank: _epoch_records((r for r in of_repeat if r.rank == rank), per_rank, origin, first)
+            or _share_records({row.epoch - first for row in of_repeat}, per_rank)
             for rank in range(n_ranks)
         }
         run_id = name if repeat == 0 else f"{name}-repeat{repeat}"
@@ -282,9 +312,9 @@ def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFact
         if _n_gpus_named(sibling) == n_ranks:
             text = _read(sibling)
             if is_epoch_csv(text):
-                devices = _csv_devices(parse_epoch_csv(text, sibling)[0], facts, sibling)
-                if len(devices.by_rank) == n_ranks:
-                    return devices
+                rows = parse_epoch_csv(text, sibling)[0]
+                if max(row.rank for row in rows) < n_ranks:
+                    return _csv_devices(rows, facts, sibling, n_ranks)
     raise ResultsError(
         f"{path} does not name its GPUs and no CSV of {n_ranks} GPUs stands beside it: "
         "give --device-kind and --device-memory"
@@ -303,7 +333,11 @@ def _import_deepspeed(
     devices = _sibling_devices(path, n_ranks, facts)
     origin = _origin((line.at, line.step_s) for line in steps)
     ends = [s for line in steps if (s := _seconds(line.at, origin)) is not None]
+    n_micro = accumulation(steps)
     config = _config(path, facts, n_ranks)
+    if n_micro > 1:
+        # A device trains its batch in each of them; all are one step of the optimizer.
+        config |= {"accumulation": n_micro, "global_batch": config["global_batch"] * n_micro}
     header = _header(name, 0, config, devices, origin, max(ends, default=None))
     records = {rank: _step_records(lines, origin) for rank, lines in sorted(by_rank.items())}
     return [_write(into, header, records)]
