@@ -97,8 +97,10 @@ if [[ -v PMIX_INSTALL_PREFIX ]]; then
     export OPAL_PREFIX=${OPAL_PREFIX:-$PMIX_INSTALL_PREFIX}
 fi
 
-# `-m mpi4py` aborts all ranks when this one dies of an uncaught error.
+# The agent starts the rank's program and watches over it. `-m mpi4py` aborts all ranks when this one
+# dies of an uncaught error.
+program=(-m harness)
 if "$python" -c 'import mpi4py' 2>/dev/null; then
-    exec "$python" -m mpi4py -m harness "$@"
+    program=(-m mpi4py -m harness)
 fi
-exec "$python" -m harness "$@"
+exec "$python" -SP "$root/harness/runtime/agent/__main__.py" "$python" "${program[@]}" "$@"

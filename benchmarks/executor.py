@@ -204,7 +204,7 @@ def main(options: Options) -> None:
         elif world.is_first:
             print(*map(table_line, found), sep="\n", flush=True)
     dist.destroy_process_group()
-    meeting.control.leave()
+    meeting.leave()
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def main(options: Options) -> None:
     if world.is_first:
         report(options, world, series)
     dist.destroy_process_group()
-    meeting.control.leave()
+    meeting.leave()
 
 
 def end_all_ranks(code: int) -> NoReturn:

@@ -174,7 +174,7 @@ def main(options: Options) -> None:
         ]
         show(comparisons, as_json=options.as_json)
     dist.destroy_process_group()
-    meeting.control.leave()
+    meeting.leave()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def joined_world(name: str) -> Iterator[World]:
     join_process_group(meeting.world, meeting.address, meeting.port, name, 300.0)
     yield meeting.world
     dist.destroy_process_group()
-    meeting.control.leave()
+    meeting.leave()
 
 
 def leave() -> NoReturn:

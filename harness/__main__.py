@@ -12,15 +12,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from harness.errors import EXIT_CODE, HarnessError
 from harness.runtime.isolate import start_fork_server
 from harness.runtime.launcher import Launch, read_launch
 
 _log = logging.getLogger("harness")
+
+# Signals within this time of one another are one.
+_ONE_SIGNAL_S = 1.0
 
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
@@ -34,7 +38,7 @@ workloads:
 
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload the
 comparison runs with the flags that all workloads share: --results, --resume, --dry-run,
---run-timeout-s and --collective-timeout-s.
+--run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
 Then draw it: python -m harness.plot results/
 """
 
@@ -142,8 +146,18 @@ def _draw_report(results: Path) -> None:
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
 
 
-def _interrupt(signum: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+def _heed_signals() -> None:
+    """Interrupt at SIGINT and SIGTERM: once, where the launcher and the agent both send one."""
+    raised_s = float("-inf")
+
+    def interrupt(signum: int, frame: object) -> None:
+        nonlocal raised_s
+        if (now_s := time.monotonic()) - raised_s > _ONE_SIGNAL_S:
+            raised_s = now_s
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def _preloaded(cases: list[Any]) -> list[str]:
@@ -164,7 +178,8 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
     from harness.launch import Launcher, SweepEnded
     from harness.runtime.rendezvous import meet
 
-    meeting = meet(launch, os.environ)
+    limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
+    meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s)
     world = meeting.world
     _log.info(
         "%d ranks on %d hosts by %s: %s, %s, %s because %s",
@@ -177,7 +192,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         # Ranks that share a GPU, over gloo, would take hours for the model of one GPU each.
         cases = _cases(name, None, launch, has_gpu=has_gpus and world.backend == "nccl")
     if problem := launcher.problem(cases):
-        meeting.control.leave()
+        meeting.leave()
         if world.is_first:
             raise HarnessError(problem)
         return 0
@@ -190,7 +205,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         _print_tables(launcher.read(headers))
         if not name:
             _draw_report(options.results)
-    meeting.control.leave()
+    meeting.leave()
     if ended and world.is_first:
         raise ended
     is_failed = any(header.status not in ("ok", "oom") for header in headers)
@@ -217,7 +232,7 @@ def main(argv: list[str]) -> int:
 
     launch = read_launch(os.environ)
     _set_up_logging(launch.rank)
-    signal.signal(signal.SIGTERM, _interrupt)
+    _heed_signals()
     try:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)

@@ -29,7 +29,7 @@ from harness.cases import (
     plan_runs,
     remaining_repeats,
 )
-from harness.domain.run import RankInfo, RunHeader, Status
+from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.store import (
@@ -42,12 +42,10 @@ from harness.measure.store import (
 )
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
-from harness.runtime.control import Control
 from harness.runtime.host import code_commit
-from harness.runtime.isolate import Ending, Limit, run_isolated
+from harness.runtime.isolate import Ending, run_isolated
 from harness.runtime.peaks import peak_flops_per_s
-from harness.runtime.rendezvous import Meeting, connect_store, without_mpi
-from harness.runtime.watchdog import Watchdog
+from harness.runtime.rendezvous import Meeting, without_mpi
 from harness.workloads import WORKLOADS
 from harness.workloads.contract import Need, config_json
 from harness.workloads.number_flags import check_above_zero
@@ -71,6 +69,9 @@ class RunOptions:
     then."""
     collective_timeout_s: float = 300.0
     """A collective that a rank has waited in for this long fails the run."""
+    heartbeat_timeout_s: float = 30.0
+    """A rank or host that has been silent or stopped for this long ends the sweep on every host,
+    with a row for the run; never later than --run-timeout-s."""
 
     def check(self) -> None:
         """Refuse what makes no sense.
@@ -78,7 +79,7 @@ class RunOptions:
         Raises:
             ConfigError: names the flag.
         """
-        check_above_zero(self, ("run_timeout_s", "collective_timeout_s"))
+        check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
 
 
 class SweepEnded(ResultsError):
@@ -252,55 +253,52 @@ class Launcher:
         problem = self._write_header(run_dir, header)
         if problem := self._control.broadcast("space", problem, str):
             raise SweepEnded(problem, self._headers)
-        with Heartbeat(run_dir) if self._world.is_first else nullcontext():
-            return self._carry_out_open(plan, number, header)
+        is_writer = self._world.is_first and not self._meeting.channel.has_agent
+        with Heartbeat(run_dir) if is_writer else nullcontext():
+            return self._carry_out_open(plan, f"run{number}", header)
 
-    def _carry_out_open(self, plan: PlannedRun, number: str, header: RunHeader) -> RunHeader:
-        run_dir = self._results / header.run_id
+    def _carry_out_open(self, plan: PlannedRun, name: str, header: RunHeader) -> RunHeader:
+        run_dir, channel = self._results / header.run_id, self._meeting.channel
+        channel.begin_run(
+            name,
+            str(run_dir) if self._world.is_first else "",
+            self._options.run_timeout_s,
+            is_isolated=plan.case.workload.is_isolated,
+        )
         start_s = time.monotonic()
-        try:
-            outcomes = self._outcomes(plan, f"run{number}", header, start_s)
-        except KeyboardInterrupt:
-            self._close(run_dir, header, "crash", "interrupted", start_s, {})
-            raise
+        outcomes = self._parts(plan, name, run_dir)
+        channel.end_run()
         status, reason = worst(outcomes, self._world.hostnames)
         if not plan.case.workload.is_isolated:
             _let_go()
         if problem := self._bring_records(run_dir):
             reason = f"{reason}; {problem}" if reason else problem
             status = "crash" if status == "ok" else status
-        return self._close(run_dir, header, status, reason, start_s, outcomes[0].summary)
+        closed = msgspec.structs.replace(
+            header,
+            status=status,
+            reason=reason,
+            summary=outcomes[0].summary,
+            duration_s=round(time.monotonic() - start_s, 3),
+        )
+        if problem := self._write_header(run_dir, closed):
+            _log.error("%s: %s, but run.json does not say so: %s", header.run_id, status, problem)
+        channel.close_run()
+        return closed
 
-    def _outcomes(
-        self, plan: PlannedRun, name: str, header: RunHeader, start_s: float
-    ) -> list[Outcome]:
-        """How every rank's part of a run ended."""
-        run_dir = self._results / header.run_id
-        if plan.case.workload.is_isolated:
-            return self._parts(plan, name, run_dir, self._control)
-        store = connect_store(self._meeting.address, self._meeting.port, header.run_id)
-        control = Control(store, self._world.rank, self._world.size)
-
-        def close(ending: Ending) -> None:
-            status: Status = "timeout" if ending.status == "timeout" else "crash"
-            closed = self._close(run_dir, header, status, ending.reason, start_s, {})
-            _log.error("%s: %s; no further runs", header.run_id, closed.ending)
-
-        limit = Limit(self._options.run_timeout_s, lambda: control.read_failure(name))
-        with Watchdog(limit, close if self._world.is_first else None):
-            return self._parts(plan, name, run_dir, control)
-
-    def _parts(self, plan: PlannedRun, name: str, run_dir: Path, control: Control) -> list[Outcome]:
-        """Carry out this rank's part, and learn how the others' ended.
-
-        Args:
-            control: where ranks tell each other that their part has failed.
-        """
+    def _parts(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
+        """Carry out this rank's part, and learn how the others' ended."""
         outcome = Outcome(status="ok")
         if self._world.rank < plan.n_ranks:
             outcome = self._part(plan, name, run_dir)
+        who = f"({self._world.hostname})"
         if outcome.status != "ok":
-            control.report_failure(name, f"({self._world.hostname}) {outcome.reason}")
+            self._control.report_failure(name, f"{who} {outcome.reason}")
+        # A rank that waits in MPI for this one cannot be stopped alone: the agents end the launch.
+        is_fatal = outcome.status != "ok" and not plan.case.workload.is_isolated
+        reason = f"rank {self._world.rank} {who}: {outcome.reason}"
+        fault = (outcome.status, reason) if is_fatal else None
+        self._meeting.channel.end_part(name, fault)
         return self._control.gather("outcome", outcome, Outcome)
 
     def _part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
@@ -347,26 +345,6 @@ class Launcher:
             except ResultsError as error:
                 problem = f"records of rank {rank} stay on {self._world.hostnames[rank]}: {error}"
         return problem
-
-    def _close(
-        self,
-        run_dir: Path,
-        header: RunHeader,
-        status: Status,
-        reason: str,
-        start_s: float,
-        summary: dict[str, Any],
-    ) -> RunHeader:
-        closed = msgspec.structs.replace(
-            header,
-            status=status,
-            reason=reason,
-            summary=summary,
-            duration_s=round(time.monotonic() - start_s, 3),
-        )
-        if problem := self._write_header(run_dir, closed):
-            _log.error("%s: %s, but run.json does not say so: %s", header.run_id, status, problem)
-        return closed
 
     def _write_header(self, run_dir: Path, header: RunHeader) -> str:
         """Write the header on rank 0; returns why it cannot be written."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-HEARTBEAT_FILE = "heartbeat"
+from harness.measure.run_files import HEADER_FILE, HEARTBEAT_FILE
+
 PERIOD_S = 2.0
 # A busy file server may hold up a few beats.
 _N_MISSED = 15
@@ -62,14 +63,15 @@ class Heartbeat:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        self.stop(is_closed=error is None)
 
-    def stop(self) -> None:
-        """Remove the file: the header says how the run ended."""
+    def stop(self, *, is_closed: bool = True) -> None:
+        """Beat no more, and remove the file where the header says how the run ended."""
         self._is_over.set()
         self._thread.join(self._period_s)
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        if is_closed:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         writer = {
@@ -136,7 +138,7 @@ def find_dead_writer(run_dir: Path) -> str:
         changed_s, writer = _read(run_dir / HEARTBEAT_FILE)
     except OSError:
         try:
-            changed_s, writer = (run_dir / "run.json").stat().st_mtime, {}
+            changed_s, writer = (run_dir / HEADER_FILE).stat().st_mtime, {}
         except OSError:
             return ""
     age_s = _now_s(run_dir) - changed_s

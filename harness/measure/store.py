@@ -29,6 +29,7 @@ from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.inputs import MOST_FILE_BYTES, find_int, parse_json
 from harness.measure.heartbeat import find_dead_writer
+from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
 
 # What a results directory may hold beside runs.
 _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
@@ -44,7 +45,6 @@ _MAX_DEPTH = 16
 
 _DECODER = msgspec.json.Decoder(Record)
 
-_RESERVE = ".run.json.reserve"
 # What the final header may add to the first one: a reason with tracebacks, a summary.
 _RESERVE_BYTES = 128 * 1024
 # A run begins only with this much free: a full disk ends a sweep, instead of each of its runs.
@@ -137,7 +137,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
         ResultsError: it cannot be written; names file and host.
     """
     data = msgspec.json.format(msgspec.json.encode(header), indent=1) + b"\n"
-    path, reserve = run_dir / "run.json", run_dir / _RESERVE
+    path, reserve = run_dir / HEADER_FILE, run_dir / RESERVE_FILE
     if header.status == "running":
         try:
             write_atomically(path, data)
@@ -233,7 +233,7 @@ def read_header(run_dir: Path) -> RunHeader:
     Raises:
         ResultsError: missing, malformed or of another schema or version; names the file.
     """
-    path = run_dir / "run.json"
+    path = run_dir / HEADER_FILE
     try:
         header = _decode_header(_read_regular(path), str(path))
     except OSError as error:

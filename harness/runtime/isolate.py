@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from harness.runtime.host import n_oom_kills
+from harness.runtime.cgroup import n_oom_kills
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
@@ -97,7 +97,9 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
     # Ctrl-C goes to the whole group: the first process decides what happens to its child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    pipe.send(function(*arguments))
+    value = function(*arguments)
+    with contextlib.suppress(BrokenPipeError):  # the first process was killed, and so will this be
+        pipe.send(value)
     pipe.close()
     sys.stdout.flush()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.domain.interface import Interface, choose_interface
 from harness.errors import LaunchError
+from harness.runtime.agent.channel import Channel
 from harness.runtime.control import Control
 from harness.runtime.host import Gpu, HostFacts, describe_host
 from harness.runtime.launcher import Launch
@@ -31,15 +34,22 @@ class Meeting:
     """The ranks have met.
 
     Attributes:
+        channel: to this rank's agent.
         address, port: where rank 0's store listens.
         facts: of every rank's host, by rank.
     """
 
     world: World
     control: Control
+    channel: Channel
     address: str
     port: int
     facts: list[HostFacts]
+
+    def leave(self) -> None:
+        """Part for good; all ranks must call it."""
+        self.channel.leave()
+        self.control.leave()
 
 
 def _mpi_world(launch: Launch) -> Any:
@@ -206,12 +216,42 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
     )
 
 
-def meet(launch: Launch, environ: Mapping[str, str]) -> Meeting:
+def _connect_agents(
+    channel: Channel, control: Control, facts: list[HostFacts], wanted: str, limit_s: float
+) -> None:
+    """Give each rank's agent its connection: rank 0's listens, the others' reach it."""
+    hostnames = [fact.hostname for fact in facts]
+    interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], wanted)
+    assert interface is not None, "rank 0's world was built with it"
+    place, listener = ("", 0, ""), None
+    if control.rank == 0:
+        listener = socket.create_server((interface.address, 0), backlog=control.size)
+        place = (interface.address, listener.getsockname()[1], secrets.token_hex(16))
+    address, port, token = control.broadcast("agent", place, tuple[str, int, str])
+    if not channel.has_agent:
+        return
+    try:
+        connection = listener or socket.create_connection((address, port), timeout=limit_s)
+    except OSError as error:
+        raise LaunchError(
+            f"{hostnames[control.rank]} cannot reach {hostnames[0]} at {address} port {port} "
+            f"({error}): look for a firewall between the hosts"
+        ) from None
+    channel.meet(connection, control.rank, hostnames, token, limit_s)
+
+
+def meet(
+    launch: Launch, environ: Mapping[str, str], *, heartbeat_timeout_s: float = 30.0
+) -> Meeting:
     """Join the other ranks; all ranks must call it. Starts no process group.
+
+    Args:
+        heartbeat_timeout_s: the agents end a launch of which a rank is silent for this long.
 
     Raises:
         LaunchError: the ranks cannot find one another.
     """
+    channel = Channel.from_environment()
     facts = describe_host()
     wanted = environ.get("GLOO_SOCKET_IFNAME", "")
     comm = _mpi_world(launch) if launch.has_mpi else None
@@ -226,9 +266,13 @@ def meet(launch: Launch, environ: Mapping[str, str]) -> Meeting:
     control = Control(store, launch.rank, launch.size)
     everyone = control.gather("facts", facts, HostFacts)
     world = _build_world(launch, everyone, comm, wanted)
+    if launch.size > 1:
+        _connect_agents(channel, control, everyone, wanted, heartbeat_timeout_s)
     if launch.rank == 0:
         _check_versions(everyone)
-    return Meeting(world=world, control=control, address=address, port=port, facts=everyone)
+    return Meeting(
+        world=world, control=control, channel=channel, address=address, port=port, facts=everyone
+    )
 
 
 def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:

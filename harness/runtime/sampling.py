@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from harness.measure.clock import Clock
-from harness.runtime.host import cgroup_file
+from harness.runtime.cgroup import cgroup_file
 
 # Under a CPU quota a process runs and pauses in turn: only a sample of several periods reads the
 # share that it gets in the long run.

@@ -108,7 +108,7 @@ def main():
     )  # fmt: skip
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     Launcher(meeting, options, sys.argv).carry_out(cases)
-    meeting.control.leave()
+    meeting.leave()
 
 
 if __name__ == "__main__":

@@ -50,6 +50,23 @@ def fill(directory):
             file.write(b"x" * 512)
 
 
+def strike(fault, context):
+    """Kill or stop, from a rank's run, the rank's first process or the agent above it."""
+    who, _, how = fault.partition("_")
+    if context.world.rank != (0 if who == "zeroth" else 1):
+        return
+    if context.world.mpi is None:  # the parent is the fork server
+        first = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+    else:
+        first = os.getpid()
+    agent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    pids = [os.getpid(), first, agent]
+    (context.run_dir.parent / "pids").write_text(" ".join(map(str, pids)))
+    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+    os.kill(agent if who == "agent" else first, number)
+    time.sleep(600)
+
+
 def check_interface(world):
     told = os.environ.get("GLOO_SOCKET_IFNAME")
     if told != world.interface:
@@ -58,6 +75,8 @@ def check_interface(world):
 
 def body(config, context):
     check_interface(context.world)
+    if "_" in config.fault:
+        strike(config.fault, context)
     if context.world.rank == 1:
         fail(config.fault)
     if context.world.mpi is not None:
@@ -75,7 +94,7 @@ def main():
     results, *words = sys.argv[1:]
     faults = [word for word in words if not word.startswith("--")]
     start_fork_server(["torch", "harness.run"])
-    meeting = meet(read_launch(os.environ), os.environ)
+    meeting = meet(read_launch(os.environ), os.environ, heartbeat_timeout_s=6.0)
     options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in words)
     workload = Workload(
         summary="fails",
@@ -93,7 +112,7 @@ def main():
         print(ended, file=sys.stderr)
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
-    meeting.control.leave()
+    meeting.leave()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from harness.workloads.contract import Need, Workload
 
 PROGRAM = Path(__file__).with_name("faulty_ranks.py")
 ROOT = Path(__file__).parents[2]
+AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
 
 pytestmark = pytest.mark.mpi
 
@@ -26,7 +28,7 @@ def mpirun(n_ranks, *arguments, timeout_s=120):
         "OMP_NUM_THREADS": "1",
     }
     launcher = Path(sys.executable).with_name("mpirun")
-    command = [str(launcher), "--oversubscribe", "-np", str(n_ranks), sys.executable]
+    command = [str(launcher), "--oversubscribe", "-np", str(n_ranks), *AGENT, sys.executable]
     return subprocess.run(
         [*command, "-m", "mpi4py", *map(str, arguments)],
         env=environ,
@@ -102,18 +104,58 @@ def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
 
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
-    [("oom", "crash", "rank 1 "), ("hang", "timeout", "not done after 20 s")],
+    [("oom", "oom", "tried to allocate 1 TiB"), ("hang", "timeout", "not done after 20 s")],
 )
 def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     tmp_path, fault, status, reason
 ):
-    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "none", fault, "none", timeout_s=60)
+    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "none", fault, "none")
     assert done.returncode != 0
     first, ended = sorted(read_results(tmp_path).runs, key=lambda run: run.header.start_utc)
     assert first.header.status == "ok"
     assert (ended.header.config["fault"], ended.header.status) == (fault, status)
     assert reason in ended.header.reason
     assert f"{ended.header.run_id}: {status}: " in done.stderr
+    if fault == "oom":
+        assert ended.header.reason.startswith(f"rank 1 ({os.uname().nodename}): ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "over_mpi", "code", "status", "words"),
+    [
+        ("first_killed", [], 137, "crash", "its first process was killed by SIGKILL"),
+        ("zeroth_killed", ["--over-mpi"], 137, "crash", "its first process was killed by SIGKILL"),
+        ("first_stopped", ["--over-mpi"], 1, "timeout", "its first process has been stopped (SIG"),
+        ("zeroth_stopped", [], 1, "timeout", "its first process has been stopped (SIGSTOP"),
+        ("agent_stopped", [], 1, "timeout", "no heartbeat for "),
+    ],
+)
+def test_a_first_process_that_is_killed_or_stopped_ends_the_launch_with_its_row(
+    tmp_path, fault, over_mpi, code, status, words
+):
+    done = mpirun(2, PROGRAM, tmp_path, *over_mpi, fault, "none")
+    assert done.returncode == code, done.stderr
+    (run,) = read_results(tmp_path).runs
+    rank = 0 if fault.startswith("zeroth") else 1
+    assert run.header.status == status
+    assert run.header.reason.startswith(f"rank {rank} ({os.uname().nodename}): {words}")
+    assert f"error: {run.header.run_id}: {status}: rank {rank} " in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    wait_until_gone((tmp_path / "pids").read_text().split())
+
+
+def wait_until_gone(pids, timeout_s=20):
+    deadline_s = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if _state(pid) not in ("", "Z")]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 @pytest.mark.cluster

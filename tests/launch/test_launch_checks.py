@@ -10,6 +10,7 @@ import torch
 
 from harness.cases import Case
 from harness.launch import Launcher, RunOptions
+from harness.runtime.agent.channel import Channel
 from harness.runtime.rendezvous import Meeting
 from harness.runtime.world import World
 from harness.workloads.contract import Workload
@@ -38,7 +39,9 @@ def launcher(rank: int, results: Path) -> Launcher:
         memory_bytes=1 << 30,
     )  # fmt: skip
     control: Any = Answers(rank)
-    meeting = Meeting(world=world, control=control, address="", port=0, facts=[])
+    meeting = Meeting(
+        world=world, control=control, channel=Channel(None), address="", port=0, facts=[]
+    )
     return Launcher(meeting, RunOptions(results=results), [])
 
 

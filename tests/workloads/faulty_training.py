@@ -127,7 +127,7 @@ def main():
     headers = launcher.carry_out([Case(name="train", workload=TRAIN, config=CASE)])
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
-    meeting.control.leave()
+    meeting.leave()
 
 
 if __name__ == "__main__":

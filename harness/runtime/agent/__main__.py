@@ -1,0 +1,54 @@
+"""Start a rank's program as a child and watch over it: `python -SP agent/__main__.py ARGV...`
+
+Signals and the exit status pass through. The child starts before anything heavy is imported: the
+C parts of `signal` and `socket` serve until then, and there is no `-m`.
+"""
+
+import _signal as signal  # type: ignore[import-not-found]
+import ctypes
+import os
+import sys
+from _socket import AF_UNIX, SOCK_SEQPACKET, socketpair
+
+from harness.runtime.agent import CHANNEL_VARIABLE
+
+# Passed on to the rank's program; held back until the agent's loop can.
+HELD_SIGNALS = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _start(argv: list[str], channel_fd: int) -> int:
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    agent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != agent:
+            os._exit(1)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        os.set_inheritable(channel_fd, True)
+        os.execvpe(argv[0], argv, {**os.environ, CHANNEL_VARIABLE: str(channel_fd)})
+    except OSError as error:
+        sys.stderr.write(f"error: {argv[0]}: {error.strerror}\n")
+    finally:
+        os._exit(127)
+
+
+def _main() -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    mine, others = socketpair(AF_UNIX, SOCK_SEQPACKET)
+    pid = _start(sys.argv[1:], others.fileno())
+    others.close()
+    from harness.runtime.agent.agent import watch_over
+
+    return watch_over(pid, mine.detach(), HELD_SIGNALS)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,352 @@
+"""The loop of an agent: one rank's program, its signals and its end, and the other agents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.errors import LaunchError
+from harness.runtime.agent import family
+from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
+from harness.runtime.agent.row import OpenRun
+from harness.runtime.agent.wire import Message, decode
+from harness.runtime.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
+from harness.runtime.launcher import Launch, read_launch
+
+_LARGEST_MESSAGE = 1 << 17
+_SLOWEST_BEAT_S = 2.0
+# Open MPI kills a second after it has asked to end.
+_TIME_TO_END_S = 0.5
+# How long a rank whose program has died waits for rank 0 to close the row.
+_TIME_TO_CLOSE_S = 5.0
+_TIME_TO_END_ALL_S = 5.0
+_TIME_TO_GIVE_UP_S = 2.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def watch_over(pid: int, channel_fd: int, passed_on: Sequence[signal.Signals]) -> int:
+    """Watch a rank's program until it ends; returns the exit code, or dies of the same signal."""
+    agent = Agent(pid, socket.socket(fileno=channel_fd), passed_on)
+    code = agent.loop()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def _read_launch() -> Launch | None:
+    try:
+        return read_launch(os.environ)
+    except LaunchError:  # the program says what is wrong
+        return None
+
+
+class _Deadline(NamedTuple):
+    at_s: float
+    run: str
+    is_isolated: bool
+    timeout_s: float
+
+
+class Agent:
+    """What one agent knows; everything happens in `loop`, on one thread."""
+
+    def __init__(
+        self, pid: int, channel: socket.socket, passed_on: Sequence[signal.Signals]
+    ) -> None:
+        self._pid = pid
+        channel.setblocking(False)
+        self._channel: socket.socket | None = channel
+        launch = _read_launch()
+        self._who = f"rank {launch.rank if launch else 0} ({os.uname().nodename})"
+        self._is_openmpi = launch is not None and launch.launcher == "openmpi"
+        self._parent = os.getppid()
+        self._has_daemon = family.is_daemon(self._parent)
+        self._oom_kills = n_oom_kills()
+        self._peers: Peers | None = None
+        self._limit_s = float("inf")
+        self._period_s = _SLOWEST_BEAT_S
+        self._stopped_at_s: float | None = None
+        self._done = ""
+        self._has_left = False
+        self._run: OpenRun | None = None
+        self._deadline: _Deadline | None = None
+        self._end_by_s: float | None = None
+        self._status: int | None = None
+        self._signals: list[int] = []
+        self._wake = self._catch(passed_on)
+
+    def _catch(self, passed_on: Sequence[signal.Signals]) -> socket.socket:
+        """Handlers that wake the loop."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        self._wake_end = theirs
+        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        for number in passed_on:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda number, frame: self._signals.append(number))
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+        return ours
+
+    def loop(self) -> int:
+        """Returns the exit code, or minus the signal that ended the program."""
+        before_s = time.monotonic()
+        beat_s = before_s
+        while True:
+            self._wait(beat_s - time.monotonic())
+            now_s = time.monotonic()
+            gap_s, before_s = now_s - before_s, now_s
+            self._take_signals(now_s)
+            self._take_messages(now_s)
+            if self._peers is not None:
+                self._peers.receive(now_s)
+            self._reap(now_s)
+            if self._status is not None:
+                return self._program_ended(self._status)
+            if (fault := self._judge(gap_s, now_s)) is not None:
+                return self._end(fault)
+            if now_s >= beat_s:
+                self._beat(now_s)
+                beat_s = now_s + self._period_s
+
+    def _wait(self, timeout_s: float) -> None:
+        poll = select.poll()
+        for one in (self._wake, self._channel, *(self._peers.wires() if self._peers else ())):
+            if one is not None and one.fileno() >= 0:
+                poll.register(one, select.POLLIN)
+        if self._end_by_s is not None:
+            timeout_s = min(timeout_s, 0.1)
+        poll.poll(max(0.0, timeout_s) * 1000)
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+
+    def _beat(self, now_s: float) -> None:
+        if self._peers is not None:
+            state: Message = {"done": self._done}
+            if self._stopped_at_s is not None:
+                state["stopped_s"] = now_s - self._stopped_at_s
+            self._peers.beat(state)
+
+    # What the program tells.
+
+    def _take_messages(self, now_s: float) -> None:
+        while self._channel is not None:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._channel, _LARGEST_MESSAGE, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if data:
+                self._take(decode(data), fds, now_s)
+            else:  # the program has ended
+                self._channel.close()
+                self._channel = None
+
+    def _take(self, message: Message, fds: Sequence[int], now_s: float) -> None:
+        match message.get("kind"):
+            case "met":
+                self._meet(message, socket.socket(fileno=fds[0]), now_s)
+            case "run":
+                self._begin(message, now_s)
+            case "part":
+                self._done = message["name"]
+                if message["fault"]:
+                    self._report(Fault(*message["fault"]), GRACE_S, now_s)
+            case "ended":
+                self._deadline = None
+                if isinstance(self._peers, Hub):
+                    self._peers.forget_faults()
+            case "over" if self._run is not None:
+                self._run.stop()
+                self._run = None
+            case "left":
+                self._has_left = True
+                if self._peers is not None:
+                    self._peers.tell({"left": True})
+
+    def _meet(self, message: Message, connection: socket.socket, now_s: float) -> None:
+        rank, hostnames, token = message["rank"], message["hostnames"], message["token"]
+        # Ending everything takes a few seconds of the limit.
+        self._limit_s = message["limit_s"] - min(_TIME_TO_END_ALL_S, message["limit_s"] / 4)
+        self._period_s = min(_SLOWEST_BEAT_S, self._limit_s / 8)
+        self._who = f"rank {rank} ({hostnames[rank]})"
+        if rank == 0:
+            self._peers = Hub(connection, token, hostnames, self._limit_s, now_s)
+        else:
+            self._peers = Spoke(connection, rank, hostnames[0], token, self._limit_s, now_s)
+
+    def _begin(self, message: Message, now_s: float) -> None:
+        if message["directory"]:
+            self._run = OpenRun(Path(message["directory"]), now_s)
+        timeout_s, is_isolated = message["timeout_s"], message["is_isolated"]
+        # A run in processes of its own is ended by the ranks' first processes, unless one hangs.
+        spare_s = self._limit_s + GRACE_S if is_isolated else 0.0
+        self._deadline = _Deadline(
+            now_s + timeout_s + spare_s, message["name"], is_isolated, timeout_s
+        )
+
+    def _report(self, fault: Fault, grace_s: float, now_s: float) -> None:
+        if isinstance(self._peers, Hub):
+            self._peers.add_fault(fault, now_s + grace_s)
+        elif self._peers is not None:
+            self._peers.tell(fault.message(grace_s=grace_s))
+
+    # Signals, and the program's end.
+
+    def _take_signals(self, now_s: float) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            family.send([self._pid], number)
+            if number in _ENDING and self._end_by_s is None:
+                self._end_by_s = now_s + _TIME_TO_END_S
+                if self._peers is not None:
+                    self._peers.tell({"left": True})
+
+    def _reap(self, now_s: float) -> None:
+        """Learn what became of the program; take in processes that others left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid != self._pid:
+                continue
+            if os.WIFSTOPPED(status):
+                self._stopped_at_s = now_s
+            elif os.WIFCONTINUED(status):
+                self._stopped_at_s = None
+            else:
+                self._status = os.waitstatus_to_exitcode(status)
+
+    def _program_ended(self, code: int) -> int:
+        now_s = time.monotonic()
+        if code == 0 or self._has_left:
+            return self._leave(code, "crash", "its first process ended before the run did")
+        if self._end_by_s is not None:
+            return self._leave(code, "crash", "interrupted")
+        fault = self._fault_of(code)
+        if isinstance(self._peers, Spoke):
+            self._report(fault, 0.0, now_s)
+            self._await_end(now_s + _TIME_TO_CLOSE_S)
+        elif isinstance(self._peers, Hub):
+            self._peers.tell(fault.message())
+        if code < 0:
+            self._say(fault)
+        return self._leave(code, fault.status, fault.reason)
+
+    def _leave(self, code: int, status: str, reason: str) -> int:
+        if self._run is not None:
+            self._run.close(status, self._pending(reason), time.monotonic())
+        if code != 0:
+            family.kill_below(os.getpid())
+        return code
+
+    def _pending(self, reason: str) -> str:
+        """What a rank has reported explains more than what came of it here."""
+        found = self._peers.pending() if isinstance(self._peers, Hub) else None
+        return found.reason if found is not None and reason == "interrupted" else reason
+
+    def _fault_of(self, code: int) -> Fault:
+        """Why a program that failed did."""
+        if code >= 0:
+            reason = f"{self._who}: its first process ended with exit code {code}: see its output"
+            return Fault("crash", reason, exit_code=code)
+        exit_code = 128 - code  # as a shell and mpirun have it
+        if -code == signal.SIGKILL and n_oom_kills() > self._oom_kills:
+            n_bytes = cgroup_memory_bytes()
+            limit = f" of {n_bytes / 2**20:.0f} MiB" if n_bytes < UNLIMITED_BYTES else ""
+            reason = f"the kernel killed its first process: the memory limit{limit} was reached"
+            return Fault("oom", f"{self._who}: {reason}", exit_code=exit_code)
+        reason = f"its first process was killed by {signal.Signals(-code).name}"
+        return Fault("crash", f"{self._who}: {reason}", exit_code=exit_code)
+
+    def _await_end(self, deadline_s: float) -> None:
+        """Wait until rank 0 has closed the row."""
+        assert self._peers is not None
+        while (now_s := time.monotonic()) < deadline_s:
+            self._peers.receive(now_s)
+            if self._peers.judge(now_s) is not None:
+                return
+            self._wait(0.1)
+
+    # What is wrong, and ending the launch.
+
+    def _judge(self, gap_s: float, now_s: float) -> Fault | None:
+        if self._end_by_s is not None:
+            return self._judge_interrupted(now_s)
+        if self._has_daemon and os.getppid() != self._parent:
+            return self._orphaned()
+        if self._peers is None:
+            return self._judge_deadline(now_s)
+        if gap_s > self._limit_s:
+            return Fault(
+                "timeout", f"{self._who}: it was frozen for {gap_s:.0f} s, the others ended"
+            )
+        stopped_s = 0.0 if self._stopped_at_s is None else now_s - self._stopped_at_s
+        if isinstance(self._peers, Hub) and stopped_s > self._limit_s:
+            return Fault("timeout", stopped_reason(self._who, stopped_s))
+        return self._peers.judge(now_s) or self._judge_deadline(now_s)
+
+    def _judge_interrupted(self, now_s: float) -> Fault | None:
+        """Open MPI kills soon after it has asked: the row is closed before."""
+        assert self._end_by_s is not None
+        if now_s >= self._end_by_s and self._run is not None:
+            self._run.close("crash", self._pending("interrupted"), now_s)
+            self._run = None
+        return None
+
+    def _orphaned(self) -> Fault:
+        status, cause = "crash", ""
+        if n_oom_kills() > self._oom_kills:
+            status, cause = "oom", "; the kernel killed a process there for memory"
+        fault = Fault(status, f"{self._who}: the launcher's daemon that started it died{cause}")
+        self._report(fault, 0.0, time.monotonic())
+        return fault
+
+    def _judge_deadline(self, now_s: float) -> Fault | None:
+        deadline = self._deadline
+        if deadline is None or now_s < deadline.at_s:
+            return None
+        reason = f"not done after {deadline.timeout_s:.0f} s"
+        if deadline.is_isolated:
+            silent = self._peers.unfinished(deadline.run) if isinstance(self._peers, Hub) else []
+            names = ", ".join(silent) or self._who
+            reason += f": the first process of {names} does not answer"
+        return Fault("timeout", reason)
+
+    def _end(self, fault: Fault) -> int:
+        """End this rank, and as rank 0 the launch on every host that can be reached."""
+        if isinstance(self._peers, Hub):
+            self._peers.tell(fault.message())
+        family.send([self._pid, *family.descendants(self._pid)], signal.SIGKILL)
+        self._say(fault)
+        if self._run is not None:
+            self._run.close(fault.status, fault.reason, time.monotonic())
+        family.kill_below(os.getpid())
+        if self._is_openmpi:
+            family.end_launcher(fault.silent_hosts)
+            if fault.silent_hosts:
+                # mpirun gives up the hosts first: what a rank that fails brings about hangs.
+                time.sleep(_TIME_TO_GIVE_UP_S)
+        return fault.exit_code
+
+    def _say(self, fault: Fault) -> None:
+        """Rank 0 speaks for all, and every rank before they have met."""
+        run: Any = f"{self._run.run_dir.name}: {fault.status}: " if self._run else ""
+        if not isinstance(self._peers, Spoke):
+            print(f"error: {run}{fault.reason}", file=sys.stderr, flush=True)

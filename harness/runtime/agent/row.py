@@ -1,0 +1,68 @@
+"""The row of a run that its own process did not close."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from pathlib import Path
+
+from harness.measure.heartbeat import Heartbeat
+from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
+
+# A file server that hangs must not keep the launch from ending.
+_PATIENCE_S = 10.0
+
+
+class OpenRun:
+    """A run that rank 0 writes: its heartbeat, and its last word where nobody else says it."""
+
+    def __init__(self, run_dir: Path, now_s: float) -> None:
+        self.run_dir = run_dir
+        self._start_s = now_s
+        self._heartbeat = Heartbeat(run_dir)
+        self._heartbeat.__enter__()
+
+    def stop(self) -> None:
+        """The run's own process has closed it."""
+        self._heartbeat.stop()
+
+    def close(self, status: str, reason: str, now_s: float) -> None:
+        """Close the row unless it is closed; gives up on a disk that does not answer."""
+        arguments = (status, reason, now_s - self._start_s)
+        writer = threading.Thread(target=self._write, args=arguments, daemon=True)
+        writer.start()
+        writer.join(_PATIENCE_S)
+
+    def _write(self, status: str, reason: str, duration_s: float) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            header = json.loads((self.run_dir / HEADER_FILE).read_bytes())
+            if header.get("status") == "running":
+                header["status"] = status
+                header["reason"] = f"{reason}; {recorded(self.run_dir)}"
+                header["duration_s"] = round(duration_s, 3)
+                _replace(self.run_dir, json.dumps(header, indent=1, ensure_ascii=False) + "\n")
+        self._heartbeat.stop()
+
+
+def _replace(run_dir: Path, text: str) -> None:
+    """Write the header into the space that was reserved for it, and put it in its place."""
+    reserve = run_dir / RESERVE_FILE
+    fd = os.open(reserve, os.O_WRONLY | os.O_CREAT, 0o666)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.truncate()
+        file.flush()
+        os.fsync(fd)
+    reserve.replace(run_dir / HEADER_FILE)
+
+
+def recorded(run_dir: Path) -> str:
+    """What the ranks' files on this disk hold, in short."""
+    parts = []
+    for path in sorted(run_dir.glob("rank*.jsonl")):
+        data = path.read_bytes()
+        n_steps = data.count(b'"kind":"step"')
+        parts.append(f"{path.stem} {data.count(10)} records ({n_steps} steps)")
+    return f"recorded: {', '.join(parts)}" if parts else "nothing was recorded"

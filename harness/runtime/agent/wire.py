@@ -1,0 +1,74 @@
+"""Messages between processes: one JSON object a line, over a stream that may stall at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import Any
+
+# A hello of a stranger, or a reason with a long traceback, stays below.
+_LONGEST_BYTES = 1 << 20
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The object of a line; an empty one for anything else."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Wire:
+    """One connection; neither reading nor writing ever waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # a socket pair in a test has no such option
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._received = b""
+        self._unsent = b""
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Message, *, is_urgent: bool = True) -> None:
+        """Send as much as can be sent now; what is not urgent goes only where nothing waits."""
+        if self.is_closed or (self._unsent and not is_urgent):
+            return
+        self._unsent += encode(message)
+        try:
+            n_sent = self._connection.send(self._unsent, socket.MSG_NOSIGNAL)
+            self._unsent = self._unsent[n_sent:]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+
+    def receive(self) -> list[Message]:
+        """Every message that has arrived; `is_closed` tells when there will be no more."""
+        while not self.is_closed:
+            try:
+                data = self._connection.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._received += data
+            if not data or len(self._received) > _LONGEST_BYTES:
+                self.close()
+        *lines, self._received = self._received.split(b"\n")
+        return [decode(line) for line in lines]
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._connection.close()

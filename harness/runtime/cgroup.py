@@ -1,0 +1,44 @@
+"""What the kernel says of this process's control group. Standard library only, as the agent is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+UNLIMITED_BYTES = 1 << 60
+
+
+def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
+    """A control file of this process's cgroup, version 1 or 2; None when there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if controller in controllers.split(","):
+            file = _CGROUPS / controller / relative / name_v1
+        elif controllers == "":
+            file = _CGROUPS / relative / name_v2
+        else:
+            continue
+        if file.exists():
+            return file
+    return None
+
+
+def cgroup_memory_bytes() -> int:
+    """The limit of this process's cgroup; `UNLIMITED_BYTES` or more without one."""
+    file = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
+    text = file.read_text().strip() if file else "max"
+    return UNLIMITED_BYTES if text == "max" else int(text)
+
+
+def n_oom_kills() -> int:
+    """How many processes of this cgroup the kernel has killed for memory so far."""
+    file = cgroup_file("memory", "memory.oom_control", "memory.events")
+    if file is None:
+        return 0
+    fields = dict(line.split() for line in file.read_text().splitlines() if len(line.split()) == 2)
+    return int(fields.get("oom_kill", 0))

@@ -1,0 +1,217 @@
+"""Which silence, end or stop of a rank ends a launch, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from harness.runtime.agent.peers import Fault, Hub, Spoke
+from harness.runtime.agent.wire import Wire
+
+HOSTS = ["a", "b", "b", "c"]
+LIMIT_S = 10.0
+
+
+class Star:
+    """A hub and some spokes on loopback."""
+
+    def __init__(self, ranks=(1, 2, 3), token="secret"):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.hub = Hub(listener, "secret", HOSTS, LIMIT_S, 0.0)
+        self.spokes = {
+            rank: Spoke(self.connect(), rank, "a", token, LIMIT_S, 0.0) for rank in ranks
+        }
+
+    def connect(self):
+        return socket.create_connection(("127.0.0.1", self.port))
+
+    def beat(self, now_s, silent=(), state=None):
+        """Everyone who is not silent beats, and hears the others."""
+        for rank, spoke in self.spokes.items():
+            if rank not in silent:
+                spoke.beat((state or {}).get(rank, {}))
+        time.sleep(0.05)  # loopback
+        self.hub.receive(now_s)
+        self.hub.beat({})
+        time.sleep(0.05)
+        for rank, spoke in self.spokes.items():
+            if rank not in silent:
+                spoke.receive(now_s)
+
+
+def test_ranks_that_beat_are_well():
+    star = Star()
+    for now_s in range(0, 60, 6):
+        star.beat(float(now_s))
+        assert star.hub.judge(now_s + 1.0) is None
+        assert all(spoke.judge(now_s + 1.0) is None for spoke in star.spokes.values())
+
+
+def test_a_silent_host_is_named_with_all_its_ranks_and_when_it_was_heard():
+    star = Star()
+    star.beat(1.0)
+    star.beat(9.0, silent=(1, 2))
+    assert star.hub.judge(10.9) is None
+    fault = star.hub.judge(11.5)
+    assert fault is not None
+    assert fault.status == "timeout"
+    assert fault.reason.startswith("rank 1 (b), rank 2 (b): no heartbeat for 10 s")
+    assert " last heard at " in fault.reason
+    assert fault.silent_hosts == ("b",)
+
+
+def test_a_rank_that_never_connects_counts_from_the_meeting():
+    star = Star(ranks=(1, 2))
+    star.beat(9.0)
+    fault = star.hub.judge(10.5)
+    assert fault is not None
+    assert "rank 3 (c)" in fault.reason
+
+
+def test_a_spoke_that_rank_0_does_not_reach_ends_itself():
+    star = Star()
+    star.beat(1.0)
+    star.beat(9.0, silent=(1,))
+    fault = star.spokes[1].judge(11.5)
+    assert fault is not None
+    assert "no heartbeat from rank 0" in fault.reason
+    assert fault.silent_hosts == ("a",)
+    assert star.spokes[3].judge(11.5) is None
+
+
+def test_a_connection_that_closes_without_a_goodbye_is_a_killed_agent():
+    star = Star()
+    star.beat(1.0)
+    star.spokes[3]._wire.close()
+    time.sleep(0.05)
+    star.hub.receive(2.0)
+    fault = star.hub.judge(2.0)
+    assert fault is not None
+    assert fault.reason == "rank 3 (c): its agent was killed: the connection to it closed"
+
+
+def test_a_rank_that_has_left_may_close_its_connection():
+    star = Star()
+    star.beat(1.0)
+    star.spokes[3].tell({"left": True})
+    star.spokes[3]._wire.close()
+    time.sleep(0.05)
+    star.hub.receive(2.0)
+    assert star.hub.judge(2.0) is None
+    star.beat(60.0, silent=(3,))
+    assert star.hub.judge(60.0) is None
+
+
+def test_a_hub_that_closes_ends_the_others_unless_they_have_left():
+    star = Star()
+    star.beat(1.0)
+    star.spokes[1].tell({"left": True})
+    for wire in star.hub.wires():
+        wire.close()
+    time.sleep(0.05)
+    for spoke in star.spokes.values():
+        spoke.receive(2.0)
+    assert star.spokes[1].judge(2.0) is None
+    fault = star.spokes[2].judge(2.0)
+    assert fault is not None
+    assert "rank 0 is gone" in fault.reason
+
+
+def test_the_end_reaches_everyone_with_the_hosts_that_do_not_answer():
+    star = Star()
+    star.beat(1.0)
+    star.hub.tell(Fault("crash", "rank 1 (b): killed", ("b",), 137).message())
+    time.sleep(0.05)
+    for spoke in star.spokes.values():
+        spoke.receive(1.0)
+        assert spoke.judge(1.0) == ("crash", "rank 1 (b): killed", ("b",), 137)
+
+
+def test_a_fault_that_a_rank_reports_waits_for_its_grace():
+    star = Star()
+    star.beat(1.0)
+    fault = Fault("oom", "rank 2 (b): memory", exit_code=137)
+    star.spokes[2].tell(fault.message(grace_s=3.0))
+    time.sleep(0.05)
+    star.hub.receive(2.0)
+    assert star.hub.judge(4.0) is None
+    assert star.hub.pending() == fault
+    assert star.hub.judge(5.0) == fault
+    star.hub.forget_faults()
+    assert star.hub.judge(5.0) is None
+
+
+def test_a_rank_whose_program_is_stopped_for_too_long_is_named():
+    star = Star()
+    star.beat(1.0, state={1: {"stopped_s": 9.0}})
+    assert star.hub.judge(1.0) is None
+    star.beat(2.0, state={1: {"stopped_s": 10.5}})
+    fault = star.hub.judge(2.0)
+    assert fault is not None
+    assert fault.reason.startswith("rank 1 (b): its first process has been stopped (SIGSTOP")
+
+
+def test_parts_that_are_not_over_are_known():
+    star = Star()
+    star.beat(1.0, state={1: {"done": "run1"}, 2: {"done": "run0"}})
+    assert star.hub.unfinished("run1") == ["rank 2 (b)", "rank 3 (c)"]
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"rank": 1, "token": "guess"},
+        {"rank": 7, "token": "secret"},
+        {"rank": "1", "token": "secret"},
+        {"rank": 1, "token": 5},
+        {"fault": ["crash", "x", [], 1]},
+        [],
+    ],
+)
+def test_a_stranger_is_nobody(hello):
+    star = Star(ranks=(2, 3))
+    stranger = star.connect()
+    stranger.sendall(json.dumps(hello).encode() + b"\n")
+    stranger.sendall(b'{"fault": ["crash", "x", [], 1]}\n')
+    star.beat(1.0)
+    assert star.hub.judge(1.0) is None
+    stranger.settimeout(5.0)
+    with contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+
+
+def test_a_stranger_who_says_nothing_is_let_go_after_the_limit():
+    star = Star()
+    stranger = star.connect()
+    star.beat(1.0)
+    star.beat(12.0)
+    stranger.settimeout(5.0)
+    assert stranger.recv(1) == b""
+
+
+def test_a_beat_waits_for_nothing_and_what_must_arrive_arrives_whole():
+    ours, theirs = socket.socketpair()
+    sender, receiver = Wire(ours), Wire(theirs)
+    long = "x" * 300_000  # more than the buffers hold
+    sender.send({"long": long})
+    for _ in range(100):
+        sender.send({"beat": 1}, is_urgent=False)
+    found = receiver.receive()
+    for _ in range(50):
+        sender.send({"more": 1})
+        found += receiver.receive()
+    assert found[0] == {"long": long}
+    assert {"beat": 1} not in found
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[" * 5000, b"nul", b"3", b""])
+def test_a_line_that_is_no_object_is_an_empty_message(line):
+    ours, theirs = socket.socketpair()
+    receiver = Wire(theirs)
+    ours.sendall(line + b"\n")
+    assert receiver.receive() == [{}]
