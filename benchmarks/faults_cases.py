@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -115,6 +116,12 @@ def _signal_mpirun(number: signal.Signals) -> Act:
     return act
 
 
+def _continue(bed: Bed) -> None:
+    for pid in bed.cluster.pids(1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def _model(fault: str, rank: int = 1) -> Act:
     return lambda bed: bed.trigger.write_text(f"{fault} {rank}")
 
@@ -197,7 +204,7 @@ def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool
 def _stopped(name: str, what: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
     return Fault(
         name=name, what=what, words=words, inject=_signal_first(signal.SIGSTOP),
-        heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
+        heal=_continue, limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
         is_quick=is_quick,
     )  # fmt: skip
 

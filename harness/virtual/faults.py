@@ -102,8 +102,10 @@ def _heal(place: State, name: str) -> None:
     if fault == "up":
         return
     if fault in ("cut", "freeze"):
-        network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
-        _signal(place, name, signal.SIGCONT)
+        if fault == "cut":
+            network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
+        else:
+            _signal(place, name, signal.SIGCONT)
         _fault_file(place, name).unlink()
         return
     _end(place, name)

@@ -14,11 +14,15 @@ ROOT = Path(__file__).parents[2]
 AGENT = ROOT / "setup/launch/ssh"
 # Stands in for ssh: prints its arguments one a line, then what its input holds.
 FAKE = """#!/bin/bash
-if [[ $1 == -G ]]; then echo "connecttimeout ${OWN_TIMEOUT:-none}"; exit; fi
+if [[ $1 == -G ]]; then
+    echo "connecttimeout ${OWN_TIMEOUT:-none}"; echo "serveraliveinterval ${OWN_ALIVE:-0}"; exit
+fi
 printf '%s\\n' "$@"; cat; printf '%b' "$SAID" >&2
 [[ -z $PID_FILE ]] || { echo $$ >"$PID_FILE"; exec sleep 100; }
 exit "${CODE:-0}"
 """
+
+LIMITS = ["-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=4"]
 
 
 @pytest.fixture
@@ -46,13 +50,15 @@ def test_arguments_and_input_reach_ssh_as_they_are(start):
     arguments = ["-x", "-p", "22", "h", "a b", "$(touch x)", "c'd", '"', "*"]
     process = start(*arguments)
     out, said = process.communicate("input\n", timeout=30)
-    assert out.splitlines() == ["-o", "ConnectTimeout=15", *arguments, "input"]
+    assert out.splitlines() == [*LIMITS, *arguments, "input"]
     assert (process.returncode, said) == (0, "")
 
 
 def test_a_timeout_of_the_users_own_stays(start):
     out, _ = start("h", OWN_TIMEOUT="40").communicate("", timeout=30)
-    assert out.splitlines() == ["h"]
+    assert out.splitlines() == [*LIMITS[2:], "h"]
+    out, _ = start("h", OWN_ALIVE="5").communicate("", timeout=30)
+    assert out.splitlines() == [*LIMITS[:2], "h"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_a_timeout_of_the_users_own_stays(start):
          "ssh failed: ssh: connect to host h port 22: Connection refused"),
         ("255", "@@@@\\nHost key verification failed.\\r\\n@@@@\\n\\n",
          "ssh failed: Host key verification failed."),
-        ("255", "", "ssh failed: it gave no reason"),
+        ("255", "", "ssh failed: it gave no reason, as where a host stops answering"),
         ("127", "sh: orted: not found",
          "the MPI daemon ended with exit code 127: sh: orted: not found"),
     ],
