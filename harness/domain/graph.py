@@ -167,6 +167,10 @@ class Graph(JsonFile, frozen=True, kw_only=True):
                 found[producer].append(i)
         return found
 
+    def mixing_operator(self) -> Operator | None:
+        """The first operator that needs all samples of a batch at once; None if there is none."""
+        return next((op for op in self.operators if op.attrs.get("mixes_samples")), None)
+
     @property
     def parameter_bytes(self) -> int:
         return sum(operator.parameter_bytes for operator in self.operators)

@@ -179,11 +179,11 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
     Raises:
         StrategyError: names the operator.
     """
-    mixing = [op for op in graph.operators if op.attrs.get("mixes_samples")]
-    if mixing and strategy.n_microbatches > 1:
-        function = mixing[0].attrs.get("function", mixing[0].kind)
+    mixing = graph.mixing_operator()
+    if mixing is not None and strategy.n_microbatches > 1:
+        function = mixing.attrs.get("function", mixing.kind)
         raise StrategyError(
-            f"operator {mixing[0].name!r} ({function}) needs all samples of a batch at once, "
+            f"operator {mixing.name!r} ({function}) needs all samples of a batch at once, "
             f"strategy {strategy.name!r} cuts it into "
             f"{strategy.n_microbatches} microbatches: use --microbatches 1, or --engine torch"
         )

@@ -54,6 +54,9 @@ def balanced_pipeline(
 
 
 def usual_microbatches(simulator: Simulator, batch: int) -> list[int]:
-    """One, two and four for each device, as far as there are samples."""
+    """One, two and four for each device, as far as there are samples; one in all where an operator
+    needs the whole batch."""
+    if simulator.graph.mixing_operator() is not None:
+        return [1]
     n = simulator.cluster.n_devices
     return [k * n for k in _MICROBATCHES_EACH if k * n <= batch]

@@ -35,6 +35,7 @@ from harness.runtime.sample_dims import (
 )
 from harness.runtime.tracing.constructs import WRITTEN
 from harness.runtime.tracing.independence import Argument, acts_by_samples
+from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.trace import trace
 
@@ -92,9 +93,10 @@ class _Builder:
         module: fx.GraphModule,
         measured: dict[fx.Node, Measured],
         at_twice: dict[fx.Node, tuple[int, ...]],
+        mixing: SampleMixing,
         batch: int,
     ) -> None:
-        self._module = module
+        self._module, self._mixing = module, mixing
         self._at_twice = at_twice
         self._batch = batch
         self._modules = dict(module.named_modules())
@@ -163,8 +165,10 @@ class _Builder:
             name += "_"
         return name
 
-    def _acts_by_samples(self, node: fx.Node) -> bool:
-        """Whether an operator of a user's own code treats each sample by itself."""
+    def _acts_by_samples(self, node: fx.Node, kind: str) -> bool:
+        """Whether an operator treats each sample by itself."""
+        if not is_opaque(node, self._modules):
+            return not self._mixing.mixes(node, kind)
         target: Any = node.target
         if node.op == "call_module":
             target = self._modules[str(node.target)]
@@ -209,7 +213,7 @@ class _Builder:
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
-        if is_opaque(node, self._modules) and not self._acts_by_samples(node):
+        if not self._acts_by_samples(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
             attrs["is_cut_by_samples"] = False
@@ -284,7 +288,8 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     )
     module = trace(task.model, examples)
     measured = run_on_meta(module, examples)
-    builder = _Builder(module, measured, shapes_at_twice(module, examples), batch)
+    at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
+    builder = _Builder(module, measured, at_twice, mixing, batch)
     for node in module.graph.nodes:
         builder.add(node)
     if not builder.output:

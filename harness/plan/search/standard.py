@@ -42,14 +42,16 @@ def _pipelines(simulator: Simulator, batch: int) -> Iterator[Strategy]:
         if n_ops >= n:
             name = f"pipeline of {n}, {m} microbatches"
             yield balanced_pipeline(simulator, batch, m, name=name)
-        if n_ops >= 2 * n:
+        if n_ops >= 2 * n and m % n == 0:
             name = f"interleaved pipeline of 2 x {n}, {m} microbatches"
             yield balanced_pipeline(simulator, batch, m, schedule="interleaved", name=name)
 
 
 def microbatch_counts(simulator: Simulator, batch: int) -> list[int]:
     """Powers of two and the usual multiples of the devices, up to four for each device, or eight,
-    and to the samples of the batch."""
+    and to the samples of the batch; one where an operator needs the whole batch."""
+    if simulator.graph.mixing_operator() is not None:
+        return [1]
     most = max(8, 4 * simulator.cluster.n_devices)
     powers = [2**k for k in range(most.bit_length()) if 2**k <= min(most, batch)]
     return sorted({*powers, *usual_microbatches(simulator, batch)})

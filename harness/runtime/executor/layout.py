@@ -204,6 +204,8 @@ class Layout:
         operator = self.operators[self.owner[node]]
         shape = self.shapes[operator.name]
         shown = output_sizes(operator, shape)
+        if not self.values.tensors[node].shape:
+            return {}  # one number
         if self.captured.nodes.get(operator.name) in (node, None):
             return shown
         sizes = self.values.tensors[node].shape

@@ -111,7 +111,7 @@ SAMPLES: dict[str, ZooModel] = {
     "mean_of_all": ZooModel(build=_mixing(lambda x: x - x.mean())),
     "largest_of_batch": ZooModel(build=_mixing(lambda x: x / x.abs().amax(dim=0))),
     "standardised_batch": ZooModel(build=_mixing(_standardised)),
-    "functional_batch_norm": ZooModel(build=_mixing(_batch_normed)),
+    "functional_batch_norm": ZooModel(build=_mixing(_batch_normed), has_norm=True),
     "attended_batch": ZooModel(build=_mixing(_attended)),
     "contrasted_batch": ZooModel(build=_mixing(_contrasted)),
     "shuffled_batch": ZooModel(build=_mixing(_shuffled)),

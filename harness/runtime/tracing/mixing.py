@@ -1,0 +1,314 @@
+"""Which operators let samples of a batch depend on each other: each is run, and none is assumed.
+
+An operator is run by itself on five random samples, then on two and three of them, with the sizes
+that a batch of so many has. Its output and the gradients of its inputs must be those of the parts
+side by side, those of its weights their sums. So it is found in softmax, roll, flip, cumsum, sort,
+mean and matmul over the batch, and in sizes of the batch that enter a value. Only operators that
+keep samples apart by what they are (a convolution, an addition) are not run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from harness.runtime.draws import draws
+from harness.runtime.meta_copy import meta_copy
+from harness.runtime.operators import function_name, is_known
+
+_log = logging.getLogger(__name__)
+
+_PARTS = (2, 3)
+_WHOLE = sum(_PARTS)
+_TOLERANCE = 1e-9
+# A larger operator is not run: where nothing is known of it, it is taken to mix samples.
+_MOST_ELEMENTS = 1 << 24
+# They keep apart what stands in unlike rows, as long as samples are in rows.
+_APART = ("linear", "pool", "layer_norm", "embedding")
+_BATCHED = ("conv2d", "attention")  # of four dims
+_POINTWISE = ("elementwise", "add")
+
+
+class _Recording(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.found[n] = value
+        return value
+
+
+class SampleMixing:
+    """Finds operators that mix samples, of one traced model.
+
+    Args:
+        examples: of the model's inputs.
+    """
+
+    def __init__(self, module: fx.GraphModule, examples: Iterable[Tensor]) -> None:
+        self._module, self._examples = module, list(examples)
+        self._modules = dict(module.named_modules())
+        self._known: dict[str, bool] = {}
+
+    @cached_property
+    def _values(self) -> list[dict[fx.Node, Any]]:
+        """By node, for the whole and each part, what it gives without memory; nothing where the
+        model is of one size of batch."""
+        meta = meta_copy(self._module)
+        for module in meta.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()  # refuses single values in training
+        found = []
+        for n in (_WHOLE, *_PARTS):
+            run = _Recording(meta)
+            given = (
+                torch.empty(n, *x.shape[1:], dtype=x.dtype, device="meta") for x in self._examples
+            )
+            try:
+                run.run(*given)
+            except Exception as error:
+                _log.info("the model runs at one batch size only: %s", error)
+                return []
+            pairs = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
+            found.append({node: run.found.get(twin) for node, twin in pairs})
+        return found
+
+    def mixes(self, node: fx.Node, kind: str) -> bool:
+        """Whether an operator's samples depend on each other, or on how many they are."""
+        if not self._values or self._is_apart(node, kind):
+            return False
+        given = [self._argument(source) for source in node.all_input_nodes]
+        if any(len(one.dims) > 1 for one in given):
+            return True
+        is_fixed = not any(one.dims or self._varies(one.node) for one in given)
+        if is_fixed or draws(node, self._module):
+            return False
+        if sum(one.n_elements for one in given) > _MOST_ELEMENTS:
+            return not self._is_known(node, kind)
+        key = self._key(node, given)
+        if key not in self._known:
+            self._known[key] = self._test(node, kind, given)
+        return self._known[key]
+
+    def _test(self, node: fx.Node, kind: str, given: Sequence[_Argument]) -> bool:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+            torch.manual_seed(0)
+            try:
+                return _Trial(node, self._target(node), given).is_mixing()
+            except Exception as error:  # whatever it raises on random values
+                _log.info("operator %s does not run on random samples: %s", node.name, error)
+                return not self._is_known(node, kind)
+
+    def _is_known(self, node: fx.Node, kind: str) -> bool:
+        return is_known(kind, function_name(node.target))
+
+    def _key(self, node: fx.Node, given: Sequence[_Argument]) -> str:
+        """Equal for operators that do the same to arguments of the same shapes."""
+        place = {one.node: f"#{k}" for k, one in enumerate(given)}
+        args = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
+        shapes = [
+            [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in one.values]
+            for one in given
+        ]
+        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        what = f"{node.target}" if module is None else f"{type(module)} {module}"
+        return (
+            f"{what} {args} {shapes} {[one.node.target for one in given if one.weight is not None]}"
+        )
+
+    def _is_apart(self, node: fx.Node, kind: str) -> bool:
+        """Whether what an operator is says that it keeps samples apart, or what mixes them is the
+        executor's concern."""
+        if kind == "batch_norm" or self._is_norm(node):
+            return True
+        sources = node.all_input_nodes
+        if kind in _POINTWISE:
+            return not any(map(self._varies, sources))
+        first = self._argument(sources[0]) if sources else None
+        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and first is not None:
+            is_apart = first.dims == (0 if module.batch_first else 1,)
+            return is_apart and first.values[0].dim() == 3
+        if first is None or first.dims != (0,):
+            return False
+        n_dims = first.values[0].dim()
+        return (kind in _APART and n_dims > 1) or (kind in _BATCHED and n_dims == 4)
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        is_module = node.op == "call_module"
+        return is_module and isinstance(self._modules[str(node.target)], _BatchNorm)
+
+    def _varies(self, node: fx.Node) -> bool:
+        """Whether a number changes with the size of the batch."""
+        values = [each.get(node) for each in self._values]
+        return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values)) and any(
+            value != values[0] for value in values
+        )
+
+    def _target(self, node: fx.Node) -> Callable[..., Any]:
+        if node.op == "call_method":
+            name = str(node.target)
+            return lambda first, *args, **kwargs: getattr(first, name)(*args, **kwargs)
+        if node.op == "call_module":
+            return _on_cpu(self._modules[str(node.target)])
+        return node.target  # type: ignore[return-value]
+
+    def _argument(self, node: fx.Node) -> _Argument:
+        sizes = [each.get(node) for each in self._values]
+        if node.op == "get_attr":
+            owner, _, name = str(node.target).rpartition(".")
+            tensor = getattr(self._module.get_submodule(owner), name)
+            return _Argument(node, [tensor.to("meta")] * 3, weight=tensor)
+        return _Argument(node, sizes)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """What a node gives its reader, for the whole and each part.
+
+    Attributes:
+        weight: the tensor itself, where it is one of the model's.
+    """
+
+    node: fx.Node
+    values: list[Any]
+    weight: Tensor | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.values[0], Tensor)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Those that grow with the batch."""
+        if not self.is_tensor:
+            return ()
+        shapes = [value.shape for value in self.values]
+        return tuple(k for k, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1)
+
+    @property
+    def n_elements(self) -> int:
+        return self.values[0].numel() if self.is_tensor else 0
+
+    def draw(self) -> Any:
+        """Random values for the whole."""
+        like = self.values[0]
+        if not self.is_tensor:
+            return like
+        if self.weight is not None and self.weight.device.type != "meta":
+            whole = self.weight.detach().cpu()
+            return whole.double() if whole.is_floating_point() else whole.clone()
+        if like.is_complex():
+            return torch.randn(like.shape, dtype=torch.complex128)
+        if like.is_floating_point():
+            return torch.randn(like.shape, dtype=torch.float64)
+        if like.dtype == torch.bool:
+            return torch.rand(like.shape) < 0.5
+        return torch.zeros(like.shape, dtype=like.dtype)
+
+    def part(self, whole: Any, k: int) -> Any:
+        """Of what was drawn: all for k of 0, else that of a part."""
+        if not self.is_tensor:
+            is_place = isinstance(self.values[k], torch.device)
+            return torch.device("cpu") if is_place else self.values[k]
+        if k and self.dims:
+            dim = self.dims[0]
+            n_before = sum(value.shape[dim] for value in self.values[1:k])
+            whole = whole.narrow(dim, n_before, self.values[k].shape[dim])
+        leaf = whole.detach().clone()
+        return leaf.requires_grad_(leaf.is_floating_point() and self.values[0].requires_grad)
+
+
+class _Trial:
+    def __init__(
+        self, node: fx.Node, call: Callable[..., Any], arguments: Sequence[_Argument]
+    ) -> None:
+        self._node, self._call, self._arguments = node, call, arguments
+        self._drawn = {one.node: one.draw() for one in arguments}
+        self._cotangents: list[Tensor] = []
+        self._weights = list(call.parameters()) if isinstance(call, nn.Module) else []
+
+    def is_mixing(self) -> bool:
+        whole, *parts = (self._run(k) for k in range(1 + len(_PARTS)))
+        if not all(map(_is_joined, whole[0], zip(*(part[0] for part in parts), strict=True))):
+            return True
+        pairs = zip(whole[1], zip(*(part[1] for part in parts), strict=True), strict=True)
+        return not all(_is_joined(a, b) or _is_sum(a, b) for a, b in pairs)
+
+    def _run(self, k: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs and gradients, of the whole (0) or a part."""
+        given = {one.node: one.part(self._drawn[one.node], k) for one in self._arguments}
+        args, kwargs = fx.node.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
+        # What works in place changes a copy, and no leaf.
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _copied)
+        outputs = [x for x in tree_leaves(self._call(*args, **kwargs)) if isinstance(x, Tensor)]
+        if not k:
+            self._cotangents = [torch.randn_like(x, dtype=torch.float64) for x in outputs]
+        own = [self._cotangent(j, x, k) for j, x in enumerate(outputs)]
+        trained = [(x, c) for x, c in zip(outputs, own, strict=True) if x.requires_grad]
+        leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
+        wanted = [*leaves, *self._weights]
+        gradients: list[Tensor] = []
+        if trained and wanted:
+            xs, cs = zip(*trained, strict=True)
+            found = torch.autograd.grad(xs, wanted, cs, allow_unused=True)
+            pairs = zip(found, wanted, strict=True)
+            gradients = [torch.zeros_like(w) if g is None else g for g, w in pairs]
+        return [x.detach() for x in outputs], gradients
+
+    def _cotangent(self, j: int, output: Tensor, k: int) -> Tensor:
+        whole = self._cotangents[j]
+        for dim, (size, own) in enumerate(zip(whole.shape, output.shape, strict=True)):
+            if size != own:
+                whole = whole.narrow(dim, 0 if k == 1 else size - own, own)
+        return whole.to(output.dtype)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether parts stand side by side in the whole; where no dim grows, whether all are equal."""
+    if any(part.dim() != whole.dim() for part in parts):
+        return False
+    sizes = [(whole.shape[d], *(p.shape[d] for p in parts)) for d in range(whole.dim())]
+    dims = [dim for dim, of in enumerate(sizes) if len(set(of)) > 1]
+    if not dims:
+        return all(_is_near(whole, part) for part in parts)
+    if len(dims) > 1 or sum(part.shape[dims[0]] for part in parts) != whole.shape[dims[0]]:
+        return False
+    return _is_near(whole, torch.cat(list(parts), dims[0]))
+
+
+def _is_sum(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    is_alike = all(part.shape == whole.shape for part in parts)
+    return is_alike and _is_near(whole, torch.stack(list(parts)).sum(0))
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return one.shape == other.shape and torch.allclose(
+        one.to(wide), other.to(wide), rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True
+    )
+
+
+def _on_cpu(module: nn.Module) -> nn.Module:
+    """A copy with weights of its own, in float64."""
+    copied = meta_copy(module).to_empty(device="cpu").double()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.normal_(std=0.5)
+        for buffer in copied.buffers():
+            buffer.fill_(1)
+    return copied
