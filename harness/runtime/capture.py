@@ -26,6 +26,7 @@ from harness.runtime.meta_run import (
     untrained,
 )
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
+from harness.runtime.models.task import logits_of
 from harness.runtime.operators import describe_node, function_name, is_known, is_opaque
 from harness.runtime.sample_dims import (
     is_cut_by_samples,
@@ -33,7 +34,7 @@ from harness.runtime.sample_dims import (
     sample_dims,
     shapes_at_twice,
 )
-from harness.runtime.tracing.constructs import WRITTEN
+from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.independence import Argument, acts_by_samples
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
@@ -115,6 +116,8 @@ class _Builder:
         if node.op == "output":
             last = [n for n in node.all_input_nodes if n in self._name_of]
             self.output = self._name_of[last[0]] if last else ""
+            if last:
+                logits_of(self._measured[last[0]].value)  # refuses what the loss would
             return
         value = self._measured[node].value
         if node.op == "placeholder":
@@ -213,7 +216,7 @@ class _Builder:
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
-        if not self._acts_by_samples(node, kind):
+        if node.meta.get(WRITES) or not self._acts_by_samples(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
             attrs["is_cut_by_samples"] = False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from harness.errors import ModelError
+from harness.runtime.models.outputs import choose_logits, named_outputs
 
 LossName = Literal["cross_entropy", "binary_cross_entropy"]
 
@@ -27,6 +30,20 @@ LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": _sum_cross_entropy,
     "binary_cross_entropy": _sum_binary_cross_entropy,
 }
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor that the loss takes of what a model returned.
+
+    Raises:
+        ModelError: there are several, or none, and none has a name for logits.
+    """
+    if isinstance(output, Tensor):
+        return output
+    chosen = choose_logits(named_outputs(output), type(output).__name__)
+    if not isinstance(chosen, Tensor):
+        raise ModelError(f"the model returns logits that are a {type(chosen).__name__}: a tensor")
+    return chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +74,16 @@ class Task:
     loss: LossName = "cross_entropy"
     n_classes: int = 0
 
-    def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss summed over the samples: whoever knows the global batch divides by it."""
-        return LOSSES[self.loss](outputs, targets)
+    def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Loss summed over the samples: whoever knows the global batch divides by it.
+
+        Args:
+            outputs: the logits, or what has them under a name of theirs (`outputs.py`).
+
+        Raises:
+            ModelError: the loss cannot tell the logits from other outputs.
+        """
+        return LOSSES[self.loss](logits_of(outputs), targets)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,12 @@ from torch import fx
 from harness.errors import ModelError
 from harness.runtime.operators import function_name
 
-# Keys of `Node.meta`: made where gradients are off; the `data` of a tensor; its hooks.
+# Keys of `Node.meta`: made where gradients are off; the `data` of a tensor; its hooks;
+# whether it writes a buffer.
 NO_GRAD = "harness_no_grad"
 IS_DATA = "harness_is_data"
 HOOKS = "harness_hooks"
+WRITES = "harness_writes"
 # Key of `GraphModule.meta`: names of the buffers that forward writes.
 WRITTEN = "harness_written"
 

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.executor.inplace import works_in_place
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.constructs import NO_GRAD, LostError
+from harness.runtime.tracing.constructs import NO_GRAD, WRITES, WRITTEN, LostError
 
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -37,8 +38,9 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     module: fx.GraphModule = exported.module()
     _check_batch_is_open(model, module)
     _inline_regions(module)
-    _refuse_writes(module)
+    _note_writes(module)
     _register_constants(module)
+    _unflatten_output(module)
     return module
 
 
@@ -65,17 +67,16 @@ def _nothing_lost() -> Iterator[None]:
         yield
 
 
-def _refuse_writes(module: fx.GraphModule) -> None:
-    """Refuse a graph that writes buffers: nobody would read what they were in time."""
+def _note_writes(module: fx.GraphModule) -> None:
+    """Mark the nodes that write buffers, once a batch."""
     modules = dict(module.named_modules())
+    written: set[str] = set()
     for node in module.graph.nodes:
         source = node.args[0] if node.args else None
-        if (
-            isinstance(source, fx.Node)
-            and source.op == "get_attr"
-            and works_in_place(node, modules)
-        ):
-            raise LostError(f"forward writes the buffer {source.target!r} beside control flow")
+        if isinstance(source, fx.Node) and source.op == "get_attr":
+            node.meta[WRITES] = works_in_place(node, modules)
+            written |= {str(source.target)} if node.meta[WRITES] else set()
+    module.meta[WRITTEN] = frozenset(written)
 
 
 def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
@@ -126,6 +127,16 @@ def _inline(
         element.replace_all_uses_with(results[element.args[1]])
         graph.erase_node(element)
     graph.erase_node(call)
+
+
+def _unflatten_output(module: fx.GraphModule) -> None:
+    """Let the graph return what the model does, rather than its parts in a list."""
+    (output,) = module.graph.find_nodes(op="output")
+    spec = module._out_spec
+    assert isinstance(spec, pytree.TreeSpec)
+    output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
+    module.graph.set_codegen(fx.graph.CodeGen())  # that of exports flattens it again
+    module.recompile()
 
 
 def _register_constants(module: fx.GraphModule) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from harness.runtime.executor.inplace import works_in_place
+from harness.runtime.models.outputs import choose_logits, named_outputs
 from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, LostError
 from harness.runtime.tracing.functions import GradientHooks, detach
 
@@ -29,6 +30,7 @@ def finish(
         LostError: the graph cannot say what the model does.
     """
     modules = dict(model.named_modules())
+    _return_logits(graph)
     for node in list(graph.nodes):
         if node.args and isinstance(node.args[0], fx.Node) and works_in_place(node, modules):
             _check_in_place(node, node.args[0], has_gradient)
@@ -37,6 +39,24 @@ def finish(
         if hooks := node.meta.get(HOOKS):
             _insert_hooks(graph, node, GradientHooks(hooks))
     _end_regions(graph)
+
+
+def _return_logits(graph: fx.Graph) -> None:
+    """Let the graph return the one tensor that the loss takes."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    made: fx.Node | None = None
+    if isinstance(returned, fx.Node):
+        if not isinstance(returned.target, type):
+            return
+        made, kind = returned, returned.target  # a named tuple, or a dataclass
+        outputs = dict(zip(getattr(kind, "_fields", ()), made.args, strict=False)) | made.kwargs
+    else:
+        kind, outputs = type(returned), dict(named_outputs(returned))
+    name = kind.__name__.removeprefix("immutable_")
+    output.args = (choose_logits(outputs, name),)
+    if made is not None:
+        graph.erase_node(made)
 
 
 @contextmanager

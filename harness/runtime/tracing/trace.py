@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from torch import Tensor, fx, nn
 
-from harness.errors import ModelError, first_line
+from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.tracing.constructs import WRITTEN, LostError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
@@ -49,6 +49,8 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 states[name] = _place(model, name, path)
             whole |= set(states.values()) - {""}
             continue
+        if isinstance(reason, HarnessError) and not isinstance(reason, LostError):
+            raise reason
         if not exported and not isinstance(reason, LostError):
             try:
                 module = export(model, examples)

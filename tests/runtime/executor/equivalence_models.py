@@ -22,7 +22,7 @@ from harness.domain.graph import Graph
 from harness.runtime.capture import capture
 from harness.runtime.models.dlrm import Dlrm, interaction_width
 from harness.runtime.models.lenet import LeNet
-from harness.runtime.models.task import DlrmOptions, InputSpec, Task
+from harness.runtime.models.task import DlrmOptions, InputSpec, Task, logits_of
 from harness.runtime.torchvision_import import import_torchvision
 
 N_CLASSES = 6
@@ -34,6 +34,7 @@ class OwnPrecisionTask(Task):
     rounding would hide what float64 is to show."""
 
     def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        outputs = logits_of(outputs)
         if self.loss == "cross_entropy":
             return F.cross_entropy(outputs, targets, reduction="sum")
         return F.binary_cross_entropy_with_logits(
