@@ -21,9 +21,9 @@ read_settings() {
     while IFS= read -r line || [[ -n $line ]]; do
         number=$((number + 1))
         line=${line%$'\r'} line=${line#$'\xef\xbb\xbf'} # as editors on Windows write them
-        [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
-        name=${line%%=*} short=${line:0:60}
-        if [[ ! $line =~ ^[A-Z][A-Za-z0-9_]{0,63}= ]]; then
+        short=${line:0:60} && name=${short%%=*}
+        [[ $short =~ ^[[:space:]]*(#.*)?$ && ($short == *#* || $short == "$line") ]] && continue
+        if [[ ! $short =~ ^[A-Z][A-Za-z0-9_]{0,40}= ]]; then
             echo "error: $file:$number: ${short@Q} is not NAME=VALUE" >&2
             exit 2
         fi

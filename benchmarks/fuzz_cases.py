@@ -187,7 +187,7 @@ def _flags(text: str) -> None:
     for line in text.splitlines()[:8]:
         flag, *values = line.split(" ")
         if flag == "topology":
-            parse_topology(*values[:1])
+            parse_topology(" ".join(values))
         elif flag == "dlrm":
             dlrm_graph(parse_dlrm(*[*values, "", "", ""][:3], batch=1024))
         else:

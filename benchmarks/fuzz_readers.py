@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import resource
 import signal
 import sys
 import tempfile
@@ -41,13 +40,23 @@ MOST_MIB = 200.0
 _HANG_S = 5
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What became of one mutation; `escape` is empty where it did not escape."""
+
+    escape: str
+    was_read: bool
+    cpu_s: float
+    held_mib: float
+
+
 @dataclass
 class Tally:
     """What became of a reader's mutations.
 
     Attributes:
         worst_s: processor seconds of the slowest.
-        worst_mib: what the process held at most beyond what it held before the first.
+        worst_mib: what the process held at most beyond what it held before a mutation.
         escapes: kind of escape, by how many there were.
     """
 
@@ -60,6 +69,16 @@ class Tally:
     worst_mib: float = 0.0
     escapes: dict[str, int] = field(default_factory=dict)
 
+    def add(self, found: Reading) -> None:
+        self.n += 1
+        self.n_escaped += bool(found.escape)
+        self.n_read += found.was_read and not found.escape
+        self.n_refused += not found.was_read and not found.escape
+        self.worst_s = max(self.worst_s, found.cpu_s)
+        self.worst_mib = max(self.worst_mib, found.held_mib)
+        if found.escape:
+            self.escapes[found.escape] = self.escapes.get(found.escape, 0) + 1
+
 
 class Hang(BaseException):
     """A mutation took too long by the clock."""
@@ -69,14 +88,21 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise Hang
 
 
+def begin_peak() -> float:
+    """Begin to note what this process holds at most; returns what it holds now, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_mib()
+
+
 def peak_mib() -> float:
-    """What this process has held at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """What this process has held at most since `begin_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-def escape_of(reader: Reader, data: bytes, folder: Path) -> tuple[str, bool]:
-    """How a mutation escapes, empty when it does not; and whether it was read."""
-    began_s, before_mib = time.process_time(), peak_mib()
+def read(reader: Reader, data: bytes, folder: Path) -> Reading:
+    """Read a mutation."""
+    began_s, before_mib = time.process_time(), begin_peak()
     signal.alarm(_HANG_S)
     try:
         reader.read(data, folder)
@@ -91,11 +117,10 @@ def escape_of(reader: Reader, data: bytes, folder: Path) -> tuple[str, bool]:
         escape, was_read = f"{type(error).__name__} in {where}", False
     finally:
         signal.alarm(0)
-    if not escape and time.process_time() - began_s > MOST_S:
-        escape = "slow"
-    if not escape and peak_mib() - before_mib > MOST_MIB:
-        escape = "memory"
-    return escape, was_read
+    cpu_s, held_mib = time.process_time() - began_s, peak_mib() - before_mib
+    if not escape and (cpu_s > MOST_S or held_mib > MOST_MIB):
+        escape = "slow" if cpu_s > MOST_S else "memory"
+    return Reading(escape, was_read, cpu_s, held_mib)
 
 
 def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
@@ -106,21 +131,12 @@ def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
         seeds = reader.seeds()
         for data in seeds:  # what is imported and built at first is no reader's memory
             reader.read(data, Path(folder))
-        before_mib = peak_mib()
         for case in range(n_cases):
             data = mutate(random, random.choice(seeds))
-            began_s = time.process_time()
-            escape, was_read = escape_of(reader, data, Path(folder))
-            tally.worst_s = max(tally.worst_s, time.process_time() - began_s)
-            tally.n += 1
-            tally.n_escaped += bool(escape)
-            tally.n_read += was_read and not escape
-            tally.n_refused += not was_read and not escape
-            if escape:
-                tally.escapes[escape] = tally.escapes.get(escape, 0) + 1
-                if keep is not None and tally.escapes[escape] == 1:
-                    (keep / f"{name}-{escape.split()[0]}-{case}").write_bytes(data)
-        tally.worst_mib = peak_mib() - before_mib
+            found = read(reader, data, Path(folder))
+            tally.add(found)
+            if found.escape and keep is not None and tally.escapes[found.escape] == 1:
+                (keep / f"{name}-{found.escape.split()[0]}-{case}").write_bytes(data)
     return tally
 
 

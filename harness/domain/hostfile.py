@@ -108,7 +108,7 @@ def _check_name(name: str, options: str, where: str) -> None:
     """Refuse what is no name, and what mpirun takes for something else."""
     is_name = len(name) <= 255 and _HOST.fullmatch(name) and name not in _KEYWORDS
     labels = name.split(".")
-    is_number = len(labels) > 1 and all(label.isdigit() for label in labels)
+    is_number = len(labels) > 1 and all(label.isascii() and label.isdigit() for label in labels)
     is_address = is_number and len(labels) == 4 and all(len(x) < 4 and int(x) < 256 for x in labels)
     if not is_name or "" in labels or is_number != is_address:
         raise HostfileError(f"{where}: {explain_name(name, options)}")

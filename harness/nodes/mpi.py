@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
-import json
 import os
 import re
 import shutil
@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from harness.errors import ConfigError
+from harness.inputs import parse_json
 from harness.nodes import processes, ssh
 from harness.nodes.facts import Facts
 from harness.nodes.remote_text import remote_text
@@ -161,8 +163,11 @@ def parse_hello(text: str) -> tuple[str, ...]:
     """
     for line in text.splitlines():
         if line.startswith(_HELLO):
-            answer = json.loads(line.removeprefix(_HELLO))
-            return tuple(answer["names"])
+            with contextlib.suppress(ConfigError):  # ranks may print into one another's lines
+                answer = parse_json(line.removeprefix(_HELLO), "hello")
+                names = answer.get("names") if isinstance(answer, dict) else None
+                if isinstance(names, list):
+                    return tuple(map(str, names))
     return ()
 
 

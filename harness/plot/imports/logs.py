@@ -28,6 +28,7 @@ from harness.plot.imports.text import decode
 from harness.units import parse_bytes
 
 SUFFIXES = {".csv", ".log", ".txt"}
+_MOST_REPEATS = 64
 MAX_BYTES = 512 * 2**20
 Problems = list[tuple[Path, str]]
 
@@ -264,6 +265,12 @@ def _import_csv(
         path, facts, n_ranks, scaling=scaling, samples_per_epoch=round(per_rank * n_ranks)
     )
     written = []
+    n_repeats = 1 + max(row.occurrence for row in rows)
+    if n_repeats > _MOST_REPEATS:
+        raise ResultsError(
+            f"{path} has an epoch of a rank {n_repeats} times: import at most {_MOST_REPEATS} "
+            "trainings from one file"
+        )
     for repeat in sorted({row.occurrence for row in rows}):
         of_repeat = [row for row in rows if row.occurrence == repeat]
         origin = _origin((row.at, row.duration_s) for row in of_repeat)
