@@ -197,7 +197,8 @@ def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool
         name=f"cut-{workload}" if node else f"cut-first-{workload}",
         what=f"the link of {where} is cut for good", words=words, node=node if node else None,
         inject=_fault("cut", node), heal=_fault("heal", node), limit_s=HEARTBEAT_S,
-        limit="heartbeat", reason=_SILENT, cuts_off=True, is_quick=is_quick,
+        limit="heartbeat", reason=_SILENT, statuses=("timeout",), cuts_off=True,
+        is_quick=is_quick,
     )  # fmt: skip
 
 
@@ -237,12 +238,12 @@ FAULTS = [
     Fault(
         name="frozen-host", what="every process of a host stops", words=DDP,
         inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
-        reason=_SILENT, cuts_off=True,
+        reason=_SILENT, statuses=("timeout",), cuts_off=True,
     ),
     Fault(
         name="frozen-host-links", what="every process of a host stops", words=LINKS,
         inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
-        reason=_SILENT, cuts_off=True, is_quick=False,
+        reason=_SILENT, statuses=("timeout",), cuts_off=True, is_quick=False,
     ),
     _stopped("first-stopped", "a rank's first process is stopped", DDP, is_quick=True),
     _stopped("first-stopped-links", "a rank's first process is stopped", LINKS),

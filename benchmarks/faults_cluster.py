@@ -95,12 +95,13 @@ class Cluster:
         raise RuntimeError(f"rank {rank} has no training process")
 
     def describe(self, pids: Iterable[int]) -> list[str]:
-        """Processes in words, without those that have ended."""
+        """Processes in words, without sessions of sshd and those that have ended."""
         words = []
         for pid in sorted(pids):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
+                is_ours = not process.name().startswith("sshd")
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     words.append(f"{process.name()} ({' '.join(process.cmdline()[:4])})"[:100])
         return words
 

@@ -9,6 +9,7 @@ from typing import Any
 
 # A hello of a stranger, or a reason with a long traceback, stays below.
 _LONGEST_BYTES = 1 << 20
+_TCP_RTO_MAX_MS = 44  # linux/tcp.h; the socket module has no name for it yet
 
 Message = dict[str, Any]
 
@@ -33,6 +34,9 @@ class Wire:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a socket pair in a test has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A link that was cut for seconds must not stay silent for as long again: TCP doubles
+            # its pause between attempts. Linux before 6.15 refuses.
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
         self._connection = connection
         self._received = b""
         self._unsent = b""
