@@ -34,8 +34,8 @@ from harness.runtime.host import code_commit
 _LIMITS = {"--run-timeout-s": RUN_S, "--collective-timeout-s": COLLECTIVE_S}
 _HEARTBEAT = "--heartbeat-timeout-s"
 _START_S = 240.0
-# Beyond the stated limit: polls, goodbyes and a machine that others use.
-_GRACE_S = 10.0
+# Beyond the stated limit: polls, goodbyes, tables, and a machine that others use.
+_GRACE_S = 20.0
 _ABANDON_S = 60.0
 _LEFT_S = 10.0
 _MANY_LINES = 40

@@ -104,6 +104,10 @@ def _signal_first(number: signal.Signals, rank: int = 1) -> Act:
     return lambda bed: os.kill(bed.cluster.first_process(rank), number)
 
 
+def _signal_agent(number: signal.Signals, rank: int = 1) -> Act:
+    return lambda bed: os.kill(bed.cluster.agent(rank), number)
+
+
 def _signal_training(number: signal.Signals, rank: int = 1) -> Act:
     return lambda bed: os.kill(bed.cluster.training_process(rank), number)
 
@@ -206,6 +210,7 @@ def _stopped(name: str, what: str, words: tuple[str, ...], *, is_quick: bool = F
     return Fault(
         name=name, what=what, words=words, inject=_signal_first(signal.SIGSTOP),
         heal=_continue, limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
+        statuses=("timeout", "crash"),
         is_quick=is_quick,
     )  # fmt: skip
 
@@ -262,6 +267,16 @@ FAULTS = [
     Fault(
         name="first-killed-rank0", what="rank 0's first process is killed", words=DDP, node=0,
         inject=_signal_first(signal.SIGKILL, 0), limit_s=AT_ONCE_S, limit="at once",
+    ),
+    Fault(
+        name="agent-stopped", what="a rank's agent is stopped", words=DDP,
+        inject=_signal_agent(signal.SIGSTOP), heal=_continue, limit_s=HEARTBEAT_S,
+        limit="heartbeat", reason=_SILENT, statuses=("timeout",), is_quick=False,
+    ),
+    Fault(
+        name="agent-killed", what="a rank's agent is killed", words=DDP,
+        inject=_signal_agent(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
+        reason=(r"rank 1\b", "killed"), is_quick=False,
     ),
     _broken("training-killed", "a rank's training process is killed",
             _signal_training(signal.SIGKILL), "SIGKILL"),

@@ -18,6 +18,7 @@ from harness.virtual.state import State
 ROOT = Path(__file__).resolve().parents[1]
 N_NODES = 3
 _OURS = ("mpi4py", "harness")
+_AGENT = "harness/runtime/agent"
 
 
 class Cluster:
@@ -78,13 +79,21 @@ class Cluster:
         return found - {self.sshd(node)}
 
     def first_process(self, rank: int) -> int:
-        """The process that mpirun, or the rank's agent, started on a rank's node."""
+        """The process that a rank's agent started, and which starts those of its runs."""
+        return self._find(rank, is_agent=False)
+
+    def agent(self, rank: int) -> int:
+        """The process that mpirun started on a rank's node."""
+        return self._find(rank, is_agent=True)
+
+    def _find(self, rank: int, *, is_agent: bool) -> int:
         for pid in sorted(self.pids(rank)):
             with contextlib.suppress(psutil.Error):
                 words = psutil.Process(pid).cmdline()
-                if all(word in words for word in _OURS) and "harness.runtime.agent" not in words:
+                is_found = any(_AGENT in word for word in words) == is_agent
+                if all(word in words for word in _OURS) and is_found:
                     return pid
-        raise RuntimeError(f"rank {rank} has no first process")
+        raise RuntimeError(f"rank {rank} has no {'agent' if is_agent else 'first process'}")
 
     def training_process(self, rank: int) -> int:
         """The process that the fork server of a rank's first process made for the run."""
