@@ -40,8 +40,26 @@ read_settings() {
                 exit 2
                 ;;
         esac
-        [[ -v $name ]] || export "$name=${line#*=}"
+        short=${line#*=}
+        if [[ $short =~ ^[\"\'] || $short =~ [[:space:]]# ]]; then
+            # A shell would take off the quotes and the comment; this is none.
+            short=${short%%[[:space:]]#*} short=${short//[\"\']/}
+            echo "error: $file:$number: $name has quotes or a comment in its value: write" \
+                "$name=${short:0:60}" >&2
+            exit 2
+        fi
+        [[ -v $name ]] || export "$name=${short%"${short##*[![:space:]]}"}"
     done <"$file"
+}
+
+# check_number NAME: ends unless the variable is a whole number above 0. bash would evaluate any other
+# text where it computes, commands in it too.
+check_number() {
+    local value=${!1} digit='[0123456789]'
+    [[ ! $value =~ ^[123456789]$digit{0,5}$ ]] || return 0
+    value=${value:0:60}
+    echo "error: $(uname -n): $1 is ${value@Q}: set it to a whole number above 0, as in $1=1, or unset it" >&2
+    exit 2
 }
 
 hosts=${HARNESS_HOSTS:-$root/hosts}
@@ -61,9 +79,18 @@ python=$(command -v python || command -v python3)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 # Threads: what the ranks of a host share. The program lowers it further to a cgroup's quota.
-local_size=${OMPI_COMM_WORLD_LOCAL_SIZE:-${MPI_LOCALNRANKS:-${LOCAL_WORLD_SIZE:-1}}}
-threads=$(($(nproc) / local_size))
+local_size=1
+for name in OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS LOCAL_WORLD_SIZE; do
+    [[ -v $name ]] || continue
+    check_number "$name"
+    local_size=${!name}
+    break
+done
+threads=$(($(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) / local_size))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+for name in OMP_NUM_THREADS MKL_NUM_THREADS; do
+    [[ -z ${!name-} ]] || check_number "$name"
+done
 
 # NVML numbers GPUs by their place on the bus, CUDA by itself the fastest first.
 export CUDA_DEVICE_ORDER=${CUDA_DEVICE_ORDER:-PCI_BUS_ID}

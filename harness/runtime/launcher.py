@@ -5,13 +5,17 @@ Open MPI 4 and 5, MPICH (Hydra's PMI), Slurm's srun, torchrun, or nothing (one r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness.errors import LaunchError
+from harness.inputs import find_int, parse_int, shorten
 
 # srun's own steps count from 0; batch and extern steps are numbered from the top.
 _FIRST_SPECIAL_SLURM_STEP = 4294967290
+_MOST_RANKS = 1_000_000
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,66 +37,179 @@ class Launch:
 
 def _whole(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name)
-    if text is None or not text.isdigit():
+    value = None if text is None else find_int(text, 0, _MOST_RANKS)
+    if value is None:
+        shown = "not set" if text is None else shorten(text)
         raise LaunchError(
-            f"{launcher} should set {name} to a whole number, it is {text!r}: start the ranks with "
-            "mpirun, srun or torchrun, or unset that launcher's other variables"
+            f"{launcher} should set {name} to a whole number up to {_MOST_RANKS}, it is {shown}: "
+            "start the ranks with mpirun, srun or torchrun, or unset the launcher's other variables"
         )
-    return int(text)
+    return value
 
 
-def _first(environ: Mapping[str, str], names: list[str], default: int) -> int:
-    return next((int(environ[n]) for n in names if environ.get(n, "").isdigit()), default)
+def _first(environ: Mapping[str, str], names: list[str], launcher: str) -> int | None:
+    """The first of these variables that is set; None: none is."""
+    name = next((name for name in names if name in environ), None)
+    return None if name is None else _whole(environ, name, launcher)
+
+
+def _launch(
+    launcher: str,
+    rank: int,
+    size: int,
+    local: tuple[int | None, int | None],
+    *,
+    has_mpi: bool,
+) -> Launch:
+    """Check the numbers against each other; what is not said of the host is one rank's."""
+    local_rank, local_size = local
+    if not rank < size:
+        raise LaunchError(
+            f"{launcher} says rank {rank} of {size} ranks: "
+            "ranks count from 0, so its environment is stale; start from a clean shell"
+        )
+    if local_size is not None and not max(local_rank or 0, 0) < local_size <= size:
+        raise LaunchError(
+            f"{launcher} says local rank {local_rank or 0} of {local_size} on this host, of {size} "
+            "ranks in all: its environment is stale; start from a clean shell"
+        )
+    return Launch(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank or 0,
+        local_size=local_size or 1,
+        has_mpi=has_mpi,
+    )
+
+
+def read_port(environ: Mapping[str, str]) -> int:
+    """MASTER_PORT.
+
+    Raises:
+        LaunchError: it is no port.
+    """
+    return parse_int(
+        environ.get("MASTER_PORT", ""), "MASTER_PORT", at_least=1, at_most=65535,
+        error=LaunchError, remedy="as in MASTER_PORT=29500, the same on every rank",
+    )  # fmt: skip
+
+
+def read_address(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR.
+
+    Raises:
+        LaunchError: it is no name or address.
+    """
+    address = environ.get("MASTER_ADDR", "")
+    if not re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", address, re.ASCII):
+        raise LaunchError(
+            f"MASTER_ADDR is {shorten(address)}, no host name or address: set it to rank 0's host, "
+            "the same on every rank"
+        )
+    return address
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    rank = _whole(environ, "RANK", "torchrun")
-    return Launch(
-        launcher="torchrun",
-        rank=rank,
-        size=_whole(environ, "WORLD_SIZE", "torchrun"),
-        local_rank=_first(environ, ["LOCAL_RANK"], 0),
-        local_size=_first(environ, ["LOCAL_WORLD_SIZE"], 1),
+    name = "torchrun"
+    read_address(environ)
+    read_port(environ)
+    return _launch(
+        name,
+        _whole(environ, "RANK", name),
+        _whole(environ, "WORLD_SIZE", name),
+        (_first(environ, ["LOCAL_RANK"], name), _first(environ, ["LOCAL_WORLD_SIZE"], name)),
         has_mpi=False,
     )
 
 
 def _openmpi(environ: Mapping[str, str]) -> Launch:
-    return Launch(
-        launcher="openmpi",
-        rank=_whole(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"),
-        size=_whole(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
-        local_rank=_whole(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "Open MPI"),
-        local_size=_whole(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "Open MPI"),
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _launch(
+        "openmpi",
+        _whole(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"),
+        _whole(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+        (_whole(environ, local[0], "Open MPI"), _whole(environ, local[1], "Open MPI")),
         has_mpi=True,
     )
 
 
 def _mpich(environ: Mapping[str, str]) -> Launch:
-    return Launch(
-        launcher="mpich",
-        rank=_whole(environ, "PMI_RANK", "MPICH"),
-        size=_whole(environ, "PMI_SIZE", "MPICH"),
-        local_rank=_first(environ, ["MPI_LOCALRANKID", "SLURM_LOCALID"], 0),
-        local_size=_first(environ, ["MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"], 1),
+    size = _whole(environ, "PMI_SIZE", "MPICH")
+    local_size = _first(environ, ["MPI_LOCALNRANKS"], "MPICH")
+    return _launch(
+        "mpich",
+        _whole(environ, "PMI_RANK", "MPICH"),
+        size,
+        (
+            _first(environ, ["MPI_LOCALRANKID", "SLURM_LOCALID"], "MPICH"),
+            local_size or _slurm_most_local(environ, size),
+        ),
         has_mpi=True,
     )
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    return Launch(
-        launcher="slurm",
-        rank=_whole(environ, "SLURM_PROCID", "Slurm"),
-        size=_first(environ, ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], 1),
-        local_rank=_first(environ, ["SLURM_LOCALID"], 0),
-        local_size=_first(environ, ["SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"], 1),
+    size = _first(environ, ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "Slurm")
+    size = 1 if size is None else size
+    return _launch(
+        "slurm",
+        _whole(environ, "SLURM_PROCID", "Slurm"),
+        size,
+        (_first(environ, ["SLURM_LOCALID"], "Slurm"), _slurm_local_size(environ, size)),
         has_mpi=False,
     )
 
 
+def _slurm_most_local(environ: Mapping[str, str], size: int) -> int | None:
+    """What the job was allowed on a node, which a small step does not use up."""
+    most = _first(environ, ["SLURM_NTASKS_PER_NODE"], "Slurm")
+    return None if most is None else min(most, size)
+
+
+def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
+    """Of `2(x3),1`: three nodes of two ranks, then one of one; this node's."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in environ:
+        return _slurm_most_local(environ, size)
+    node = _first(environ, ["SLURM_NODEID"], "Slurm") or 0
+    for part in environ[name].split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip(), re.ASCII)
+        if match is None:
+            raise LaunchError(
+                f"Slurm should set {name} to ranks of each node, like 2(x3), it is "
+                f"{shorten(environ[name])}: start the ranks with srun, or unset it"
+            )
+        n_nodes = int(match[2] or 1)
+        if node < n_nodes:
+            return int(match[1])
+        node -= n_nodes
+    raise LaunchError(
+        f"Slurm says SLURM_NODEID {environ['SLURM_NODEID']}, and {name} "
+        f"{shorten(environ[name])} has fewer nodes: start from a clean shell"
+    )
+
+
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_SLURM_STEP
+    """Whether srun started this; batch scripts have a step of their own."""
+    if "SLURM_STEP_ID" not in environ:
+        return False
+    step = parse_int(
+        environ["SLURM_STEP_ID"], "SLURM_STEP_ID", error=LaunchError,
+        remedy="start the ranks with srun, or unset it",
+    )  # fmt: skip
+    return step < _FIRST_SPECIAL_SLURM_STEP
+
+
+def _check_half_a_launcher(environ: Mapping[str, str]) -> None:
+    """One of several ranks that cannot meet would run alone, and its numbers be taken for all's."""
+    missing = [name for name in _MEETING if name not in environ]
+    if "RANK" in environ and find_int(environ.get("WORLD_SIZE", "1"), 1, 1) is None and missing:
+        raise LaunchError(
+            f"RANK is {shorten(environ['RANK'])} and WORLD_SIZE "
+            f"{shorten(environ.get('WORLD_SIZE', ''))}, but {', '.join(missing)} is not set: start "
+            "the ranks with torchrun, or unset RANK and WORLD_SIZE"
+        )
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
@@ -109,13 +226,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         launch = _mpich(environ)
     elif _is_slurm_step(environ):
         launch = _slurm(environ)
-    elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+    elif environ.keys() >= set(_MEETING):
         launch = _torchrun(environ)
     else:
+        _check_half_a_launcher(environ)
         launch = Launch(launcher="none", rank=0, size=1, local_rank=0, local_size=1, has_mpi=False)
-    if not launch.rank < launch.size:
-        raise LaunchError(
-            f"{launch.launcher} says rank {launch.rank} of {launch.size} ranks: "
-            "ranks count from 0, so its environment is stale; start from a clean shell"
-        )
     return launch

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from harness.domain.interface import Interface, choose_interface
-from harness.errors import LaunchError
+from harness.errors import LaunchError, first_line
+from harness.inputs import parse_int
 from harness.runtime.agent.channel import Channel
 from harness.runtime.control import Control
 from harness.runtime.host import Gpu, HostFacts, describe_host
-from harness.runtime.launcher import Launch
+from harness.runtime.launcher import Launch, read_address, read_port
 from harness.runtime.world import World
 
 _log = logging.getLogger(__name__)
@@ -106,12 +107,26 @@ def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, 
 
 def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
     """torchrun names the address; its agent serves the store itself, or rank 0 does."""
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address, port = read_address(environ), read_port(environ)
     has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = launch.rank == 0 and not has_agent_store
-    store = TCPStore(
-        address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
-    )
+    try:
+        socket.getaddrinfo(address, port)  # the store would try for its whole timeout
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR is {address}, which {socket.gethostname()} cannot resolve "
+            f"({error.strerror}): set it to rank 0's host, or add that to /etc/hosts"
+        ) from None
+    try:
+        store = TCPStore(
+            address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+    except RuntimeError as error:
+        does = "serve" if is_server else "reach"
+        raise LaunchError(
+            f"rank {launch.rank} cannot {does} the store at MASTER_ADDR {address}, MASTER_PORT "
+            f"{port} ({first_line(error)[:160]}): set both to rank 0's host and a free port there"
+        ) from None
     if has_agent_store:
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"harness/{attempt}", store), address, port
@@ -126,7 +141,11 @@ def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
             "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use "
             "srun --mpi"
         )
-    port = environ.get("MASTER_PORT") or str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+    job = parse_int(
+        environ.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID", error=LaunchError,
+        remedy="start the ranks with srun, or unset it",
+    )  # fmt: skip
+    port = environ.get("MASTER_PORT") or str(20000 + job % 20000)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 

@@ -201,6 +201,62 @@ def test_settings_that_are_none_end_in_one_short_line(tmp_path, data):
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LOCAL_WORLD_SIZE", "a[$(touch {tmp}/pwned)]"),
+        ("LOCAL_WORLD_SIZE", ""),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "0"),
+        ("MPI_LOCALNRANKS", "\u00b2"),
+        ("MPI_LOCALNRANKS", "08"),
+        ("OMP_NUM_THREADS", "lots"),
+        ("OMP_NUM_THREADS", "-1"),
+        ("MKL_NUM_THREADS", "9" * 5000),
+    ],
+)
+def test_a_number_in_the_environment_is_read_as_data(tmp_path, name, value):
+    done = entry("--help", **{name: value.format(tmp=tmp_path)})
+    assert done.returncode == 2
+    assert f": {name} is " in done.stderr
+    assert "set it to a whole number above 0" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert len(done.stderr) < 300
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_are_what_the_ranks_of_a_host_share(tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    done = entry(
+        "matmul", HARNESS_VENV=str(tmp_path), LOCAL_WORLD_SIZE="100000", OMP_NUM_THREADS=""
+    )
+    assert "OMP_NUM_THREADS=1\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ('NCCL_SOCKET_IFNAME="eth0"', "NCCL_SOCKET_IFNAME=eth0"),
+        ("NCCL_SOCKET_IFNAME='eth0' # the fast one", "NCCL_SOCKET_IFNAME=eth0"),
+        ("OMP_NUM_THREADS=8\t# half", "OMP_NUM_THREADS=8"),
+    ],
+)
+def test_quotes_and_comments_of_a_setting_are_refused_with_the_line_to_write(tmp_path, line, right):
+    (tmp_path / "cluster.env").write_text(f"{line}\n")
+    done = entry("--help", HARNESS_HOSTS=str(tmp_path))
+    assert done.returncode == 2
+    name = line.partition("=")[0]
+    message = f"cluster.env:1: {name} has quotes or a comment in its value: write {right}\n"
+    assert done.stderr.endswith(message)
+
+
+def test_blanks_behind_a_setting_are_none_of_it(tmp_path):
+    (tmp_path / "cluster.env").write_text("OMP_NUM_THREADS=1 \t\n")
+    assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
+
+
 def test_a_parameter_of_open_mpi_that_reaches_ranks_may_be_set(tmp_path):
     (tmp_path / "cluster.env").write_text("OMPI_MCA_btl_tcp_if_include=10.0.0.0/24\n")
     assert entry("--help", HARNESS_HOSTS=str(tmp_path)).returncode == 0
