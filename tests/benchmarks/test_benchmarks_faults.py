@@ -28,7 +28,7 @@ def cut(faults):
 
 ROW = {
     "name": "cut-ddp", "what": "a | b", "workload": "train ddp", "limit": "heartbeat",
-    "limit_s": 15.0, "is_struck": True, "time_s": 17.2, "exit_code": 1, "status": "crash",
+    "limit_s": 15.0, "is_struck": True, "time_s": 17.2, "exit_code": 1, "status": "timeout",
     "reason": "rank 1 (c-node1) was last heard 15 s ago\nmore", "message": ["c-node1 is silent"],
     "kept": {"0": [10, 0], "1": [9, 1]}, "left_running": [], "left_after_heal": [],
     "next_run": "ok", "problems": [], "command": "c", "machine": "m", "commit": "abc",
@@ -46,7 +46,7 @@ def test_a_row_that_is_as_stated_has_no_problems(faults, cut, tmp_path):
         ({"exit_code": None}, "mpirun had not ended after 17 s"),
         ({"time_s": 40.0}, "mpirun took 40 s, the limit is 15 s"),
         ({"exit_code": 0}, "exit code 0"),
-        ({"status": "running"}, "status running, not crash"),
+        ({"status": "running"}, "status running, not timeout"),
         ({"reason": "rank 0 (c-node0) was last heard"}, "the reason does not say 'c\\\\-node1'"),
         ({"message": ["bye"]}, "the message does not say 'c\\\\-node1'"),
         ({"left_running": ["c-node0: ssh"]}, "left running: c-node0: ssh"),
@@ -63,7 +63,7 @@ def test_whatever_is_not_as_stated_is_a_problem(faults, cut, tmp_path, change, p
 def test_the_page_has_a_line_for_each_row(faults):
     *_, line = faults.page([ROW, ROW]).splitlines()
     assert line == (
-        "| a / b | train ddp | 17 s | 15 s (heartbeat) | 1 | crash: rank 1 (c-node1) was last "
+        "| a / b | train ddp | 17 s | 15 s (heartbeat) | 1 | timeout: rank 1 (c-node1) was last "
         "heard 15 s ago | 10, 9 | 0 | yes |"
     )
 
