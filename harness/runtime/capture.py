@@ -39,6 +39,7 @@ from harness.runtime.tracing.independence import Argument, acts_by_samples
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.trace import trace
+from harness.runtime.tracing.writes import settle
 
 _log = logging.getLogger(__name__)
 
@@ -290,6 +291,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
     )
     module = trace(task.model, examples)
+    settle(module, examples)
     measured = run_on_meta(module, examples)
     at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
     builder = _Builder(module, measured, at_twice, mixing, batch)

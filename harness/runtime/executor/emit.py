@@ -30,7 +30,7 @@ from harness.runtime.executor.forms import (
     shard_of,
     wanted_of,
 )
-from harness.runtime.executor.inplace import out_of_place
+from harness.runtime.executor.inplace import COPIES, out_of_place
 from harness.runtime.executor.joining import Joining
 from harness.runtime.executor.layout import Layout, Part, Want
 from harness.runtime.executor.program import (
@@ -266,6 +266,8 @@ class SegmentBuilder:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source not in arguments:
             return False
+        if node.meta.get(COPIES):
+            return True
         given = arguments[source]
         own = [key for key, value in self.values.items() if value is given]
         is_read = not own or any(key in self._needed for key in own)

@@ -30,7 +30,6 @@ from harness.runtime.executor.feed import Feed
 from harness.runtime.executor.forms import Forms, choose_forms
 from harness.runtime.executor.gradients import GradientSync
 from harness.runtime.executor.groups import Groups
-from harness.runtime.executor.inplace import check_in_place
 from harness.runtime.executor.joining import Joining
 from harness.runtime.executor.lower import Lowering
 from harness.runtime.executor.messages import find_messages, shared_sums
@@ -106,7 +105,6 @@ class ExecutorEngine:
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
         self._homes = GradientHomes()
         meta = MetaModel(captured, task.inputs, world.device)
-        check_in_place(captured.module, meta.at(max(plan.strategy.microbatch_sizes())).tensors)
         names = canonical_names(task.model)
         self._programs = self._lower(meta)
         self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
-from harness.errors import ModelError
 from harness.runtime.operators import function_name
+from harness.runtime.tracing.functions import OpaqueFunction
 
-_CALLS = ("call_module", "call_method", "call_function")
+# The mark, in a node's `meta`, of a module that must not change what it is given.
+COPIES = "copies"
+# They exist out of place, but autograd cannot derive that form.
+_UNDERIVED = ("copy_", "fill_", "zero_")
 _ARITHMETIC: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -22,6 +25,19 @@ _ARITHMETIC: dict[Any, Any] = {
     operator.itruediv: operator.truediv,
     operator.ipow: operator.pow,
 }
+
+
+class OnCopy(OpaqueFunction):
+    """A function that changes its first argument, on a copy of that."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function_name(function).removesuffix("_"))
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = args[0].clone()
+        self._function(output, *args[1:], **kwargs)
+        return output
 
 
 def works_in_place(node: fx.Node, owned: dict[str, Any]) -> bool:
@@ -40,7 +56,7 @@ def _changes_first(target: Any) -> bool:
         return first is not None and first.alias_info is not None and first.alias_info.is_write
     name = function_name(target)
     is_named_so = name.endswith("_") and not name.endswith("__")
-    return target in _ARITHMETIC or (is_named_so and target in _of_torch(name))
+    return target in (*_ARITHMETIC, operator.setitem) or (is_named_so and target in _of_torch(name))
 
 
 def _of_torch(name: str) -> list[Any]:
@@ -64,39 +80,8 @@ def copying_function(target: Any) -> Any:
     return _ARITHMETIC.get(target) or next(iter(_of_torch(name)), None)
 
 
-def check_in_place(module: fx.GraphModule, values: Collection[fx.Node]) -> None:
-    """Refuse a model that reads a value again after changing it in place.
-
-    Whether such a reader sees the change would depend on which device it runs on.
-
-    Args:
-        values: nodes that give tensors; others, such as sizes, may be read at any time.
-
-    Raises:
-        ModelError: names the operator and its reader.
-    """
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
-    modules = dict(module.named_modules())
-    for node in module.graph.nodes:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or node.op not in _CALLS:
-            continue
-        if not works_in_place(node, modules):
-            continue
-        late = [user for user in source.users if place[user] > place[node] and user in values]
-        if late:
-            raise ModelError(
-                f"operator {node.name} changes {source.name} in place, and {late[0].name} reads "
-                f"that afterwards: let it read {node.name}, or do not work in place"
-            )
-
-
 def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.Node:
-    """The node itself, or one that leaves its argument as it is.
-
-    Raises:
-        ModelError: there is no such operator.
-    """
+    """The node itself, or one that leaves its argument as it is."""
     if not works_in_place(node, owned):
         return node
     if node.op == "call_module":
@@ -104,20 +89,22 @@ def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.No
         module.inplace = False
         owned[f"{node.target}_copying".replace(".", "_")] = module
         node.target = f"{node.target}_copying".replace(".", "_")
-    elif node.op == "call_method":
-        node.target = str(node.target).removesuffix("_")
     elif node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
     else:
-        node.target = _copying_target(node)
+        node.op, node.target = "call_function", copying_call(node)
     return node
 
 
-def _copying_target(node: fx.Node) -> Any:
-    found = copying_function(node.target)
-    if found is None:
-        raise ModelError(
-            f"operator {node.name} ({function_name(node.target)}) changes what others read, and "
-            "there is no such operator out of place: do not work in place there"
-        )
-    return found
+def copying_call(node: fx.Node) -> Any:
+    """The function that computes what a function or method does, out of place or on a copy."""
+    name = function_name(node.target)
+    found = None
+    if name not in _UNDERIVED and node.op == "call_method":
+        found = getattr(Tensor, name.removesuffix("_"), None)
+    elif name not in _UNDERIVED:
+        found = copying_function(node.target)
+    if found is not None:
+        return found
+    target: Any = getattr(Tensor, name) if node.op == "call_method" else node.target
+    return OnCopy(target)

@@ -135,7 +135,7 @@ class Layout:
     ) -> None:
         self.captured, self.strategy, self.samples = captured, strategy, samples
         self.values: Values = meta.at(samples)
-        self._at_twice: Values = meta.at(2 * samples)
+        self._at_twice = meta.at_twice(samples)
         self.gathered, self.whole = gathered, whole
         self.graph: Graph = captured.graph
         self.position = self.graph.index()
@@ -199,22 +199,17 @@ class Layout:
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims.
 
-        Of a tuple's elements, those like the first have its names, others only one for samples.
+        Of a tuple's elements, those like the first have its names, others only one for samples; so
+        have values whose sizes do not say what the names do, such as products over samples.
         """
         operator = self.operators[self.owner[node]]
-        shape = self.shapes[operator.name]
-        shown = output_sizes(operator, shape)
-        if not self.values.tensors[node].shape:
-            return {}  # one number
-        if self.captured.nodes.get(operator.name) in (node, None):
-            return shown
+        shown = output_sizes(operator, self.shapes[operator.name])
         sizes = self.values.tensors[node].shape
         if sizes == tuple(shown.values()):
             return shown
-        growing = zip(sizes, self._at_twice.tensors[node].shape, strict=True)
-        return {
-            SAMPLE if then == 2 * now else f"dim{k}": now for k, (now, then) in enumerate(growing)
-        }
+        twice = sizes if self._at_twice is None else self._at_twice.tensors[node].shape
+        growing = [k for k, (now, then) in enumerate(zip(sizes, twice, strict=True)) if then > now]
+        return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
 
     def region(self, node: fx.Node, part: Part) -> Block:
         """What of a value a part holds: a tuple's elements are cut where its first one is."""
@@ -339,15 +334,19 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
     Raises:
         ModelError: names the operator.
     """
-    more = meta.at(2 * layout.samples)
+    more = meta.at_twice(layout.samples)
     for node, name in layout.owner.items():
         if name not in layout.strategy.operators or node not in layout.values.tensors:
             continue
-        is_cut = SAMPLE in layout.plan(name).partition and len(layout.parts[name]) > 1
+        if SAMPLE not in layout.plan(name).partition or len(layout.parts[name]) == 1:
+            continue
+        if more is None:
+            meta.at(2 * layout.samples)  # says why not
+            continue
         now, then = layout.values.tensors[node].shape, more.tensors[node].shape
         names = list(layout.value_shape(node))
         at = names.index(SAMPLE) if SAMPLE in names else None
-        if is_cut and (at is None or then[at] != 2 * now[at]):
+        if at is None or then[at] != 2 * now[at]:
             raise ModelError(
                 f"operator {name!r} is cut by samples, but its output {now} does not grow with "
                 f"them (twice as many give {then}): leave it whole, on one device"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from harness.errors import ModelError
+from harness.errors import ModelError, first_line
 from harness.runtime.capture import Captured
 from harness.runtime.meta_copy import meta_copy
 from harness.runtime.models.task import InputSpec
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,10 @@ class _Recording(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.found: dict[fx.Node, Any] = {}
+        self.last: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
+        self.last = n
         value = super().run_node(n)
         self.found[n] = _summary(value)
         return value
@@ -80,18 +85,30 @@ class MetaModel:
             self._known[samples] = self._run(samples)
         return self._known[samples]
 
-    def _run(self, samples: int) -> Values:
-        recording = _Recording(self.module)
-        inputs = (
+    def _inputs_of(self, samples: int) -> list[Tensor]:
+        return [
             torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
             for spec in self._inputs
-        )
+        ]
+
+    def at_twice(self, samples: int) -> Values | None:
+        """The values for twice as many samples; None where the model takes no such batch."""
         try:
-            recording.run(*inputs)
+            return self.at(2 * samples)
+        except ModelError as error:
+            _log.info("%s", error)
+            return None
+
+    def _run(self, samples: int) -> Values:
+        recording = _Recording(self.module)
+        try:
+            recording.run(*self._inputs_of(samples))
         except Exception as error:
             raise ModelError(
-                f"the model was captured for other batch sizes than {samples} samples, which its "
-                f"strategy is laid out with: {error}"
+                f"operator {recording.last} does not take a batch of {samples} samples, as its "
+                f"strategy asks ({first_line(error)}): read the batch size from the input (-1, "
+                "x.shape[0]) where it is written out, or give every device the whole batch, "
+                "without microbatches"
             ) from error
         tensors: dict[fx.Node, TensorMeta] = {}
         constants: dict[fx.Node, Any] = {}

@@ -41,6 +41,7 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     _note_writes(module)
     _register_constants(module)
     _unflatten_output(module)
+    _follow_the_input(module)
     return module
 
 
@@ -136,6 +137,20 @@ def _unflatten_output(module: fx.GraphModule) -> None:
     assert isinstance(spec, pytree.TreeSpec)
     output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
     module.graph.set_codegen(fx.graph.CodeGen())  # that of exports flattens it again
+    module.recompile()
+
+
+def _follow_the_input(module: fx.GraphModule) -> None:
+    """Make tensors where the input is: exporting writes down the device of its examples."""
+    first, *others = module.graph.find_nodes(op="placeholder")
+    last = [first, *others][-1]
+    makers = [n for n in module.graph.nodes if isinstance(n.kwargs.get("device"), torch.device)]
+    if not makers:
+        return
+    with module.graph.inserting_after(last):
+        device = module.graph.call_function(getattr, (first, "device"))
+    for node in makers:
+        node.kwargs = {**node.kwargs, "device": device}
     module.recompile()
 
 

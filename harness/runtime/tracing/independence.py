@@ -95,8 +95,8 @@ def acts_by_samples(
 
 def _drawn(like: Tensor, shape: Sequence[int]) -> Tensor:
     if like.dtype.is_floating_point:
-        return torch.randn(*shape, dtype=torch.float64)
-    return torch.zeros(*shape, dtype=like.dtype)
+        return torch.randn(tuple(shape), dtype=torch.float64)
+    return torch.zeros(tuple(shape), dtype=like.dtype)
 
 
 class _Trial:

@@ -5,6 +5,7 @@ The grad mode, autograd functions and hooks are kept in the graph; what it canno
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from operator import attrgetter
@@ -51,7 +52,8 @@ class ModelProxy(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Go on with a copy in which elements are replaced: whoever reads this tensor later."""
         if self.node.op == "placeholder" or is_view(self.node):
-            raise TypeError("elements of a view are assigned")
+            self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+            return
         changed = self.tracer.create_proxy("call_function", with_items, (self, index, value), {})
         tracer: ModelTracer = self.tracer  # type: ignore[assignment]
         tracer.states.replace(self.node, changed.node)

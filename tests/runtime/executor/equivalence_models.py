@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from equivalence_constructs import CONSTRUCTS
+from equivalence_operators import OPERATORS
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -352,7 +353,7 @@ OTHER_MODELS: dict[str, SmallModel] = {
 }
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), 10))
-    for name, make in CONSTRUCTS.items()
+    for name, make in {**CONSTRUCTS, **OPERATORS}.items()
 }
 _ALL = {**SMALL_MODELS, **DEEP_MODELS, **OTHER_MODELS}
 

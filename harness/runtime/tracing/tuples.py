@@ -1,0 +1,69 @@
+"""Hand operators the tensors of a tuple that another operator gave, each by itself.
+
+A strategy places tensors: `lstm(x, state)` becomes `lstm(x, (state[0], state[1]))`.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from harness.errors import ModelError
+
+
+def spread_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
+    """Rewrite a traced model; whether anything was to do.
+
+    Args:
+        values: what each node gives, on any device.
+    """
+    readers = [
+        (user, node)
+        for node, value in values.items()
+        if node.op != "output" and _holds_tensors(value)
+        for user in list(node.users)
+        if user.op != "output" and user.target is not operator.getitem
+    ]
+    for user, node in readers:
+        with module.graph.inserting_before(user):
+            parts = _parts(module.graph, node, values[node])
+        user.args, user.kwargs = fx.node.map_aggregate(
+            (user.args, user.kwargs), partial(_replaced, node, parts)
+        )
+    return bool(readers)
+
+
+def _replaced(node: fx.Node, parts: Any, argument: Any) -> Any:
+    return parts if argument is node else argument
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, tuple | list) and any(
+        isinstance(part, Tensor) or _holds_tensors(part) for part in value
+    )
+
+
+def _parts(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    if not _holds_tensors(value):
+        return node
+    return tuple(
+        _parts(graph, graph.call_function(operator.getitem, (node, k)), part)
+        for k, part in enumerate(value)
+    )
+
+
+def check_sizes(values: dict[fx.Node, Any]) -> None:
+    """Refuse a tensor without elements, which no strategy can cut.
+
+    Raises:
+        ModelError: names its operator.
+    """
+    for node, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 0:
+            raise ModelError(
+                f"operator {node.name} gives a tensor without elements, of shape "
+                f"{tuple(value.shape)}: leave it out of the model"
+            )

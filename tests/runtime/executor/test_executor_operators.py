@@ -1,0 +1,56 @@
+"""Operators that share memory, and that give several values, train as on one device."""
+
+from random import Random
+
+import msgspec
+import pytest
+from equivalence_cases import Case
+from equivalence_check import check
+from equivalence_models import small_graph, small_task
+from equivalence_operators import OPERATORS
+from equivalence_strategies import named_strategies, random_strategy
+
+from harness.domain.strategy import OperatorPlan
+from harness.errors import StrategyError
+from harness.runtime.capture import capture
+from harness.runtime.executor.shared_norms import check_shared_norms
+
+ALIKE = sorted(OPERATORS.keys() - {"shared_norm"})
+NAMES = ("ddp", "tensor parallel", "1f1b", "zero_bubble", "interleaved")
+
+
+def assert_equal(model, strategy, ranks):
+    case = Case(name=strategy.name, model=model, n_ranks=2, strategy=strategy)
+    finding = check(case, ranks)
+    assert finding.is_equal, finding.text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model", ALIKE)
+def test_operators_train_what_one_device_trains(model, name, ranks):
+    assert_equal(model, named_strategies(small_graph(model), 2, 8)[name], ranks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model", ALIKE)
+def test_random_strategies_train_what_one_device_trains(model, seed, ranks):
+    schedule = ("gpipe", "1f1b", "zero_bubble")[seed]
+    strategy = random_strategy(Random(seed), small_graph(model), 2, 8, schedule=schedule)
+    assert_equal(model, msgspec.structs.replace(strategy, name=f"random {seed}"), ranks)
+
+
+@pytest.mark.parametrize("name", ["ddp", "single"])
+def test_a_batch_norm_of_several_operators_is_trained_where_all_are_planned_alike(name, ranks):
+    assert_equal("shared_norm", named_strategies(small_graph("shared_norm"), 2, 8)[name], ranks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "tensor parallel"])
+def test_a_batch_norm_of_operators_that_are_planned_unalike_is_refused(name):
+    strategy = named_strategies(small_graph("shared_norm"), 2, 8)[name]
+    if name == "tensor parallel":
+        plans = dict(strategy.operators)
+        plans["norm"] = OperatorPlan({}, [1])
+        strategy = msgspec.structs.replace(strategy, operators=plans)
+    captured = capture(small_task("shared_norm"), 8, "model")
+    with pytest.raises(StrategyError, match=r"'norm' and '[^']*' call one batch norm"):
+        check_shared_norms(captured, strategy)
