@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class PointMeasurer:
         self._samples: dict[tuple[_Name, str, _Where], OperatorSamples] = {}
         self._around_s: dict[_Where, list[float]] = defaultdict(list)
         self._cannot: set[_Name] = set()
+        self._sound: dict[int, bool] = {}
         self._recorded: set[_Name] = set()  # in this call of `measure`
         self._found = Measured()
         self._n_points = 0
@@ -283,6 +285,19 @@ class PointMeasurer:
         with self._precision.autocast():
             stretch.forward(run)
 
+    def _is_sound(self, samples: int) -> bool:
+        """Whether the model's loss is finite; what it computes on the way need not be."""
+        if samples not in self._sound:
+            task, device = self._task, self._context.world.device
+            inputs, targets = (
+                make_inputs(task, samples, device),
+                make_targets(task, samples, device),
+            )
+            with torch.no_grad(), self._precision.autocast():
+                loss = task.sum_loss(tensors_in(task.model(*inputs))[0], targets)
+            self._sound[samples] = bool(loss.isfinite())
+        return self._sound[samples]
+
     def _verify_point(self, point: Point, call: OperatorCall) -> None:
         try:
             if point.dim:
@@ -291,7 +306,9 @@ class PointMeasurer:
                     self._skip([point], f"cannot be cut by {point.dim} alone")
                     return
                 call = shard.call(call)
-            saved_bytes = verify(call, f"operator {point.operator!r}", self._precision.autocast)
+            is_sound = partial(self._is_sound, point.samples)
+            what = f"operator {point.operator!r}"
+            saved_bytes = verify(call, what, self._precision.autocast, is_sound)
             self._sample("operator_saved_bytes", saved_bytes, point)
             self._known[_name(point)] = _Known(
                 saved_bytes, variants(call, self._context.world.device)

@@ -480,6 +480,19 @@ def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks
     assert len(values(run, "operator_input_backward_s")) >= len(apart)
 
 
+def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, model="profile_on_ranks:masked", image_size=8, n_channels=1, shards=(1,),
+        profile_file=str(tmp_path / "masked.json"),
+    )  # fmt: skip
+    _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
+    found = read_profile(tmp_path / "masked.json", config.model, "float32").measurements
+    assert any("masked_fill" in point.operator for point in found)
+    assert not values(run, "operator_skipped")
+
+
 def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
     import profile_on_ranks
 
