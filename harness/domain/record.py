@@ -28,7 +28,13 @@ Name = Annotated[str, Meta(max_length=1000)]
 
 
 class Span(
-    msgspec.Struct, frozen=True, kw_only=True, tag="span", tag_field="type", omit_defaults=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag="span",
+    tag_field="type",
+    omit_defaults=True,
+    gc=False,
 ):
     """A named interval on one rank.
 

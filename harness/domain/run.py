@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -121,6 +121,13 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
         """The status, and why in one line where there is a reason."""
         why = self.reason.partition("\n")[0]
         return f"{self.status}: {why}" if why else self.status
+
+
+class Headed(Protocol):
+    """What has the header of a run, with its records or without."""
+
+    @property
+    def header(self) -> RunHeader: ...
 
 
 def is_file_name(text: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from harness.domain.labels import SHORTEST_S
 from harness.domain.record import Sample
-from harness.domain.run import RankInfo
+from harness.domain.run import Headed, RankInfo
 from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
@@ -71,7 +71,7 @@ class SummaRow:
     efficiency: float | None
 
 
-def info_of(run: Run, rank: int) -> RankInfo:
+def info_of(run: Headed, rank: int) -> RankInfo:
     """Where a rank ran; an anonymous device when the header does not say."""
     known = {info.rank: info for info in run.header.ranks}
     unknown = RankInfo(
@@ -191,12 +191,17 @@ def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
     Several ranks or runs of one kind count with their median rank, so that one lucky or busy
     device does not set the mark for all. Runs that are not ok give no peak.
     """
+    return peaks_of((run, matmul_table(run)) for run in runs)
+
+
+def peaks_of(tables: Iterable[tuple[Headed, Iterable[MatmulRow]]]) -> dict[PeakKey, float]:
+    """As `matmul_peaks`, of the table of each run."""
     best: dict[PeakKey, list[float]] = defaultdict(list)
-    for run in runs:
+    for run, rows in tables:
         if run.header.status != "ok":
             continue
         by_rank: dict[tuple[int, str], float] = {}
-        for row in matmul_table(run):
+        for row in rows:
             at = (row.rank, row.dtype)
             by_rank[at] = max(by_rank.get(at, 0.0), row.flops_per_s)
         for (rank, dtype), rate in by_rank.items():
@@ -282,27 +287,32 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
         for records in run.ranks.values()
         for sample in samples_of(records, "summa_s")
     }
-    rows = (_summa_row(run, labels, peaks) for labels in found if labels is not None)
-    return sorted(
-        (row for row in rows if row is not None),
+    found_rows = (_summa_row(run, labels) for labels in found if labels is not None)
+    rows = sorted(
+        (row for row in found_rows if row is not None),
         key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks),
     )
+    return with_efficiency(rows, run.header.ranks, peaks)
 
 
-def _summa_row(
-    run: Run, labels: tuple[object, ...], peaks: dict[PeakKey, float]
-) -> SummaRow | None:
+def with_efficiency(
+    rows: Iterable[SummaRow], ranks: Sequence[RankInfo], peaks: dict[PeakKey, float]
+) -> list[SummaRow]:
+    """The rows with their rate over the sum of their ranks' peaks, where all are known."""
+    sums = [(row, sum_of_peaks(ranks[: row.n_ranks], row.dtype, peaks)) for row in rows]
+    return [replace(row, efficiency=row.flops_per_s / peak if peak else None) for row, peak in sums]
+
+
+def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
     times = _of_slowest(run, "summa_s", labels)
     if not times:
         return None
     time = summarize(times, shortest=0)
     m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
     rate = 2 * m * n * k / time.median
-    dtype = str(labels[1])
-    local = sum_of_peaks(run.header.ranks[:n_ranks], dtype, peaks)
     return SummaRow(
         scaling=str(labels[0]),
-        dtype=dtype,
+        dtype=str(labels[1]),
         m=m,
         n=n,
         k=k,
@@ -312,5 +322,5 @@ def _summa_row(
         communication_s=_median(_of_slowest(run, "summa_communication_s", labels)),
         exposed_communication_s=_median(_of_slowest(run, "summa_exposed_communication_s", labels)),
         flops_per_s=rate,
-        efficiency=rate / local if local else None,
+        efficiency=None,
     )

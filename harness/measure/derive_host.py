@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from harness.domain.record import Sample
+from harness.domain.run import Headed
 from harness.measure.derive_devices import info_of
+from harness.measure.derive_spans import samples_of
 from harness.measure.store import Run
 
 # Above this a step is longer than it would be by more than what repeats usually differ by.
@@ -17,18 +18,22 @@ def stolen_shares(run: Run) -> dict[str, float]:
     shares: dict[str, float] = {}
     for rank, records in run.ranks.items():
         host = info_of(run, rank).hostname
-        for record in records:
-            if isinstance(record, Sample) and record.metric == "cpu_stolen_share":
-                shares[host] = max(record.value, shares.get(host, 0.0))
+        for sample in samples_of(records, "cpu_stolen_share"):
+            shares[host] = max(sample.value, shares.get(host, 0.0))
     return shares
 
 
 def stolen_warnings(runs: Iterable[Run]) -> list[str]:
     """One line where a hypervisor disturbed any of the runs that are ok, naming the worst."""
+    return warnings_of_shares((run, stolen_shares(run)) for run in runs)
+
+
+def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float]]]) -> list[str]:
+    """As `stolen_warnings`, of the shares of each run."""
     known = [
         (max(shares.items(), key=lambda item: item[1]), run.header.run_id)
-        for run in runs
-        if run.header.status == "ok" and (shares := stolen_shares(run))
+        for run, shares in shares_of_runs
+        if run.header.status == "ok" and shares
     ]
     disturbed = [one for one in known if one[0][1] > _TOO_MUCH]
     if not disturbed:

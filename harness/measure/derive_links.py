@@ -13,6 +13,7 @@ import numpy as np
 
 from harness.domain.labels import SHORTEST_S
 from harness.domain.record import Record
+from harness.domain.run import Headed
 from harness.measure.derive_devices import info_of
 from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import Summary, summarize
@@ -222,7 +223,7 @@ def _median_beside(records: list[Record], metric: str, operation: str) -> float 
     return float(np.median(values)) if values else None
 
 
-def nic_limit_bytes_per_s(run: Run) -> float | None:
+def nic_limit_bytes_per_s(run: Headed) -> float | None:
     """What the slowest NIC carries one way: no ring can be faster; None when not known."""
     known = [node.nic_bytes_per_s for node in run.header.cluster.nodes if node.nic_bytes_per_s]
     return min(known) if known and len(run.header.cluster.nodes) > 1 else None

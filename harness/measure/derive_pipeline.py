@@ -13,11 +13,19 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from harness.domain.record import Record, Span
-from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, spans_by_step, spans_of
+from harness.measure.derive_spans import (
+    COMPUTE_KINDS,
+    COMPUTING,
+    StepWindows,
+    covered_s,
+    waited_s,
+)
+from harness.measure.rank_records import Records, is_wait
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
@@ -79,31 +87,36 @@ class PipelineSummary:
         return len(self.stages)
 
 
-def is_wait(span: Span) -> bool:
-    """Whether the rank stood still for a transfer, instead of transferring beside its work."""
-    return span.kind == "communication" and span.name.startswith("wait ")
-
-
 def pass_of(span: Span) -> Pass | None:
     """The pass that an executor's span names, such as `stage1 #3 weights`; None for others."""
-    match = _PASS.fullmatch(span.name)
-    if match is None or span.kind not in ("forward", "backward"):
+    return pass_named(span.kind, span.name) if span.name.startswith("stage") else None
+
+
+@lru_cache(maxsize=4096)
+def pass_named(kind: str, name: str) -> Pass | None:
+    match = _PASS.fullmatch(name)
+    if match is None or kind not in ("forward", "backward"):
         return None
     stage, microbatch, what = int(match[1]), int(match[2] or 0), match[3]
     if what == "recompute":
         return Pass(stage, microbatch, "recompute")
-    return Pass(stage, microbatch, "forward" if span.kind == "forward" else "backward")
+    return Pass(stage, microbatch, "forward" if kind == "forward" else "backward")
 
 
 def computed_stages(records: Iterable[Record]) -> frozenset[int]:
     """Stages of which a rank has passes; none without the executor."""
-    passes = map(pass_of, spans_of(records))
-    return frozenset(one.stage for one in passes if one is not None)
+    return frozenset(one.stage for one in _passes(records))
+
+
+def _passes(records: Iterable[Record]) -> list[Pass]:
+    """The distinct passes of one rank."""
+    found = (pass_named(kind, name) for kind, name in Records.of(records).names)
+    return [one for one in found if one is not None]
 
 
 def computes(spans: Iterable[Span]) -> bool:
     """Whether a rank has operators of its own."""
-    return any(span.kind in COMPUTE_KINDS and span.kind != "optimizer" for span in spans)
+    return any(span.kind in COMPUTING for span in spans)
 
 
 def working_s(spans: Sequence[Span], within: Span, kinds: Collection[str]) -> float:
@@ -118,23 +131,23 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
 
     Empty for a rank that never computes.
     """
-    shares = {}
-    for step, spans in spans_by_step(records).items():
-        whole = next((span for span in spans if span.kind == "step"), None)
-        if whole is None or whole.duration_s <= 0 or not computes(spans):
-            continue
-        shares[step] = 1 - working_s(spans, whole, COMPUTE_KINDS) / whole.duration_s
-    return shares
+    windows = StepWindows(Records.of(records).columns)
+    working_s = windows.working_s(windows.are_of(COMPUTE_KINDS))
+    counts = windows.have(windows.are_of(COMPUTING)) & (windows.step_s > 0)
+    shares = 1 - working_s[counts] / windows.step_s[counts]
+    return dict(zip(windows.steps[counts].tolist(), shares.tolist(), strict=True))
 
 
 def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
     """One rank's seconds of every (stage, kind of pass) in each step: means over microbatches."""
+    if not computed_stages(records):
+        return {}
     seconds: dict[tuple[int, Pass], float] = defaultdict(float)
-    for step, spans in spans_by_step(records).items():
-        waits = [span for span in spans if is_wait(span)]
-        for span in spans:
-            if (which := pass_of(span)) is not None:
-                seconds[step, which] += span.duration_s - covered_s(waits, span)
+    spans = Records.of(records).columns
+    own_s = (spans.duration_s - waited_s(spans)).tolist()
+    for span, step, span_s in zip(spans.spans, spans.group.tolist(), own_s, strict=True):
+        if (which := pass_of(span)) is not None:
+            seconds[step, which] += span_s
     by_step: dict[tuple[int, int, PassKind], list[float]] = defaultdict(list)
     for (step, which), duration_s in seconds.items():
         by_step[step, which.stage, which.kind].append(duration_s)
@@ -165,8 +178,7 @@ def _stages(run: Run) -> tuple[StageTimes, ...]:
 
 
 def _n_microbatches(run: Run) -> int:
-    found = (pass_of(r) for rs in run.ranks.values() for r in rs if isinstance(r, Span))
-    return 1 + max(which.microbatch for which in found if which is not None)
+    return 1 + max(one.microbatch for records in run.ranks.values() for one in _passes(records))
 
 
 def pipeline_summary(run: Run) -> PipelineSummary | None:

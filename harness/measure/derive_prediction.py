@@ -40,13 +40,13 @@ from harness.measure.derive_pipeline import (
     working_s,
 )
 from harness.measure.derive_ranks import rank_memory
-from harness.measure.derive_spans import COMPUTE_KINDS, covered_s, samples_of, spans_by_step
+from harness.measure.derive_spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
 from harness.measure.derive_training import step_times
+from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
-COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
 
 # What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
 _OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #([0-9]{1,9}))?")
@@ -230,34 +230,33 @@ def middle_steps(times: Mapping[int, float]) -> set[int]:
     return {step for step, time in times.items() if first <= time <= third}
 
 
-def _measured_parts_of(spans: Sequence[Span], alone_s: float | None) -> dict[str, float] | None:
-    """Of one step of a rank, which computes for `alone_s` in one without communication."""
-    whole = next((span for span in spans if span.kind == "step"), None)
-    if whole is None or not computes(spans):
-        return None
-    compute_s = working_s(spans, whole, COMPUTING)
-    optimizer_s = working_s(spans, whole, ("optimizer",))
-    active = [span for span in spans if span.kind in (*COMPUTE_KINDS, "communication")]
-    exposed_s = covered_s(active, whole) - compute_s - optimizer_s
-    rest_s = whole.duration_s - covered_s(active, whole)
-    contention_s = None if alone_s is None else compute_s + optimizer_s - alone_s
-    return _parts(compute_s, contention_s, exposed_s, optimizer_s, rest_s)
-
-
 def measured_parts(run: Run, times: Mapping[int, float]) -> dict[int, dict[str, float]]:
     """Seconds by the names of PARTS, mean over the middle steps, of each rank that computes."""
-    wanted = middle_steps(times)
-    found = {}
-    for rank, records in run.ranks.items():
-        alone_s = _alone_s(records)
-        of_steps = [
-            parts
-            for step, spans in spans_by_step(records).items()
-            if step in wanted and (parts := _measured_parts_of(spans, alone_s)) is not None
-        ]
-        if of_steps:
-            found[rank] = mean_parts(of_steps)
-    return found
+    wanted = np.array(sorted(middle_steps(times)), dtype=np.int64)
+    found = {rank: _measured_parts_of(records, wanted) for rank, records in run.ranks.items()}
+    return {rank: parts for rank, parts in found.items() if parts}
+
+
+def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[str, float]:
+    """Of one rank, mean over the wanted steps; empty where it does not compute in any."""
+    windows = StepWindows(Records.of(records).columns)
+    computing, optimizer = windows.are_of(COMPUTING), windows.are_of(("optimizer",))
+    counts = windows.have(computing) & np.isin(windows.steps, wanted)
+    if not counts.any():
+        return {}
+    compute_s, optimizer_s = windows.working_s(computing), windows.working_s(optimizer)
+    active_s = windows.covered_s(windows.are_of((*COMPUTE_KINDS, "communication")))
+    alone_s = _alone_s(records)
+    columns = {
+        "compute": compute_s,
+        "exposed_communication": active_s - compute_s - optimizer_s,
+        "optimizer": optimizer_s,
+        "rest": windows.step_s - active_s,
+    }
+    if alone_s is not None:
+        columns["contention"] = compute_s + optimizer_s - alone_s
+        columns["compute"] = compute_s - columns["contention"]
+    return {name: fmean(columns[name][counts].tolist()) for name in PARTS if name in columns}
 
 
 def _alone_s(records: Iterable[Record]) -> float | None:

@@ -14,7 +14,7 @@ from harness.domain.record import Record
 from harness.domain.run import RankInfo
 from harness.measure.derive_devices import info_of
 from harness.measure.derive_pipeline import computed_stages
-from harness.measure.derive_spans import PHASES, StepPhases, samples_of
+from harness.measure.derive_spans import PHASES, PhaseTable, samples_of
 from harness.measure.store import Run
 
 STRAGGLER_BELOW = 0.75
@@ -72,21 +72,19 @@ def rank_memory(records: Sequence[Record]) -> dict[str, float]:
     return {**peaks, "used": max(used)} if used and "rss" not in peaks else peaks
 
 
-def _mean_phases(steps: Sequence[StepPhases]) -> dict[str, float]:
-    if not steps:
-        return {}
-    return {name: float(np.mean([step.phases[name] for step in steps])) for name in PHASES}
+def _mean_phases(table: PhaseTable) -> dict[str, float]:
+    return {name: float(table.phases[name].mean()) for name in PHASES} if len(table.steps) else {}
 
 
-def rank_summary(run: Run, rank: int, steps: Sequence[StepPhases]) -> RankSummary:
+def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
     """One rank of a run, from its records and its steps' phases; stragglers are not marked yet."""
     records = run.ranks[rank]
     return RankSummary(
         rank=rank,
         info=info_of(run, rank),
-        n_steps=len(steps),
-        phases=_mean_phases(steps),
-        busy_s=float(np.median([step.busy_s for step in steps])) if steps else None,
+        n_steps=len(table.steps),
+        phases=_mean_phases(table),
+        busy_s=float(np.median(table.busy_s)) if len(table.steps) else None,
         flops=median_of(records, "model_flops"),
         stages=computed_stages(records),
         memory_bytes=rank_memory(records),

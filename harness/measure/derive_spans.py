@@ -9,15 +9,16 @@ All in docs/metrics.md, part Derived. Spans of one rank only: clocks of ranks ar
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.domain.record import Record, Sample, Span
+from harness.measure.rank_records import KIND_CODES, Records, Spans
 
 COMPUTE_KINDS = ("forward", "backward", "compute", "optimizer")
+COMPUTING = tuple(kind for kind in COMPUTE_KINDS if kind != "optimizer")
 PHASES = (
     "data",
     "host_to_device",
@@ -44,6 +45,140 @@ def covered_s(spans: Iterable[Span], within: Span | None = None) -> float:
     return float(np.clip(intervals[:, 1] - starts, 0, None).sum())
 
 
+def _disjoint(
+    group: np.ndarray, start_s: np.ndarray, end_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(group, start, length) of what each interval adds to the union of its group, in order."""
+    order = np.lexsort((start_s, group))
+    group, start_s, end_s = group[order], start_s[order], end_s[order]
+    # The latest end so far in the group, by its place among all ends sorted by group: of a later
+    # group every place is above those of the groups before.
+    by_end = np.lexsort((end_s, group))
+    place = np.empty_like(by_end)
+    place[by_end] = np.arange(len(by_end))
+    reached = end_s[by_end][np.maximum.accumulate(place)]
+    begin = start_s.copy()
+    is_next = group[1:] == group[:-1]
+    begin[1:] = np.where(is_next, np.maximum(start_s[1:], reached[:-1]), start_s[1:])
+    return group, begin, np.clip(end_s - begin, 0, None)
+
+
+def covered_by_group(
+    group: np.ndarray, start_s: np.ndarray, end_s: np.ndarray, n_groups: int
+) -> np.ndarray:
+    """Length of the union of the intervals of each group; seconds.
+
+    Args:
+        group: of each interval, from 0.
+    """
+    group, _, length_s = _disjoint(group, start_s, end_s)
+    covered: np.ndarray = np.bincount(group, length_s, minlength=n_groups)
+    return covered
+
+
+def waited_s(spans: Spans) -> np.ndarray:
+    """Of each span, how long its rank waits in it; by waits of the same step."""
+    if not spans.is_wait.any():
+        return np.zeros(len(spans.spans))
+    # On an axis of time where no two steps overlap, the waits so far are a function of time.
+    n_steps, end_s = len(spans.steps), spans.start_s + spans.duration_s
+    first_s, last_s = np.full(n_steps, np.inf), np.full(n_steps, -np.inf)
+    np.minimum.at(first_s, spans.group, spans.start_s)
+    np.maximum.at(last_s, spans.group, end_s)
+    shift_s = np.concatenate([[0.0], np.cumsum(last_s - first_s)[:-1]]) - first_s
+    start_s, end_s = spans.start_s + shift_s[spans.group], end_s + shift_s[spans.group]
+    waits = spans.is_wait
+    _, begin_s, length_s = _disjoint(spans.group[waits], start_s[waits], end_s[waits])
+    before_s = np.concatenate([[0.0], np.cumsum(length_s)[:-1]])
+
+    def until(time_s: np.ndarray) -> np.ndarray:
+        at = np.searchsorted(begin_s, time_s, side="right") - 1
+        reached = before_s[at] + np.minimum(time_s - begin_s[at], length_s[at])
+        return np.where(at < 0, 0.0, reached)
+
+    waited: np.ndarray = until(end_s) - until(start_s)
+    return waited
+
+
+class StepWindows:
+    """The finished steps of one rank, and how much of each some spans cover."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        whole = spans.whole
+        finished = np.flatnonzero(whole >= 0)
+        self.steps = spans.steps[finished]
+        self.step_s = spans.duration_s[whole[finished]]
+        # Of each span: the number of its finished step, or -1; clipped to that step.
+        number = np.full(len(spans.steps), -1)
+        number[finished] = np.arange(len(finished))
+        self._number = number[spans.group]
+        begin_s = spans.start_s[whole[spans.group]]
+        end_s = begin_s + spans.duration_s[whole[spans.group]]
+        self._start_s = np.clip(spans.start_s, begin_s, end_s)
+        self._end_s = np.clip(spans.start_s + spans.duration_s, begin_s, end_s)
+
+    def are_of(self, kinds: Collection[str]) -> np.ndarray:
+        """Which spans are of some kinds."""
+        return np.isin(self._spans.kind, [KIND_CODES[kind] for kind in kinds])
+
+    def have(self, chosen: np.ndarray) -> np.ndarray:
+        """Which finished steps have any of the chosen spans."""
+        found = self._number[chosen & (self._number >= 0)]
+        is_there: np.ndarray = np.bincount(found, minlength=len(self.steps)) > 0
+        return is_there
+
+    def working_s(self, chosen: np.ndarray) -> np.ndarray:
+        """As `covered_s`, less what the rank waits inside the chosen spans."""
+        waits = self._spans.is_wait
+        working_s: np.ndarray = self.covered_s(chosen | waits) - self.covered_s(waits)
+        return working_s
+
+    def covered_s(self, chosen: np.ndarray) -> np.ndarray:
+        """Of each finished step, the length of the union of the chosen spans within it."""
+        chosen = chosen & (self._number >= 0)
+        if not chosen.any():
+            return np.zeros(len(self.steps))
+        return covered_by_group(
+            self._number[chosen], self._start_s[chosen], self._end_s[chosen], len(self.steps)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTable:
+    """The finished steps of one rank as columns: what `StepPhases` is of one, in seconds."""
+
+    steps: np.ndarray
+    step_s: np.ndarray
+    phases: dict[str, np.ndarray]
+    communication_s: np.ndarray
+
+    @property
+    def overlapped_s(self) -> np.ndarray:
+        """Communication covered by compute."""
+        exposed_s = self.phases["exposed_communication"]
+        overlapped_s: np.ndarray = np.clip(self.communication_s - exposed_s, 0, None)
+        return overlapped_s
+
+    @property
+    def compute_s(self) -> np.ndarray:
+        """Forward, backward and optimizer."""
+        return _sum(self.phases[kind] for kind in COMPUTE_KINDS)
+
+    @property
+    def busy_s(self) -> np.ndarray:
+        """The rank's own work: what does not wait for other ranks."""
+        waits = ("exposed_communication", "other")
+        return _sum(seconds for name, seconds in self.phases.items() if name not in waits)
+
+
+def _sum(columns: Iterable[np.ndarray]) -> np.ndarray:
+    total = np.zeros(1)
+    for column in columns:
+        total = total + column
+    return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPhases:
     """One step of one rank, in seconds.
@@ -60,69 +195,55 @@ class StepPhases:
     communication_s: float
 
     @property
-    def overlapped_s(self) -> float:
-        """Communication covered by compute."""
-        return max(0.0, self.communication_s - self.phases["exposed_communication"])
-
-    @property
     def compute_s(self) -> float:
         """Forward, backward and optimizer."""
         return sum(self.phases[kind] for kind in COMPUTE_KINDS)
 
-    @property
-    def busy_s(self) -> float:
-        """The rank's own work: what does not wait for other ranks."""
-        waits = ("exposed_communication", "other")
-        return sum(value for name, value in self.phases.items() if name not in waits)
-
 
 def spans_by_step(records: Iterable[Record]) -> dict[int, list[Span]]:
     """Group the spans that name a step, in the order of steps."""
-    steps: dict[int, list[Span]] = defaultdict(list)
-    for record in records:
-        if isinstance(record, Span) and record.step is not None:
-            steps[record.step].append(record)
-    return dict(sorted(steps.items()))
+    return Records.of(records).by_step
 
 
-def step_phases(step: int, spans: Sequence[Span]) -> StepPhases | None:
-    """Break one step of one rank down; None when it has no `step` span (it never ended)."""
-    whole = next((span for span in spans if span.kind == "step"), None)
-    if whole is None:
-        return None
-    by_kind: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        by_kind[span.kind].append(span)
-    phases = {
-        kind: covered_s(by_kind[kind], whole)
-        for kind in PHASES
-        if kind not in ("exposed_communication", "other")
-    }
-    communication = by_kind["communication"]
-    compute = [span for kind in COMPUTE_KINDS for span in by_kind[kind]]
-    compute_s = covered_s(compute, whole)
-    exposed_s = covered_s([*communication, *compute], whole) - compute_s
+def phase_table(records: Iterable[Record]) -> PhaseTable:
+    """Break every finished step of one rank down, in order.
+
+    A step without a `step` span never ended.
+    """
+    windows = StepWindows(Records.of(records).columns)
+    named = [kind for kind in PHASES if kind not in ("exposed_communication", "other")]
+    phases = {kind: windows.covered_s(windows.are_of((kind,))) for kind in named}
+    communication, compute = windows.are_of(("communication",)), windows.are_of(COMPUTE_KINDS)
+    exposed_s = windows.covered_s(communication | compute) - windows.covered_s(compute)
     phases["exposed_communication"] = exposed_s
-    phases["other"] = max(0.0, whole.duration_s - sum(phases.values()))
-    return StepPhases(
-        step=step,
-        step_s=whole.duration_s,
+    phases["other"] = np.clip(windows.step_s - _sum(phases.values()), 0, None)
+    return PhaseTable(
+        steps=windows.steps,
+        step_s=windows.step_s,
         phases={name: phases[name] for name in PHASES},
-        communication_s=covered_s(communication, whole),
+        communication_s=windows.covered_s(communication),
     )
 
 
 def rank_phases(records: Iterable[Record]) -> list[StepPhases]:
-    """Break every finished step of one rank down, in order."""
-    broken_down = (step_phases(step, spans) for step, spans in spans_by_step(records).items())
-    return [phases for phases in broken_down if phases is not None]
+    """The rows of `phase_table`."""
+    table = phase_table(records)
+    return [
+        StepPhases(
+            step=int(step),
+            step_s=float(table.step_s[row]),
+            phases={name: float(column[row]) for name, column in table.phases.items()},
+            communication_s=float(table.communication_s[row]),
+        )
+        for row, step in enumerate(table.steps)
+    ]
 
 
 def spans_of(records: Iterable[Record]) -> list[Span]:
     """One rank's spans, in the order of writing."""
-    return [record for record in records if isinstance(record, Span)]
+    return Records.of(records).spans
 
 
 def samples_of(records: Iterable[Record], metric: str) -> list[Sample]:
     """One rank's samples of a metric, in the order of writing."""
-    return [r for r in records if isinstance(r, Sample) and r.metric == metric]
+    return Records.of(records).samples.get(metric, [])

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from harness.domain.run import Headed
 from harness.measure.derive_training import TrainingSummary, configured
 from harness.measure.statistics import Summary, Verdict, summarize, verdict
-from harness.measure.store import Run
 
 # What tells strategies apart, or how they are found; every other setting must be equal.
 _COMPARED = (
@@ -50,7 +50,7 @@ class StrategyRow:
 
 
 def strategy_table(
-    runs: Sequence[tuple[Run, TrainingSummary]], *, at_least: int = 2
+    runs: Sequence[tuple[Headed, TrainingSummary]], *, at_least: int = 2
 ) -> list[StrategyRow]:
     """A row for each strategy of each workload that was trained by two or more.
 
@@ -59,24 +59,24 @@ def strategy_table(
     Args:
         at_least: strategies that a workload must have been trained by.
     """
-    workloads: dict[str, list[tuple[Run, TrainingSummary]]] = {}
+    workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
         workloads.setdefault(_rest_of_config(run), []).append((run, summary))
     return [row for group in workloads.values() for row in _compared(group, at_least)]
 
 
-def _rest_of_config(run: Run) -> str:
+def _rest_of_config(run: Headed) -> str:
     rest = {name: v for name, v in run.header.config.items() if name not in _COMPARED}
     return json.dumps([rest, _kind_of(run)], sort_keys=True)
 
 
-def _kind_of(run: Run) -> str:
+def _kind_of(run: Headed) -> str:
     """Of the first device, which every strategy uses."""
     return run.header.ranks[0].device_kind if run.header.ranks else ""
 
 
-def _compared(group: Sequence[tuple[Run, TrainingSummary]], at_least: int) -> list[StrategyRow]:
-    by_strategy: dict[tuple[bool, str, int, str], list[tuple[Run, TrainingSummary]]] = {}
+def _compared(group: Sequence[tuple[Headed, TrainingSummary]], at_least: int) -> list[StrategyRow]:
+    by_strategy: dict[tuple[bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name: repeats are carried out in random order.
         name, digest = summary.strategy, configured(run, "strategy_digest")
@@ -89,7 +89,7 @@ def _compared(group: Sequence[tuple[Run, TrainingSummary]], at_least: int) -> li
     return rows if baseline is None else [_against(baseline, row) for row in rows]
 
 
-def _row(repeats: Sequence[tuple[Run, TrainingSummary]]) -> StrategyRow:
+def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
     first_run, first = repeats[0]
     ok = [summary for _, summary in repeats if summary.status == "ok"]
     steps = tuple(summary.duration.median for summary in ok if summary.duration is not None)

@@ -13,19 +13,19 @@ import numpy as np
 
 from harness.domain.labels import SHORTEST_S
 from harness.domain.prediction import STRATEGY_FILE
-from harness.domain.record import Sample
-from harness.domain.run import Status
+from harness.domain.run import Headed, RankInfo, Status
 from harness.inputs import MOST_NUMBER
 from harness.measure.derive_devices import PeakKey, sum_of_peaks
 from harness.measure.derive_pipeline import computes
 from harness.measure.derive_ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive_spans import (
     PHASES,
-    StepPhases,
-    rank_phases,
+    PhaseTable,
+    phase_table,
     samples_of,
     spans_of,
 )
+from harness.measure.rank_records import KIND_CODES, Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
@@ -92,13 +92,13 @@ class TrainingSummary:
         return None if self.throughput is None else self.throughput / self.n_ranks
 
 
-def configured(run: Run, name: str, default: str = "") -> str:
+def configured(run: Headed, name: str, default: str = "") -> str:
     """A setting of the run as text, whatever the workload calls it in detail."""
     value: Any = run.header.config.get(name, default)
     return default if value is None else str(value)[:_LONGEST]
 
 
-def configured_number(run: Run, name: str) -> float | None:
+def configured_number(run: Headed, name: str) -> float | None:
     """A setting that is a number above 0; None where it is not."""
     value: Any = run.header.config.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -146,9 +146,11 @@ def step_times(run: Run) -> dict[int, float]:
     """Seconds of each step: the maximum over ranks of span `step`."""
     times: dict[int, float] = {}
     for records in run.ranks.values():
-        for record in records:
-            if not isinstance(record, Sample) and record.kind == "step" and record.step is not None:
-                times[record.step] = max(times.get(record.step, 0.0), record.duration_s)
+        spans = Records.of(records).columns
+        ends = spans.kind == KIND_CODES["step"]
+        steps, durations_s = spans.steps[spans.group[ends]], spans.duration_s[ends]
+        for step, duration_s in zip(steps.tolist(), durations_s.tolist(), strict=True):
+            times[step] = max(times.get(step, 0.0), duration_s)
     return dict(sorted(times.items()))
 
 
@@ -202,7 +204,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     is_epochs = not times
     times = times or epoch_times(run)
     duration = summarize(list(times.values())) if times else None
-    steps = {rank: rank_phases(records) for rank, records in sorted(run.ranks.items())}
+    steps = {rank: phase_table(records) for rank, records in sorted(run.ranks.items())}
     is_judged = run.header.status == "ok"
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
     ranks = mark_stragglers(ranks) if is_judged else ranks
@@ -211,7 +213,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers: dict[str, Any] = dict(_losses(run))
     if duration is not None:
-        numbers |= _rates(run, duration, n_samples, ranks, peaks)
+        numbers |= _rates(run, duration, n_samples, ranks)
         numbers |= _communication(run, duration, working)
     summary = TrainingSummary(
         run_id=run.header.run_id,
@@ -232,7 +234,21 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         ring_bytes=_ring_bytes(run, n_ranks),
         **numbers,
     )
-    return _with_warnings(summary) if is_judged else summary
+    summary = _with_warnings(summary) if is_judged else summary
+    return with_mamfu(summary, run.header.ranks, peaks or {})
+
+
+def with_mamfu(
+    summary: TrainingSummary, ranks: Iterable[RankInfo], peaks: dict[PeakKey, float]
+) -> TrainingSummary:
+    """The summary with its rate over the measured peaks of its ranks, where all are known."""
+    measured = sum_of_peaks(ranks, summary.dtype, peaks)
+    if not measured or summary.flops_per_s is None:
+        return summary
+    mamfu = summary.flops_per_s / measured
+    doubt = f"MAMFU of {mamfu:.0%}: the measured matmul peak is too low, measure it again"
+    doubts = (doubt,) if mamfu > 1 and summary.status == "ok" else ()
+    return dataclasses.replace(summary, mamfu=mamfu, warnings=(*summary.warnings, *doubts))
 
 
 def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
@@ -245,7 +261,6 @@ def _rates(
     duration: Summary,
     n_samples: float | None,
     ranks: Sequence[RankSummary],
-    peaks: dict[PeakKey, float] | None,
 ) -> dict[str, Any]:
     rates: dict[str, Any] = {}
     if n_samples:
@@ -260,37 +275,32 @@ def _rates(
     flops = [median_of(records, "model_flops") for records in run.ranks.values()]
     counted = [value for value in flops if value is not None]
     if counted and len(counted) == len(run.header.ranks):
-        rates |= _utilization(run, sum(counted) / duration.median, peaks)
+        rates |= _utilization(run, sum(counted) / duration.median)
     return rates
 
 
-def _utilization(
-    run: Run, flops_per_s: float, peaks: dict[PeakKey, float] | None
-) -> dict[str, Any]:
+def _utilization(run: Run, flops_per_s: float) -> dict[str, Any]:
     dtype = configured(run, "dtype", "fp32")
     infos = run.header.ranks
     published = [info.peak_flops_per_s.get(dtype) for info in infos]
     known = [peak for peak in published if peak]
-    measured = sum_of_peaks(infos, dtype, peaks) if peaks else None
     return {
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / sum(known) if known and len(known) == len(infos) else None,
-        "mamfu": flops_per_s / measured if measured else None,
     }
 
 
 def _communication(
-    run: Run, duration: Summary, working: Mapping[int, Sequence[StepPhases]]
+    run: Run, duration: Summary, working: Mapping[int, PhaseTable]
 ) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
-    steps = [one for own in working.values() for one in own]
-    communication = float(np.mean([s.communication_s for s in steps])) if steps else 0.0
+    tables = [table for table in working.values() if len(table.steps)]
+    communication = _mean(table.communication_s for table in tables)
     if communication > 0:
-        overlapped = float(np.mean([step.overlapped_s for step in steps]))
         numbers["communication_s"] = communication
-        numbers["overlap"] = overlapped / communication
-        numbers["exposed_communication_s"] = float(
-            np.mean([step.phases["exposed_communication"] for step in steps])
+        numbers["overlap"] = _mean(table.overlapped_s for table in tables) / communication
+        numbers["exposed_communication_s"] = _mean(
+            table.phases["exposed_communication"] for table in tables
         )
     without = _values_by_step(run, "no_sync_step_s")
     if without:
@@ -298,14 +308,20 @@ def _communication(
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
     by_step = _values_by_step(run, "no_sync_compute_s")
     alone = [s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working]
-    if alone and steps:
-        beside = [step.compute_s for step in steps]
+    if alone and tables:
+        beside = np.concatenate([table.compute_s for table in tables])
         numbers["slowed_compute_s"] = float(np.median(beside) - np.median(alone))
     started = _values_by_step(run, "n_synchronisations")
     if started:
         per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))
         numbers["synchronisations_per_s"] = per_step / duration.median
     return numbers
+
+
+def _mean(columns: Iterable[np.ndarray]) -> float:
+    """Over steps and ranks; 0 without any."""
+    found = list(columns)
+    return float(np.concatenate(found).mean()) if found else 0.0
 
 
 def _ring_bytes(run: Run, n_ranks: int) -> float | None:
@@ -331,8 +347,4 @@ def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
         doubts.append(f"rank {rank.rank} ({rank.info.hostname}) is a straggler")
     if summary.mfu is not None and summary.mfu > 1:
         doubts.append("MFU above 1: FLOPs, times or the device's peak are wrong")
-    if summary.mamfu is not None and summary.mamfu > 1:
-        doubts.append(
-            f"MAMFU of {summary.mamfu:.0%}: the measured matmul peak is too low, measure it again"
-        )
     return dataclasses.replace(summary, warnings=tuple(doubts))

@@ -12,38 +12,30 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from harness.domain.files import decode
-from harness.domain.labels import MAX_RANK, record_problem
+from harness.domain.labels import MAX_RANK
 from harness.domain.record import Record
 from harness.domain.run import SCHEMA, SCHEMA_VERSION, RunHeader
 from harness.errors import ClusterError, HarnessError, ResultsError
 from harness.inputs import MOST_FILE_BYTES, find_int, parse_json
 from harness.measure.heartbeat import find_dead_writer
+from harness.measure.rank_records import MAX_RANKS, Records, open_regular, read_records
 from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
+
+Problem = tuple[Path, str]
+"""What cannot be used, and why."""
 
 # What a results directory may hold beside runs.
 _BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
 
-# Lines of a file that are named when they cannot be used; the rest is counted.
-MAX_NAMED = 3
-# A record has a few hundred bytes.
-_MAX_LINE_BYTES = 1 << 16
-_LINES_AT_ONCE = 4096
-# Of a run whose header names no rank: labels may still name these.
-_MAX_RANKS = 1024
 _MAX_DEPTH = 16
-
-_DECODER = msgspec.json.Decoder(Record)
 
 # What the final header may add to the first one: a reason with tracebacks, a summary.
 _RESERVE_BYTES = 128 * 1024
@@ -216,15 +208,15 @@ class Run:
 
     path: Path
     header: RunHeader
-    ranks: dict[int, list[Record]]
+    ranks: Mapping[int, list[Record]]
 
 
 @dataclass
 class Results:
-    """Every run of a directory, and what was skipped, as (path, reason)."""
+    """Every run of a directory, and what was skipped."""
 
     runs: list[Run] = field(default_factory=list)
-    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    skipped: list[Problem] = field(default_factory=list)
 
 
 def read_header(run_dir: Path) -> RunHeader:
@@ -268,74 +260,8 @@ def _is_deeper(value: object, depth: int) -> bool:
 
 
 def _read_regular(path: Path) -> bytes:
-    with _open_regular(path) as file:
+    with open_regular(path) as file:
         return file.read(MOST_FILE_BYTES)
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe is refused, because reading it may wait for ever."""
-    if path.exists() and not path.is_file():
-        code = errno.EISDIR if path.is_dir() else errno.EINVAL
-        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "Not a regular file")
-    return path.open("rb")
-
-
-def read_records(path: Path, n_ranks: int = _MAX_RANKS) -> tuple[list[Record], list[str]]:
-    """Read one rank's lines.
-
-    Returns:
-        The records, and what was skipped: the first MAX_NAMED lines with the reason, then how many
-        more.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    records: list[Record] = []
-    problems: list[str] = []
-    n_skipped, number = 0, 1
-    with _open_regular(path) as file:
-        every = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
-        while lines := list(islice(every, _LINES_AT_ONCE)):
-            found = _decode_all(lines, n_ranks)
-            if found is not None:
-                records += found
-                number += len(lines)
-                continue
-            for line in lines:
-                problem = _decode_into(records, line, n_ranks)
-                if problem:
-                    n_skipped += 1
-                    problems += [f"line {number}: {problem}"] if n_skipped <= MAX_NAMED else []
-                number += line.endswith(b"\n")
-    if n_skipped > MAX_NAMED:
-        problems.append(f"{n_skipped - MAX_NAMED} more lines, {n_skipped} in all")
-    return records, problems
-
-
-def _decode_all(lines: Sequence[bytes], n_ranks: int) -> list[Record] | None:
-    """The records of lines which are all in order; None where one is not."""
-    try:
-        records = _DECODER.decode_lines(b"".join(lines))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    is_whole = len(records) == len(lines)
-    return None if not is_whole or any(record_problem(r, n_ranks) for r in records) else records
-
-
-def _decode_into(records: list[Record], line: bytes, n_ranks: int) -> str:
-    """Decode a line; returns why it is skipped, empty when it is not."""
-    if not line.strip():
-        return ""
-    if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-        return f"longer than {_MAX_LINE_BYTES} bytes"
-    try:
-        record = _DECODER.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return str(error)
-    if problem := record_problem(record, n_ranks):
-        return problem
-    records.append(record)
-    return ""
 
 
 def _rank_of(path: Path) -> int | None:
@@ -350,27 +276,34 @@ def read_run(run_dir: Path, results: Results) -> None:
     except ResultsError as error:
         results.skipped.append((run_dir, str(error)))
         return
-    ranks: dict[int, list[Record]] = {}
+    ranks, problems = read_ranks(run_dir, header)
+    results.skipped += problems
+    results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
+
+
+def read_ranks(run_dir: Path, header: RunHeader) -> tuple[dict[int, Records], list[Problem]]:
+    """The records of a run by rank, and what cannot be used."""
+    ranks: dict[int, Records] = {}
+    skipped: list[Problem] = []
     names = {info.rank for info in header.ranks}
     for path in sorted(run_dir.glob("rank*.jsonl")):
         rank = _rank_of(path)
         if rank is None:
-            results.skipped.append((path, "not a rank<k>.jsonl file"))
+            skipped.append((path, "not a rank<k>.jsonl file"))
             continue
         if names and rank not in names:
-            results.skipped.append((path, f"the run has {len(names)} ranks, not a rank {rank}"))
+            skipped.append((path, f"the run has {len(names)} ranks, not a rank {rank}"))
             continue
         try:
-            ranks[rank], problems = read_records(path, len(names) or _MAX_RANKS)
+            ranks[rank], problems = read_records(path, len(names) or MAX_RANKS)
         except OSError as error:
-            results.skipped.append((path, error.strerror or str(error)))
+            skipped.append((path, error.strerror or str(error)))
             continue
-        results.skipped.extend((path, problem) for problem in problems)
-    results.skipped.extend(_missing(run_dir, header, ranks))
-    results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
+        skipped += [(path, problem) for problem in problems]
+    return ranks, skipped + _missing(run_dir, header, ranks)
 
 
-def _missing(run_dir: Path, header: RunHeader, ranks: Collection[int]) -> list[tuple[Path, str]]:
+def _missing(run_dir: Path, header: RunHeader, ranks: Collection[int]) -> list[Problem]:
     """Ranks of a run that ended ok whose records are not here: its numbers are of the others.
 
     An imported log, which names its source, may be of one rank alone.
@@ -386,41 +319,62 @@ def _is_beside_runs(name: str) -> bool:
     return name.startswith(".") or any(fnmatch(name, pattern) for pattern in _BESIDE_RUNS)
 
 
-def _run_directories(root: Path, results: Results) -> Iterator[Path]:
+def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
     """The directories that may be runs; what is none is added to `skipped`."""
     for entry in sorted(root.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             yield entry
         elif not _is_beside_runs(entry.name):
-            results.skipped.append((entry, "not a run's directory"))
+            skipped.append((entry, "not a run's directory"))
 
 
-def read_results(root: Path) -> Results:
-    """Read every run below `root` (or `root` itself, when it is a run), oldest first.
+def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
+    """The directory and header of every run below `root` (or of `root` itself, when it is a run),
+    oldest first, and what is no run.
 
     Raises:
         ResultsError: `root` is not a directory, or may not be read.
     """
     if not root.is_dir():
         raise ResultsError(f"{root} is not a directory: give the results directory of a run")
-    results = Results()
+    found: list[tuple[Path, RunHeader]] = []
+    skipped: list[Problem] = []
     try:
         is_run = (root / "run.json").exists()
-        for run_dir in [root] if is_run else _run_directories(root, results):
-            read_run(run_dir, results)
+        for run_dir in [root] if is_run else _run_directories(root, skipped):
+            try:
+                found.append((run_dir, read_header(run_dir)))
+            except ResultsError as error:
+                skipped.append((run_dir, str(error)))
     except OSError as error:
         raise ResultsError(f"{error.filename or root} cannot be read: {error.strerror}") from None
-    results.runs.sort(key=lambda run: run.header.start_utc)
-    _drop_copies(results)
+    found.sort(key=lambda one: one[1].start_utc)
+    return _without_copies(found, skipped), skipped
+
+
+def _without_copies(
+    found: Sequence[tuple[Path, RunHeader]], skipped: list[Problem]
+) -> list[tuple[Path, RunHeader]]:
+    """One of the directories that hold the same run: a copy is no repeat of it."""
+    first: dict[tuple[str, str, str], tuple[Path, RunHeader]] = {}
+    for path, header in found:
+        identity = (header.run_id, header.key, header.start_utc)
+        known, _ = first.setdefault(identity, (path, header))
+        if known is not path:
+            skipped.append((path, f"the same run as {known.name}, counted once"))
+    return list(first.values())
+
+
+def read_results(root: Path) -> Results:
+    """Read every run that `find_runs` finds.
+
+    Raises:
+        ResultsError: `root` is not a directory, or may not be read.
+    """
+    found, skipped = find_runs(root)
+    results = Results(skipped=skipped)
+    for run_dir, header in found:
+        ranks, problems = read_ranks(run_dir, header)
+        results.skipped += problems
+        results.runs.append(Run(path=run_dir, header=header, ranks=ranks))
     return results
-
-
-def _drop_copies(results: Results) -> None:
-    """Keep one of the directories that hold the same run: a copy is no repeat of it."""
-    first: dict[tuple[str, str, str], Run] = {}
-    for run in results.runs:
-        identity = (run.header.run_id, run.header.key, run.header.start_utc)
-        known = first.setdefault(identity, run)
-        if known is not run:
-            results.skipped.append((run.path, f"the same run as {known.path.name}, counted once"))
-    results.runs = list(first.values())

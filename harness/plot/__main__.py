@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "--format", choices=["png", "svg", "pdf"], default="png", help="of the files (default: png)"
     )
     parser.add_argument(
+        "--timings", action="store_true", help="print on stderr how long each part took"
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one object: files, tables, what was skipped"
     )
     return parser
@@ -124,18 +127,27 @@ def _make_directory(path: Path) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     names = _chosen(args.only)
-    from harness.measure.store import read_results
-    from harness.plot.catalog import Catalog, without_samples
-    from harness.plot.render import render, write_whole
+    from harness.measure.store import find_runs, write_atomically
+    from harness.plot.catalog import read_catalog, without_samples
+    from harness.plot.render import Timings, render
     from harness.plot.report import build_report
 
-    catalog = Catalog(without_samples(read_results(args.results)))
-    if not catalog.results.runs:
-        raise ResultsError(_nothing_to_draw(args.results, len(catalog.skipped)))
+    timings = Timings()
+    found, problems = find_runs(args.results)
+    timings.end("headers")
+    if not found:
+        raise ResultsError(_nothing_to_draw(args.results, len(problems)))
     _make_directory(args.out)
-    rendered = render(catalog, names, args.out, args.format)
+    drawn, left_out = without_samples(found)
+    catalog = read_catalog(drawn, [*problems, *left_out])
+    timings.end("records")
+    rendered = render(catalog, names, args.out, args.format, timings)
     report = args.out / "report.html"
-    write_whole(report, build_report(catalog, rendered, args.results).encode())
+    write_atomically(report, build_report(catalog, rendered, args.results).encode())
+    timings.end("report")
+    if args.timings:
+        for name, seconds in timings.seconds.items():
+            print(f"{name}: {seconds:.2f} s", file=sys.stderr)
     skipped = [(str(path), reason) for path, reason in catalog.skipped]
     _complain([f"skipped {path}: {one_line(reason)}" for path, reason in skipped])
     _complain([f"failed: {name}: {one_line(reason)}" for name, reason in rendered.failed])
@@ -207,9 +219,8 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
-    from harness.measure.store import Results, read_run
+    from harness.measure.store import Results, read_run, write_atomically
     from harness.plot.plans import read_plan
-    from harness.plot.render import write_whole
     from harness.plot.trace import trace_bytes
 
     results = Results()
@@ -224,7 +235,7 @@ def _trace(args: argparse.Namespace) -> None:
     out: Path = args.out or Path("plots") / f"{run.header.run_id}.trace.json"
     _make_directory(out.parent)
     data = trace_bytes(run, plan)
-    write_whole(out, data)
+    write_atomically(out, data)
     print(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
 
 

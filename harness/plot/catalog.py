@@ -12,30 +12,27 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
-from harness.measure.derive import (
-    TrainingSummary,
-    best_link_bytes_per_s,
-    matmul_peaks,
-    nic_limit_bytes_per_s,
-    training_summary,
-)
-from harness.measure.derive_devices import PeakKey
-from harness.measure.derive_training import configured_number
+from harness.measure.derive import SummaRow, TrainingSummary
+from harness.measure.derive_devices import PeakKey, peaks_of, with_efficiency
+from harness.measure.derive_training import configured_number, with_mamfu
 from harness.measure.statistics import Summary, summarize
-from harness.measure.store import Results, Run
-from harness.plot.plans import read_plans
+from harness.measure.store import Problem
+from harness.plot.numbers import RunNumbers, derive_numbers
 from harness.plot.style import shorten
+from harness.plot.workers import workers
 
 BRANDS = re.compile(r"\((?:R|TM)\)|\b(?:NVIDIA|GeForce|Intel|CPU|Processor)\b|@.*", re.IGNORECASE)
 GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 SAMPLES = "sample-"  # begins the names of committed runs
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
+Found = tuple[Path, RunHeader]
 UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
@@ -50,7 +47,7 @@ class Case:
     workload: str
     cluster: str
     status: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunNumbers, ...]
 
     @property
     def header(self) -> RunHeader:
@@ -99,23 +96,17 @@ def speed_class(bytes_per_s: float | None) -> float | None:
     return round(2 * math.log10(bytes_per_s / GIGABIT)) / 2 if bytes_per_s else None
 
 
-def network_bytes_per_s(run: Run) -> float | None:
-    """Speed of the slowest NIC by the header, else the best link that the run itself measured."""
-    told = nic_limit_bytes_per_s(run)
-    return told if told or run.header.workload != "links" else best_link_bytes_per_s(run)
-
-
-def cluster_identity(run: Run) -> str:
+def cluster_identity(run: RunNumbers) -> str:
     """Hash of what must be equal for runs to be on like clusters."""
     nodes = [
         [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
     ranks = [[r.rank, r.hostname, r.device_kind, round(r.n_cores, 2)] for r in run.header.ranks]
-    speed = speed_class(network_bytes_per_s(run))
+    speed = speed_class(run.network_bytes_per_s)
     return hashlib.sha256(json.dumps([nodes, ranks, speed]).encode()).hexdigest()[:8]
 
 
-def _cluster_words(run: Run) -> list[str]:
+def _cluster_words(run: RunNumbers) -> list[str]:
     """Descriptions that grow more exact; the first that tells clusters apart is shown."""
     header = run.header
     kinds = Counter(
@@ -124,7 +115,7 @@ def _cluster_words(run: Run) -> list[str]:
     )
     devices = shorten(" + ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items())), 160)
     nodes = header.cluster.nodes
-    speed = network_bytes_per_s(run)
+    speed = run.network_bytes_per_s
     with_network = devices
     if speed and len(nodes) > 1:
         with_network = f"{devices}, {speed * 8e-9:.2g} Gbit/s"
@@ -134,9 +125,9 @@ def _cluster_words(run: Run) -> list[str]:
     return [with_network, exact, f"{exact} [{cluster_identity(run)}]"]
 
 
-def cluster_labels(runs: Sequence[Run]) -> dict[str, str]:
+def cluster_labels(runs: Sequence[RunNumbers]) -> dict[str, str]:
     """A label for each cluster identity: as short as stays unique."""
-    firsts: dict[str, Run] = {}
+    firsts: dict[str, RunNumbers] = {}
     for run in runs:
         firsts.setdefault(cluster_identity(run), run)
     words = {identity: _cluster_words(run) for identity, run in firsts.items()}
@@ -166,7 +157,7 @@ def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def batch_of(run: Run, summary: TrainingSummary) -> float | None:
+def batch_of(run: RunNumbers, summary: TrainingSummary) -> float | None:
     """Samples of the job in one step: measured, or as configured where nothing was."""
     if summary.unit == "step" and summary.n_samples:
         return summary.n_samples
@@ -205,47 +196,63 @@ def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
     ]
 
 
-def without_samples(results: Results) -> Results:
-    """Results less the samples that come with the harness, unless they are all there is."""
-    own = [run for run in results.runs if not run.path.name.startswith(SAMPLES)]
-    n_samples = len(results.runs) - len(own)
+def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]:
+    """Runs less the samples that come with the harness, unless they are all there is."""
+    own = [(path, header) for path, header in found if not path.name.startswith(SAMPLES)]
+    n_samples = len(found) - len(own)
     if not own or not n_samples:
-        return results
+        return list(found), []
     reason = f"{n_samples} runs that come with the harness are not drawn beside others"
-    left_out = (own[0].path.with_name(f"{SAMPLES}*"), reason)
-    return Results(runs=own, skipped=[*results.skipped, left_out])
+    return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
+
+
+def read_catalog(found: Iterable[Found], skipped: Sequence[Problem] = ()) -> Catalog:
+    """Derive the numbers of runs one after another; the records of a run are dropped then."""
+    runs: list[RunNumbers] = []
+    problems = list(skipped)
+    with workers() as pool:
+        for numbers, of_run in pool.map(_numbers_of, found, chunksize=4):
+            runs.append(numbers)
+            problems += of_run
+    return Catalog(runs, problems)
+
+
+def _numbers_of(found: Found) -> tuple[RunNumbers, list[Problem]]:
+    return derive_numbers(*found)
 
 
 class Catalog:
-    """The runs of a results directory, by workload and case; derives each run once.
+    """The runs of a results directory, by workload and case.
 
     Attributes:
-        plans: what was planned of a run, by its directory; runs that were not planned are absent.
-        skipped: files and lines that could not be used, as (path, reason).
+        skipped: files, lines and numbers that could not be used, as (path, reason).
     """
 
-    def __init__(self, results: Results) -> None:
-        self.results = results
-        self._labels = cluster_labels(results.runs)
-        self.plans, problems = read_plans(results.runs)
-        self.skipped = [*results.skipped, *problems]
+    def __init__(self, runs: Sequence[RunNumbers], skipped: Sequence[Problem] = ()) -> None:
+        self.runs = list(runs)
+        self.skipped = list(skipped)
+        self._identities = {id(run): cluster_identity(run) for run in self.runs}
+        self._labels = cluster_labels(self.runs)
 
     def is_failed_pipeline(self, case: Case) -> bool:
         """Whether pipelines were planned of a case that is not ok."""
-        plans = [self.plans.get(run.path) for run in case.runs]
-        return not case.is_ok and any(plan.is_pipeline for plan in plans if plan)
+        return not case.is_ok and any(run.is_planned_pipeline for run in case.runs)
 
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:
         """Measured matmul peaks of all runs: MAMFU's denominator."""
-        return matmul_peaks(self.results.runs)
+        return peaks_of((run, run.products) for run in self.runs)
+
+    def distributed(self, run: RunNumbers) -> list[SummaRow]:
+        """The run's distributed products against the measured peaks of all runs."""
+        return with_efficiency(run.distributed, run.header.ranks, self.peaks)
 
     def cases(self, workload: str) -> list[Case]:
         """Cases of one workload, by cluster and then in order of their first run."""
-        groups: dict[tuple[str, str, str], list[Run]] = defaultdict(list)
-        for run in self.results.runs:
+        groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
+        for run in self.runs:
             if run.header.workload == workload:
-                identity = cluster_identity(run)
+                identity = self._identities[id(run)]
                 groups[self._labels[identity], run.header.key, run.header.status].append(run)
         cases = [
             Case(workload=workload, cluster=cluster, status=status, runs=tuple(runs))
@@ -258,7 +265,11 @@ class Catalog:
         """Training cases with their numbers, by model, cluster and strategy."""
         cases: list[tuple[tuple[Any, ...], int, TrainingCase]] = []
         for case in self.cases("train"):
-            summaries = tuple(training_summary(run, self.peaks) for run in case.runs)
+            known = [(run, run.summary) for run in case.runs if run.summary is not None]
+            if not known:
+                continue
+            case = replace(case, runs=tuple(run for run, _ in known))
+            summaries = tuple(with_mamfu(own, run.header.ranks, self.peaks) for run, own in known)
             first = summaries[0]
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]

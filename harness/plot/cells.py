@@ -29,10 +29,12 @@ def cells(cases: Iterable[TrainingCase]) -> dict[str, list[TrainingCase]]:
     for case in every:
         if case.case.n_devices > 1:
             found[cell_of(case)].append(case)
+    by_device: dict[tuple[object, ...], list[list[TrainingCase]]] = defaultdict(list)
+    for own in found.values():
+        by_device[_first_device(own[0])].append(own)
     for case in every:
         if case.case.n_devices > 1:
             continue
-        joined = [own for own in found.values() if _first_device(own[0]) == _first_device(case)]
-        for own in joined or [found[cell_of(case)]]:
+        for own in by_device.get(_first_device(case)) or [found[cell_of(case)]]:
             own.append(case)
     return dict(found)

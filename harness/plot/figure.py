@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.plot.style import note_cut
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure as Canvas
@@ -25,6 +27,8 @@ class Figure:
             not ok are there too, without numbers.
         draw: draws the table into an empty figure and sets its size.
         digest: a shorter table for the report, when the table has a row per step or so.
+        unit: columns that tell apart what is drawn each in a place of its own, such as a bar.
+        most: units that are drawn at most, so that a figure can be read, whatever is in the table.
     """
 
     name: str
@@ -35,6 +39,16 @@ class Figure:
     table: Callable[[Catalog], pd.DataFrame]
     draw: Callable[[pd.DataFrame, Canvas], None]
     digest: Callable[[pd.DataFrame], pd.DataFrame] | None = None
+    unit: tuple[str, ...] = ("label",)
+    most: int = 48
+
+    def draw_most(self, table: pd.DataFrame, canvas: Canvas) -> None:
+        """Draw as many units as can be read, ok ones first, and say how many there are."""
+        numbers = table.groupby(list(self.unit), sort=False, dropna=False).ngroup()
+        is_ok = table["status"] == "ok"
+        order = list(dict.fromkeys([*numbers[is_ok], *numbers[~is_ok]]))
+        self.draw(table[numbers.isin(order[: self.most])], canvas)
+        note_cut(canvas, self.most, len(order), "entries")
 
     def report_table(self, table: pd.DataFrame) -> pd.DataFrame:
         """The table as the report shows it."""

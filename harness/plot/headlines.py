@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 from harness.measure.derive import (
     StrategyRow,
     low_peak_warnings,
-    stolen_warnings,
     strategy_table,
-    summa_table,
 )
-from harness.measure.store import Run
+from harness.measure.derive_host import warnings_of_shares
 from harness.measure.text import interval_words
 from harness.plot.catalog import Catalog
 from harness.plot.cells import cells
@@ -78,17 +76,13 @@ def warnings(catalog: Catalog) -> list[str]:
         for run in case.runs if case.is_ok else ():
             if run.header.status != "ok":
                 continue
-            doubts = low_peak_warnings(summa_table(run, catalog.peaks))
+            doubts = low_peak_warnings(catalog.distributed(run))
             found += [f"{run.header.run_id}: {text}" for text in doubts]
-    runs = catalog.results.runs
-    found += [f"{run.header.run_id}: left out: {text}" for run in runs for text in _left_out(run)]
-    found += stolen_warnings(runs)
+    runs = catalog.runs
+    left_out = [(run.header, text) for run in runs for text in run.header.texts("left_out")]
+    found += [f"{header.run_id}: left out: {text}" for header, text in left_out]
+    found += warnings_of_shares((run, run.stolen) for run in runs)
     commits = {run.header.commit for run in runs if run.header.commit}
     if len(commits) > 1:
         found.append(f"runs of {len(commits)} commits stand side by side")
     return found
-
-
-def _left_out(run: Run) -> list[str]:
-    """What a links run could not measure, as it says itself."""
-    return run.header.texts("left_out")

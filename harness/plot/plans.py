@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +9,7 @@ from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError
 from harness.measure.derive import read_prediction, read_strategy
-from harness.measure.store import Run
-
-Problem = tuple[Path, str]
+from harness.measure.store import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +39,3 @@ def read_plan(run_dir: Path) -> tuple[Plan, list[Problem]]:
     except HarnessError as error:
         problems.append((run_dir / PREDICTION_FILE, str(error)))
     return Plan(strategy=strategy, prediction=prediction), problems
-
-
-def read_plans(runs: Sequence[Run]) -> tuple[dict[Path, Plan], list[Problem]]:
-    """The plans of all runs that have one, by the run's directory, and what could not be read."""
-    plans: dict[Path, Plan] = {}
-    problems: list[Problem] = []
-    for run in runs:
-        plan, found = read_plan(run.path)
-        problems += found
-        if plan.strategy is not None or plan.prediction is not None:
-            plans[run.path] = plan
-    return plans, problems

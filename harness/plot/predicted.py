@@ -6,20 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from harness.domain.prediction import Prediction
-from harness.measure.derive import Judged, PredictedRun, predicted_run
-from harness.measure.store import Run
+from harness.measure.derive import Judged, PredictedRun
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.cells import cells
+from harness.plot.numbers import RunNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """One run with its prediction; `repeat` is its place among the case's repeats."""
 
-    run: Run
+    run: RunNumbers
     repeat: int
-    prediction: Prediction
     compared: PredictedRun
 
 
@@ -37,7 +35,7 @@ class PlannedCase:
     @property
     def predicted_s(self) -> float:
         """Median over the repeats."""
-        return median(repeat.prediction.step_s for repeat in self.repeats)
+        return median(repeat.compared.predicted_s for repeat in self.repeats)
 
     def judged(self) -> Judged | None:
         """Medians over the repeats that were measured; None when none was."""
@@ -57,12 +55,8 @@ def planned_cases(catalog: Catalog) -> list[PlannedCase]:
     for training in catalog.training:
         repeats = []
         for repeat, run in enumerate(training.case.runs):
-            plan = catalog.plans.get(run.path)
-            if plan is not None and plan.prediction is not None:
-                compared = predicted_run(run, plan.prediction)
-                repeats.append(
-                    Planned(run=run, repeat=repeat, prediction=plan.prediction, compared=compared)
-                )
+            if run.predicted is not None:
+                repeats.append(Planned(run=run, repeat=repeat, compared=run.predicted))
         if repeats:
             cases.append(PlannedCase(training=training, repeats=tuple(repeats)))
     return cases

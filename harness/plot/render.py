@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.errors import ConfigError, first_line
+from harness.errors import HarnessError, first_line
 from harness.measure.store import write_atomically
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.figures import load_figure
 from harness.plot.style import drawing_style
+from harness.plot.workers import workers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,13 +63,26 @@ def image_bytes(figure: Figure, table: pd.DataFrame, *formats: str) -> list[byte
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         canvas = Canvas(layout=ConstrainedLayoutEngine(w_pad=WIDTH_PAD_IN))
-        figure.draw(table, canvas)
+        figure.draw_most(table, canvas)
         for file_format in formats:
             buffer = io.BytesIO()
             canvas.savefig(buffer, format=file_format, dpi=DPI, metadata=METADATA[file_format])
             images.append(buffer.getvalue())
             canvas.set_layout_engine("none")  # found once, it holds for the other formats
     return images
+
+
+@dataclass
+class Timings:
+    """Seconds of each part, one after another."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since_s: float = field(default_factory=time.perf_counter)
+
+    def end(self, name: str) -> None:
+        """Name what was done since the part before."""
+        now_s = time.perf_counter()
+        self.seconds[name], self._since_s = now_s - self._since_s, now_s
 
 
 @dataclass
@@ -86,7 +102,7 @@ class Rendered:
         """Make one part; where that fails, it is named among `failed` and the others go on."""
         try:
             return make()
-        except ConfigError:
+        except HarnessError:
             raise
         except Exception as error:  # whatever ends one figure must not end the others
             _log.debug("%s", name, exc_info=True)
@@ -94,46 +110,58 @@ class Rendered:
             return None
 
 
-def render(catalog: Catalog, names: Iterable[str], out_dir: Path, file_format: str) -> Rendered:
+def render(
+    catalog: Catalog, names: Iterable[str], out_dir: Path, file_format: str, timings: Timings
+) -> Rendered:
     """Draw the named figures into `out_dir`.
 
     Raises:
-        ConfigError: a file cannot be written.
+        ResultsError: a file cannot be written.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     rendered = Rendered()
-    for name in names:
-        drawn = rendered.attempt(name, partial(_draw, name, catalog, out_dir, file_format))
-        if isinstance(drawn, Drawn):
-            rendered.drawn.append(drawn)
-        elif drawn is not None:
-            rendered.missing.append((name, drawn))
+    drawings: list[tuple[Figure, pd.DataFrame, Future[list[bytes]]]] = []
+    _import_drawing()
+    with workers() as pool:
+        for name in names:
+            figure = load_figure(name)
+            table = rendered.attempt(name, partial(figure.table, catalog))
+            timings.end(f"table of {name}")
+            if table is None:
+                continue
+            if table.empty:
+                rendered.missing.append((name, f"no data: it needs {figure.needs}"))
+                continue
+            images = pool.submit(image_bytes, figure, table, "svg", file_format)
+            drawings.append((figure, table, images))
+        for figure, table, images in drawings:
+            finish = partial(_finish, figure, table, images, out_dir, file_format)
+            if (drawn := rendered.attempt(figure.name, finish)) is not None:
+                rendered.drawn.append(drawn)
+            timings.end(figure.name)
     return rendered
 
 
-def _draw(name: str, catalog: Catalog, out_dir: Path, file_format: str) -> Drawn | str:
-    """Draw one figure and write its files; the reason, where there is nothing to draw."""
-    figure = load_figure(name)
-    table = figure.table(catalog)
-    if table.empty:
-        return f"no data: it needs {figure.needs}"
-    files = (out_dir / f"{name}.{file_format}", out_dir / f"{name}.csv")
-    image, written = image_bytes(figure, table, "svg", file_format)
-    for path, data in zip(files, (written, table.to_csv(index=False).encode()), strict=True):
-        write_whole(path, data)
+def _import_drawing() -> None:
+    """Import before workers begin what each of them would."""
+    with drawing_style():
+        import matplotlib.backends.backend_agg
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
+
+
+def _finish(
+    figure: Figure,
+    table: pd.DataFrame,
+    images: Future[list[bytes]],
+    out_dir: Path,
+    file_format: str,
+) -> Drawn:
+    """Write a figure's files when it is drawn."""
+    files = (out_dir / f"{figure.name}.{file_format}", out_dir / f"{figure.name}.csv")
+    csv = table.to_csv(index=False).encode()
     shown = figure.report_table(table)
-    return Drawn(figure=figure, table=table, shown=shown, image=image, files=files)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file whole.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
+    image, written = images.result()
+    for path, data in zip(files, (written, csv), strict=True):
         write_atomically(path, data)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): make room, or give another --out"
-        ) from None
+    return Drawn(figure=figure, table=table, shown=shown, image=image, files=files)

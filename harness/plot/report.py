@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
-from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.headlines import compared_strategies, warnings
+from harness.plot.numbers import RunNumbers
 from harness.plot.present import present
 from harness.plot.render import Drawn, Rendered
 from harness.plot.style import status_words
@@ -56,7 +56,7 @@ def _start_words(text: str) -> str:
     return start.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _run_row(run: Run) -> dict[str, Any]:
+def _run_row(run: RunNumbers) -> dict[str, Any]:
     header = run.header
     return {
         "run_id": header.run_id,
@@ -107,7 +107,7 @@ def _versions(headers: Sequence[RunHeader]) -> list[tuple[str, str, bool]]:
 
 
 def _warnings(catalog: Catalog) -> list[str]:
-    versions = _versions([run.header for run in catalog.results.runs])
+    versions = _versions([run.header for run in catalog.runs])
     return warnings(catalog) + [
         f"runs disagree on the version of {name}: {found}"
         for name, found, differ in versions
@@ -127,7 +127,7 @@ def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
     )
     files = resources.files("harness.plot")
     template = environment.from_string((files / "report.html").read_text(encoding="utf-8"))
-    headers = [run.header for run in catalog.results.runs]
+    headers = [run.header for run in catalog.runs]
     counts = Counter(header.status for header in headers)
     strategies = rendered.attempt("strategies", lambda: present(compared_strategies(catalog)))
     doubts = rendered.attempt("warnings", lambda: _warnings(catalog))
@@ -138,7 +138,7 @@ def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
         sections=[_section(figure) for figure in rendered.drawn],
         missing=rendered.missing,
         failed=rendered.failed,
-        runs=[_run_row(run) for run in catalog.results.runs],
+        runs=[_run_row(run) for run in catalog.runs],
         statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
         devices=_devices(headers),
         versions=_versions(headers),

@@ -58,6 +58,7 @@ KIND_COLOURS = PHASE_COLOURS | {
     "communication": PHASE_COLOURS["exposed_communication"],
     "recompute": "#CC79A7",
 }
+MAX_FAILURES = 10  # that are listed below a figure
 FEWEST = 8  # values of which a median has an interval of 99 %
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 DIGITS = re.compile(r"([0-9]{1,15})")
@@ -203,14 +204,17 @@ def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
         f"✕ {shorten(str(row['label']), 60)}: {status_words(row['status'], row['reason'])}"
         for _, row in failed.drop_duplicates(["label", "status", "reason"]).iterrows()
     ]
+    if len(lines) > MAX_FAILURES:
+        n_more = len(lines) - MAX_FAILURES
+        lines = [*lines[:MAX_FAILURES], f"and {n_more} more that are not ok"]
     if lines:
         canvas.supxlabel("\n".join(lines), fontsize=8, color=FAILED, ha="left", x=0.01)
 
 
 def note_cut(canvas: Canvas, n_shown: int, n_all: int, what: str) -> None:
-    """Say above a figure that it leaves some out."""
-    if n_all > n_shown:
-        canvas.suptitle(f"The first {n_shown} of {n_all} {what}; all are in the table")
+    """Say above a figure that it leaves some out, unless it says so already."""
+    if n_all > n_shown and not canvas.get_suptitle():
+        canvas.suptitle(f"{n_shown} of {n_all} {what}; all are in the table")
 
 
 def bar_panels(

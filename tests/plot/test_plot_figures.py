@@ -13,10 +13,17 @@ from matplotlib.figure import Figure as Canvas
 
 from harness.domain.cluster import Cluster, Node
 from harness.measure.derive import PHASES
-from harness.measure.store import Run, read_results
-from harness.plot.catalog import Catalog, cluster_labels, short_kind, without_samples
+from harness.measure.store import find_runs, read_results
+from harness.plot.catalog import (
+    Catalog,
+    cluster_labels,
+    read_catalog,
+    short_kind,
+    without_samples,
+)
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.figures.link_heatmap import bandwidth_scale, latency_scale
+from harness.plot.numbers import RunNumbers
 from harness.plot.present import format_value, header_of, present
 from harness.plot.render import image_bytes
 from harness.plot.style import colour_of, joint_legend, series_style
@@ -36,7 +43,7 @@ OF_PLANNED = (
 
 @pytest.fixture(scope="module")
 def catalog(comparison: Path) -> Catalog:
-    return Catalog(read_results(comparison))
+    return read_catalog(*find_runs(comparison))
 
 
 def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
@@ -64,7 +71,7 @@ def test_every_figure_says_what_it_shows_and_what_is_better(name: str) -> None:
 def test_every_figure_keeps_the_run_that_is_not_ok(
     name: str, catalog: Catalog, planned: Path
 ) -> None:
-    of_planned = Catalog(read_results(planned)) if name in OF_PLANNED else None
+    of_planned = read_catalog(*find_runs(planned)) if name in OF_PLANNED else None
     table = table_of(name, of_planned or catalog)
     if name in WITHOUT_FAILURES:
         assert not table.empty  # of other workloads, or of what only a measured run has
@@ -155,7 +162,7 @@ def test_scaling_keeps_unlike_clusters_and_data_apart(
             config = configured("single" if n == 1 else "ddp", 36) | more
             run = header("train", config, on, run_id=f"{name}{n}")
             write(tmp_path, run, trained(n, 36, 0.1 * slower / n, 0.0))
-    table = table_of("scaling", Catalog(read_results(tmp_path)))
+    table = table_of("scaling", read_catalog(*find_runs(tmp_path)))
     three_devices = table[table["n_devices"] == 3]
     assert len(set(three_devices["time_s"])) == len(three_devices) == 2
     labels = sorted(three_devices["label"])
@@ -305,7 +312,7 @@ def test_an_invalid_run_is_never_a_number(
         config = configured("ddp", 32)
         run = header("train", config, cluster(2), run_id=status, status=status)
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
-    made = Catalog(read_results(tmp_path))
+    made = read_catalog(*find_runs(tmp_path))
     table = table_of("throughput", made)
     assert sorted(table["status"]) == ["crash", "invalid", "running", "timeout"]
     assert table["throughput_samples_per_s"].isna().all()
@@ -320,7 +327,7 @@ def test_runs_of_unlike_clusters_do_not_merge(
     for name, nic in (("slow", 1.25e7), ("fast", 1.25e8), ("fast-again", 1.25e8)):
         run = header("train", configured("ddp", 32), cluster(2, nic), run_id=name)
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
-    table = table_of("throughput", Catalog(read_results(tmp_path)))
+    table = table_of("throughput", read_catalog(*find_runs(tmp_path)))
     assert sorted(table["n_repeats"]) == [1, 2]
     assert len(set(table["cluster"])) == 2
 
@@ -331,7 +338,7 @@ def test_links_of_two_speeds_do_not_merge_even_when_no_header_tells(
     for name, bandwidth in (("slow", 1.18e7), ("fast", 1.17e8), ("fast-again", 1.02e8)):
         run = header("links", {}, cluster(3, None), run_id=name)
         write(tmp_path, run, linked(3, bandwidth))
-    table = table_of("bandwidth", Catalog(read_results(tmp_path)))
+    table = table_of("bandwidth", read_catalog(*find_runs(tmp_path)))
     rows = table[(table["operation"] == "broadcast") & (table["size_bytes"] == 2**24)]
     assert sorted(rows["n_repeats"]) == [1, 1, 2, 2]  # two transports of two clusters
     assert {label.split(", ")[1] for label in rows["cluster"]} == {"0.094 Gbit/s", "0.94 Gbit/s"}
@@ -343,13 +350,13 @@ def test_samples_are_drawn_until_there_is_another_run(
     for name in ("sample-a", "sample-b"):
         run = header("train", configured("ddp", 32), cluster(2), run_id=name)
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
-    assert len(without_samples(read_results(tmp_path)).runs) == 2
+    assert len(without_samples(find_runs(tmp_path)[0])[0]) == 2
     run = header("train", configured("ddp", 32), cluster(2), run_id="own")
     write(tmp_path, run, trained(2, 32, 0.1, 0.1))
-    drawn = without_samples(read_results(tmp_path))
-    assert [run.header.run_id for run in drawn.runs] == ["own"]
+    drawn, skipped = without_samples(find_runs(tmp_path)[0])
+    assert [header.run_id for _, header in drawn] == ["own"]
     reason = "2 runs that come with the harness are not drawn beside others"
-    assert drawn.skipped == [(tmp_path / "sample-*", reason)]
+    assert skipped == [(tmp_path / "sample-*", reason)]
     assert len(read_results(tmp_path).runs) == 3  # all other readers have them
 
 
@@ -360,7 +367,7 @@ def test_equal_labels_tell_the_setting_that_differs(
         config = configured("ddp", 32) | {"bucket_mb": buckets}
         run = header("train", config, cluster(2), run_id=f"buckets{buckets}")
         write(tmp_path, run, trained(2, 32, 0.1, 0.1))
-    labels = list(table_of("throughput", Catalog(read_results(tmp_path)))["label"])
+    labels = list(table_of("throughput", read_catalog(*find_runs(tmp_path)))["label"])
     assert [label.rpartition(" · ")[2] for label in labels] == ["bucket_mb 1", "bucket_mb 25"]
 
 
@@ -368,7 +375,7 @@ def test_cluster_labels_are_short_until_they_must_tell_apart(header: Any, cluste
     one, two = cluster(1), cluster(2)
     other = Cluster(nodes=[Node(name="b", devices=one.nodes[0].devices)])
     headers = [header("train", {}, c, run_id="r") for c in (one, two, other)]
-    runs = [Run(path=Path("r"), header=made, ranks={}) for made in headers]
+    runs = [RunNumbers(path=Path("r"), header=made) for made in headers]
     labels = sorted(cluster_labels(runs).values())
     assert labels == ["1 × RTX 3070, b", "1 × RTX 3070, tesla0", "2 × RTX 3070, 1 Gbit/s"]
 

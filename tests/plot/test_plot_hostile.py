@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from harness.cases import finished_repeats
 from harness.errors import HarnessError
-from harness.measure.store import MAX_NAMED, read_header, read_results
+from harness.measure.rank_records import MAX_NAMED
+from harness.measure.store import find_runs, read_header, read_results
 from harness.plot.__main__ import main
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
 from harness.plot.headlines import compared_strategies, warnings
 from harness.plot.plans import read_plan
@@ -134,7 +135,8 @@ def check(root: Path, run_dir: Path) -> None:
     """Read, derive and present everything; whatever else than HarnessError escapes is a failure."""
     results = read_results(root)
     assert GOOD in {run.path.name for run in results.runs}
-    catalog = Catalog(results)
+    catalog = read_catalog(*find_runs(root))
+    assert not any("cannot be derived" in reason for _, reason in catalog.skipped)
     for name in FIGURES:
         figure = load_figure(name)
         table = figure.table(catalog)
@@ -251,7 +253,7 @@ def test_a_pipe_in_place_of_a_file_is_skipped(tmp_path: Path) -> None:
     for name in ("rank0.jsonl", "strategy.json"):
         (run_dir / name).unlink(missing_ok=True)
         os.mkfifo(run_dir / name)
-    catalog = Catalog(read_results(tmp_path))
+    catalog = read_catalog(*find_runs(tmp_path))
     assert [reason.rpartition(" is ")[2].lower() for _, reason in catalog.skipped] == [
         "not a regular file"
     ] * 2

@@ -11,8 +11,8 @@ import pytest
 from harness.domain.record import Sample, Span
 from harness.errors import ResultsError
 from harness.measure import derive
-from harness.measure.store import Run, read_results
-from harness.plot.catalog import Catalog
+from harness.measure.store import Run, find_runs, read_results
+from harness.plot.catalog import read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import is_deepspeed_log, parse_deepspeed_log
@@ -129,7 +129,7 @@ def test_an_appended_training_is_a_repeat(tmp_path: Path) -> None:
     by_repeat = {run.header.repeat: epoch_values(run, 0) for run in runs}
     assert by_repeat == {0: [5.0, 6.0], 1: [7.0, 8.0]}
     assert runs[0].header.key == runs[1].header.key
-    table = load_figure("throughput").table(Catalog(read_results(tmp_path / "results")))
+    table = load_figure("throughput").table(read_catalog(*find_runs(tmp_path / "results")))
     assert list(table["n_repeats"]) == [2]
 
 
@@ -224,8 +224,8 @@ def test_kinds_are_told_by_content() -> None:
 def test_published_logs_stand_in_the_scaling_figure(tmp_path: Path) -> None:
     written, problems = import_logs([LOGS], tmp_path, ImportFacts())
     assert (len(written), problems) == (7, [])
-    catalog = Catalog(read_results(tmp_path))
-    assert catalog.results.skipped == []
+    catalog = read_catalog(*find_runs(tmp_path))
+    assert catalog.skipped == []
     table = load_figure("scaling").table(catalog)
     found = {(row.scaling, row.n_devices): round(row.efficiency, 2) for row in table.itertuples()}
     # Medians of the files' own epochs: 712.9, 916.4, 743.6 s; 71.37, 177.6, 215.8 s.

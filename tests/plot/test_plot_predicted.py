@@ -13,9 +13,9 @@ import pytest
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.measure.derive import PARTS
-from harness.measure.store import read_header, read_results, write_header
+from harness.measure.store import find_runs, read_header, write_header
 from harness.plot.__main__ import main
-from harness.plot.catalog import Catalog
+from harness.plot.catalog import Catalog, read_catalog
 from harness.plot.figures import load_figure
 from harness.plot.figures.prediction_ranks import _together
 from harness.plot.predicted import competing, planned_cases
@@ -28,7 +28,7 @@ OF_PREDICTIONS = [
 
 @pytest.fixture(scope="module")
 def catalog(planned: Path) -> Catalog:
-    return Catalog(read_results(planned))
+    return read_catalog(*find_runs(planned))
 
 
 def table_of(name: str, catalog: Catalog) -> pd.DataFrame:
@@ -83,7 +83,7 @@ def test_a_choice_that_failed_has_no_regret_and_keeps_its_row(
     path = root / "tensor-0" / PREDICTION_FILE
     path.write_bytes(msgspec.structs.replace(Prediction.load(path), step_s=1e-3).to_json())
     figure = load_figure("prediction_choice")
-    table = figure.table(Catalog(read_results(root)))
+    table = figure.table(read_catalog(*find_runs(root)))
     first = table.iloc[0]
     assert (first["strategy"], first["status"], first["is_chosen"]) == ("tensor", "oom", True)
     assert pd.isna(first["measured_s"])
@@ -102,7 +102,7 @@ def test_a_repeat_that_failed_leaves_the_choice_to_the_others(
     for name in ("pipeline-0", "searched-0"):
         shutil.copytree(planned / name, root / name)
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-1"), "pipeline-1")
-    table = table_of("prediction_choice", Catalog(read_results(root)))
+    table = table_of("prediction_choice", read_catalog(*find_runs(root)))
     assert sorted(table["status"]) == ["crash", "ok", "ok"]
     assert set(table["regret"]) == {0.0}
     assert set(table["n_failed"]) == {0}
@@ -116,7 +116,7 @@ def test_a_pipeline_that_failed_is_noted_below_the_others(
     shutil.copytree(planned / "searched-0", root / "searched-0")
     _fail(shutil.copytree(planned / "pipeline-0", root / "pipeline-0"), "pipeline-0")
     figure = load_figure(name)
-    table = figure.table(Catalog(read_results(root)))
+    table = figure.table(read_catalog(*find_runs(root)))
     assert list(table["strategy" if "strategy" in table else "label"][table["status"] == "crash"])
     assert b"crashed (rank 3 is gone)" in _text(image_bytes(figure, table, "svg")[0])
 
@@ -165,7 +165,7 @@ def test_the_rank_that_computes_longer_than_predicted_lies_apart(
     ]
     path.write_bytes(msgspec.structs.replace(prediction, spans=spans).to_json())
     figure = load_figure("prediction_ranks")
-    table = figure.table(Catalog(read_results(tmp_path / "results")))
+    table = figure.table(read_catalog(*find_runs(tmp_path / "results")))
     assert table["difference_compute_s"].idxmin() == 2
     drawn = image_bytes(figure, table, "svg")[0]
     assert b" 2 " in _text(drawn)
@@ -269,7 +269,7 @@ def test_a_malformed_prediction_is_named_once_and_leaves_the_rest(
     assert error.count(f"skipped {broken}") == 1
     assert error.count(f"skipped {root / 'searched-0' / STRATEGY_FILE}") == 1
     assert "pipeline-0/prediction.json" in (tmp_path / "plots" / "report.html").read_text()
-    table = table_of("prediction", Catalog(read_results(root)))
+    table = table_of("prediction", read_catalog(*find_runs(root)))
     assert "pipeline" not in set(table["strategy"])
 
 
@@ -292,7 +292,7 @@ def test_a_clock_that_was_not_measured_is_said(
     lines = [line for line in records.read_text().splitlines() if "clock_offset" not in line]
     records.write_text("\n".join(lines) + "\n")
     figure = load_figure("timeline")
-    table = figure.table(Catalog(read_results(root)))
+    table = figure.table(read_catalog(*find_runs(root)))
     measured = table[table["side"] == "measured"]
     assert measured["clock_error_s"].isna().all()
     assert (measured.groupby("rank")["start_s"].min() == 0).all()

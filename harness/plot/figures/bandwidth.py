@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import best_link_bytes_per_s, collective_table, nic_limit_bytes_per_s
+from harness.measure.derive import nic_limit_bytes_per_s
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
@@ -57,11 +57,11 @@ def _rows(case: Case) -> list[dict[str, Any]]:
     if not case.is_ok:
         return [base]
     base["nic_limit_bytes_per_s"] = nic_limit_bytes_per_s(case.runs[0])
-    links = [best for run in case.runs if (best := best_link_bytes_per_s(run))]
+    links = [run.best_link_bytes_per_s for run in case.runs if run.best_link_bytes_per_s]
     base["best_link_bytes_per_s"] = max(links, default=None)
     groups: dict[tuple[str, str, int], list[Any]] = {}
     for run in case.runs:
-        for row in collective_table(run):
+        for row in run.collectives:
             groups.setdefault((row.transport, row.operation, row.n_bytes), []).append(row)
     return [base | _numbers(rows, case.cluster) for _, rows in sorted(groups.items())]
 
@@ -171,5 +171,6 @@ FIGURE = Figure(
     needs="a links run: ./entry.sh links",
     table=table,
     draw=draw,
+    most=12,
     digest=digest,
 )

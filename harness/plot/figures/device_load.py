@@ -6,51 +6,32 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive_devices import info_of
-from harness.measure.derive_spans import samples_of
-from harness.measure.store import Run
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.style import WIDTH_IN, note_cut, series_style, shorten, wrap_label
+from harness.plot.numbers import TELEMETRY, RunNumbers
+from harness.plot.style import WIDTH_IN, series_style, shorten, wrap_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-METRICS = {
-    "device_utilization_percent": ("load (%)", 1.0),
-    "device_temperature_c": ("temperature (°C)", 1.0),
-    "memory_used_bytes": ("memory in use (GiB)", 2.0**-30),
-    "power_w": ("power (W)", 1.0),
-}
+_UNITS = (
+    *(("load (%)", 1.0), ("temperature (°C)", 1.0)),
+    *(("memory in use (GiB)", 2.0**-30), ("power (W)", 1.0)),
+)
+METRICS = dict(zip(TELEMETRY, _UNITS, strict=True))
 COLUMNS = ["label", "repeat", "status", "reason", "rank", "device", "metric", "time_s", "value"]
 MAX_RUNS = 12
 
 
-def _rows(run: Run, label: str) -> list[dict[str, Any]]:
+def _rows(run: RunNumbers, label: str) -> list[dict[str, Any]]:
     base = {
         "label": label,
         "repeat": run.header.repeat,
         "status": run.header.status,
         "reason": run.header.reason,
     }
-    rows = []
-    for rank, records in sorted(run.ranks.items()):
-        host = info_of(run, rank).hostname
-        for sample in (record for metric in METRICS for record in samples_of(records, metric)):
-            if sample.time_s is not None:
-                device = str(sample.labels.get("device", ""))
-                rows.append(
-                    base
-                    | {
-                        "rank": rank,
-                        "device": f"rank {rank} ({f'{host}:{device}' if device else host})",
-                        "metric": sample.metric,
-                        "time_s": sample.time_s,
-                        "value": sample.value,
-                    }
-                )
-    return rows
+    return [base | reading._asdict() for reading in run.readings]
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
@@ -62,7 +43,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
     }
     rows = []
     trained = [run for case in catalog.training for run in case.case.runs]
-    others = [run for run in catalog.results.runs if id(run) not in labels]
+    others = [run for run in catalog.runs if id(run) not in labels]
     for run in [*trained, *others]:
         label = labels.get(id(run), f"{run.header.workload} · {run.header.run_id}")
         rows += _rows(run, label)
@@ -72,20 +53,19 @@ def table(catalog: Catalog) -> pd.DataFrame:
 def digest(table: pd.DataFrame) -> pd.DataFrame:
     """Median and maximum of every metric, a row per device."""
     keys = ["label", "repeat", "device"]
-    rows = []
-    for values, readings in table.groupby(keys, sort=False):
-        row: dict[str, Any] = dict(zip(keys, values, strict=True))
-        for metric in METRICS:
-            own = readings.loc[readings["metric"] == metric, "value"]
-            row |= {f"median_{metric}": own.median(), f"max_{metric}": own.max()}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    digested = table[keys].drop_duplicates().set_index(keys)
+    of_metric = table.groupby([*keys, "metric"], sort=False)["value"].agg(["median", "max"])
+    for metric in METRICS:
+        for name in ("median", "max"):
+            own = of_metric[name][of_metric.index.get_level_values("metric") == metric]
+            digested[f"{name}_{metric}"] = own.droplevel("metric")
+    return digested.reset_index()
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """A row of panels for each case's first run, one panel for each reading that it has."""
     first = table[table["repeat"] == table.groupby("label")["repeat"].transform("min")]
-    groups = list(first.groupby("label", sort=False))[:MAX_RUNS]
+    groups = list(first.groupby("label", sort=False))
     canvas.set_size_inches(WIDTH_IN, 2.5 * len(groups) + 0.4)
     rows = canvas.subfigures(len(groups), 1, squeeze=False)[:, 0]
     for row, (label, readings) in zip(rows, groups, strict=True):
@@ -98,7 +78,6 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
             _draw_metric(axes, readings[readings["metric"] == metric], metric, styles)
         handles, names = row.axes[0].get_legend_handles_labels()
         row.legend(handles, names, loc="outside right center", fontsize=7.5)
-    note_cut(canvas, MAX_RUNS, table["label"].nunique(), "runs")
 
 
 def _draw_metric(
@@ -143,5 +122,6 @@ FIGURE = Figure(
     needs="a run on devices with counters (NVML), or imported logs",
     table=table,
     draw=draw,
+    most=MAX_RUNS,
     digest=digest,
 )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from harness.measure.derive import link_matrices
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
 from harness.plot.style import (
@@ -52,7 +51,7 @@ def _rows(case: Case) -> list[dict[str, Any]]:
         return [base]
     by_transport: dict[str, list[Any]] = {}
     for run in case.runs:
-        for matrix in link_matrices(run):
+        for matrix in run.links:
             by_transport.setdefault(matrix.transport, []).append(matrix)
     return [
         row
@@ -202,5 +201,6 @@ FIGURE = Figure(
     needs="a links run: ./entry.sh links",
     table=table,
     draw=draw,
+    most=8,
     digest=digest,
 )

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import matmul_table
-from harness.measure.derive_spans import samples_of
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
@@ -55,7 +53,7 @@ def _rows(case: Case) -> list[dict[str, Any]]:
         return [base]
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in case.runs:
-        for row in matmul_table(run):
+        for row in run.products:
             groups.setdefault((row.rank, row.dtype, row.m, row.n, row.k), []).append(row)
     return [base | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
@@ -63,11 +61,8 @@ def _rows(case: Case) -> list[dict[str, Any]]:
 def skipped_products(case: Case) -> list[dict[str, Any]]:
     """Products that a device could not do, each reason once with its ranks."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
-    for rank, records in sorted(case.runs[0].ranks.items()):
-        for sample in samples_of(records, "matmul_skipped"):
-            names = ("dtype", "n", "reason")
-            dtype, size, reason = (str(sample.labels.get(name, "")) for name in names)
-            ranks.setdefault((dtype, size, reason), []).append(rank)
+    for rank, dtype, size, reason in case.runs[0].skipped_products:
+        ranks.setdefault((dtype, size, reason), []).append(rank)
     return [
         {
             "label": f"{case.cluster} · {dtype} n = {size}",
@@ -213,5 +208,6 @@ FIGURE = Figure(
     needs="a matmul run: ./entry.sh matmul",
     table=table,
     draw=draw,
+    unit=("label", "rank"),
     digest=digest,
 )

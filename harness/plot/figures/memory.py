@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.domain.run import device_names
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import (
@@ -44,22 +43,20 @@ GIB = 2.0**30
 FURTHEST = 5.0  # times the longest bar, that a device's memory is drawn to scale
 
 
-def _predicted_peak(case: TrainingCase, catalog: Catalog) -> tuple[float, int, int] | None:
+def _predicted_peak(case: TrainingCase) -> tuple[float, int, int] | None:
     """Bytes, rank and limit of the device that is predicted to be the fullest."""
     peaks = []
     for run in case.case.runs:
-        names = device_names(run.header.ranks)
-        plan = catalog.plans.get(run.path)
-        of_device = plan.prediction.memory_bytes if plan and plan.prediction else {}
+        limits = {info.rank: info.memory_bytes for info in run.header.ranks}
         peaks += [
-            (float(of_device[names[info.rank]]), info.rank, info.memory_bytes)
-            for info in run.header.ranks
-            if names[info.rank] in of_device
+            (float(peak.predicted_bytes), peak.rank, limits[peak.rank])
+            for peak in (run.predicted.memory if run.predicted else ())
+            if peak.predicted_bytes is not None
         ]
     return max(peaks, default=None)
 
 
-def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
+def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     base = {
         "model": case.first.model,
         "label": case.label,
@@ -73,7 +70,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
             for kind, n_bytes in rank.memory_bytes.items():
                 entry = (n_bytes, rank.rank, rank.info.memory_bytes)
                 peaks[kind] = max(peaks.get(kind, (0.0, 0, 0)), entry)
-    if (predicted := _predicted_peak(case, catalog)) is not None:
+    if (predicted := _predicted_peak(case)) is not None:
         peaks["predicted"] = predicted
     if case.case.is_ok and not peaks:
         return []
@@ -88,7 +85,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
 
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per case and kind of reading: the rank with the highest peak."""
-    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c, catalog)], columns=COLUMNS)
+    frame = pd.DataFrame([r for c in catalog.training for r in _rows(c)], columns=COLUMNS)
     return frame if frame["peak_bytes"].notna().any() else frame.iloc[:0]
 
 
@@ -159,4 +156,5 @@ FIGURE = Figure(
     needs="a training run: ./entry.sh train",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import MemoryRow, memory_table
+from harness.measure.derive import MemoryRow
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog, short_kind
 from harness.plot.figure import Figure
@@ -47,7 +47,7 @@ def _rows(case: Case) -> list[dict[str, Any]]:
         return [base]
     groups: dict[tuple[int, str], list[MemoryRow]] = {}
     for run in case.runs:
-        for row in memory_table(run):
+        for row in run.memory:
             groups.setdefault((row.rank, row.kernel), []).append(row)
     return [base | _numbers(rows) for rows in groups.values()]
 
@@ -131,4 +131,5 @@ FIGURE = Figure(
     needs="a matmul run: ./entry.sh matmul",
     table=table,
     draw=draw,
+    unit=("label", "rank"),
 )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import PipelineSummary, pipeline_summary
-from harness.measure.derive_prediction import predicted_bubble
+from harness.measure.derive import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase, merged
 from harness.plot.figure import Figure
 from harness.plot.style import (
@@ -45,17 +44,16 @@ COLUMNS = [
 ]
 
 
-def _predicted(case: TrainingCase, catalog: Catalog) -> float | None:
+def _predicted(case: TrainingCase) -> float | None:
     """Mean over the repeats that were predicted."""
-    plans = [catalog.plans.get(run.path) for run in case.case.runs]
-    predictions = [plan.prediction for plan in plans if plan and plan.prediction]
-    known = [bubble for p in predictions if (bubble := predicted_bubble(p)) is not None]
+    found = [run.predicted.predicted_bubble for run in case.case.runs if run.predicted]
+    known = [bubble for bubble in found if bubble is not None]
     return fmean(known) if known else None
 
 
 def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     """One row for the mean over ranks, without a rank, and one for each rank."""
-    found = [pipeline_summary(run) for run in case.case.runs] if case.case.is_ok else []
+    found = [run.pipeline for run in case.case.runs] if case.case.is_ok else []
     known = [summary for summary in found if summary is not None]
     base: dict[str, Any] = {
         "model": case.first.model,
@@ -73,7 +71,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     }
     over = merged([summary.bubble for summary in known])
     mean = base | {"bubble": over.median, "low": over.low, "high": over.high, "n_values": over.n}
-    mean["predicted_bubble"] = _predicted(case, catalog)
+    mean["predicted_bubble"] = _predicted(case)
     return [mean, *(base | row for row in _rank_rows(known))]
 
 
@@ -153,4 +151,5 @@ FIGURE = Figure(
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

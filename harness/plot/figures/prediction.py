@@ -216,4 +216,6 @@ FIGURE = Figure(
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
     table=table,
     draw=draw,
+    unit=("model", "strategy"),
+    most=100,
 )

@@ -195,5 +195,6 @@ FIGURE = Figure(
     needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",
     table=table,
     draw=draw,
+    unit=("cell", "label"),
     digest=digest,
 )

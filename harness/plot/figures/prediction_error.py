@@ -133,4 +133,5 @@ FIGURE = Figure(
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

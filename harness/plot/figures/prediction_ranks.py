@@ -146,4 +146,5 @@ FIGURE = Figure(
     needs="a training run by a strategy on several ranks: ./entry.sh train --strategy searched",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

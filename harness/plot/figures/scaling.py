@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table, summa_table
+from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.statistics import Summary
 from harness.plot.catalog import (
     Case,
     Catalog,
     TrainingCase,
     merged,
-    network_bytes_per_s,
     short_kind,
     speed_class,
 )
@@ -78,7 +77,7 @@ def _network_words(case: Case) -> str:
         return ""
     if len(case.header.cluster.nodes) == 1:
         return "one node"
-    speed = speed_class(network_bytes_per_s(case.runs[0]))
+    speed = speed_class(case.runs[0].network_bytes_per_s)
     return "" if speed is None else f"about {10**speed:.2g} Gbit/s"
 
 
@@ -134,7 +133,7 @@ def _summa_points(catalog: Catalog) -> list[ScalingPoint]:
     for case in filter(lambda case: case.is_ok, catalog.cases("matmul")):
         groups: dict[tuple[str, str, int, float], list[Summary]] = defaultdict(list)
         for run in case.runs:
-            for row in summa_table(run, catalog.peaks):
+            for row in catalog.distributed(run):
                 flops = 2.0 * row.m * row.n * row.k
                 groups[row.scaling, row.dtype, row.n_ranks, flops].append(row.time)
         for (scaling, dtype, n_ranks, flops), times in groups.items():
@@ -269,4 +268,5 @@ FIGURE = Figure(
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",
     table=table,
     draw=draw,
+    most=24,
 )

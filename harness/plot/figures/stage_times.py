@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import PipelineSummary, pipeline_summary, predicted_stages
-from harness.measure.store import Run
+from harness.measure.derive import PipelineSummary
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
 from harness.plot.style import (
@@ -19,7 +18,6 @@ from harness.plot.style import (
     bar_panels,
     joint_legend,
     label_bars,
-    note_cut,
     note_failures,
     rank_words,
     shorten,
@@ -46,13 +44,6 @@ COLUMNS = [
 MAX_CASES = 24
 
 
-def _predicted_totals(run: Run, catalog: Catalog) -> dict[int, float]:
-    plan = catalog.plans.get(run.path)
-    if plan is None or plan.prediction is None or plan.strategy is None:
-        return {}
-    return {s.stage: s.total_s for s in predicted_stages(plan.prediction, plan.strategy)}
-
-
 def _stage_row(
     stage: int, known: Sequence[PipelineSummary], totals: Sequence[dict[int, float]]
 ) -> dict[str, Any]:
@@ -66,8 +57,8 @@ def _stage_row(
 
 
 def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
-    found = [(run, pipeline_summary(run)) for run in case.case.runs] if case.case.is_ok else []
-    known = [summary for _, summary in found if summary is not None]
+    found = [run for run in case.case.runs if run.pipeline is not None and case.case.is_ok]
+    known = [run.pipeline for run in found if run.pipeline is not None]
     base = {
         "label": f"{case.first.model} · {case.label}",
         "strategy": case.first.strategy,
@@ -76,7 +67,7 @@ def _rows(case: TrainingCase, catalog: Catalog) -> list[dict[str, Any]]:
     }
     if not known:
         return [base] if catalog.is_failed_pipeline(case.case) else []
-    totals = [_predicted_totals(run, catalog) for run, summary in found if summary is not None]
+    totals = [run.predicted_stage_s for run in found]
     n_stages = min(summary.n_stages for summary in known)
     rows = [base | _stage_row(stage, known, totals) for stage in range(n_stages)]
     slowest = max(row["total_s"] for row in rows)
@@ -93,12 +84,10 @@ def table(catalog: Catalog) -> pd.DataFrame:
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """Stacked horizontal bars, a panel for each pipeline and a bar for each stage."""
     groups = list(table[table["stage"].notna()].groupby("label", sort=False))
-    shown = groups[:MAX_CASES]
-    panels = bar_panels(canvas, [len(rows) for _, rows in shown], row_in=0.34, extra_in=1.1)
-    for axes, (label, rows) in zip(panels, shown, strict=True):
+    panels = bar_panels(canvas, [len(rows) for _, rows in groups], row_in=0.34, extra_in=1.1)
+    for axes, (label, rows) in zip(panels, groups, strict=True):
         _draw_case(axes, str(label), rows)
     joint_legend(canvas, panels, n_columns=4)
-    note_cut(canvas, MAX_CASES, len(groups), "cases")
     note_failures(canvas, table)
 
 
@@ -153,4 +142,5 @@ FIGURE = Figure(
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",
     table=table,
     draw=draw,
+    most=MAX_CASES,
 )

@@ -137,4 +137,5 @@ FIGURE = Figure(
     needs="a training run with step spans: ./entry.sh train",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import epoch_times, step_times
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.figure import Figure
@@ -15,7 +14,6 @@ from harness.plot.style import (
     LIMIT,
     colour_of,
     grid_panels,
-    note_cut,
     note_failures,
     wrap_label,
 )
@@ -37,6 +35,7 @@ COLUMNS = [
     "is_outlier",
 ]
 MAX_PANELS = 24
+MAX_REPEATS = 12
 RASTER_ABOVE = 2000
 
 
@@ -52,7 +51,7 @@ def _rows(case: TrainingCase) -> list[dict[str, Any]]:
     rows = []
     for repeat, (run, summary) in enumerate(zip(case.case.runs, case.summaries, strict=True)):
         # An invalid run is never a number, also not a point.
-        times = (step_times(run) or epoch_times(run)) if case.case.status != "invalid" else {}
+        times = run.times if case.case.status != "invalid" else {}
         far = set(summary.outlier_steps)
         rows += [
             base | {"repeat": repeat, "step": s, "duration_s": t, "is_outlier": s in far}
@@ -97,10 +96,9 @@ def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     timed = table[table["duration_s"].notna()]
     groups = list(timed.groupby("label", sort=False))
     for axes, (label, steps) in zip(
-        grid_panels(canvas, min(len(groups), MAX_PANELS), height_in=2.7), groups, strict=False
+        grid_panels(canvas, len(groups), height_in=2.7), groups, strict=True
     ):
         _draw_case(axes, str(label), steps)
-    note_cut(canvas, MAX_PANELS, len(groups), "cases")
     note_failures(canvas, table)
 
 
@@ -110,8 +108,9 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     is_epochs = steps["unit"].iloc[0] == "epoch"
     scale = 1.0 if is_epochs else 1e3
     colour = colour_of(steps["strategy"].iloc[0])
-    n_repeats = steps["repeat"].nunique()
-    for repeat, (_, points) in enumerate(steps.groupby("repeat", sort=True)):
+    repeats = list(steps.groupby("repeat", sort=True))
+    n_repeats = min(len(repeats), MAX_REPEATS)
+    for repeat, (_, points) in enumerate(repeats[:n_repeats]):
         axes.plot(
             points["step"],
             points["duration_s"] * scale,
@@ -130,6 +129,7 @@ def _draw_case(axes: Axes, label: str, steps: pd.DataFrame) -> None:
     unit = "s" if is_epochs else "ms"
     words = f"median {median:.4g} {unit}"
     words += f", {len(far)} outlier{'s' if len(far) > 1 else ''}" if len(far) else ""
+    words += f", {n_repeats} of {len(repeats)} repeats" if n_repeats < len(repeats) else ""
     axes.annotate(words, (0.98, 0.06), xycoords="axes fraction", ha="right", fontsize=8)
     axes.set_title(wrap_label(label, 45), fontsize=8.5)
     axes.set_ylabel(f"{steps['unit'].iloc[0]} time ({unit})")
@@ -151,5 +151,6 @@ FIGURE = Figure(
     needs="a training run: ./entry.sh train",
     table=table,
     draw=draw,
+    most=MAX_PANELS,
     digest=digest,
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import SummaRow, summa_table
+from harness.measure.derive import SummaRow
 from harness.measure.statistics import summarize
 from harness.plot.catalog import Case, Catalog
 from harness.plot.figure import Figure
@@ -53,7 +53,7 @@ def _rows(case: Case, catalog: Catalog) -> list[dict[str, Any]]:
         return [base | {"label": case.cluster}]
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in case.runs:
-        for row in summa_table(run, catalog.peaks):
+        for row in catalog.distributed(run):
             groups.setdefault(
                 (row.scaling, row.dtype, row.m, row.n, row.k, row.n_ranks), []
             ).append(row)

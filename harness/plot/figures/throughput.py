@@ -139,4 +139,5 @@ FIGURE = Figure(
     needs="a training run: ./entry.sh train",
     table=table,
     draw=draw,
+    unit=("model", "label"),
 )

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from harness.domain.record import Span
-from harness.measure.derive import Timeline, covered_s, measured_timeline, predicted_timeline
+from harness.measure.derive_spans import covered_by_group
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases
 from harness.plot.style import (
     KIND_COLOURS,
     WIDTH_IN,
-    note_cut,
     note_failures,
     shorten,
     time_unit,
 )
+from harness.plot.timeline_rows import PASSES, SIDES
 from harness.units import format_duration
 
 if TYPE_CHECKING:
@@ -46,61 +43,15 @@ COLUMNS = [
 ]
 MAX_CASES = 8
 MAX_RANKS = 16
-SIDES = ("predicted", "measured")
 KINDS = (
     *("data", "host_to_device", "forward", "recompute", "backward", "compute", "optimizer"),
     "communication",
 )
-PASSES = ("forward", "recompute", "backward")
 WORDS = {"host_to_device": "host to device", "communication": "transfers and waiting"}
 # Where in a rank's row, from 0 to 1, computing and communication are drawn.
 WORK_BAND, COMMUNICATION_BAND = (0.36, 0.9), (0.08, 0.32)
 # Of the step: a narrower bar has no room for its microbatch's number.
 NARROWEST_NAMED = 0.013
-_MICROBATCH = re.compile(r" #([0-9]{1,9})")
-
-
-def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """Spans of one rank as rows; operators that follow one another in one pass become one."""
-    rows: list[dict[str, Any]] = []
-    for span in sorted(spans, key=lambda span: (span.kind, span.start_s)):
-        if span.kind == "step":
-            continue
-        found = _MICROBATCH.search(span.name)
-        microbatch = int(found[1]) if found else None
-        kind = "recompute" if "recompute" in span.name.split() else span.kind
-        last = rows[-1] if rows else None
-        is_next = (
-            last is not None
-            and kind in PASSES
-            and (last["kind"], last["microbatch"]) == (kind, microbatch)
-            # Ends and starts that are equal as times differ by rounding.
-            and abs(last["start_s"] + last["duration_s"] - span.start_s) < 1e-9
-        )
-        if last is not None and is_next:
-            last["duration_s"] = span.start_s + span.duration_s - last["start_s"]
-            last["name"] = f"{last['name'].partition(' to ')[0]} to {span.name}"
-        else:
-            rows.append(
-                {
-                    "kind": kind,
-                    "name": span.name,
-                    "microbatch": microbatch,
-                    "start_s": span.start_s,
-                    "duration_s": span.duration_s,
-                }
-            )
-    return rows
-
-
-def _side_rows(timeline: Timeline, base: dict[str, Any]) -> list[dict[str, Any]]:
-    base = base | {"step": timeline.step, "step_s": timeline.duration_s}
-    base["clock_error_s"] = timeline.clock_error_s
-    return [
-        base | {"rank": rank} | row
-        for rank, spans in sorted(timeline.spans.items())
-        for row in _joined(spans)
-    ]
 
 
 def _rows(case: PlannedCase) -> list[dict[str, Any]]:
@@ -110,20 +61,12 @@ def _rows(case: PlannedCase) -> list[dict[str, Any]]:
         "status": case.training.case.status,
         "reason": case.training.case.reason,
     }
-    measured = measured_timeline(case.first.run) if case.training.case.is_ok else None
-    if measured is None:
-        return [base]
-    predicted = predicted_timeline(case.first.prediction)
-    return [
-        row
-        for side, timeline in zip(SIDES, (predicted, measured), strict=True)
-        for row in _side_rows(timeline, base | {"side": side})
-    ]
+    return [base | row for row in case.first.run.timeline] or [base]
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
     """A row per span; times count from the step's start."""
-    cases = [case for case in planned_cases(catalog) if case.first.prediction.spans]
+    cases = [case for case in planned_cases(catalog) if case.first.compared.predicted_by_rank]
     rows = [row for case in cases for row in _rows(case)]
     frame = pd.DataFrame(rows, columns=COLUMNS)
     return frame if frame["side"].notna().any() else frame.iloc[:0]
@@ -131,34 +74,30 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
     """Seconds in which each kind is under way, by rank and side, and when the last span ends."""
-    rows = []
     keys = ["label", "status", "reason", "side", "rank"]
-    for values, spans in table.groupby(keys, sort=False, dropna=False):
-        row: dict[str, Any] = dict(zip(keys, values, strict=True))
-        row |= {name: spans[name].iloc[0] for name in ("step_s", "clock_error_s")}
-        for kind in KINDS:
-            row[f"{kind}_s"] = _covered_s(spans[spans["kind"] == kind])
-        row["end_s"] = (spans["start_s"] + spans["duration_s"]).max()
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _covered_s(rows: pd.DataFrame) -> float:
-    times = zip(rows["kind"], rows["start_s"], rows["duration_s"], strict=True)
-    return covered_s(Span(kind=kind, start_s=s, duration_s=d) for kind, s, d in times)
+    groups = table.assign(end_s=table["start_s"] + table["duration_s"]).groupby(
+        keys, sort=False, dropna=False
+    )
+    number = groups.ngroup().to_numpy()
+    digested = groups.agg({"step_s": "first", "clock_error_s": "first", "end_s": "max"})
+    for kind in KINDS:
+        own = (table["kind"] == kind).to_numpy()
+        start_s = table["start_s"].to_numpy(dtype=float)[own]
+        end_s = start_s + table["duration_s"].to_numpy(dtype=float)[own]
+        digested[f"{kind}_s"] = covered_by_group(number[own], start_s, end_s, groups.ngroups)
+    columns = ["step_s", "clock_error_s", *(f"{kind}_s" for kind in KINDS), "end_s"]
+    return digested[columns].reset_index()
 
 
 def draw(table: pd.DataFrame, canvas: Canvas) -> None:
     """For each case two panels, predicted above measured, with a row for every rank."""
     groups = list(table[table["side"].notna()].groupby("label", sort=False))
-    shown = groups[:MAX_CASES]
-    heights = [_height_in(rows) for _, rows in shown]
+    heights = [_height_in(rows) for _, rows in groups]
     canvas.set_size_inches(WIDTH_IN, sum(heights) + 0.5)
-    parts = canvas.subfigures(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, (label, rows) in zip(parts, shown, strict=True):
+    parts = canvas.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, (label, rows) in zip(parts, groups, strict=True):
         _draw_case(part, str(label), rows)
     _draw_legend(canvas, table)
-    note_cut(canvas, MAX_CASES, len(groups), "cases")
     note_failures(canvas, table)
 
 
@@ -267,5 +206,6 @@ FIGURE = Figure(
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
     table=table,
     draw=draw,
+    most=MAX_CASES,
     digest=digest,
 )

@@ -1,0 +1,173 @@
+"""How long the figures and the report of many runs take, and how much memory.
+
+    python benchmarks/plot_scale.py --json
+    python benchmarks/plot_scale.py --runs 50 --profile plot.prof
+
+Writes runs in the shape of the committed samples (half by ddp, half by a planned pipeline, in cases
+of ten repeats; per rank and step a `step` span and spans of data, forward, backward, communication
+and optimizer), draws them by `python -m harness.plot` in a process of its own, and prints its wall
+time, its processor time, its peak of memory with its workers, and the time of each part.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tyro
+from comparison import machine
+
+from harness.runtime.host import code_commit
+
+REPEATS = 10
+SAMPLES = Path(__file__).parents[1] / "results"
+OF_STRATEGY = {"ddp": "sample-train-ddp-r0", "pipeline": "sample-train-pipeline-r0"}
+PLAN_FILES = ("strategy.json", "prediction.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    runs: int = 1000
+    """Runs to draw."""
+    steps: int = 200
+    """Steps of each run."""
+    ranks: int = 5
+    """Ranks of each run, at most five."""
+    seed: int = 0
+    """Of the durations."""
+    directory: str = ""
+    """Where to write them; empty for a temporary directory that is removed."""
+    profile: str = ""
+    """File for cProfile's statistics."""
+    json: bool = False
+    """Print one object."""
+
+
+def spans_of_step(strategy: str, rank: int, s: int, at: float, part: list[float]) -> list[str]:
+    """Lines of one step of one rank; `part` are the seconds of its five phases."""
+    names = {"ddp": ("", "", "bucket0"), "pipeline": (f"stage{rank} #0", f"stage{rank} #0", "")}
+    forward, backward, bucket = names[strategy]
+    bucket = bucket or f"wait gradient of tables.2 #0 from rank {(rank + 1) % 5}"
+    lines, begin = [], at
+    kinds = (
+        *(("data", ""), ("forward", forward), ("communication", bucket)),
+        *(("backward", backward), ("optimizer", "")),
+    )
+    for (kind, name), length in zip(kinds, part, strict=True):
+        # A bucket is reduced beside backward, half of it hidden.
+        whole = length * (1.5 if name == "bucket0" else 1.0)
+        named = f',"name":"{name}"' if name else ""
+        lines.append(
+            f'{{"type":"span","kind":"{kind}","start_s":{at:.9f},"duration_s":{whole:.9f}'
+            f'{named},"step":{s}}}'
+        )
+        at += length
+    step = f'{{"type":"span","kind":"step","start_s":{begin:.9f},"duration_s":{at - begin:.9f}'
+    return [f'{step},"step":{s}}}', *lines]
+
+
+def write_run(root: Path, number: int, options: Options, source: random.Random) -> int:
+    """Write one run; returns its number of records."""
+    case, repeat = divmod(number, REPEATS)
+    strategy = list(OF_STRATEGY)[case % 2]
+    sample = SAMPLES / OF_STRATEGY[strategy]
+    header: dict[str, Any] = json.loads((sample / "run.json").read_text())
+    run_dir = root / f"run{number:05}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    header |= {"run_id": run_dir.name, "key": f"case{case}", "repeat": repeat}
+    header["config"]["batch"] = 64 * (1 + case // 2)
+    header["ranks"] = header["ranks"][: options.ranks]
+    header["start_utc"] = f"2026-01-01T{number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}Z"
+    (run_dir / "run.json").write_text(json.dumps(header))
+    if strategy == "pipeline":
+        for name in PLAN_FILES:
+            shutil.copy(sample / name, run_dir / name)
+    n_records = 0
+    pace = 1 + case / 100 + source.random() / 50
+    for rank in range(options.ranks):
+        at, lines = 10.0 + source.random(), []
+        for s in range(options.steps):
+            noise = pace * (1 + source.random() / 20)
+            part = [seconds * noise for seconds in (2e-4, 3e-2, 5e-2, 6e-2, 8e-3)]
+            lines += spans_of_step(strategy, rank, s, at, part)
+            at += sum(part) + 1e-4
+        (run_dir / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+        n_records += len(lines)
+    return n_records
+
+
+def watch(process: psutil.Popen) -> int:
+    """Wait for the end; the peak of the memory of it and its workers, shared pages counted once."""
+    peak_bytes = 0
+    while process.poll() is None:
+        try:
+            every = [process, *process.children(recursive=True)]
+            peak_bytes = max(peak_bytes, sum(one.memory_full_info().pss for one in every))
+        except psutil.Error:  # one has just ended
+            continue
+        time.sleep(0.2)
+    return peak_bytes
+
+
+def draw(root: Path, options: Options) -> dict[str, Any]:
+    """Draw all runs in a process of its own; what it took."""
+    profiled = ["-m", "cProfile", "-o", options.profile] if options.profile else []
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, *profiled, "-m", "harness.plot", str(root), "--out", out]
+        start_s = time.perf_counter()
+        with (Path(out) / "stderr").open("w+") as errors:
+            command.append("--timings")
+            process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+            peak_bytes = watch(process)
+            wall_s = time.perf_counter() - start_s
+            errors.seek(0)
+            stderr = errors.read()
+        n_figures = len(list(Path(out).glob("*.png")))
+    if process.wait():
+        raise SystemExit(stderr)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    stages = dict(re.findall(r"^(.+): ([0-9.]+) s$", stderr, re.MULTILINE))
+    return {
+        "wall_s": round(wall_s, 1),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "peak_bytes": peak_bytes,
+        "n_figures": n_figures,
+        "stages_s": {name: float(seconds) for name, seconds in stages.items()},
+    }
+
+
+def main(options: Options) -> None:
+    """Write the runs, draw them, print what that took."""
+    source = random.Random(options.seed)
+    temporary = None if options.directory else tempfile.TemporaryDirectory()
+    root = Path(options.directory or (temporary.name if temporary else ""))
+    n_records = sum(write_run(root, n, options, source) for n in range(options.runs))
+    load_before = os.getloadavg()[0]
+    found = {"name": "plot_scale", "n_runs": options.runs, "n_records": n_records}
+    found |= draw(root, options) | {"load_before": load_before, "load_after": os.getloadavg()[0]}
+    found |= {"command": shlex.join(sys.argv), "machine": machine()}
+    found["commit"] = code_commit()
+    if temporary:
+        temporary.cleanup()
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

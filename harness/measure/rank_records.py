@@ -1,0 +1,181 @@
+"""One rank's records: read from lines, and indexed for derivations."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, get_args
+
+import msgspec
+import numpy as np
+
+from harness.domain.labels import record_problem
+from harness.domain.record import Record, Sample, Span, SpanKind
+
+# Lines of a file that are named when they cannot be used; the rest is counted.
+MAX_NAMED = 3
+# Of a run whose header names no rank: labels may still name these.
+MAX_RANKS = 1024
+KIND_CODES = {kind: code for code, kind in enumerate(get_args(SpanKind))}
+
+# A record has a few hundred bytes.
+_MAX_LINE_BYTES = 1 << 16
+_LINES_AT_ONCE = 4096
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def is_wait(span: Span) -> bool:
+    """Whether the rank stood still for a transfer, instead of transferring beside its work."""
+    return span.kind == "communication" and span.name.startswith("wait ")
+
+
+class Spans:
+    """The spans of one rank that name a step, as columns; those of a step stand together.
+
+    Attributes:
+        steps: every step, ascending.
+        group: position of each span's step in `steps`.
+        kind: of each span, by KIND_CODES.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        own = [span for span in spans if span.step is not None]
+        step = np.array([span.step for span in own], dtype=np.int64)
+        self.steps, group = np.unique(step, return_inverse=True)
+        order = np.argsort(group, kind="stable")
+        self.spans = [own[at] for at in order]
+        self.group = group[order]
+        n = len(own)
+        codes = (KIND_CODES[span.kind] for span in self.spans)
+        self.kind = np.fromiter(codes, np.int8, n)
+        self.start_s = np.fromiter((span.start_s for span in self.spans), float, n)
+        self.duration_s = np.fromiter((span.duration_s for span in self.spans), float, n)
+
+    @cached_property
+    def is_wait(self) -> np.ndarray:
+        """Which spans are time that the rank stands still for a transfer."""
+        found = np.zeros(len(self.spans), dtype=bool)
+        for at in np.flatnonzero(self.kind == KIND_CODES["communication"]):
+            found[at] = is_wait(self.spans[at])
+        return found
+
+    @cached_property
+    def whole(self) -> np.ndarray:
+        """Position of the first `step` span of each step; -1 of a step that never ended."""
+        found = np.full(len(self.steps), -1)
+        ends = np.flatnonzero(self.kind == KIND_CODES["step"])[::-1]
+        found[self.group[ends]] = ends
+        return found
+
+
+class Records(list[Record]):
+    """Records in the order of writing."""
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Records:
+        """The same records, indexed."""
+        return records if isinstance(records, Records) else cls(records)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return [record for record in self if isinstance(record, Span)]
+
+    @cached_property
+    def names(self) -> frozenset[tuple[SpanKind, str]]:
+        """Kinds and names of the spans."""
+        return frozenset((span.kind, span.name) for span in self.spans)
+
+    @cached_property
+    def columns(self) -> Spans:
+        return Spans(self.spans)
+
+    @cached_property
+    def by_step(self) -> dict[int, list[Span]]:
+        """The spans that name a step, in the order of steps."""
+        columns = self.columns
+        ends = np.searchsorted(columns.group, np.arange(len(columns.steps)), side="right")
+        starts = [0, *ends[:-1]]
+        return {
+            int(step): columns.spans[start:end]
+            for step, start, end in zip(columns.steps, starts, ends, strict=True)
+        }
+
+    @cached_property
+    def samples(self) -> dict[str, list[Sample]]:
+        """The samples of each metric."""
+        found: dict[str, list[Sample]] = defaultdict(list)
+        for record in self:
+            if isinstance(record, Sample):
+                found[record.metric].append(record)
+        return dict(found)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe is refused, because reading it may wait for ever."""
+    if path.exists() and not path.is_file():
+        code = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "Not a regular file")
+    return path.open("rb")
+
+
+def read_records(path: Path, n_ranks: int = MAX_RANKS) -> tuple[Records, list[str]]:
+    """Read one rank's lines.
+
+    Returns:
+        The records, and what was skipped: the first MAX_NAMED lines with the reason, then how many
+        more.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    records = Records()
+    problems: list[str] = []
+    n_skipped, number = 0, 1
+    with open_regular(path) as file:
+        every = iter(partial(file.readline, _MAX_LINE_BYTES), b"")
+        while lines := list(islice(every, _LINES_AT_ONCE)):
+            found = _decode_all(lines, n_ranks)
+            if found is not None:
+                records += found
+                number += len(lines)
+                continue
+            for line in lines:
+                problem = _decode_into(records, line, n_ranks)
+                if problem:
+                    n_skipped += 1
+                    problems += [f"line {number}: {problem}"] if n_skipped <= MAX_NAMED else []
+                number += line.endswith(b"\n")
+    if n_skipped > MAX_NAMED:
+        problems.append(f"{n_skipped - MAX_NAMED} more lines, {n_skipped} in all")
+    return records, problems
+
+
+def _decode_all(lines: Sequence[bytes], n_ranks: int) -> list[Record] | None:
+    """The records of lines which are all in order; None where one is not."""
+    try:
+        records = _DECODER.decode_lines(b"".join(lines))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    is_whole = len(records) == len(lines)
+    return None if not is_whole or any(record_problem(r, n_ranks) for r in records) else records
+
+
+def _decode_into(records: list[Record], line: bytes, n_ranks: int) -> str:
+    """Decode a line; returns why it is skipped, empty when it is not."""
+    if not line.strip():
+        return ""
+    if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+        return f"longer than {_MAX_LINE_BYTES} bytes"
+    try:
+        record = _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return str(error)
+    if problem := record_problem(record, n_ranks):
+        return problem
+    records.append(record)
+    return ""
