@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,10 @@ from harness.errors import ConfigError, HarnessError, PlanError
 from harness.measure.store import read_header
 from harness.plan.find import knows
 from harness.plan.simulate.simulator import Simulator
-from harness.runtime.capture import capture, capture_model
+from harness.runtime.capture import Captured, capture
 from harness.runtime.executor.deferred import in_place_bytes, joined_bytes
-from harness.runtime.models import build_task, fit_options
+from harness.runtime.faithfulness.held import hold_once
+from harness.runtime.models import Task, build_task, fit_options
 from harness.units import parse_bytes
 from harness.workloads.model_flags import flag_words
 from harness.workloads.plan_config import SearchConfig
@@ -67,20 +69,33 @@ class Inputs:
         )
 
 
-def capture_graph(question: SearchConfig) -> Graph:
+def capture_graph(question: SearchConfig, results: Path | None = None) -> Graph:
     """The model's graph for the global batch; without its weights where it can be built so.
 
+    Args:
+        results: where graphs that were held to their models are remembered: the graph is held to
+            its model, on the host, unless it is one of them. None holds it to nothing.
+
     Raises:
-        ModelError: no such model, or it cannot be captured.
+        ModelError: no such model, or it cannot be captured, or its graph does not train what the
+            model does.
     """
-    options = question.model_options()
     try:
-        return capture_model(question.model, question.batch_size, options)
+        with torch.device("meta"):
+            task, captured = _captured(question)
     except HarnessError:
         raise
     except Exception:  # a factory that needs memory for its weights
-        task = build_task(question.model, fit_options(question.model, options))
-        return capture(task, question.batch_size, question.model).graph
+        task, captured = _captured(question)
+    if results is not None:
+        make = partial(_captured, question)
+        hold_once(captured, task, question.model, question.dtype, results, make)
+    return captured.graph
+
+
+def _captured(question: SearchConfig) -> tuple[Task, Captured]:
+    task = build_task(question.model, fit_options(question.model, question.model_options()))
+    return task, capture(task, question.batch_size, question.model)
 
 
 def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
@@ -101,7 +116,7 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
             f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
             "ranks are: run ./entry.sh links on them"
         )
-    graph = capture_graph(question)
+    graph = capture_graph(question, results)
     path = question.profile_config().path(results)
     profile = Profile.load(path) if path.is_file() else None
     if profile is None or not knows(profile, graph, cluster):

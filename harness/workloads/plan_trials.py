@@ -209,7 +209,7 @@ class _Trial:
             task, context.world, self._recorder, _options(question),
             ExecutorPlan(
                 strategy=strategy, batch_norm=question.norm_scope, seed=question.seed,
-                timeout_s=context.collective_timeout_s,
+                timeout_s=context.collective_timeout_s, is_held=True,
             ),
         )  # fmt: skip
         data = DataOptions(

@@ -20,11 +20,12 @@ from harness.plan.find import graph_beside
 from harness.runtime.agreement import gather_bytes
 from harness.runtime.capture import Captured, capture
 from harness.runtime.context import Context
+from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.memory import is_out_of_memory, peak_bytes, reset_peak
 from harness.runtime.models import Task, build_task
 from harness.runtime.precision import set_tensor_cores
 from harness.workloads.contract import Workload
-from harness.workloads.plan_share import wait_for_all
+from harness.workloads.plan_share import from_first, wait_for_all
 from harness.workloads.profile_alone import AloneRatios, alone_ratios
 from harness.workloads.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.profile_measure import DTYPE_NAMES, PointMeasurer
@@ -233,7 +234,18 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     task.model.to(device)  # before it is exported, which writes down where tensors are made
     captured = capture(task, config.batch_size, config.model)
     captured.module.to(device)  # constants too
+    _hold(task, captured, config, context)
     return task, captured
+
+
+def _hold(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
+    """Rank 0 holds the graph to the model, on its device; what it refuses, all refuse."""
+
+    def hold() -> bytes:
+        hold_once(captured, task, config.model, config.dtype, context.run_dir.parent)
+        return b""
+
+    from_first(hold, context.world)
 
 
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
@@ -241,6 +253,7 @@ def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
 
     Raises:
         VerificationError: an operator's result is not finite.
+        ModelError: the captured graph does not train what the model does.
         ConfigError: the file is of another model or dtype.
     """
     reset_peak(context.world.device)

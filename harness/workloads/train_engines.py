@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -70,7 +70,8 @@ def _executor(
     from harness.runtime.executor.state_files import load_sharded
 
     assert plan is not None
-    engine = ExecutorEngine(task, world, recorder, options, plan)
+    held = replace(plan, is_held=True)  # where it was planned
+    engine = ExecutorEngine(task, world, recorder, options, held)
     return Trainer(
         engine=engine,
         samples=tuple(engine.samples),

@@ -19,7 +19,7 @@ from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError, ModelError
+from harness.errors import HarnessError, ModelError, StrategyError
 from harness.measure.store import read_header
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.context import Context
@@ -141,6 +141,7 @@ class _Planner:
             if self._case.predict or isinstance(error, ModelError):
                 _log.warning("the step is not predicted: %s", error)
             return msgspec.json.encode(_Told())
+        self._check_samples_apart(self.inputs.graph)
         found = self._known(question)
         if found is not None and self._is_present(*found):
             return self._tell(*found)
@@ -171,6 +172,16 @@ class _Planner:
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None
         return found
+
+    def _check_samples_apart(self, graph: Graph) -> None:
+        """Refuse data parallelism by another engine, which gives each rank a batch of its own,
+        where an operator needs all samples of the batch."""
+        mixing, n_ranks = graph.mixing_operator(), self._context.world.size
+        if mixing is not None and n_ranks > 1 and self._case.engine != "executor":
+            raise StrategyError(
+                f"operator {mixing.name!r} needs all samples of a batch at once, "
+                f"{self._case.strategy} shares them out over {n_ranks} ranks: add --engine executor"
+            )
 
     def make(self, *, must_search: bool) -> _Told:
         """Time the optimizer, then make the strategy and predict it; all ranks must call it."""

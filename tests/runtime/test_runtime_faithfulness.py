@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent / "executor"))
 from equivalence_models import small_task
@@ -113,6 +114,27 @@ def test_a_lost_construct_is_refused_in_one_line(name):
 def test_a_lost_autocast_is_refused_although_float64_has_none():
     with pytest.raises(ModelError, match=r"the output of operator 'second' .* autocast \(contexts"):
         hold(Autocast(), net(lambda self, x: x + torch.tanh(self.second(x))), torch.float32)
+
+
+class Normed(Net):
+    def __init__(self, *, is_checkpointed, momentum=0.1):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+        self.is_checkpointed = is_checkpointed
+
+    def part(self, x):
+        return self.norm(self.second(x))
+
+    def middle(self, x):
+        return (
+            checkpoint(self.part, x, use_reentrant=False) if self.is_checkpointed else self.part(x)
+        )
+
+
+def test_statistics_that_a_checkpoint_counts_twice_are_no_difference():
+    hold(Normed(is_checkpointed=True), Normed(is_checkpointed=False))
+    with pytest.raises(ModelError, match=r"its buffer norm\.running_mean differs"):
+        hold(Normed(is_checkpointed=False, momentum=0.3), Normed(is_checkpointed=False))
 
 
 def test_sums_in_another_order_are_no_error():

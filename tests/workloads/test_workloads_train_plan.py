@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import tyro
 
+from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.strategy import Strategy
-from harness.errors import PlanError
+from harness.errors import PlanError, StrategyError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
 from harness.plan.roofline import DeviceRates
+from harness.workloads import train_plan
 from harness.workloads.contract import config_json
 from harness.workloads.plan_config import SearchConfig, question_of, search_cases
 from harness.workloads.plan_inputs import read_inputs
@@ -375,3 +379,26 @@ def _shares(strategy):
     """Samples of each device's block of the loss."""
     (sizes,) = strategy.operators["loss"].partition.values()
     return list(sizes)
+
+
+MIXED = Graph(
+    name="mixed",
+    batch=12,
+    operators=[
+        Operator(name="x", kind="input", shape={"sample": 12, "feature": 4}),
+        Operator(name="roll", kind="other", inputs=["x"], attrs={"mixes_samples": True}),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("engine", "n_ranks", "is_refused"),
+    [("torch", 2, True), ("torch", 1, False), ("executor", 2, False)],
+)
+def test_ddp_by_torch_is_refused_where_samples_depend_on_each_other(engine, n_ranks, is_refused):
+    case = replace(CASE, strategy="ddp", engine=engine)
+    context = SimpleNamespace(world=SimpleNamespace(size=n_ranks))
+    planner = train_plan._Planner(case, context, [])
+    refused = pytest.raises(StrategyError, match="operator 'roll' needs all samples of a batch")
+    with refused if is_refused else nullcontext():
+        planner._check_samples_apart(MIXED)

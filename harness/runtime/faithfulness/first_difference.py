@@ -53,11 +53,11 @@ class FirstDifference:
     constructs: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """In words, without a full stop."""
-        where = self.where or "no operator's own output or gradient"
-        if not self.constructs:
-            return f"the first to differ is {where}"
-        return f"the first to differ is {where}; the model has {', '.join(self.constructs[:3])}"
+        """In words, without a full stop; empty where nothing is known."""
+        parts = [f"the first to differ is {self.where}"] if self.where else []
+        if self.constructs:
+            parts.append(f"the model has {', '.join(self.constructs[:3])}")
+        return "; ".join(parts)
 
 
 @dataclass

@@ -95,5 +95,11 @@ def first_beyond(found: list[Outcome], wanted: list[Outcome]) -> tuple[int, str]
     return k, name
 
 
+def names_beyond(found: list[Outcome], wanted: list[Outcome]) -> set[str]:
+    """All tensors that are not merely rounded otherwise."""
+    limit = _ROUNDED[torch.float32]
+    return {name for distance, _, name in _differences(found, wanted) if distance > limit}
+
+
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0

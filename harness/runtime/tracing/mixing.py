@@ -201,13 +201,10 @@ class _Argument:
         return self.values[0].numel() if self.is_tensor else 0
 
     def draw(self) -> Any:
-        """Random values for the whole."""
+        """Random values for the whole, also of weights: a graph must not depend on them."""
         like = self.values[0]
         if not self.is_tensor:
             return like
-        if self.weight is not None and self.weight.device.type != "meta":
-            whole = self.weight.detach().cpu()
-            return whole.double() if whole.is_floating_point() else whole.clone()
         if like.is_complex():
             return torch.randn(like.shape, dtype=torch.complex128)
         if like.is_floating_point():

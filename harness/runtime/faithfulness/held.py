@@ -1,0 +1,137 @@
+"""Graphs that have been held to their models: a file remembers them, so that it is done once.
+
+A graph is known by its content, the code that was traced, what each module of the model is (its
+type, numbers and hooks), the files of their classes, torch's version and this harness's runtime. A
+file that cannot be read is none, and is written anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from harness.domain.files import FileKind, JsonFile
+from harness.errors import HarnessError, ResultsError
+from harness.measure.store import write_atomically
+from harness.runtime.capture import Captured
+from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models.task import Task
+
+_log = logging.getLogger(__name__)
+
+HELD_FILE = "held-graphs.json"
+_MOST = 1000
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_PLACE = re.compile(r"device\(type='[a-z]+'(, index=[0-9]+)?\)")
+
+
+class _HeldGraphs(JsonFile, frozen=True, kw_only=True):
+    """Models by key, the latest last."""
+
+    FILE = FileKind("file of held graphs", "harness-held", 1, ResultsError, "remove it")
+
+    models: dict[str, str] = msgspec.field(default_factory=dict)
+    schema: str = "harness-held"
+    version: int = 1
+
+
+def hold_once(
+    captured: Captured, task: Task, name: str, dtype: str, directory: Path,
+    make: Callable[[], tuple[Task, Captured]] | None = None,
+) -> None:  # fmt: skip
+    """As `hold_to_model`, unless a file in `directory` remembers the graph; one process alone.
+
+    Args:
+        make: the same with weights, where the given ones have none.
+
+    Raises:
+        ModelError: as `hold_to_model`.
+    """
+    path, key = directory / HELD_FILE, key_of(task, captured, dtype)
+    known = _read(path)
+    if key in known:
+        return
+    whole, with_weights = (task, captured) if make is None else make()
+    hold_to_model(whole, with_weights, name, dtype)
+    kept = dict([*known.items(), (key, name)][-_MOST:])
+    try:
+        write_atomically(path, _HeldGraphs(models=kept).to_json())
+    except HarnessError as error:  # it is held again next time
+        _log.warning("%s", error)
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        return _HeldGraphs.load(path).models if path.is_file() else {}
+    except (HarnessError, OSError) as error:
+        _log.info("held graphs are forgotten: %s", error)
+        return {}
+
+
+def key_of(task: Task, captured: Captured, dtype: str) -> str:
+    """What a graph, its model and the code that traces are known by; equal with and without
+    weights."""
+    digest = hashlib.sha256(msgspec.json.encode([str(torch.__version__), dtype, _own_code()]))
+    digest.update(captured.graph.content_hash().encode())
+    digest.update(_PLACE.sub("device", captured.module.code).encode())
+    digest.update(repr((task.inputs, task.loss, task.n_classes)).encode())
+    for text in _texts_of(task.model):
+        digest.update(text.encode())
+    return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _own_code() -> str:
+    """The files that trace, carry out and compare."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _texts_of(model: nn.Module) -> Iterator[str]:
+    files: dict[str, None] = {}
+    for path, module in model.named_modules():
+        own = (k for k in type(module).__mro__ if not k.__module__.startswith("torch."))
+        files |= dict.fromkeys(filter(None, map(_file_of, own)))
+        yield f"{path} {type(module).__qualname__} {_numbers(module)} {_hooks(module)}"
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        yield f"{len(tensor._backward_hooks or ())}"
+    for file in files:
+        yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _file_of(kind: type) -> str | None:
+    try:
+        file = inspect.getsourcefile(kind)
+    except (TypeError, OSError):
+        return None
+    return file if file is not None and Path(file).is_file() else None
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes that are numbers or words, or lists of those."""
+    simple = (bool, int, float, str, type(None))
+
+    def is_simple(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(map(is_simple, value))
+        return isinstance(value, simple)
+
+    return sorted((k, v) for k, v in module.__dict__.items() if is_simple(v))
+
+
+def _hooks(module: nn.Module) -> list[str]:
+    tables = (getattr(module, name, {}) for name in _HOOKS)
+    return [str(getattr(hook, "__qualname__", type(hook))) for t in tables for hook in t.values()]
