@@ -62,11 +62,11 @@ def test_a_directory_that_cannot_be_written_costs_the_memory_alone(tmp_path, hel
 
 
 def test_what_is_refused_is_not_remembered(tmp_path):
-    task = ZOO["dict_output"].task()
+    task = ZOO["per_pixel"].task()
     captured = plain()[1]
     for _ in range(2):
         with pytest.raises(ModelError, match="one device cannot train"):
-            hold_once(captured, task, "dict", "fp32", tmp_path)
+            hold_once(captured, task, "pixels", "fp32", tmp_path)
     assert not (tmp_path / HELD_FILE).exists()
 
 
