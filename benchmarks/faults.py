@@ -122,7 +122,9 @@ class Trial:
             "limit": fault.limit, "limit_s": fault.limit_s, "is_struck": is_struck,
             "time_s": round(time.monotonic() - start_s, 1), "exit_code": code,
         }  # fmt: skip
-        reachable = [n for n in range(N_NODES) if not fault.cuts_off or n != self._node()]
+        # mpirun is on the first node; where that is cut off, it can reach no other.
+        cut_off = [] if not fault.cuts_off else [fault.node] if fault.node else [1, 2]
+        reachable = [n for n in range(N_NODES) if n not in cut_off]
         row["left_s"], row["left_running"] = self._left(reachable)
         row |= self._read()
         if code is None:
@@ -133,9 +135,6 @@ class Trial:
         row["next_run"] = "not tried" if self._is_quick else self._run_again()
         row["problems"] = problems(fault, self.cluster, row)
         return row
-
-    def _node(self) -> int:
-        return self.fault.node or 0
 
     def _strike(self, launch: subprocess.Popen[bytes]) -> bool:
         """Inject once the run is under way; returns whether it came to that."""
@@ -245,7 +244,8 @@ def prepare(cluster: Cluster, directory: Path) -> Path:
     try:
         words = train("searched", "--steps", "2")
         log = directory / "prepare"
-        launch = cluster.start([*words, "--results", str(results)], log, {"OMP_NUM_THREADS": "1"})
+        variables = {"FAULT_TRIGGER": str(directory / "never"), "OMP_NUM_THREADS": "1"}
+        launch = cluster.start([*words, "--results", str(results)], log, variables)
         if launch.wait(900) != 0:
             raise SystemExit(f"faults: cannot prepare: {log.read_text()[-2000:]}")
     finally:
@@ -259,6 +259,12 @@ def _chosen(args: argparse.Namespace) -> list[Fault]:
             raise SystemExit(f"faults: there is no {', '.join(sorted(unknown))}")
         return [fault for fault in FAULTS if fault.name in args.only]
     return [fault for fault in FAULTS if fault.is_quick or not args.quick]
+
+
+def _needs_plans(fault: Fault) -> bool:
+    """Whether links and operators are to be known before the fault's own run."""
+    is_planned = _short(fault.words)[-1] in ("pipeline", "searched", "search")
+    return is_planned and not fault.before
 
 
 def _say(row: dict[str, Any]) -> str:
@@ -318,7 +324,7 @@ def main() -> int:
         prepared: Path | None = None
         for number, fault in enumerate(chosen, start=1):
             print(f"[{number}/{len(chosen)}] {fault.name}: {fault.what}", file=sys.stderr)
-            if _short(fault.words)[1:] in (["pipeline"], ["searched"]) and not fault.before:
+            if _needs_plans(fault):
                 prepared = prepared or prepare(cluster, Path(directory))
             row = Trial(fault, cluster, prepared, is_quick=args.quick).carry_out()
             n_wrong += bool(row["problems"])

@@ -236,7 +236,7 @@ FAULTS = [
     _cut("ddp", DDP, node=0, is_quick=True),
     Fault(
         name="cut-and-back", what="the link of a node is cut for 4 s",
-        words=train("ddp", "--steps", "200"),
+        words=train("ddp", "--steps", "50"),
         inject=_cut_for_a_while, limit_s=RUN_S, limit="run timeout", statuses=("ok",),
         exit_codes=(0,), node=None,
     ),
@@ -285,7 +285,7 @@ FAULTS = [
             "exit code 3"),
     Fault(
         name="nan", what="a rank's part of the loss becomes NaN",
-        words=train("ddp", "--steps", "100"), inject=_model("nan"), limit_s=RUN_S,
+        words=train("ddp", "--steps", "40"), inject=_model("nan"), limit_s=RUN_S,
         limit="run timeout", statuses=("invalid",), reason=("the loss is nan",), node=None,
     ),
     _broken("training-memory", "a rank's training process outgrows its node's 1.5 GiB",
@@ -357,7 +357,7 @@ FAULTS = [
     ),
     Fault(
         name="header-removed", what="run.json is deleted during the run",
-        words=train("ddp", "--steps", "100"), inject=_remove_header, limit_s=RUN_S,
+        words=train("ddp", "--steps", "40"), inject=_remove_header, limit_s=RUN_S,
         limit="run timeout", statuses=("ok",), exit_codes=(0,), node=None,
     ),
 ]  # fmt: skip
