@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +32,7 @@ from harness.cases import (
 from harness.domain.run import RankInfo, RunHeader
 from harness.errors import HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
+from harness.measure.reached import ReachedReader
 from harness.measure.store import (
     Results,
     Run,
@@ -314,15 +315,18 @@ class Launcher:
             port=meeting.port,
             collective_timeout_s=self._options.collective_timeout_s,
         )
-        if case.workload.is_isolated:
+        if not case.workload.is_isolated:
+            return run_case(case.workload.body, case.config, world, spec)
+        with closing(ReachedReader()) as reached:
+            spec = msgspec.structs.replace(spec, reached_file=reached.path)
             ending = run_isolated(
                 run_case,
                 (case.workload.body, case.config, without_mpi(world), spec),
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
+                reached=reached,
             )
-            return _outcome_of(ending)
-        return run_case(case.workload.body, case.config, world, spec)
+        return _outcome_of(ending)
 
     def _bring_records(self, run_dir: Path) -> str:
         """Copy to rank 0 the records of ranks whose disk it does not share; returns why not."""
@@ -359,8 +363,9 @@ class Launcher:
 def _outcome_of(ending: Ending) -> Outcome:
     if ending.status == "ok":
         outcome: Outcome = ending.value
-        return outcome
-    return msgspec.convert({"status": ending.status, "reason": ending.reason}, Outcome)
+    else:
+        outcome = msgspec.convert({"status": ending.status, "reason": ending.reason}, Outcome)
+    return msgspec.structs.replace(outcome, standstill=ending.standstill)
 
 
 def _let_go() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from harness.errors import HarnessError, PeerError, ResultsError, VerificationError, first_line
 from harness.measure.clock import HostClock
+from harness.measure.reached import Reached
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
 from harness.outcome import Outcome
@@ -38,6 +39,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: unique in the launch; names the process group's keys in the store.
         collective_timeout_s: after this long without an answer a collective fails.
+        reached_file: this rank's memory that says how far its run has come; empty without one.
     """
 
     name: str
@@ -45,6 +47,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     collective_timeout_s: float
+    reached_file: str = ""
 
 
 def measure_steps(
@@ -68,6 +71,7 @@ def measure_steps(
     recorder = context.recorder
     context.flush()
     for index in range(-n_warm_up, 0):
+        recorder.reached.begin_step(index)
         step(index)
     recorder.discard()
     start = recorder.clock.mark()
@@ -91,16 +95,14 @@ def _classify(error: BaseException, world: World) -> Outcome:
     if isinstance(error, HarnessError):
         peers = error.peers if isinstance(error, PeerError) else ()
         return Outcome(status="crash", reason=str(error), peers=peers, is_explained=not peers)
-    if has_lost_peer(error):
-        return Outcome(status="skipped", reason=f"lost its peer: {gist(error)}")
+    # gloo names its transport in both: that nothing was said in time comes first.
     if has_timed_out(error):
         where = "".join(traceback.format_exception(error))
-        reason = (
-            f"a collective had no answer from another rank ({gist(error)}): look at "
-            f"the other ranks' logs, or raise --collective-timeout-s\n{where}"
-        )
+        reason = f"a collective had no answer from another rank ({gist(error)})\n{where}"
         peers = tuple(rank for rank in range(world.size) if rank != world.rank)
         return Outcome(status="crash", reason=reason, peers=peers)
+    if has_lost_peer(error):
+        return Outcome(status="skipped", reason=f"lost its peer: {gist(error)}")
     return Outcome(status="crash", reason=located(error), is_explained=True)
 
 
@@ -112,7 +114,7 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
     keep_freed_memory(world.device)
     join_process_group(world, spec.address, spec.port, spec.name, spec.collective_timeout_s)
     # Ranks that have met can measure each other's clocks; the recorder's origin is taken with it.
-    recorder = Recorder(clock_for(world.device))
+    recorder = Recorder(clock_for(world.device), Reached(spec.reached_file))
     host_clock = HostClock()
     offset_s, error_s = measure_clock_offset(world, host_clock)
     recorder.sample("clock_offset_s", offset_s)

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.domain.record import Label, Record, Sample, Span, SpanKind
 from harness.measure.clock import Clock
+from harness.measure.reached import Reached
 
 _Mark = tuple[SpanKind, str, int | None, Any, Any, int | None]
 
@@ -19,15 +20,33 @@ class Recorder:
     synchronises or formats inside a step.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, reached: Reached | None = None) -> None:
+        """Record nothing yet.
+
+        Args:
+            reached: where another process reads how far this rank is.
+        """
         self.clock = clock
-        self.step: int | None = None
+        self.reached = reached or Reached()
+        self._step: int | None = None
         self._marks: list[_Mark] = []
         self._records: list[Record] = []
+
+    @property
+    def step(self) -> int | None:
+        """The step that records belong to; None outside the measured ones."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._step = step
+        if step is not None:
+            self.reached.begin_step(step)
 
     @contextmanager
     def span(self, kind: SpanKind, name: str = "", n_bytes: int | None = None) -> Iterator[None]:
         """Record the enclosed work as one span."""
+        self.reached.begin(kind)
         start = self.clock.mark()
         yield
         self.add_marks(kind, start, self.clock.mark(), name=name, n_bytes=n_bytes)

@@ -165,6 +165,8 @@ class DeepSpeedEngine:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
         self._timer.n_collectives = 0
         self._timer.intervals.clear()
+        begin = self._recorder.reached.begin
+        begin("data")
         at_start = mark()
         batch = fetch()
         at_data = mark()
@@ -173,13 +175,16 @@ class DeepSpeedEngine:
         batch = batch.to(self._world.device)
         at_copy = mark()
         add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+        begin("forward")
         loss = self._forward(batch, share)
         at_forward = mark()
         self._timer.add_compute("forward", at_copy, at_forward)
+        begin("backward")
         # DeepSpeed averages gradients over ranks; their sum is wanted.
         self._engine.backward(loss * self._world.size)
         at_backward = mark()
         self._timer.add_compute("backward", at_forward, at_backward)
+        begin("optimizer")
         self._engine.step()
         self._timer.add_compute("optimizer", at_backward, mark())
         return loss.detach()

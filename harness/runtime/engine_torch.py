@@ -89,6 +89,8 @@ class TorchEngine:
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
         mark, add = self._recorder.clock.mark, self._recorder.add_marks
+        begin = self._recorder.reached.begin
+        begin("data")
         at_start = mark()
         batch = fetch()
         at_data = mark()
@@ -97,14 +99,17 @@ class TorchEngine:
         batch = batch.to(self._device)
         at_copy = mark()
         add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+        begin("forward")
         with self._synchronising(is_muted=is_muted):
             loss = self._forward(batch, share)
             at_forward = mark()
             add("forward", at_copy, at_forward)
             if self._timer:
                 self._timer.start_step()
+            begin("backward")
             self._precision.scaler.scale(loss).backward()
         at_backward = mark()
+        begin("optimizer")
         self._add_backward(at_forward, at_backward)
         self._update()
         add("optimizer", at_backward, mark())

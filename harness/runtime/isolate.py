@@ -14,10 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
+from harness.measure.reached import ReachedReader, Standstill
 from harness.runtime.cgroup import n_oom_kills
 
 _PR_SET_PDEATHSIG = 1
@@ -38,11 +41,13 @@ class Ending:
     Attributes:
         status: ok, oom (killed by the kernel for memory), crash, timeout or skipped (stopped
             because another rank had failed).
+        standstill: where the child was stuck, if it was.
     """
 
     status: str
     value: Any = None
     reason: str = ""
+    standstill: Standstill | None = None
 
 
 class Limit:
@@ -128,6 +133,7 @@ def run_isolated(
     *,
     timeout_s: float,
     peer_failure: Callable[[], str | None],
+    reached: ReachedReader | None = None,
 ) -> Ending:
     """Call `function(*arguments)` in a child and wait for it.
 
@@ -136,6 +142,7 @@ def run_isolated(
         timeout_s: stop the child after this long.
         peer_failure: polled twice a second; a text means that another rank's part has failed, and
             stops the child after a few seconds of grace.
+        reached: read twice a second, so that the ending says where the child was stuck.
     """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
@@ -145,23 +152,36 @@ def run_isolated(
     process.start()
     writer.close()
     try:
-        return _watch(process, reader, Limit(timeout_s, peer_failure), kills)
+        return _watch(process, reader, Limit(timeout_s, peer_failure), kills, reached)
     finally:
         if process.is_alive():
             _stop(process)
         reader.close()
 
 
-def _watch(process: Any, reader: Connection, limit: Limit, kills: int) -> Ending:
+def _watch(
+    process: Any, reader: Connection, limit: Limit, kills: int, reached: ReachedReader | None
+) -> Ending:
     while True:
         wait([reader], timeout=_POLL_S)
         if reader.poll():
+            standstill = reached.standstill(is_stopped=False) if reached else None
             try:
                 value = reader.recv()
             except EOFError:
                 process.join()
-                return _died(process.exitcode, kills)
+                return replace(_died(process.exitcode, kills), standstill=standstill)
             process.join()
-            return Ending(status="ok", value=value)
+            return Ending(status="ok", value=value, standstill=standstill)
+        if reached is not None:
+            reached.poll()
         if (ending := limit.reached()) is not None:
-            return ending
+            stuck = reached.standstill(is_stopped=_is_stopped(process.pid)) if reached else None
+            return replace(ending, standstill=stuck)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED  # type: ignore[no-any-return]
+    except psutil.Error:
+        return False

@@ -203,7 +203,7 @@ class _Trial:
     """One strategy on this rank, on a batch of synthetic samples."""
 
     def __init__(self, question: SearchConfig, strategy: Strategy, context: Context) -> None:
-        self._recorder = Recorder(clock_for(context.world.device))
+        self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
         task = _task(question, context)
         self._engine = ExecutorEngine(
             task, context.world, self._recorder, _options(question),

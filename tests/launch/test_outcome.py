@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from harness.domain.record import SpanKind
+from harness.measure.reached import Standstill
 from harness.outcome import Outcome, worst
 
 HOSTS = ["a", "b", "c", "d"]
@@ -60,3 +64,61 @@ def test_two_ranks_that_raise_unlike_exceptions_are_both_heard():
     other = Outcome(status="crash", reason="ValueError: y", is_explained=True)
     _, reason = worst([one, waited(0), other, one], HOSTS)
     assert reason == "rank 0 (a): KeyError: 'x'; rank 2 (c): ValueError: y"
+
+
+def at(step: int, phase: SpanKind, *, is_stopped: bool = False) -> Standstill:
+    return Standstill(step=step, phase=phase, for_s=21.0, is_stopped=is_stopped)
+
+
+def stuck(outcome: Outcome, standstill: Standstill) -> Outcome:
+    return msgspec.structs.replace(outcome, standstill=standstill)
+
+
+SKIPPED = Outcome(status="skipped", reason="stopped: rank 0 failed")
+TIMED_OUT = Outcome(status="timeout", reason="not done after 60 s")
+
+
+def test_the_rank_behind_the_others_comes_before_those_that_waited():
+    ranks = [stuck(waited(1, 2), at(12, "backward")), stuck(SKIPPED, at(12, "forward"))]
+    ranks.append(stuck(waited(0, 1), at(12, "backward")))
+    _, reason = worst(ranks, HOSTS)
+    assert reason.startswith(
+        "rank 1 (b): no progress for 21 s, in forward of step 12; rank 0 (a): waited for rank 1 or"
+    )
+
+
+def test_a_rank_in_an_earlier_step_is_behind_whatever_its_phase():
+    ranks = [stuck(waited(1), at(4, "forward")), stuck(SKIPPED, at(3, "optimizer"))]
+    assert worst(ranks, HOSTS)[1].startswith(
+        "rank 1 (b): no progress for 21 s, in optimizer of step 3"
+    )
+
+
+def test_a_rank_that_computes_is_waited_for_by_those_in_communication():
+    ranks = [stuck(waited(1), at(2, "communication")), stuck(SKIPPED, at(2, "optimizer"))]
+    assert worst(ranks, HOSTS)[1].startswith("rank 1 (b): no progress")
+
+
+def test_ranks_that_stand_at_the_same_place_accuse_nobody():
+    ranks = [stuck(waited(1), at(2, "backward")), stuck(SKIPPED, at(2, "backward"))]
+    assert worst(ranks, HOSTS)[1] == "rank 0 (a): waited for rank 1; no answer came from rank 1 (b)"
+
+
+def test_a_stopped_process_is_named_wherever_it_stands():
+    stopped = at(2, "communication", is_stopped=True)
+    ranks = [stuck(TIMED_OUT, at(2, "forward")), stuck(TIMED_OUT, stopped)]
+    _, reason = worst(ranks, HOSTS)
+    assert reason.startswith(
+        "rank 1 (b): no progress for 21 s, in communication of step 2; its process"
+    )
+    assert "not done after 60 s" in reason
+
+
+def test_a_slow_run_that_goes_on_until_its_timeout_accuses_nobody():
+    assert worst([TIMED_OUT, TIMED_OUT], HOSTS)[1] == "rank 0 (a): not done after 60 s"
+
+
+def test_a_rank_with_a_reason_of_its_own_leaves_no_question():
+    crash = Outcome(status="crash", reason="killed by SIGKILL")
+    ranks = [stuck(waited(1), at(2, "forward")), crash, stuck(waited(1), at(2, "backward"))]
+    assert worst(ranks, HOSTS)[1].startswith("rank 1 (b): killed by SIGKILL")

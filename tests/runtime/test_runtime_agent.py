@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.runtime.agent import agent as agent_module
 from harness.runtime.agent import family
+from harness.runtime.agent.agent import Agent
 
 ROOT = Path(__file__).parents[2]
 AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
@@ -177,3 +179,15 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
     process.communicate(timeout=60)
     header = json.loads((run_dir / "run.json").read_text())
     assert (header["status"], header["reason"].partition(";")[0]) == ("crash", "interrupted")
+
+
+def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
+    agent = Agent.__new__(Agent)
+    agent._who, agent._oom_kills = "rank 1 (b)", 2
+    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 3)
+    monkeypatch.setattr(agent_module, "cgroup_memory_bytes", lambda: 150 << 20)
+    killed = "the kernel killed its first process: the memory limit of 150 MiB was reached"
+    assert agent._fault_of(-9) == ("oom", f"rank 1 (b): {killed}", (), 137)
+    assert agent._fault_of(-11).status == "crash"
+    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 2)
+    assert agent._fault_of(-9).reason == "rank 1 (b): its first process was killed by SIGKILL"

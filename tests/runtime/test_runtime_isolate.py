@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+from harness.measure.reached import Reached, ReachedReader
 from harness.runtime.isolate import run_isolated
 
 
@@ -44,3 +45,22 @@ def test_a_failed_peer_stops_a_waiting_child():
     ending = run_isolated(time.sleep, (600,), timeout_s=600, peer_failure=lambda: "1 (b) killed")
     assert ending.status == "skipped"
     assert "rank 1 (b) killed" in ending.reason
+
+
+def reach_and_stop(path):
+    writer = Reached(path)
+    writer.begin_step(5)
+    writer.begin("forward")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_child_is_known_with_the_place_that_it_reached():
+    reader = ReachedReader()
+    ending = run_isolated(
+        reach_and_stop, (reader.path,), timeout_s=15.0, peer_failure=nobody, reached=reader
+    )
+    reader.close()
+    assert ending.status == "timeout"
+    assert ending.standstill is not None
+    assert (ending.standstill.step, ending.standstill.phase) == (5, "forward")
+    assert ending.standstill.is_stopped

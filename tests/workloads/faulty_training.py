@@ -1,12 +1,14 @@
 """A rank's program for the tests: trains a pipeline whose last rank fails in the third step.
 
-usage: faulty_training.py RESULTS FAULT      (started by mpirun; FAULT is killed, error or hang)
+usage: faulty_training.py RESULTS FAULT      (started by mpirun; FAULT is killed, error,
+hang or stopped; with STRATEGY=ddp torch's engine trains, without microbatches)
 """
 
 import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -49,6 +51,8 @@ def troubled(x):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "hang":
             time.sleep(600)
+        if fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         raise RuntimeError("rank 2 has a bug")
     return x * 1.0
 
@@ -71,6 +75,10 @@ CASE = TrainCase(
     model="faulty_training:model", strategy=f"{sys.argv[1] if sys.argv[1:] else '.'}/plan.json",
     engine="executor", batch=8, image_size=4, n_classes=3, steps=6, warm_up=0, n_ranks=3,
 )  # fmt: skip
+
+
+if os.environ.get("STRATEGY") == "ddp":
+    CASE = replace(CASE, strategy="ddp", engine="torch")
 
 
 def header(cluster, workload, config):

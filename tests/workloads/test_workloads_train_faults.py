@@ -22,17 +22,11 @@ pytestmark = [
 WAITED = "rank 1 waited for the gradient of relu (microbatch 0) from rank 2"
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
-        ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
-        ("hang", ["did not answer within 20 s", "no answer came from rank 2 (", WAITED]),
-    ],
-)
-def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
+def train(results, fault, **environ):
+    """Train on three ranks, of which the last fails; the run."""
     environ = {
         **os.environ,
+        **environ,
         "PYTHONPATH": f"{ROOT}:{HERE}",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -41,17 +35,41 @@ def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
     }
     command = [str(MPIRUN), "--oversubscribe", "-np", "3", sys.executable, "-m", "mpi4py"]
     done = subprocess.run(
-        [*command, str(HERE / "faulty_training.py"), str(tmp_path)],
+        [*command, str(HERE / "faulty_training.py"), str(results)],
         env=environ, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["crash"], done.stderr
-    results = read_results(tmp_path)
-    (run,) = [run for run in results.runs if run.header.workload == "train"]
+    (run,) = [run for run in read_results(results).runs if run.header.workload == "train"]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("killed", ["rank 2 (", "killed by SIGKILL", WAITED]),
+        ("error", ["rank 2 (", "RuntimeError: rank 2 has a bug (faulty_training.py:"]),
+        ("hang", ["did not answer within 20 s", "rank 2 (", ", in forward of step 2; ", WAITED]),
+    ],
+)
+def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
+    run = train(tmp_path, fault)
     for words in told:
         assert words in run.header.reason
     assert (WAITED in run.header.reason) == (fault != "error")
+    if fault == "hang":
+        assert run.header.reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
     assert "gloo/" not in run.header.reason
     # Two steps were finished before the third, in which it happened.
     finished = [r for r in run.ranks[0] if isinstance(r, Span) and r.kind == "step"]
     assert [span.step for span in finished] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "more"), [("hang", ""), ("stopped", "its process is stopped (SIGSTOP or SIGTSTP); ")]
+)
+def test_ddp_names_the_rank_that_stopped_making_progress(tmp_path, fault, more):
+    reason = train(tmp_path, fault, STRATEGY="ddp").header.reason
+    assert reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
+    assert f" s, in forward of step 4; {more}rank 0 (" in reason
+    assert "gloo/" not in reason.splitlines()[0]

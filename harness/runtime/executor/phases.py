@@ -22,6 +22,7 @@ class Phases:
     def begin(self, kind: SpanKind, name: str = "", n_bytes: int | None = None) -> None:
         """End the current phase and begin another."""
         now = self._recorder.clock.mark()
+        self._recorder.reached.begin(kind)
         self._close(now)
         self._kind, self._name, self._start, self._n_bytes = kind, name, now, n_bytes
 
