@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from harness.domain.cluster import Cluster, CollectivePoint, Jitter
 from harness.domain.fingerprint import fingerprint
@@ -29,6 +29,7 @@ from harness.nodes.parse import parse_facts
 from harness.plan.cli import parse_topology
 from harness.plan.convert import convert
 from harness.plan.dlrm_graph import dlrm_graph, parse_dlrm
+from harness.plan.estimate import estimate_profile
 from harness.plan.fit import OperatorTimes
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
@@ -84,17 +85,14 @@ def small_graph() -> Graph:
 def small_cluster() -> Cluster:
     cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e9, memory_bytes=2**30, latency_s=1e-5)
     device = {"flops_per_s": {"float32": 1e12}, "jitter": [Jitter(computing_s=1, deviation_s=0.1)]}
-    first = cluster.nodes[0]
     nodes = [
-        msgspec.structs.replace(
-            first, devices=[msgspec.structs.replace(first.devices[0], **device)]
-        ),
-        *cluster.nodes[1:],
+        replace(node, devices=[replace(one, **device) for one in node.devices])
+        for node in cluster.nodes
     ]
     point = CollectivePoint(
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=1024, duration_s=1e-3
     )
-    return msgspec.structs.replace(cluster, nodes=nodes, collectives=[point])
+    return replace(cluster, nodes=nodes, collectives=[point])
 
 
 def small_profile() -> Profile:
@@ -319,8 +317,14 @@ def _planned() -> list[bytes]:
 
 
 READERS: dict[str, Reader] = {
-    "cluster": Reader(lambda: [small_cluster().to_json()], lambda d, _: Cluster.from_json(d)),
-    "graph": Reader(lambda: [small_graph().to_json()], lambda d, _: Graph.from_json(d)),
+    "cluster": Reader(
+        lambda: [small_cluster().to_json()],
+        lambda d, _: estimate_profile(small_graph(), Cluster.from_json(d)),
+    ),
+    "graph": Reader(
+        lambda: [small_graph().to_json()],
+        lambda d, _: estimate_profile(Graph.from_json(d), small_cluster()),
+    ),
     "profile": Reader(lambda: [small_profile().to_json()], _profile),
     "strategy": Reader(lambda: [small_strategy().to_json()], _strategy),
     "prediction": Reader(

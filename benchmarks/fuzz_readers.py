@@ -37,7 +37,7 @@ from harness.runtime.host import code_commit
 
 MOST_S = 1.0
 MOST_MIB = 200.0
-_HANG_S = 5
+_HANG_CPU_S, _HANG_S = 5, 60
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,22 @@ class Tally:
 
 
 class Hang(BaseException):
-    """A mutation took too long by the clock."""
+    """A mutation took too long, by the processor's time or by the clock."""
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
     raise Hang
+
+
+def _set_limits(cpu_s: float, wall_s: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+
+
+def catch_hangs() -> None:
+    """Let the limits raise `Hang`, in the main thread."""
+    signal.signal(signal.SIGALRM, _stop)
+    signal.signal(signal.SIGPROF, _stop)
 
 
 def begin_peak() -> float:
@@ -103,7 +114,7 @@ def peak_mib() -> float:
 def read(reader: Reader, data: bytes, folder: Path) -> Reading:
     """Read a mutation."""
     began_s, before_mib = time.process_time(), begin_peak()
-    signal.alarm(_HANG_S)
+    _set_limits(_HANG_CPU_S, _HANG_S)
     try:
         reader.read(data, folder)
         escape, was_read = "", True
@@ -116,7 +127,7 @@ def read(reader: Reader, data: bytes, folder: Path) -> Reading:
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         escape, was_read = f"{type(error).__name__} in {where}", False
     finally:
-        signal.alarm(0)
+        _set_limits(0, 0)
     cpu_s, held_mib = time.process_time() - began_s, peak_mib() - before_mib
     if not escape and (cpu_s > MOST_S or held_mib > MOST_MIB):
         escape = "slow" if cpu_s > MOST_S else "memory"
@@ -126,7 +137,7 @@ def read(reader: Reader, data: bytes, folder: Path) -> Reading:
 def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
     """Read so many mutations of a reader's files."""
     reader, random, tally = READERS[name], Random(f"{seed} {name}"), Tally(name)
-    signal.signal(signal.SIGALRM, _stop)
+    catch_hangs()
     with tempfile.TemporaryDirectory() as folder:
         seeds = reader.seeds()
         for data in seeds:  # what is imported and built at first is no reader's memory
@@ -143,7 +154,7 @@ def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
 def tallies(names: list[str], arguments: argparse.Namespace) -> Iterator[Tally]:
     """Each reader in a process of its own, whose peak of memory is the reader's."""
     for name in names:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
             call = pool.submit(fuzz, name, arguments.cases, arguments.seed, arguments.keep)
             try:
                 yield call.result()

@@ -9,6 +9,7 @@ class Graph(JsonFile, frozen=True, kw_only=True):
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Self, TypeVar
@@ -19,6 +20,7 @@ from harness.errors import HarnessError
 from harness.inputs import MOST_COUNT, MOST_NUMBER, decode_text, one_line, read_file, shorten
 
 T = TypeVar("T")
+_MOST_BY_HAND = 2**20  # bytes of a file that people may have edited
 
 # Numbers of files, bounded so that arithmetic with them neither overflows nor takes all memory.
 Count = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
@@ -80,7 +82,10 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{source} has schema {found[0]} version {found[1]}, this harness reads "
                 f"{kind.schema} version {kind.version}: {kind.remedy}"
             )
-        return decode(data, cls, source=source, error=kind.error)
+        value = decode(data, cls, source=source, error=kind.error)
+        if len(data) <= _MOST_BY_HAND:
+            _check_keys(data, source, kind.error)
+        return value
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -91,6 +96,22 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         data = read_file(path, cls.FILE.name, cls.FILE.error)
         return cls.from_json(data, source=str(path))
+
+
+def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
+    """Refuse a name that stands twice in an object: of two values one would be lost.
+
+    Raises:
+        HarnessError: `error`; names it.
+    """
+
+    def unique(pairs: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise error(f"{source} has {shorten(twice)} twice in one object: keep one of them")
+
+    json.loads(data, object_pairs_hook=unique, parse_int=str, parse_float=str)
 
 
 def encode(value: object, indent: int = 1) -> bytes:

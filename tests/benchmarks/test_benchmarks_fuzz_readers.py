@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -112,15 +113,15 @@ def test_a_reader_that_hangs_escapes(tmp_path) -> None:
             while True:
                 pass
 
-    import signal
-
-    before = signal.signal(signal.SIGALRM, fuzz_readers._stop)
+    kinds = signal.SIGALRM, signal.SIGPROF
+    before = [signal.getsignal(kind) for kind in kinds]
+    fuzz_readers.catch_hangs()
     try:
-        spinning = fuzz_cases.Reader(lambda: [b""], spin)
-        found = fuzz_readers.read(spinning, b"", tmp_path)
+        found = fuzz_readers.read(fuzz_cases.Reader(lambda: [b""], spin), b"", tmp_path)
         assert (found.escape, found.was_read) == ("hang", False)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
 
 
 def test_memory_is_counted_beyond_what_was_held_before(tmp_path) -> None:

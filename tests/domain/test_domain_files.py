@@ -13,6 +13,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
 
 FILES: list[JsonFile] = [
     Cluster(nodes=[Node(name="a", devices=[Device(name="a:0", kind="CPU", memory_bytes=1)])]),
@@ -69,6 +70,14 @@ def test_a_field_that_nothing_reads_is_refused_with_its_name_and_the_file(value:
     newer = msgspec.json.encode({**fields, "microbatchs": 4, "version": 2})
     with pytest.raises(value.FILE.error, match=r"^my\.json has schema .* version 2"):
         type(value).from_json(newer, source="my.json")
+
+
+def test_a_name_that_stands_twice_is_refused() -> None:
+    text = b'{"name": "s", "batch": 4, "operators": {"a": {"partition": {}, "devices": [0]}%s}}'
+    again = b', "b": {"partition": {}, "devices": [1]}, "a": {"partition": {}, "devices": [2]}'
+    assert Strategy.from_json(text % b"").operators["a"].devices == [0]
+    with pytest.raises(StrategyError, match=r"^my\.json has 'a' twice in one object: keep one"):
+        Strategy.from_json(text % again, source="my.json")
 
 
 _LINK = {"source": "a:0", "target": "a:1", "bandwidth_bytes_per_s": 1.0, "latency": 1}
