@@ -204,8 +204,9 @@ class _Builder:
         sources = [n for n in _arguments(node) if n in self._name_of]
         inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
-        is_unknown = not is_known(kind, str(attrs.get("function")))
-        if is_unknown and not is_opaque(node, self._modules):
+        is_users = is_opaque(node, self._modules)
+        is_unknown = not is_users and not is_known(kind, str(attrs["function"]))
+        if is_unknown and "autocast" not in attrs:
             _log.warning(
                 "operator %s (%s) is not known: it is planned as cut by samples or not at all",
                 node.name, attrs.get("function"),
@@ -219,13 +220,11 @@ class _Builder:
         signature = _signature(kind, attrs, inputs, value)
         if node.meta.get(WRITES) or not self._acts_by_samples(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
-        if not self._is_cut_by_samples(kind, str(attrs["function"]), node, sources):
+        function = "" if is_users else str(attrs["function"])
+        if not self._is_cut_by_samples(kind, function, node, sources):
             attrs["is_cut_by_samples"] = False
-        if (
-            is_unknown
-            or is_hooked
-            or (draws(node, self._module) and not is_dropout(node, self._module))
-        ):
+        is_drawing = draws(node, self._module) and not is_dropout(node, self._module)
+        if is_users or is_unknown or is_hooked or is_drawing:
             attrs["is_repeatable"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)

@@ -8,6 +8,7 @@ from torch import fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from harness.runtime.operators import function_name
+from harness.runtime.tracing.functions import CustomFunction
 
 _ALWAYS = {
     "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "fractional_max_pool2d",
@@ -48,6 +49,8 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return isinstance(module, nn.Dropout | nn.Dropout2d) and _module_draws(module)
+    if isinstance(node.target, CustomFunction):
+        return False  # whatever the name says
     return function_name(node.target) == "dropout" and draws(node, root)
 
 

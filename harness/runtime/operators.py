@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.domain.graph import Attribute
 from harness.runtime.tracing.functions import OpaqueFunction
 from harness.runtime.tracing.patches import has_own_hooks
+from harness.runtime.tracing.regions import AutocastFunction, AutocastModule
 
 Attributes = dict[str, Attribute]
 
@@ -173,8 +174,10 @@ def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     cannot be traced.
     """
     if node.op != "call_module":
-        return isinstance(node.target, OpaqueFunction)
+        is_autocast = isinstance(node.target, AutocastFunction)
+        return isinstance(node.target, OpaqueFunction) and not is_autocast
     module = modules[str(node.target)]
+    module = module.module if isinstance(module, AutocastModule) else module
     is_torchs = type(module).__module__.startswith("torch.")
     return not is_torchs or any(map(has_own_hooks, module.modules()))
 
@@ -208,6 +211,9 @@ def describe_node(
 
 def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple[str, Attributes]:
     if module is not None:
+        if isinstance(module, AutocastModule):
+            function = type(module.module).__name__
+            return "other", {"function": function, "autocast": str(module.region)}
         if any(map(has_own_hooks, module.modules())):
             return "other", {"function": type(module).__name__}
         for types, kind, read in _MODULES:
@@ -219,5 +225,9 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     if node.target is operator.getitem:
         return "other", {"function": "getitem"}
     name = function_name(node.target)
+    if isinstance(node.target, AutocastFunction):
+        return "other", {"function": name, "autocast": str(node.target.region)}
+    if isinstance(node.target, OpaqueFunction):
+        return "other", {"function": name}  # whatever the name says
     kind = _FUNCTIONS.get(node.target) or _kind_of_name(name, n_tensors)
     return kind, {"function": name}

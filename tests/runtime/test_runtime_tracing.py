@@ -139,11 +139,6 @@ def in_place_without_gradients(net, x):
     return y
 
 
-def autocast(net, x):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return net.first(x)
-
-
 def function_of_a_module(net, x):
     return Scaled.apply(x, net.first)
 
@@ -158,7 +153,6 @@ def function_behind_control_flow(net, x):
         (registered_in_forward, "register_hook on 'first.weight', which adds a hook in every step"),
         (in_place_data, "changes the data of tanh in place"),
         (in_place_without_gradients, "changes tanh in place under no_grad"),
-        (autocast, "torch.autocast for a part of the model: use --dtype bf16"),
         (function_of_a_module, "autograd function Scaled is given a module"),
         (function_behind_control_flow, "torch.export drops the backward of Scaled"),
     ],
@@ -233,6 +227,78 @@ def test_what_mixes_samples_refuses_microbatches():
 
     with pytest.raises(StrategyError, match=r"'flipped' \(Flipped\) needs all samples .* 2 micro"):
         check_microbatches(strategy, graph)
+
+
+def autocast(net, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = net.first(x)
+        y = torch.softmax(y @ net.last.weight.t() @ net.last.weight, dim=1) * net.first(y).tanh()
+        with torch.autocast("cpu", enabled=False):
+            y = net.first(y.float())
+        a, b = y.exp().chunk(2, dim=1)
+    return torch.cat([b, a], dim=1).float() + x
+
+
+def autocast_in_a_loop(net, x):
+    x = torch.stack([2 * column for column in x.unbind(1)], dim=1)
+    return autocast(net, x)
+
+
+@pytest.mark.parametrize("middle", [autocast, autocast_in_a_loop])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])  # of the rest of the model
+def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
+    torch.manual_seed(0)
+    model, x = Net(middle), torch.randn(6, 4)
+    captured = capture(Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),)), 6, "net")
+
+    def gradients_of(each):
+        each.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            each(x).float().square().sum().backward()
+        return {name: each.get_parameter(name).grad.clone() for name, _ in model.named_parameters()}
+
+    wanted, found = gradients_of(model), gradients_of(captured.module)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_dtypes_under_autocast_are_known_before_anything_is_computed():
+    task = Task(model=Net(autocast), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
+    captured = capture(task, 4, "net")
+    graph = captured.graph
+    known = {op.name: op.dtype for op in graph.operators}
+    run = torch.fx.Interpreter(captured.module, garbage_collect_values=False)
+    run.run(torch.randn(4, 4))
+    real = {name: run.env[node] for name, node in captured.nodes.items()}
+    dtypes = {n: str(x.dtype).split(".")[1] for n, x in real.items() if isinstance(x, torch.Tensor)}
+    assert dtypes == {name: known[name] for name in dtypes}
+    assert {"bfloat16", "float32"} <= set(dtypes.values())
+    regions = {op.name: op.attrs.get("autocast") for op in graph.operators}
+    assert regions["first_autocast_off"] == "off"
+    (mixing,) = {op.attrs.get("mixes_samples", False) for op in graph.operators}
+    assert not mixing
+
+
+class Relu(torch.autograd.Function):
+    """Named as an operator that can be cut in any way, which it cannot."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x - x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["relu", "dropout", "view", "add"])
+def test_a_function_of_a_users_is_what_it_does_whatever_its_name(name):
+    own = type(name, (Relu,), {})
+    (operator,) = (
+        op for op in graph_of(lambda net, x: own.apply(x)).operators if op.name not in
+        ("x", "first", "last", "loss")
+    )  # fmt: skip
+    assert operator.kind == "other"
+    assert operator.attrs["is_repeatable"] is False
 
 
 class Writer(nn.Module):

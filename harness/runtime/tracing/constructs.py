@@ -13,6 +13,7 @@ NO_GRAD = "harness_no_grad"
 IS_DATA = "harness_is_data"
 HOOKS = "harness_hooks"
 WRITES = "harness_writes"
+AUTOCAST = "harness_autocast"
 # Key of `GraphModule.meta`: names of the buffers that forward writes.
 WRITTEN = "harness_written"
 

@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 from harness.errors import ModelError
 from harness.runtime.executor.inplace import works_in_place
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.constructs import NO_GRAD, WRITES, WRITTEN, LostError
+from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, LostError
+from harness.runtime.tracing.regions import Region
 
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -94,17 +95,25 @@ def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Put the nodes of regions without gradients, which are graphs of their own, into the graph."""
+    """Put the nodes of contexts, which are graphs of their own, into the graph."""
     for node in list(module.graph.nodes):
-        if getattr(node.target, "__name__", "") == _AUTOCAST_REGION:
-            raise LostError("torch.export makes a graph of its own of what torch.autocast is for")
-        if getattr(node.target, "__name__", "") != _NO_GRAD_REGION:
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            module.graph.erase_node(node)  # it holds on the device of the examples alone
             continue
-        is_enabled, inner, *given = node.args
+        marks: dict[str, Any] = {}
+        kind = getattr(node.target, "__name__", "")
+        if kind == _AUTOCAST_REGION:
+            device_type, dtype, is_enabled, _, inner, *given = node.args
+            marks[AUTOCAST] = Region(device_type, dtype, is_enabled)
+        elif kind == _NO_GRAD_REGION:
+            is_enabled, inner, *given = node.args
+            marks |= {} if is_enabled else {NO_GRAD: True}
+        else:
+            continue
         region = module.get_submodule(str(inner.target))
         assert isinstance(region, fx.GraphModule)
         _inline_regions(region)
-        _inline(module.graph, node, region, given, is_enabled=bool(is_enabled))
+        _inline(module.graph, node, region, given, marks)
         if not inner.users:
             module.graph.erase_node(inner)
             module.delete_submodule(str(inner.target))
@@ -112,7 +121,11 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _inline(
-    graph: fx.Graph, call: fx.Node, region: fx.GraphModule, given: list[Any], *, is_enabled: bool
+    graph: fx.Graph,
+    call: fx.Node,
+    region: fx.GraphModule,
+    given: list[Any],
+    marks: dict[str, Any],
 ) -> None:
     copies = dict(zip(region.graph.find_nodes(op="placeholder"), given, strict=True))
     results: Any = ()
@@ -122,8 +135,7 @@ def _inline(
                 results = fx.node.map_arg(node.args[0], copies.__getitem__)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-                if not is_enabled:
-                    copies[node].meta[NO_GRAD] = True
+                copies[node].meta = {**marks, **copies[node].meta}  # an inner context's own win
     for element in list(call.users):
         element.replace_all_uses_with(results[element.args[1]])
         graph.erase_node(element)

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
+from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.constructs import WRITTEN, LostError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
@@ -55,7 +56,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             try:
                 module = export(model, examples)
                 finish(module.graph, module)
-                module.recompile()
+                keep_regions(module)
                 return module
             except Exception as error:
                 exported = first_line(error)
@@ -69,6 +70,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
 def _module(model: nn.Module, graph: fx.Graph, states: Collection[str]) -> fx.GraphModule:
     module = fx.GraphModule(model, graph, type(model).__name__)
     module.meta[WRITTEN] = frozenset(states)
+    keep_regions(module)
     return module
 
 

@@ -16,7 +16,16 @@ from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.constructs import CALLS, HOOKS, IS_DATA, NO_GRAD, LostError, is_view
+from harness.runtime.tracing.autocast import Regions
+from harness.runtime.tracing.constructs import (
+    AUTOCAST,
+    CALLS,
+    HOOKS,
+    IS_DATA,
+    NO_GRAD,
+    LostError,
+    is_view,
+)
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
 from harness.runtime.tracing.states import States
 
@@ -97,7 +106,7 @@ class ModelTracer(fx.Tracer):
         super().__init__()
         self._leaves, self._n_inputs, self._n_placeholders = leaves, n_inputs, 0
         self.states = States(self, states)
-        self._autocast = _autocast_state()
+        self._regions = Regions()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """As `fx.Tracer.trace`, with patches in place."""
@@ -105,6 +114,7 @@ class ModelTracer(fx.Tracer):
             stack.enter_context(patches.grad_mode_kept())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(patches.autograd_functions(self._apply))
+            stack.enter_context(self._regions.watched())
             stack.enter_context(self.states.watched(root))
             graph = super().trace(root, concrete_args)
             self.states.write(graph)
@@ -127,11 +137,8 @@ class ModelTracer(fx.Tracer):
         node = super().create_node(kind, *args, **kwargs)
         if kind in CALLS and not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
-        if kind in CALLS and _autocast_state() != self._autocast:
-            raise LostError(
-                "forward uses torch.autocast for a part of the model: use --dtype bf16, which is "
-                "for all of it"
-            )
+        if kind in CALLS and self._regions.innermost is not None:
+            node.meta[AUTOCAST] = self._regions.innermost
         self.states.note(node)
         return node
 
@@ -183,13 +190,6 @@ class ModelTracer(fx.Tracer):
                 fixed[position] = argument
         target = CustomFunction(function, fixed)
         return self.create_proxy("call_function", target, tuple(given), {})
-
-
-def _autocast_state() -> list[tuple[bool, torch.dtype]]:
-    return [
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-    ]
 
 
 def _is_held(argument: Any) -> bool:

@@ -1,0 +1,77 @@
+"""Follow a model into contexts of torch.autocast, and let what it computes there stay in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from harness.runtime.operators import function_name
+from harness.runtime.tracing.constructs import AUTOCAST, CALLS, is_view
+from harness.runtime.tracing.patches import replaced
+from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, Region
+
+# They change no dtype, or say themselves which.
+_ALIKE = (
+    "size",
+    "dim",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type",
+    "contiguous",
+    "detach",
+)
+
+
+class Regions:
+    """The contexts of autocast that a model is in while it is traced."""
+
+    def __init__(self) -> None:
+        self._entered: list[Region] = []
+
+    @property
+    def innermost(self) -> Region | None:
+        return self._entered[-1] if self._entered else None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow the model into contexts and out of them."""
+        enter: Any = torch.autocast.__enter__
+        leave: Any = torch.autocast.__exit__
+
+        def entered(context: Any) -> Any:
+            region = Region(context.device, context.fast_dtype, context._enabled)
+            self._entered.append(region)
+            return enter(context)
+
+        def left(context: Any, *args: Any) -> Any:
+            self._entered.pop()
+            return leave(context, *args)
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(torch.autocast, "__enter__", entered))
+            stack.enter_context(replaced(torch.autocast, "__exit__", left))
+            yield
+
+
+def keep_regions(module: fx.GraphModule) -> None:
+    """Let the operators of regions run in them."""
+    for node in list(module.graph.nodes):
+        region = node.meta.get(AUTOCAST)
+        if region is None or node.op not in CALLS or is_view(node):
+            continue
+        if node.op == "call_module":
+            path = f"{node.target}_autocast_{region}"
+            inner = module.get_submodule(str(node.target))
+            module.add_submodule(path, AutocastModule(inner, region))
+            node.target = path
+        elif function_name(node.target) not in _ALIKE:
+            target: Any = AutocastFunction(function_name(node.target), node.target, region)
+            node.op, node.target = "call_function", target
+    module.recompile()

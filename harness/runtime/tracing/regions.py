@@ -1,0 +1,99 @@
+"""Operators of a part of a model that runs under torch.autocast, in their own dtypes.
+
+Autocast chooses dtypes by the device that tensors are on, and knows nothing of the meta device:
+there the dtypes are those of fake tensors of the real device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from harness.runtime.tracing.functions import OpaqueFunction
+
+
+@dataclass(frozen=True)
+class Region:
+    """What `torch.autocast` was entered with."""
+
+    device_type: str
+    dtype: torch.dtype
+    is_enabled: bool
+
+    def enter(self) -> torch.autocast:
+        """The same context anew."""
+        return torch.autocast(self.device_type, self.dtype, self.is_enabled)
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.") if self.is_enabled else "off"
+
+
+def _in_region(region: Region, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
+    """Call in a region; on the meta device, with the dtypes that the real one would give.
+
+    Args:
+        tensors: that `call` is given first, beside its other arguments.
+    """
+    if not _is_meta((tensors, args)):
+        with region.enter():
+            return call(tensors, *args)
+    plain = call(tensors, *args)
+    with FakeTensorMode() as mode, torch.no_grad(), region.enter():
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            with mode:
+                return torch.empty(value.shape, dtype=value.dtype, device=region.device_type)
+
+        found = call(*tree_map(fake, (tensors, *args)))
+    return tree_map(lambda x, like: x.to(like.dtype) if isinstance(x, Tensor) else x, plain, found)
+
+
+def _is_meta(values: Any) -> bool:
+    found: list[bool] = []
+    tree_map(lambda x: found.append(isinstance(x, Tensor) and x.is_meta), values)
+    return any(found)
+
+
+class AutocastFunction(OpaqueFunction):
+    """A function, or a method by its name, in a region."""
+
+    def __init__(self, name: str, target: Any, region: Region) -> None:
+        super().__init__(name)
+        self._target, self.region = target, region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def call(tensors: Any, *_: Any) -> Any:
+            args, kwargs = tensors
+            if isinstance(self._target, str):
+                return getattr(args[0], self._target)(*args[1:], **kwargs)
+            return self._target(*args, **kwargs)
+
+        return _in_region(self.region, call, (args, kwargs))
+
+
+class AutocastModule(nn.Module):
+    """A module in a region."""
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.module, self.region = module, region
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def call(tensors: Any, held: dict[str, Tensor]) -> Any:
+            args, kwargs = tensors
+            return functional_call(self.module, held, args, kwargs)
+
+        if not _is_meta((args, kwargs)):
+            with self.region.enter():
+                return self.module(*args, **kwargs)
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return _in_region(self.region, call, (args, kwargs), held)
