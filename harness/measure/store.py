@@ -133,10 +133,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
     if header.status == "running":
         try:
             write_atomically(path, data)
-            with _writing(reserve), reserve.open("wb") as file:
-                n_bytes = len(data) + _RESERVE_BYTES
-                os.posix_fallocate(file.fileno(), 0, max(n_bytes, _FREE_BYTES))
-                file.truncate(n_bytes)
+            _keep_space(reserve, len(data) + _RESERVE_BYTES)
         except ResultsError:
             _remove(run_dir, path, reserve)
             raise
@@ -151,6 +148,17 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
             file.truncate()
             os.fsync(file.fileno())
         reserve.replace(path)
+
+
+def _keep_space(reserve: Path, n_bytes: int) -> None:
+    """Take blocks; on a file system that has no means to, only the length."""
+    with _writing(reserve), reserve.open("wb") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(n_bytes, _FREE_BYTES))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        file.truncate(n_bytes)
 
 
 def _remove(run_dir: Path, *files: Path) -> None:

@@ -1,6 +1,8 @@
 """What is written is read back; what is broken is skipped and named."""
 
+import errno
 import json
+import os
 
 import msgspec
 import pytest
@@ -148,6 +150,17 @@ def test_a_header_that_outgrows_its_reserve_is_whole(tmp_path):
     ended = msgspec.structs.replace(HEADER, status="crash", reason="x" * 1_000_000)
     write_header(tmp_path, ended)
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert read_header(tmp_path) == ended
+
+
+def test_a_file_system_that_reserves_nothing_holds_runs(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    write_header(tmp_path, HEADER)
+    ended = msgspec.structs.replace(HEADER, status="ok")
+    write_header(tmp_path, ended)
     assert read_header(tmp_path) == ended
 
 
