@@ -47,9 +47,10 @@ class Wire:
 
     def send(self, message: Message, *, is_urgent: bool = True) -> None:
         """Send as much as can be sent now; what is not urgent goes only where nothing waits."""
-        if self.is_closed or (self._unsent and not is_urgent):
+        if self.is_closed:
             return
-        self._unsent += encode(message)
+        if is_urgent or not self._unsent:
+            self._unsent += encode(message)
         try:
             n_sent = self._connection.send(self._unsent, socket.MSG_NOSIGNAL)
             self._unsent = self._unsent[n_sent:]
