@@ -43,7 +43,7 @@ parse_flags() {
 
 # Prints the login shell, then whether the wanted one can be had there.
 probe() {
-    remote "$timeout_s" "$1" <<SCRIPT
+    ask "$timeout_s" "$1" <<SCRIPT
 getent passwd "\$(id -un)" | cut -d: -f7
 if [ ! -x "$shell" ]; then echo "has no $shell"
 elif ! grep -qx "$shell" /etc/shells; then echo "does not list $shell in /etc/shells"

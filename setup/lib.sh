@@ -56,6 +56,11 @@ remote() {
     timeout "$seconds" ssh "${ssh_options[@]}" -- "$host" "${3:-sh -s}"
 }
 
+# ask SECONDS HOST [COMMAND]: as remote; prints what that prints, without what the login printed before.
+ask() {
+    remote "$1" "$2" "echo; echo @harness:ready; ${3:-exec sh -s}" | sed '1,/^@harness:ready$/d'
+}
+
 # on_all FUNCTION HOST...: runs `FUNCTION HOST` for all at once, each one's output into $work/HOST;
 # returns when all have ended. What a function prints on stderr is kept in $work/HOST.err.
 on_all() {

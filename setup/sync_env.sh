@@ -89,7 +89,7 @@ only_hash() { sed 's/.*"harness_hash": "\([0-9a-f]*\)".*/\1/'; }
 
 # Leaves a mark on a host's disk, so that hosts which share one with each other are known.
 announce() {
-    remote "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
+    ask "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
 }
 
 # Whoever does not answer once is not waited for again.
@@ -109,7 +109,7 @@ announce_all() {
 # Prints five lines: shared or own disk (as seen from here), digest of the code that was brought there,
 # hash of the programs there, versions there, and the first host that has announced itself on that disk.
 probe() {
-    remote "$probe_timeout_s" "$1" <<SCRIPT
+    ask "$probe_timeout_s" "$1" <<SCRIPT
 if [ -e "$dir/$mark" ]; then echo shared; else echo own; fi
 cat "$dir/.synced" 2>/dev/null || echo missing
 "$dir/.venv/bin/python" - "$dir" <<'CODE' 2>/dev/null || echo missing
@@ -161,7 +161,7 @@ install_on() {
 
 # Removes just what check_nodes hashes: a program that is gone here must not stay there.
 remove_programs() {
-    remote "$probe_timeout_s" "$1" <<SCRIPT
+    ask "$probe_timeout_s" "$1" <<SCRIPT
 [ ! -d "$dir/harness" ] || find "$dir/harness" -type f \( -name '*.py' -o -name '*.sh' \) -exec rm -f {} +
 SCRIPT
 }

@@ -72,8 +72,8 @@ class _Entry:
             most = find_int(value, 1, _MOST_SLOTS)
             if most is None:
                 raise HostfileError(
-                    f"{where}: {key} is {shorten(value)}: write a whole number from 1 to "
-                    f"{_MOST_SLOTS}, {show_slots(self.name, value)}"
+                    f"{where}: {key} is {shorten(value)}, it must be a whole number above 0, up to "
+                    f"{_MOST_SLOTS}: {show_slots(self.name, value)}"
                 )
             if key in _SLOTS:
                 self._set_slots(most, where)

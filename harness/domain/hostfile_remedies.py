@@ -23,14 +23,16 @@ def _slots(options: str, default: str = "slots=1") -> str:
 
 def explain_name(name: str, options: str) -> str:
     """Why the first word of a line is no host that mpirun takes, and the line to write."""
-    for explain in (_marked, _ipv6, _colon, _user, _bracket, _list, _dot, _underscore, _quoted):
-        if (text := explain(name, _slots(options))) is not None:
-            return text
-    if (text := _turned(name, options)) is not None:
+    if (text := _ipv6(name, "")) is not None:
         return text
+    for explain in (_marked, _colon, _user, _bracket, _list, _dot, _underscore, _quoted):
+        if (text := explain(name, _slots(options))) is not None:
+            return f"{shorten(name)} is not a host name or address; {text}"
+    if (text := _turned(name, options)) is not None:
+        return f"{shorten(name)} is not a host name or address; {text}"
     return (
-        f"{shorten(name)} is not a host name (letters, digits, `-` and `.`) or IPv4 address: write "
-        "one host a line, like `ecetesla0 slots=1`"
+        f"{shorten(name)} is not a host name or address of letters, digits, `-` and `.`: write one "
+        "host a line, like `ecetesla0 slots=1`"
     )
 
 
@@ -51,11 +53,11 @@ def _colon(name: str, slots: str) -> str | None:
     number = find_int(match[2])
     if number is not None and (number == _SSH_PORT or number >= _FIRST_FREE_PORT):
         return (
-            f"{name} has a port, which mpirun does not take: write `{match[1]} {slots}`, and "
+            f"it has a port, which mpirun does not take: write `{match[1]} {slots}`, and "
             f"`Port {number}` below `Host {match[1]}` in ~/.ssh/config"
         )
     count = f"slots={number}" if number else slots
-    return f"{shorten(name)[1:-1]} is MPICH's form: write `{match[1]} {count}`"
+    return f"it is MPICH's form: write `{match[1]} {count}`"
 
 
 def _user(name: str, slots: str) -> str | None:
@@ -63,7 +65,7 @@ def _user(name: str, slots: str) -> str | None:
     if match is None:
         return None
     return (
-        f"{name} has a user's name: write `{match[2]} {slots}`, and `User {match[1]}` below "
+        f"it has a user's name: write `{match[2]} {slots}`, and `User {match[1]}` below "
         f"`Host {match[2]}` in ~/.ssh/config"
     )
 
@@ -74,7 +76,7 @@ def _bracket(name: str, slots: str) -> str | None:
     if match is None:
         return None
     return (
-        f"{shorten(name)[1:-1]} is Slurm's list of hosts: write a line for each, the first "
+        f"it is Slurm's list of hosts: write a line for each, the first "
         f"`{match[1]}{match[2]}{match[3]} {slots}`; `scontrol show hostnames` lists them"
     )
 
@@ -86,14 +88,14 @@ def _list(name: str, slots: str) -> str | None:
     if not all(re.fullmatch(_NAME, part, re.ASCII) for part in names):
         return None
     lines = ", ".join(f"`{part} {slots}`" for part in names[:3])
-    return f"{shorten(name)[1:-1]} is not one host: write one a line, {lines}"
+    return f"it is not one host: write one a line, {lines}"
 
 
 def _dot(name: str, slots: str) -> str | None:
     bare = name.rstrip(".")
     if bare == name or not re.fullmatch(_NAME, bare, re.ASCII):
         return None
-    return f"{name} ends with a dot: write `{bare} {slots}`"
+    return f"it ends with a dot: write `{bare} {slots}`"
 
 
 def _underscore(name: str, slots: str) -> str | None:
@@ -101,19 +103,16 @@ def _underscore(name: str, slots: str) -> str | None:
         return None
     other = name.replace("_", "-").strip("-")
     return (
-        f"{name} has an underscore, which mpirun refuses in names: write `{other} {slots}`, and "
+        f"it has an underscore, which mpirun refuses in names: write `{other} {slots}`, and "
         f"`HostName {name}` below `Host {other}` in ~/.ssh/config"
     )
 
 
 def _marked(name: str, _: str) -> str | None:
     if name.startswith(_NO_COMMENTS):
-        return f"{shorten(name)[1:-1]} stands before no host: write comments as `# ...`"
+        return "it stands before no host: write comments as `# ...`"
     if name.startswith(("+", "^")):
-        return (
-            f"{shorten(name)[1:-1]} stands for no host by itself: write the name of one, like "
-            "`node1 slots=1`"
-        )
+        return "it stands for no host by itself: write the name of one, like `node1 slots=1`"
     return None
 
 
@@ -121,7 +120,7 @@ def _quoted(name: str, slots: str) -> str | None:
     bare = name.strip("'\"")
     if bare == name or not re.fullmatch(_NAME, bare, re.ASCII):
         return None
-    return f"{shorten(name)[1:-1]} has quotes: write `{bare} {slots}`"
+    return f"it has quotes: write `{bare} {slots}`"
 
 
 def _turned(name: str, options: str) -> str | None:
@@ -131,7 +130,7 @@ def _turned(name: str, options: str) -> str | None:
     if sign and key in _SLOTS and re.fullmatch(_NAME, other, re.ASCII):
         return f"the host's name comes first: write `{other} {_slots(name)}`"
     if sign and key.startswith("rank") and re.fullmatch(_NAME, value, re.ASCII):
-        return f"{shorten(name)[1:-1]} is of no hostfile: write `{value} slots=1`"
+        return f"it is of no hostfile: write `{value} slots=1`"
     return None
 
 
@@ -164,4 +163,4 @@ def show_slots(name: str, value: str) -> str:
         return f"to leave {name} out, write `# {name}`"
     digits = re.match(r"\"?([0-9]+)", value, re.ASCII)
     count = find_int(digits[1], 1, 1000) if digits else None
-    return f"as in `{name} slots={count or 1}`" + ("" if count else ", the number of its GPUs")
+    return f"write `{name} slots={count or 1}`" + ("" if count else ", the number of its GPUs")

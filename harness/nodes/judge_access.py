@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from harness.inputs import shorten
 from harness.nodes.findings import Verdict, critical, ok, unknown, warn
 from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
@@ -113,7 +114,18 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
         Login.CLOSED: (
             f"closes the connection: {probe.login_detail}",
-            f"at {name}'s console: sudo journalctl -u ssh -n 20 (MaxStartups? AllowUsers?)",
+            f"at {name}'s console: sudo journalctl -u ssh -n 20 (MaxStartups? AllowUsers? a "
+            "ban?); a jump host has its own",
+        ),
+        Login.LEFT: (
+            f"logs in, and its shell ends before the command: {probe.login_detail}",
+            f"ssh {name}, and look for `exit` or `exec` in ~/.bashrc (~/.cshrc, config.fish): put "
+            "`[[ $- == *i* ]] || return` before them",
+        ),
+        Login.WAITING: (
+            f"logs in, prints {shorten(probe.login_detail)}, and its shell goes no further",
+            f"ssh {name}, and look for a menu or question in ~/.bashrc (~/.cshrc, config.fish): "
+            "put `[[ $- == *i* ]] || return` before it",
         ),
         Login.NO_SHELL: (
             f"logs in but gives no shell: {probe.login_detail}",

@@ -12,15 +12,19 @@ probe.sh                           --> runs under its own time limit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import shlex
 import socket
 import threading
 import time
+from collections import defaultdict
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from harness.domain.hostfile import Host
+from harness.inputs import find_int
 from harness.nodes import processes, ssh
 from harness.nodes.remote_text import remote_text
 from harness.nodes.session import Session, open_session
@@ -28,6 +32,17 @@ from harness.nodes.ssh import Login
 
 _END = "@harness:end"
 _N_CLOCK_READINGS = 3
+_CLOCK = "@harness:clock:"
+# sshd drops logins beyond MaxStartups (10 at once by default), at random.
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+# So many log in through one jump host at once: each is a login there, too.
+N_THROUGH_PROXY = 8
+Gates = defaultdict[str, asyncio.Semaphore]
+
+
+def proxy_gates() -> Gates:
+    """How many may log in at once through each proxy."""
+    return defaultdict(lambda: asyncio.Semaphore(N_THROUGH_PROXY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +125,13 @@ def script(order: Order) -> str:
     return assignments + remote_text("probe.sh")
 
 
-async def probe(host: Host, order: Order, stack: AsyncExitStack) -> tuple[Probe, Session | None]:
+async def probe(
+    host: Host, order: Order, stack: AsyncExitStack, gates: Gates | None = None
+) -> tuple[Probe, Session | None]:
     """Look at a host; never raises for what the host does, never takes longer than its timeout.
+
+    Args:
+        gates: shared by the hosts that are looked at together.
 
     Returns:
         What was found, and the session, open as long as the stack, where the probe came to its end.
@@ -122,12 +142,38 @@ async def probe(host: Host, order: Order, stack: AsyncExitStack) -> tuple[Probe,
     is_proxied = found.target is not None and found.target.is_proxied
     session = None
     if is_proxied or found.is_port_open:
-        session = await stack.enter_async_context(
-            open_session(host.name, connect_timeout_s=order.timeout_s, shared=order.shared)
-        )
-        found = await _ask(session, found, order, deadline_s)
+        gate = proxy_gates() if gates is None else gates
+        found, session = await _log_in(found, order, stack, deadline_s, gate)
     found = replace(found, duration_s=asyncio.get_running_loop().time() - start_s)
     return found, session if found.is_complete else None
+
+
+async def _log_in(
+    found: Probe, order: Order, stack: AsyncExitStack, deadline_s: float, gates: Gates
+) -> tuple[Probe, Session]:
+    """Log in and ask; again, after a while, where sshd dropped the connection before it began."""
+    loop = asyncio.get_running_loop()
+    proxy = found.target.proxy if found.target is not None else ""
+    n_tries = len(_PAUSES_S) + 1
+    for n_tried in range(1, n_tries + 1):
+        async with AsyncExitStack() as attempt:
+            async with gates[proxy] if proxy else contextlib.nullcontext():
+                session = await attempt.enter_async_context(
+                    open_session(
+                        found.host.name, connect_timeout_s=order.timeout_s, shared=order.shared
+                    )
+                )
+                found = await _enter(session, found, order, deadline_s)
+            # Not in step with the others that were dropped.
+            pause_s = _PAUSES_S[min(n_tried, n_tries - 1) - 1] * random.uniform(0.5, 1.5)
+            is_last = n_tried == n_tries or loop.time() + pause_s > deadline_s
+            is_dropped = found.login is Login.CLOSED and ssh.was_dropped(session.child.errors)
+            if not is_dropped or is_last:
+                stack.push_async_exit(attempt.pop_all().__aexit__)
+                is_in = found.login is Login.OK
+                return await _ask(session, found, order, deadline_s) if is_in else found, session
+        await asyncio.sleep(pause_s)
+    raise AssertionError("the last attempt returns")
 
 
 async def _reach(host: Host, deadline_s: float) -> Probe:
@@ -135,8 +181,11 @@ async def _reach(host: Host, deadline_s: float) -> Probe:
     if isinstance(target, str):
         return Probe(host=host, login=Login.FAILED, login_detail=target)
     found = Probe(host=host, target=target)
+    # Through a proxy the name is not looked up here: it is only said what it would be.
+    loop = asyncio.get_running_loop()
+    share = 0.2 if target.is_proxied else 1.0
     try:
-        async with asyncio.timeout_at(deadline_s):
+        async with asyncio.timeout((deadline_s - loop.time()) * share):
             addresses = await _resolve(target.hostname, target.port)
     except TimeoutError:
         return replace(found, resolve_error="the name server does not answer")
@@ -204,32 +253,48 @@ async def _read_banner(reader: asyncio.StreamReader, timeout_s: float) -> str:
         return ""
 
 
-async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
-    child = session.child
-    lines: list[str] = []
-    clock: Clock | None = None
-    is_in = is_complete = False
+async def _enter(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
+    """Wait until the login is through its own files, and a shell of ours listens."""
     key_file = ""
     try:
         async with asyncio.timeout_at(deadline_s):
             await session.wait_until_ready()
-            is_in = True
+    except TimeoutError:
+        problem = Login.WAITING if session.greeting else Login.TIMED_OUT
+        detail = session.greeting or f"no answer in {order.timeout_s:g} s"
+    except EOFError:
+        await session.child.settle(1.0)
+        problem, detail = _explain_end(session)
+        key_file = ssh.offending_file(session.child.errors)
+    else:
+        return replace(found, login=Login.OK, login_detail="")
+    return replace(found, login=problem, login_detail=detail, key_file=key_file)
+
+
+async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
+    child = session.child
+    lines: list[str] = []
+    clock: Clock | None = None
+    is_complete = False
+    with contextlib.suppress(TimeoutError, EOFError):
+        async with asyncio.timeout_at(deadline_s):
             clock = await _read_clock(child)
             await child.write(script(order).encode())
             while (line := await child.read_line()) != _END:
                 lines.append(line)
             is_complete = True
-    except TimeoutError:
-        problem = Login.TIMED_OUT
-        detail = f"no answer in {order.timeout_s:g} s"
-    except EOFError:
-        await child.settle(1.0)
-        problem, detail = ssh.explain(child.errors), ssh.last_line(child.errors)
-        key_file = ssh.offending_file(child.errors)
-    found = replace(found, clock=clock, text="\n".join(lines), is_complete=is_complete)
-    if is_in:
-        return replace(found, login=Login.OK)
-    return replace(found, login=problem, login_detail=detail, key_file=key_file)
+    return replace(found, clock=clock, text="\n".join(lines), is_complete=is_complete)
+
+
+def _explain_end(session: Session) -> tuple[Login, str]:
+    """Why a login ended: by ssh's words, else by those of the host; ssh itself ends with 255."""
+    errors = session.child.errors
+    problem, detail = ssh.explain(errors), ssh.last_line(errors)
+    if problem is Login.FAILED and session.child.returncode != 255:
+        says = ssh.explain(session.greeting)
+        problem = Login.LEFT if says is Login.FAILED else says
+        detail = session.greeting or detail or f"status {session.child.returncode}"
+    return problem, detail
 
 
 async def _read_clock(child: processes.Child) -> Clock | None:
@@ -238,16 +303,20 @@ async def _read_clock(child: processes.Child) -> Clock | None:
     for _ in range(_N_CLOCK_READINGS):
         before_s = time.time()
         start_s = time.monotonic()
-        await child.write(b"date +%s.%N\n")
-        answer = await child.read_line()
+        await child.write(f"date +{_CLOCK}%s.%N || echo {_CLOCK}\n".encode())
+        # Programs that the login started may print at any time.
+        while not (line := await child.read_line()).startswith(_CLOCK):
+            pass
+        answer = line.removeprefix(_CLOCK)
         error_s = half_s = (time.monotonic() - start_s) / 2
         seconds, _, nanoseconds = answer.partition(".")
-        if not seconds.isdigit():
+        whole = find_int(seconds)
+        if whole is None:
             return None
-        if nanoseconds.isdigit():
+        if find_int(nanoseconds) is not None:
             remote_s = float(answer)
         else:  # BusyBox knows whole seconds only
-            remote_s, error_s = float(seconds) + 0.5, error_s + 0.5
+            remote_s, error_s = whole + 0.5, error_s + 0.5
         reading = Clock(offset_s=remote_s - (before_s + half_s), error_s=error_s)
         if best is None or reading.error_s < best.error_s:
             best = reading

@@ -80,6 +80,11 @@ class Child:
             await asyncio.wait_for(self.wait(), timeout_s)
 
     @property
+    def returncode(self) -> int | None:
+        """None: it runs."""
+        return self._process.returncode
+
+    @property
     def output(self) -> str:
         return self._output.decode(errors="replace")
 

@@ -7,6 +7,7 @@ files are read, which may start programs of their own.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 from harness.nodes import processes, ssh
@@ -14,6 +15,12 @@ from harness.nodes.agent import ENDED, Agent
 from harness.nodes.remote_text import remote_text
 
 READY = "@harness:ready"
+_ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|\\][^\x07]{0,256}\x07|[@-Z_])")
+
+
+def plain(line: str) -> str:
+    """A line without what colours it or sets a terminal's title."""
+    return _ESCAPE.sub("", line).strip()
 
 
 class Session:
@@ -21,17 +28,19 @@ class Session:
 
     Attributes:
         child: the ssh that holds it.
+        greeting: the last line that the login printed before its shell was ready.
     """
 
     def __init__(self, host: str, child: processes.Child) -> None:
         self.host = host
         self.child = child
+        self.greeting = ""
         self._last: Agent | None = None
 
     async def wait_until_ready(self) -> None:
         """Skip what the login prints; raises EOFError when there is none."""
-        while await self.child.read_line() != READY:
-            pass
+        while (line := plain(await self.child.read_line())) != READY:
+            self.greeting = line or self.greeting
 
     async def start(self, program: str, *, pythons: list[str], limit_s: int) -> Agent:
         """Start a program of remote/ in the shell, once the one before has ended.
@@ -63,7 +72,8 @@ async def open_session(
     Args:
         shared: directory in which mpirun's ssh finds the connection; empty: it does not.
     """
-    remote = f"echo {READY}; exec sh -s"
+    # What the login printed may lack the end of its line.
+    remote = f"echo; echo {READY}; exec sh -s"
     command = ssh.command(host, remote, connect_timeout_s=connect_timeout_s, shared=shared)
     async with processes.start(command) as child:
         yield Session(host, child)

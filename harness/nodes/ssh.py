@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
+from harness.inputs import find_int
 from harness.nodes import processes
 
 
@@ -25,10 +26,17 @@ class Login(StrEnum):
     TIMED_OUT = "timed_out"
     CLOSED = "closed"
     NO_SHELL = "no_shell"
+    LEFT = "left"
+    WAITING = "waiting"
     FAILED = "failed"
     UNTRIED = "untried"
 
 
+# sshd takes no more logins for now: MaxStartups, a penalty, or the same at a jump host.
+_DROPPED = (
+    "(kex|ssh)_exchange_identification|banner exchange|Not allowed at this time|"
+    "stdio forwarding failed|UNKNOWN port 65535"
+)
 # The first that matches counts: a changed key also says "Host key verification failed", and a
 # key file that others may read ends in "Permission denied".
 _MESSAGES = [
@@ -41,19 +49,24 @@ _MESSAGES = [
     (Login.UNREACHABLE, "No route to host|Network is unreachable|Host is down"),
     (Login.UNRESOLVED, "Could not resolve hostname"),
     (Login.TIMED_OUT, "[Tt]imed out|Timeout, server"),
-    (Login.CLOSED, "Connection (closed|reset) by|kex_exchange_identification"),
+    (Login.CLOSED, f"Connection (closed|reset) by|{_DROPPED}"),
     (Login.NO_SHELL, "currently not available|nologin|command not found|No such file"),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where ssh goes for a host, by its configuration files."""
+    """Where ssh goes for a host, by its configuration files.
+
+    Attributes:
+        proxy: the jump hosts, or the command, that it goes through; empty: none.
+    """
 
     hostname: str
     port: int
     user: str
     is_proxied: bool
+    proxy: str = ""
 
 
 def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = False) -> list[str]:
@@ -74,6 +87,9 @@ def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = Fal
         f"-oControlMaster={'yes' if shared and is_master else 'no'}",
         f"-oControlPath={f'{shared}/%C' if shared else 'none'}",
         "-oLogLevel=ERROR",
+        # A configuration for people may start a program of its own, or listen at ports.
+        "-oRemoteCommand=none",
+        "-oClearAllForwardings=yes",
     ]
 
 
@@ -111,12 +127,14 @@ async def target(host: str) -> Target | str:
     if done.returncode != 0:
         return last_line(done.stderr) or "ssh -G failed"
     values = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
-    proxies = [values.get(key, "none") for key in ("proxyjump", "proxycommand")]
+    proxies = [values.get(key, "none").strip() for key in ("proxyjump", "proxycommand")]
+    proxy = next((proxy for proxy in proxies if proxy not in ("none", "")), "")
     return Target(
         hostname=values.get("hostname", host),
-        port=int(values.get("port", "22")),
+        port=find_int(values.get("port", "22"), 1, 65535) or 22,
         user=values.get("user", ""),
-        is_proxied=any(proxy != "none" for proxy in proxies),
+        is_proxied=bool(proxy),
+        proxy=proxy,
     )
 
 
@@ -126,6 +144,11 @@ def explain(stderr: str) -> Login:
         if re.search(pattern, stderr):
             return login
     return Login.FAILED
+
+
+def was_dropped(stderr: str) -> bool:
+    """The connection was closed before the login began: it may be taken another time."""
+    return explain(stderr) is Login.CLOSED and bool(re.search(_DROPPED, stderr))
 
 
 def offending_file(stderr: str) -> str:

@@ -25,7 +25,7 @@ from harness.nodes.facts import Facts
 from harness.nodes.mpi import Hello, find_mpirun
 from harness.nodes.pairs import Pairs
 from harness.nodes.parse import parse_facts
-from harness.nodes.probe import Order, Probe, probe
+from harness.nodes.probe import Order, Probe, probe, proxy_gates
 from harness.nodes.run_interface import choose_run_interfaces
 from harness.nodes.session import Session
 from harness.nodes.ssh import Login
@@ -121,6 +121,7 @@ class _Inspection:
         self._order = order
         self._progress = progress
         self._gate = asyncio.Semaphore(_N_AT_ONCE)
+        self._proxies = proxy_gates()
         self._sessions: dict[str, Session] = {}
         self._is_over = asyncio.Event()
 
@@ -147,7 +148,7 @@ class _Inspection:
         try:
             async with AsyncExitStack() as stack:
                 async with self._gate:
-                    found, session = await probe(host, self._order, stack)
+                    found, session = await probe(host, self._order, stack, self._proxies)
                 if session is not None:
                     self._sessions[host.name] = session
                 report.set_result(HostReport(probe=found, facts=parse_facts(found.text)))
