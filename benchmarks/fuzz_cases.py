@@ -23,7 +23,7 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_fresh, 
 from harness.errors import ConfigError, PlanError
 from harness.inputs import decode_text
 from harness.measure.derive_prediction import read_prediction
-from harness.measure.store import read_results
+from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
 from harness.plan.cli import parse_topology
@@ -38,6 +38,7 @@ from harness.plan.formats.pipedream_plan import PipeDreamPlan
 from harness.plan.pipedream.graph_txt import parse_graph_txt
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
+from harness.plot.numbers import derive_numbers
 from harness.runtime.launcher import read_launch
 from harness.units import parse_bandwidth, parse_bytes, parse_duration
 from harness.virtual import state
@@ -279,7 +280,9 @@ def _run(name: str) -> Callable[[bytes, Path], object]:
         for path in sample.glob("*"):
             (run / path.name).write_bytes(path.read_bytes())
         (run / name).write_bytes(data)
-        read_results(folder)
+        for run_dir, header in find_runs(folder)[0]:
+            _, problems = derive_numbers(run_dir, header)
+            assert not [why for _, why in problems if "cannot be derived" in why]
 
     return read
 

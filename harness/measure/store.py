@@ -348,7 +348,7 @@ def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
     found: list[tuple[Path, RunHeader]] = []
     skipped: list[Problem] = []
     try:
-        is_run = (root / "run.json").exists()
+        is_run = (root / HEADER_FILE).exists()
         for run_dir in [root] if is_run else _run_directories(root, skipped):
             try:
                 found.append((run_dir, read_header(run_dir)))
