@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.runtime.tracing.autocast import keep_regions
+from harness.runtime.tracing.chance import nothing_drawn
 from harness.runtime.tracing.constructs import WRITTEN, LostError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
@@ -39,7 +40,8 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     while True:
         tracer = ModelTracer(whole, states, len(examples))
         try:
-            graph = tracer.trace(model)
+            with nothing_drawn():
+                graph = tracer.trace(model)
             if not tracer.states.writes:
                 finish(graph, model, tracer.has_gradient)
                 return _module(model, graph, states)
@@ -54,7 +56,8 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             raise reason
         if not exported and not isinstance(reason, LostError):
             try:
-                module = export(model, examples)
+                with nothing_drawn():
+                    module = export(model, examples)
                 finish(module.graph, module)
                 keep_regions(module)
                 return module

@@ -1,0 +1,62 @@
+"""A draw while a model is traced would be kept for ever, so it is refused."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import ModelError
+from harness.runtime.tracing.trace import trace
+
+X = torch.zeros(4, 6)
+
+
+class Net(nn.Module):
+    def __init__(self, draw, is_exported):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.draw, self.is_exported = draw, is_exported
+
+    def forward(self, x):
+        if self.is_exported and x.sum(1).shape[0] < 0:
+            return x
+        for layer in self.layers:
+            x = self.draw(x, layer)
+        return x
+
+
+def by_torch(x, layer):
+    return x if torch.rand(()).item() < 0.5 else layer(x)
+
+
+def by_python(x, layer):
+    return x if random.random() < 0.5 else layer(x)
+
+
+def by_numpy(x, layer):
+    return x if np.random.rand() < 0.5 else layer(x)
+
+
+def fixed_noise(x, layer):
+    return layer(x + torch.randn(6))
+
+
+@pytest.mark.parametrize(
+    ("draw", "by"),
+    [(by_torch, "torch"), (by_python, "random"), (by_numpy, "numpy"), (fixed_noise, "torch")],
+)
+def test_layers_left_out_at_random_are_refused(draw, by):
+    with pytest.raises(ModelError, match=rf"Net cannot be captured: forward draws .* \({by}\)"):
+        trace(Net(draw, is_exported=False), (X,))
+
+
+def test_layers_left_out_at_random_are_refused_where_the_model_is_exported():
+    with pytest.raises(ModelError, match=r"draws random numbers \(random\)"):
+        trace(Net(by_python, is_exported=True), (X,))
+
+
+def test_noise_of_the_inputs_shape_is_drawn_in_every_step():
+    module = trace(Net(lambda x, layer: layer(x + torch.randn_like(x)), is_exported=False), (X,))
+    assert not torch.equal(module(X), module(X))
