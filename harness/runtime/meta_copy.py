@@ -6,7 +6,7 @@ import copy
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _META = torch.device("meta")
 
@@ -24,4 +24,8 @@ def meta_copy(module: ModuleT) -> ModuleT:
         for parameter in module.parameters()
     }
     memo |= {id(buffer): buffer.detach().to(_META) for buffer in module.buffers()}
+    # The old weight_norm keeps the weight that it computed, which a plain copy refuses.
+    for owner in module.modules():
+        computed = (x for x in vars(owner).values() if isinstance(x, Tensor) and not x.is_leaf)
+        memo |= {id(x): x.detach().to(_META) for x in computed}
     return copy.deepcopy(module, memo)

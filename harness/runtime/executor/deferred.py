@@ -174,8 +174,12 @@ def in_place_bytes(device: torch.device) -> float:
 
 
 def is_large_linear(module: nn.Module) -> bool:
-    """Whether its weight's gradient is worth writing where it stays."""
-    return isinstance(module, nn.Linear | LinearShard) and module.weight.numel() >= LARGE_ELEMENTS
+    """Whether its weight's gradient is worth writing where it stays.
+
+    A weight that is computed from others is not even looked at: that may change buffers.
+    """
+    is_plain = isinstance(module, nn.Linear | LinearShard) and has_plain_weights(module)
+    return is_plain and _weight(module).numel() >= LARGE_ELEMENTS
 
 
 def in_place(module: nn.Module, *, is_added: bool) -> nn.Module | None:

@@ -26,8 +26,8 @@ from harness.runtime.draws import draws, is_dropout
 from harness.runtime.executor.batch_norm import GlobalBatchNorm
 from harness.runtime.executor.layout import Layout, Part, check_samples
 from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.running_state import check_shared_norms, check_writers
 from harness.runtime.executor.shards import Shard, Wanted, make_batch_norm, make_shard
-from harness.runtime.executor.shared_norms import check_shared_norms
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.values import MetaModel
 from harness.runtime.executor.weights import Holders, canonical_names
@@ -75,6 +75,7 @@ def choose_forms(
         ModelError, StrategyError: a cut that cannot be carried out at all.
     """
     check_shared_norms(captured, plan.strategy)
+    check_writers(captured, meta, plan.strategy)
     gathered: set[str] = set()
     while True:
         choosers = [_Chooser(captured, meta, plan, size, gathered) for size in sizes]

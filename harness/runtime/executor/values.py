@@ -37,10 +37,12 @@ class Values:
     Attributes:
         tensors: nodes that give a tensor.
         constants: nodes that give anything else but tensors, such as a size.
+        writes: nodes that change a buffer of their own, and which; batch norms left out.
     """
 
     tensors: dict[fx.Node, TensorMeta]
     constants: dict[fx.Node, Any]
+    writes: dict[fx.Node, str]
 
 
 class _Recording(fx.Interpreter):
@@ -48,10 +50,21 @@ class _Recording(fx.Interpreter):
         super().__init__(module)
         self.found: dict[fx.Node, Any] = {}
         self.last: fx.Node | None = None
+        self.writes: dict[fx.Node, str] = {}
+
+    def _buffers(self, n: fx.Node) -> dict[str, Tensor]:
+        if n.op != "call_module":
+            return {}
+        return dict(self.module.get_submodule(str(n.target)).named_buffers())
 
     def run_node(self, n: fx.Node) -> Any:
         self.last = n
+        buffers = self._buffers(n)
+        before = {name: buffer._version for name, buffer in buffers.items()}
         value = super().run_node(n)
+        changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
+        if changed:
+            self.writes[n] = changed[0]
         self.found[n] = _summary(value)
         return value
 
@@ -120,7 +133,9 @@ class MetaModel:
                 constants[node] = self._device
             elif not _has_tensors(value):
                 constants[node] = value
-        return Values(tensors, constants)
+        twins = zip(self._nodes, self.module.graph.nodes, strict=True)
+        writes = {node: recording.writes[t] for node, t in twins if t in recording.writes}
+        return Values(tensors, constants, writes)
 
 
 def _has_tensors(value: Any) -> bool:

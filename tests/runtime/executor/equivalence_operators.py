@@ -133,6 +133,17 @@ class SharedNorm(_Net):
         return self.norm(self.second(self.norm(y).tanh()))
 
 
+class SpectralNorm(_Net):
+    """A weight divided by its largest singular value, which buffers estimate step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.utils.parametrizations.spectral_norm(self.second)
+
+    def between(self, y: Tensor) -> Tensor:
+        return self.second(y).tanh()
+
+
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "changed_under_another_name": ChangedUnderAnotherName,
     "changed_through_a_view": ChangedThroughAView,
@@ -144,4 +155,5 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "scalars": Scalars,
     "many_dims": ManyDims,
     "shared_norm": SharedNorm,
+    "spectral_norm": SpectralNorm,
 }

@@ -4,18 +4,20 @@ from random import Random
 
 import msgspec
 import pytest
+import torch
 from equivalence_cases import Case
 from equivalence_check import check
 from equivalence_models import small_graph, small_task
 from equivalence_operators import OPERATORS
-from equivalence_strategies import named_strategies, random_strategy
+from equivalence_strategies import named_strategies, random_strategy, replicated_pipeline
 
 from harness.domain.strategy import OperatorPlan
 from harness.errors import StrategyError
 from harness.runtime.capture import capture
-from harness.runtime.executor.shared_norms import check_shared_norms
+from harness.runtime.executor.running_state import check_shared_norms, check_writers
+from harness.runtime.executor.values import MetaModel
 
-ALIKE = sorted(OPERATORS.keys() - {"shared_norm"})
+ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm"})
 NAMES = ("ddp", "tensor parallel", "1f1b", "zero_bubble", "interleaved")
 
 
@@ -54,3 +56,22 @@ def test_a_batch_norm_of_operators_that_are_planned_unalike_is_refused(name):
     captured = capture(small_task("shared_norm"), 8, "model")
     with pytest.raises(StrategyError, match=r"'norm' and '[^']*' call one batch norm"):
         check_shared_norms(captured, strategy)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "tensor parallel"])
+def test_a_module_that_changes_its_buffers_trains_where_it_runs_once_a_step(name, ranks):
+    strategy = named_strategies(small_graph("spectral_norm"), 2, 8)[name]
+    assert_equal("spectral_norm", strategy, ranks)
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpipe", "4 microbatches"), ("recompute", "recomp")])
+def test_a_module_that_changes_its_buffers_is_refused_where_it_runs_more_often(name, why):
+    task, graph = small_task("spectral_norm"), small_graph("spectral_norm")
+    n_microbatches = 4 if name == "gpipe" else 1
+    strategy = replicated_pipeline(
+        graph, 8, [[0], [1]], n_microbatches=n_microbatches, recompute=name == "recompute"
+    )
+    captured = capture(task, 8, "model")
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    with pytest.raises(StrategyError, match=f"'second' changes its buffer '[^']*' .*{why}"):
+        check_writers(captured, meta, strategy)

@@ -1,4 +1,5 @@
-"""Batch norms that several operators call: all of them update the same running statistics."""
+"""Buffers that forward changes: a strategy must change them as often, and in the order, as one
+device does."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
 from harness.runtime.capture import Captured
+from harness.runtime.executor.values import MetaModel
 
 
 def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
@@ -42,3 +44,27 @@ def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
                     f"{own.stage} and {plan.stage}, devices {own.devices} and {plan.devices}): "
                     "plan them alike, or use --batch-norm frozen"
                 )
+
+
+def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> None:
+    """Refuse to run a module twice in a step that changes its buffers each time, such as the power
+    iteration of a spectral norm. Batch norms are known, and looked after.
+
+    Raises:
+        StrategyError: names the operator and the buffer.
+    """
+    writes = meta.at(max(strategy.microbatch_sizes())).writes
+    for name, node in captured.nodes.items():
+        if node not in writes:
+            continue
+        plan, n_runs = strategy.operators[name], strategy.n_microbatches
+        per_device = max(plan.devices.count(device) for device in plan.devices)
+        if n_runs * per_device == 1 and not strategy.stages[plan.stage].recompute:
+            continue
+        why = f"{n_runs} microbatches" if n_runs > 1 else "recomputation"
+        why = why if per_device == 1 else f"{per_device} parts of it on one device"
+        raise StrategyError(
+            f"operator {name!r} changes its buffer {writes[node]!r} in every forward, which one "
+            f"device runs once a step, and strategy {strategy.name!r} more often ({why}): use "
+            "--microbatches 1 without --recompute, or --engine torch"
+        )
