@@ -76,6 +76,7 @@ class _Profiling:
         self._sharing = _Sharing.of(context)
         self._kind = context.world.device_kind
         self._task, self._captured = _prepare(config, context)
+        _hold(self._task, self._captured, config, context)
         self.graph = self._captured.graph
         self.profile = self._read()
         self._new: dict[MeasurementKey, Measurement] = {}
@@ -234,7 +235,6 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
     task.model.to(device)  # before it is exported, which writes down where tensors are made
     captured = capture(task, config.batch_size, config.model)
     captured.module.to(device)  # constants too
-    _hold(task, captured, config, context)
     return task, captured
 
 
