@@ -298,7 +298,8 @@ class Launcher:
         # A rank that waits in MPI for this one cannot be stopped alone: the agents end the launch.
         is_fatal = outcome.status != "ok" and not plan.case.workload.is_isolated
         reason = f"rank {self._world.rank} {who}: {outcome.reason}"
-        fault = (outcome.status, reason) if is_fatal else None
+        status = "skipped" if outcome.peers else outcome.status
+        fault = (status, reason) if is_fatal else None
         self._meeting.channel.end_part(name, fault)
         return self._control.gather("outcome", outcome, Outcome)
 

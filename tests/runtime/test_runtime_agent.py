@@ -15,6 +15,7 @@ import pytest
 from harness.runtime.agent import agent as agent_module
 from harness.runtime.agent import family
 from harness.runtime.agent.agent import Agent
+from harness.runtime.agent.row import OpenRun
 
 ROOT = Path(__file__).parents[2]
 AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
@@ -117,7 +118,7 @@ from harness.runtime.agent.channel import Channel
 channel = Channel.from_environment()
 channel.begin_run("run1", sys.argv[1], float(sys.argv[3]), is_isolated=False)
 print("begun", flush=True)
-channel.end_part("run1", ("oom", "rank 0 (h) no memory") if sys.argv[2] == "fault" else None)
+channel.end_part("run1")
 if sys.argv[2] == "close":
     channel.end_run(); channel.close_run(); channel.leave()
 elif sys.argv[2] == "kill":
@@ -160,6 +161,16 @@ def test_a_run_that_its_program_leaves_open_is_closed(
     assert header["reason"].endswith("; recorded: rank0 2 records (1 steps)")
     assert header["duration_s"] >= 0
     assert sorted(path.name for path in run_dir.iterdir()) == ["rank0.jsonl", "run.json"]
+
+
+def test_what_was_recorded_stands_in_the_first_line_of_a_reason(run_dir):
+    run = OpenRun(run_dir, 10.0)
+    run.close("oom", "rank 1 (b): no memory\nTraceback", 12.5)
+    header = json.loads((run_dir / "run.json").read_text())
+    assert header["reason"] == (
+        "rank 1 (b): no memory; recorded: rank0 2 records (1 steps)\nTraceback"
+    )
+    assert (header["status"], header["duration_s"]) == ("oom", 2.5)
 
 
 def test_a_run_that_its_program_closes_is_left_alone(run_dir):

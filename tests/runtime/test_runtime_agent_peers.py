@@ -217,3 +217,12 @@ def test_a_line_that_is_no_object_is_an_empty_message(line):
     receiver = Wire(theirs)
     ours.sendall(line + b"\n")
     assert receiver.receive() == [{}]
+
+
+def test_what_followed_from_another_ranks_fault_is_not_the_reason():
+    star = Star()
+    star.beat(1.0)
+    star.hub.add_fault(Fault("skipped", "rank 2 (b): lost its peer"), 4.0)
+    assert star.hub.judge(4.0) == Fault("crash", "rank 2 (b): lost its peer")
+    star.hub.add_fault(Fault("crash", "rank 1 (b): no space left"), 5.0)
+    assert star.hub.judge(4.0) == Fault("crash", "rank 1 (b): no space left")

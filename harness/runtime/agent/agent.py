@@ -349,4 +349,5 @@ class Agent:
         """Rank 0 speaks for all, and every rank before they have met."""
         run: Any = f"{self._run.run_dir.name}: {fault.status}: " if self._run else ""
         if not isinstance(self._peers, Spoke):
-            print(f"error: {run}{fault.reason}", file=sys.stderr, flush=True)
+            reason = fault.reason.partition("\n")[0]
+            print(f"error: {run}{reason}", file=sys.stderr, flush=True)

@@ -29,6 +29,10 @@ class Fault(NamedTuple):
         return {"fault": list(self), **more}
 
 
+def _has_followed(fault: Fault) -> bool:
+    return fault.status == "skipped"
+
+
 def _fault_in(message: Message) -> Fault | None:
     match message.get("fault"):
         case [str(status), str(reason), list(hosts), int(exit_code)]:
@@ -169,8 +173,8 @@ class Hub:
             wire.send(message)
 
     def judge(self, now_s: float) -> Fault | None:
-        due = [fault for due_s, fault in self._faults if now_s >= due_s]
-        return next(iter(due), None) or self._silence(now_s) or self._stop()
+        is_due = any(now_s >= due_s for due_s, _ in self._faults)
+        return (self.pending() if is_due else None) or self._silence(now_s) or self._stop()
 
     def _silence(self, now_s: float) -> Fault | None:
         ages = {rank: now_s - at_s for rank, at_s in self._heard_s.items()}
@@ -194,8 +198,12 @@ class Hub:
         return None
 
     def pending(self) -> Fault | None:
-        """The first fault that a rank has reported, due or not."""
-        return self._faults[0][1] if self._faults else None
+        """The first fault that a rank has reported, due or not; one that only followed from another
+        rank's (`skipped`) comes last."""
+        faults = sorted((fault for _, fault in self._faults), key=_has_followed)
+        if not faults:
+            return None
+        return faults[0]._replace(status="crash") if _has_followed(faults[0]) else faults[0]
 
     def unfinished(self, run: str) -> list[str]:
         """The other ranks that have not said that their part of a run is over."""

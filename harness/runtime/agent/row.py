@@ -40,7 +40,8 @@ class OpenRun:
             header = json.loads((self.run_dir / HEADER_FILE).read_bytes())
             if header.get("status") == "running":
                 header["status"] = status
-                header["reason"] = f"{reason}; {recorded(self.run_dir)}"
+                first, *rest = reason.split("\n")
+                header["reason"] = "\n".join([f"{first}; {recorded(self.run_dir)}", *rest])
                 header["duration_s"] = round(duration_s, 3)
                 _replace(self.run_dir, json.dumps(header, indent=1, ensure_ascii=False) + "\n")
         self._heartbeat.stop()
