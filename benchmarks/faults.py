@@ -277,20 +277,25 @@ _PAGE = """\
 
 What a launch does when a host, a link, a process, a disk or a memory limit fails in the middle
 of a run. Each row is one fault, injected into three ranks on a virtual cluster of three nodes by
-`{command}` (commit {commit}; {machine}). Limits: `--run-timeout-s {run:.0f}
---collective-timeout-s {collective:.0f} --heartbeat-timeout-s {heartbeat:.0f}`.
-The time is from the injection to mpirun's prompt; records are those of ranks 0, 1, 2 that can be
-read afterwards. A run after each fault, on the same hosts, was ok unless the last column says
-otherwise. This page is made by `python benchmarks/faults.py --table FILE.jsonl`.
+`python benchmarks/faults.py` (commits {commits}; {machine}, 2 cores without a GPU, which other
+programs used, too). Limits: `--run-timeout-s {run:.0f} --collective-timeout-s {collective:.0f}
+--heartbeat-timeout-s {heartbeat:.0f}`. The time is from the injection to mpirun's prompt, and as
+stated up to {grace:.0f} s beyond the limit; records are those of ranks 0, 1, 2 that can be read
+afterwards. The next run is one on the same hosts. This page is made by
+`python benchmarks/faults.py --table benchmarks/figures/faults.jsonl`.
 
-| fault | run | time | limit | exit | run.json | records | left running | as stated |
-|---|---|---|---|---|---|---|---|---|
+| fault | run | time | limit | exit | run.json | records | left running | next run | as stated |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """The page of docs that shows rows."""
-    lines = [_PAGE.format(run=RUN_S, collective=COLLECTIVE_S, heartbeat=HEARTBEAT_S, **rows[-1])]
+    commits = ", ".join(dict.fromkeys(row["commit"].removesuffix("-dirty") for row in rows))
+    lines = [_PAGE.format(
+        run=RUN_S, collective=COLLECTIVE_S, heartbeat=HEARTBEAT_S, grace=_GRACE_S,
+        commits=commits, machine=rows[-1]["machine"],
+    )]  # fmt: skip
     for row in rows:
         reason = row["reason"].split("\n")[0]
         reason = reason if len(reason) <= 160 else f"{reason[:157]}..."
@@ -300,7 +305,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             row["what"], row["workload"], f"{row['time_s']:.0f} s",
             f"{row['limit_s']:.0f} s ({row['limit']})", str(row["exit_code"]), ended, kept,
             str(len(row["left_running"]) + len(row.get("left_after_heal", []))),
-            "; ".join(row["problems"]) or "yes",
+            row["next_run"], "; ".join(row["problems"]) or "yes",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |\n")
     return "".join(lines)

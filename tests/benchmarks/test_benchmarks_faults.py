@@ -64,7 +64,7 @@ def test_the_page_has_a_line_for_each_row(faults):
     *_, line = faults.page([ROW, ROW]).splitlines()
     assert line == (
         "| a / b | train ddp | 17 s | 15 s (heartbeat) | 1 | timeout: rank 1 (c-node1) was last "
-        "heard 15 s ago | 10, 9 | 0 | yes |"
+        "heard 15 s ago | 10, 9 | 0 | ok | yes |"
     )
 
 
