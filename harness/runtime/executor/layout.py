@@ -341,8 +341,11 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
         if SAMPLE not in layout.plan(name).partition or len(layout.parts[name]) == 1:
             continue
         if more is None:
-            meta.at(2 * layout.samples)  # says why not
-            continue
+            raise ModelError(
+                f"operator {name!r} is cut by samples, but the model takes batches of "
+                f"{layout.samples} samples alone: read the batch size from the input (-1, "
+                "x.shape[0]) where it is written out, or give every device the whole batch"
+            )
         now, then = layout.values.tensors[node].shape, more.tensors[node].shape
         names = list(layout.value_shape(node))
         at = names.index(SAMPLE) if SAMPLE in names else None

@@ -144,6 +144,13 @@ class SpectralNorm(_Net):
         return self.second(y).tanh()
 
 
+class FixedBatch(_Net):
+    """The batch size is written out."""
+
+    def between(self, y: Tensor) -> Tensor:
+        return self.second(y.view(8, 3, 4).transpose(1, 2).reshape(8, _WIDTH))
+
+
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "changed_under_another_name": ChangedUnderAnotherName,
     "changed_through_a_view": ChangedThroughAView,
@@ -156,4 +163,5 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "many_dims": ManyDims,
     "shared_norm": SharedNorm,
     "spectral_norm": SpectralNorm,
+    "fixed_batch": FixedBatch,
 }

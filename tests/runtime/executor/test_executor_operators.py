@@ -12,12 +12,14 @@ from equivalence_operators import OPERATORS
 from equivalence_strategies import named_strategies, random_strategy, replicated_pipeline
 
 from harness.domain.strategy import OperatorPlan
-from harness.errors import StrategyError
+from harness.errors import ModelError, StrategyError
 from harness.runtime.capture import capture
+from harness.runtime.executor.forms import choose_forms
+from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.running_state import check_shared_norms, check_writers
 from harness.runtime.executor.values import MetaModel
 
-ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm"})
+ALIKE = sorted(OPERATORS.keys() - {"shared_norm", "spectral_norm", "fixed_batch"})
 NAMES = ("ddp", "tensor parallel", "1f1b", "zero_bubble", "interleaved")
 
 
@@ -75,3 +77,25 @@ def test_a_module_that_changes_its_buffers_is_refused_where_it_runs_more_often(n
     meta = MetaModel(captured, task.inputs, torch.device("cpu"))
     with pytest.raises(StrategyError, match=f"'second' changes its buffer '[^']*' .*{why}"):
         check_writers(captured, meta, strategy)
+
+
+def test_a_batch_size_that_is_written_out_is_trained_whole(ranks):
+    strategy = named_strategies(small_graph("fixed_batch"), 2, 8)["single"]
+    assert_equal("fixed_batch", strategy, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ddp", "is cut by samples, but the model takes batches of 8 samples alone"),
+        ("gpipe", "operator view does not take a batch of 2 samples"),
+    ],
+)
+def test_a_batch_size_that_is_written_out_is_refused_in_parts(name, message):
+    task = small_task("fixed_batch")
+    strategy = named_strategies(small_graph("fixed_batch"), 2, 8)[name]
+    captured = capture(task, 8, "model")
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    sizes = sorted(set(strategy.microbatch_sizes()))
+    with pytest.raises(ModelError, match=message):
+        choose_forms(captured, meta, ExecutorPlan(strategy=strategy), sizes)
