@@ -33,3 +33,11 @@ def test_nothing_is_copied_where_it_is_and_ties_stay():
     assert {name: t.shape for name, t in tensors.items()} == {
         name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())
     }
+
+
+def test_a_weight_that_a_hook_computes_is_copied_without_memory():
+    model = nn.utils.weight_norm(nn.Linear(3, 2))
+    model(torch.ones(1, 3))
+    copied = meta_copy(model)
+    assert copied.weight.is_meta
+    assert copied(torch.ones(4, 3, device="meta")).shape == (4, 2)

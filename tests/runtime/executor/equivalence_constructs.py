@@ -184,6 +184,19 @@ class HookedModule(Net):
         return self.body(x) + self.second(x)
 
 
+class HookedNorm(Net):
+    """A weight that a hook of PyTorch's own computes before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.utils.weight_norm(self.second)
+        self.eval_dropout = nn.Dropout(0.5).eval()  # within a model that trains
+
+    def middle(self, x):
+        y = self.eval_dropout(self.second(x))
+        return torch.tanh(y) if self.training else y
+
+
 class BufferWriter(Net):
     """Buffers that are assigned, added to and filled, read before and after."""
 
@@ -238,6 +251,7 @@ CONSTRUCTS: dict[str, Callable[[], nn.Module]] = {
     "exported_no_grad": ExportedNoGrad,
     "hooked_weights": HookedWeights,
     "hooked_module": HookedModule,
+    "hooked_norm": HookedNorm,
     "buffer_writer": BufferWriter,
     "quantised": Quantised,
 }
