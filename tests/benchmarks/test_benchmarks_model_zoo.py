@@ -50,7 +50,7 @@ def test_what_one_device_refuses_is_wrong_to_train():
     assert "TypeError" in row["reason"]
 
 
-def test_narrow_models_are_judged_by_what_their_construct_changes():
+def test_narrow_models_are_judged_by_the_rounding_of_one_device():
     case = case_of("autocast")
     lost = train_single(case, WHOLE, has_construct=False)
     assert _judged(case, train_single(case, WHOLE), WHOLE)["status"] == "ok"

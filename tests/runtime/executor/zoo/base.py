@@ -41,8 +41,8 @@ class ZooModel:
 
     Attributes:
         build: makes the model; its parameters are drawn anew.
-        without: the same model without the construct, where rounding (autocast, bf16) leaves only
-            the distance between the two to judge by.
+        without: the same model without the construct, where that is a dtype of 16 bits: such models
+            are judged by how one device rounds.
         has_norm: statistics are those of a microbatch, on one device too.
         is_random: draws numbers, of which no two strategies draw the same.
     """
