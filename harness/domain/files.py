@@ -79,8 +79,8 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
         if found != (kind.schema, kind.version):
             raise kind.error(
-                f"{source} has schema {found[0]} version {found[1]}, this harness reads "
-                f"{kind.schema} version {kind.version}: {kind.remedy}"
+                f"{source} has schema {one_line(found[0], 60)} version {found[1]}, this harness "
+                f"reads {kind.schema} version {kind.version}: {kind.remedy}"
             )
         value = decode(data, cls, source=source, error=kind.error)
         if len(data) <= _MOST_BY_HAND:
@@ -111,7 +111,8 @@ def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
             twice = next(name for name in names if names.count(name) > 1)
             raise error(f"{source} has {shorten(twice)} twice in one object: keep one of them")
 
-    json.loads(data, object_pairs_hook=unique, parse_int=str, parse_float=str)
+    text = data.decode(errors="replace")  # msgspec leaves out what it does not read
+    json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
 
 
 def encode(value: object, indent: int = 1) -> bytes:

@@ -112,5 +112,5 @@ def differences(old: MadeFor, new: MadeFor) -> list[str]:
         if old.links_hash != new.links_hash:
             found.append("links, interfaces or collective curves of the cluster changed")
     if old.profile_hash and new.profile_hash and old.profile_hash != new.profile_hash:
-        found.append(f"the profile was {old.profile_hash} and is {new.profile_hash}")
+        found.append(f"the profile was {old.profile_hash!r} and is {new.profile_hash!r}")
     return found

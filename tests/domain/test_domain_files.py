@@ -107,3 +107,11 @@ def test_an_unknown_field_is_told_where_it_is(
     with pytest.raises(kind.FILE.error) as caught:
         kind.from_json(msgspec.json.encode(data), source="my.json")
     assert str(caught.value) == f"my.json: Object contains unknown field {where}"
+
+
+def test_bytes_that_are_no_text_in_what_is_left_out_are_no_error_of_another_kind() -> None:
+    data = Prediction(strategy="s", method="m", step_s=1.0, spans={"0": []}).to_json()
+    data = data.replace(
+        b'"0":[]', b'"0":[{"type":"span","kind":"step","x":"\xff","start_s":0,"duration_s":0}]'
+    )
+    assert Prediction.from_json(data).spans["0"][0].kind == "step"
