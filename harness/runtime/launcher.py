@@ -185,7 +185,7 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
             return int(match[1])
         node -= n_nodes
     raise LaunchError(
-        f"Slurm says SLURM_NODEID {environ['SLURM_NODEID']}, and {name} "
+        f"Slurm says SLURM_NODEID {shorten(environ.get('SLURM_NODEID', '0'))}, and {name} "
         f"{shorten(environ[name])} has fewer nodes: start from a clean shell"
     )
 

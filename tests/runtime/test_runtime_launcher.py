@@ -117,7 +117,7 @@ def test_slurms_ranks_of_each_node_are_read():
     assert read_launch(several).local_size == 2
     last = {**several, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
     assert read_launch(last).local_size == 1
-    with pytest.raises(LaunchError, match="SLURM_NODEID 3"):
+    with pytest.raises(LaunchError, match="SLURM_NODEID '3'"):
         read_launch({**several, "SLURM_NODEID": "3"})
 
 
@@ -161,3 +161,8 @@ def test_any_environment_is_a_place_or_one_line_of_error(environ):
         assert 0 <= launch.rank < launch.size
         assert launch.local_rank >= 0
     assert "\n" not in message
+
+
+def test_a_list_of_no_nodes_is_refused_without_a_node_number():
+    with pytest.raises(LaunchError, match="has fewer nodes"):
+        read_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x0)"})
