@@ -71,5 +71,5 @@ def test_the_reason_names_rank_and_operator(tmp_path, fault, told):
 def test_ddp_names_the_rank_that_stopped_making_progress(tmp_path, fault, more):
     reason = train(tmp_path, fault, STRATEGY="ddp").header.reason
     assert reason.startswith(f"rank 2 ({os.uname().nodename}): no progress for ")
-    assert f" s, in forward of step 4; {more}rank 0 (" in reason
+    assert f" s, in forward of step 2; {more}rank 0 (" in reason
     assert "gloo/" not in reason.splitlines()[0]
