@@ -69,7 +69,7 @@ class Training:
 
 
 def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
-    """Return the model with batch normalisation over those samples.
+    """Return the model with statistics of each rank's samples (`local`) or of all (`global`).
 
     Raises:
         ConfigError: normalising over all ranks on a CPU, which PyTorch does not offer.
