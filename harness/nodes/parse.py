@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from harness.inputs import find_int, find_number
 from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
@@ -15,6 +16,8 @@ _SECTION = re.compile(r"^@harness:(\w+)$")
 _RC = re.compile(r"^@rc=([0-9]{1,9})$")
 # cgroup v1 says "no limit" by a number close to 2**63.
 _NO_LIMIT_BYTES = 2**60
+# What `mpirun --version` says is short; the patterns that look for it are not linear.
+_LONGEST_VERSION = 4000
 
 
 @dataclass(frozen=True)
@@ -194,12 +197,17 @@ def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
     """`ip route get`: `10.0.0.3 dev eth0 src 10.0.0.2`, or `local ...` for an own address."""
     routes = []
     for line in lines:
-        match = re.match(r"(local )?(\S+).*? dev (\S+)(?:.*? src (\S+))?", line)
-        if match:
-            is_local = match[1] is not None or match[3] == "lo"
+        words = line.split()
+        is_local = words[:1] == ["local"]
+        address, *rest = words[is_local:] or [""]
+        following = dict(pairwise(rest))
+        if interface := following.get("dev", ""):
             routes.append(
                 Route(
-                    address=match[2], interface=match[3], source=match[4] or "", is_local=is_local
+                    address=address,
+                    interface=interface,
+                    source=following.get("src", ""),
+                    is_local=is_local or interface == "lo",
                 )
             )
     return tuple(routes)
@@ -224,10 +232,11 @@ def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
 
 def parse_mpi(section: Section) -> str:
     """Implementation and version, such as `Open MPI 4.1.8`; empty when there is none."""
-    if match := re.search(r"\(Open MPI\)\s+(\S+)", section.text):
+    text = section.text[:_LONGEST_VERSION]
+    if match := re.search(r"\(Open MPI\)\s+(\S+)", text):
         return f"Open MPI {match[1]}"
-    if match := re.search(r"HYDRA.*?Version:\s+(\S+)", section.text, re.DOTALL):
+    if match := re.search(r"HYDRA.*?Version:\s+(\S+)", text, re.DOTALL):
         return f"MPICH {match[1]}"
-    if match := re.search(r"(Intel\(R\) MPI.*?Version\s+\S+)", section.text):
+    if match := re.search(r"(Intel\(R\) MPI.*?Version\s+\S+)", text):
         return match[1]
     return section.first if section.returncode == 0 else ""

@@ -169,3 +169,13 @@ def test_routes_of_iproute2_and_busybox_are_read() -> None:
 )
 def test_mpi_implementations_are_told_apart(text: str, name: str) -> None:
     assert parse_mpi(split_sections(f"@harness:mpirun\n{text}")["mpirun"]) == name
+
+
+@pytest.mark.parametrize("line", ["1 " * 10**6, " " * 10**6 + "dev", "a" * 10**6 + " dev"])
+def test_long_lines_of_routes_are_passed_over(line: str) -> None:
+    assert parse_routes([line]) == ()
+
+
+def test_a_version_of_mpi_is_looked_for_in_its_first_lines_alone() -> None:
+    text = "@harness:mpirun\n" + "HYDRA\n" * 10**5 + "@rc=0"
+    assert parse_mpi(split_sections(text)["mpirun"]) == "HYDRA"
