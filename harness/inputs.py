@@ -8,11 +8,13 @@ or end in an exception of their own (integers of 5,000 digits, JSON nested a tho
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import math
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from harness.errors import ConfigError, HarnessError
 
@@ -164,16 +166,36 @@ def _json_number(text: str) -> float:
     return value
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe or a device is refused, because reading it may wait for ever.
+
+    Raises:
+        OSError: it is no regular file, or cannot be opened.
+    """
+    if path.exists() and not path.is_file():
+        code = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "Not a regular file")
+    return path.open("rb")
+
+
 def read_file(
-    path: Path, kind: str, error: type[HarnessError] = ConfigError, at_most: int = MOST_FILE_BYTES
+    path: Path,
+    kind: str,
+    error: type[HarnessError] = ConfigError,
+    at_most: int = MOST_FILE_BYTES,
+    *,
+    is_given: bool = False,
 ) -> bytes:
     """Read a file of a kind, such as `graph file`.
+
+    Args:
+        is_given: a flag names it, so that it may be a pipe, such as `<(...)`.
 
     Raises:
         HarnessError: `error`; missing, not to be read, or too large; names the path.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if is_given else open_regular(path) as file:
             data = file.read(at_most + 1)
     except (OSError, ValueError) as problem:  # a NUL in the path is a ValueError
         reason = getattr(problem, "strerror", None) or str(problem)

@@ -1,5 +1,7 @@
 """Files, text, JSON and numbers that others wrote."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -7,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.errors import ConfigError, GraphError, HarnessError
+from harness.domain.cluster import Cluster
+from harness.errors import ClusterError, ConfigError, GraphError, HarnessError
 from harness.inputs import (
     MOST_COUNT,
     decode_text,
@@ -121,6 +124,18 @@ def test_files_are_bounded(tmp_path):
         read_file(tmp_path / "missing", "graph file", GraphError)
     with pytest.raises(ConfigError, match="null"):
         read_file(Path("a\0b"), "graph file")
+
+
+def test_a_pipe_is_read_where_a_flag_names_it(tmp_path):
+    pipe = tmp_path / "cluster.json"
+    os.mkfifo(pipe)
+    with pytest.raises(ClusterError, match=r"^cluster file .*cluster.json: Not a regular file$"):
+        Cluster.load(pipe)
+    with pytest.raises(ConfigError, match="graph file /dev/zero: Not a regular file"):
+        read_file(Path("/dev/zero"), "graph file")
+    with ThreadPoolExecutor() as pool:
+        pool.submit(pipe.write_bytes, b"12345")
+        assert read_file(pipe, "graph file", is_given=True) == b"12345"
 
 
 def test_long_values_are_shortened():

@@ -88,13 +88,16 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return value
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, *, is_given: bool = False) -> Self:
         """Read a file.
+
+        Args:
+            is_given: a flag names it, so that it may be a pipe.
 
         Raises:
             HarnessError: the kind's own; missing or malformed; names the path.
         """
-        data = read_file(path, cls.FILE.name, cls.FILE.error)
+        data = read_file(path, cls.FILE.name, cls.FILE.error, is_given=is_given)
         return cls.from_json(data, source=str(path))
 
 

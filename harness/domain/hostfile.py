@@ -202,7 +202,7 @@ def load_hostfile(path: Path) -> list[Host]:
     Raises:
         HostfileError: missing or malformed.
     """
-    data = read_file(path, "hostfile", HostfileError, _MOST_BYTES)
+    data = read_file(path, "hostfile", HostfileError, _MOST_BYTES, is_given=True)
     if b"\0" in data or data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         file = shlex.quote(str(path))
         raise HostfileError(

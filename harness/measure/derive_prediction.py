@@ -136,10 +136,7 @@ def read_strategy(run_dir: Path) -> Strategy | None:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file to read; reading a pipe may wait for ever."""
     try:
-        if path.exists() and not path.is_file():
-            raise ResultsError(f"{path} is not a regular file")
         return path.exists()
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from harness.inputs import open_regular
 from harness.measure.run_files import HEADER_FILE, HEARTBEAT_FILE
 
 PERIOD_S = 2.0
@@ -104,7 +105,7 @@ def _now_s(directory: Path) -> float:
 
 def _read(path: Path) -> tuple[float, dict[str, Any]]:
     """When a file was written last, and its object; opening it asks a file server anew."""
-    with path.open() as file:
+    with open_regular(path) as file:
         changed_s = os.fstat(file.fileno()).st_mtime
         try:
             found = json.loads(file.read(4096))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
 
 from harness.domain.labels import record_problem
 from harness.domain.record import Record, Sample, Span, SpanKind
+from harness.inputs import open_regular
 
 # Lines of a file that are named when they cannot be used; the rest is counted.
 MAX_NAMED = 3
@@ -113,14 +112,6 @@ class Records(list[Record]):
             if isinstance(record, Sample):
                 found[record.metric].append(record)
         return dict(found)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe is refused, because reading it may wait for ever."""
-    if path.exists() and not path.is_file():
-        code = errno.EISDIR if path.is_dir() else errno.EINVAL
-        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "Not a regular file")
-    return path.open("rb")
 
 
 def read_records(path: Path, n_ranks: int = MAX_RANKS) -> tuple[Records, list[str]]:

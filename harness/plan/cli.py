@@ -144,7 +144,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     if args.cluster is not None:
         if args.bandwidth is not None:
             raise ConfigError("--bandwidth goes with --topology: a cluster file has its own links")
-        return Cluster.load(args.cluster)
+        return Cluster.load(args.cluster, is_given=True)
     n_nodes, n_devices = parse_topology(args.topology)
     inside, between = _bandwidths(args)
     memory = _NO_LIMIT_BYTES if args.memory is None else parse_bytes(args.memory)
@@ -280,7 +280,7 @@ def _default_profile(args: argparse.Namespace, model: str) -> Path:
 def _profile(
     args: argparse.Namespace, cluster: Cluster, graph: Graph | None
 ) -> tuple[Graph, Profile]:
-    data = read_file(args.profile, "profile", GraphError)
+    data = read_file(args.profile, "profile", GraphError, is_given=True)
     if _is_json(data):
         profile = Profile.from_json(data, source=str(args.profile))
         beside = graph_beside(args.profile)

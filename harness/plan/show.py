@@ -41,7 +41,7 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     """
     if graph_path is not None and not dot:
         raise ConfigError(f"--graph {graph_path} is for drawing a strategy: give --dot too")
-    data = read_file(path, "file")
+    data = read_file(path, "file", is_given=True)
     schema = _schema(data)
     if schema == "harness-graph":
         graph = Graph.from_json(data, source=str(path))
@@ -275,7 +275,7 @@ def load_graph(path: Path) -> Graph:
     Raises:
         GraphError: missing or malformed.
     """
-    data = read_file(path, "graph file", GraphError)
+    data = read_file(path, "graph file", GraphError, is_given=True)
     if _is_graph_txt(data):
         return _parse_graph_txt(data, path)[0]
     return Graph.from_json(data, source=str(path))

@@ -108,6 +108,11 @@ def test_a_broken_heartbeat_counts_by_its_age(run_dir, text):
     assert "died without closing it" in find_dead_writer(run_dir)
 
 
+def test_a_pipe_in_place_of_a_heartbeat_is_none(run_dir):
+    os.mkfifo(run_dir / HEARTBEAT_FILE)
+    assert read_header(run_dir).status == "running"
+
+
 def test_a_run_without_a_heartbeat_counts_from_its_header(run_dir):
     assert read_header(run_dir).status == "running"
     age(run_dir / "run.json", 3600)

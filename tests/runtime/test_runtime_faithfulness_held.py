@@ -1,6 +1,7 @@
 """A graph is held to its model once; whatever could change the answer makes it another graph."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def test_a_graph_is_held_once(tmp_path, held_graphs):
 )  # fmt: skip
 def test_a_broken_file_is_written_anew(content, tmp_path, held_graphs):
     (tmp_path / HELD_FILE).write_bytes(content)
+    for _ in range(2):
+        task, captured = plain()
+        hold_once(captured, task, "plain", "fp32", tmp_path)
+    assert held_graphs == ["plain"]
+
+
+def test_a_pipe_is_replaced(tmp_path, held_graphs):
+    os.mkfifo(tmp_path / HELD_FILE)
     for _ in range(2):
         task, captured = plain()
         hold_once(captured, task, "plain", "fp32", tmp_path)

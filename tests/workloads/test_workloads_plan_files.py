@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
@@ -61,6 +63,16 @@ def test_the_newest_links_of_these_very_nodes_count(results, tmp_path):
     found = find_cluster(tmp_path, here)
     assert found is not None
     assert {link.bandwidth_bytes_per_s for link in found.links} == {250e6}
+
+
+def test_a_pipe_in_place_of_a_file_is_passed_over(results, tmp_path):
+    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
+    (links / CLUSTER_FILE).unlink()
+    os.mkfifo(links / CLUSTER_FILE)
+    assert find_cluster(tmp_path, here) is None
+    os.mkfifo(tmp_path / "profile.json")
+    file = tmp_path / "profile.json"
+    assert not has_profiled(tmp_path, {}, here, file=file, parts=(8,))
 
 
 def test_the_first_ranks_of_a_measured_cluster_are_known_too(results, tmp_path):

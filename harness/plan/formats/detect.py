@@ -58,7 +58,7 @@ def read_strategy_file(path: Path) -> Imported:
     Raises:
         StrategyError: missing, or of no known format; names the path.
     """
-    return detect(read_file(path, "strategy file", StrategyError), source=str(path))
+    return detect(read_file(path, "strategy file", StrategyError, is_given=True), source=str(path))
 
 
 def detect(data: bytes, *, source: str) -> Imported:

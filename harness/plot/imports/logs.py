@@ -316,7 +316,7 @@ def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFact
     if told:
         return DeviceFacts(by_rank=tuple((0, *told) for _ in range(n_ranks)))
     for sibling in sorted(path.parent.glob("*.csv")):
-        if _n_gpus_named(sibling) == n_ranks:
+        if sibling.is_file() and _n_gpus_named(sibling) == n_ranks:
             text = _read(sibling)
             if is_epoch_csv(text):
                 rows = parse_epoch_csv(text, sibling)[0]

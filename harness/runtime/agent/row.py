@@ -62,7 +62,7 @@ def _replace(run_dir: Path, text: str) -> None:
 def recorded(run_dir: Path) -> str:
     """What the ranks' files on this disk hold, in short."""
     parts = []
-    for path in sorted(run_dir.glob("rank*.jsonl")):
+    for path in filter(Path.is_file, sorted(run_dir.glob("rank*.jsonl"))):
         data = path.read_bytes()
         n_steps = data.count(b'"kind":"step"')
         parts.append(f"{path.stem} {data.count(10)} records ({n_steps} steps)")

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from harness.domain.files import decode
 from harness.errors import ResultsError
-from harness.inputs import find_int, one_line, parse_int, shorten
+from harness.inputs import find_int, one_line, open_regular, parse_int, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.slices import WeightSlice
 from harness.runtime.executor.state import OwnParts, StateGatherer
@@ -146,6 +146,7 @@ def _named(own: OwnParts) -> Iterator[tuple[str, Tensor]]:
 def _opened(path: Path) -> Iterator[Any]:
     """A safetensors file; whatever its library makes of a broken one is one error."""
     try:
+        open_regular(path).close()
         with safe_open(str(path), framework="pt") as file:
             yield file
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:

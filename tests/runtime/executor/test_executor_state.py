@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
@@ -147,6 +148,12 @@ def test_a_state_of_another_model_is_refused():
     del state["model"]["head.weight"]
     with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has no such"):
         engine.load_full_state(state)
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "shard0.safetensors")
+    with pytest.raises(ResultsError, match=r"shard0.safetensors .*Not a regular file"):
+        load_sharded(tmp_path)
 
 
 def test_shards_that_do_not_belong_together_are_refused(ranks, tmp_path):
