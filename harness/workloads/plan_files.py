@@ -19,6 +19,7 @@ from harness.domain.profile import Profile
 from harness.domain.run import RunHeader
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, ResultsError
+from harness.inputs import one_line
 from harness.measure.store import read_header, write_atomically
 
 CLUSTER_FILE = "cluster.json"
@@ -37,13 +38,37 @@ def places(cluster: Cluster) -> list[Place]:
 
 def finished_runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
     """Runs of a workload that ended ok, newest first."""
+    return ((header, path) for header, path in _runs(results, workload) if header.status == "ok")
+
+
+def find_failure(results: Path, workload: str, wanted: dict[str, Any], cluster: Cluster) -> str:
+    """Why the newest run of these settings failed, on devices that are or begin with these.
+
+    Returns:
+        One line, such as `profile failed: REASON`; empty where it did not fail, or none has ended.
+    """
+    n = cluster.n_devices
+    for header, _ in _runs(results, workload):
+        is_alike = all(header.config.get(name) == value for name, value in wanted.items())
+        if not is_alike or places(header.cluster)[:n] != places(cluster):
+            continue
+        if header.status == "ok":
+            return ""
+        if header.status != "running":
+            reason = header.reason.partition("\n")[0] or header.status
+            return one_line(f"{workload} failed: {reason}", 400)
+    return ""
+
+
+def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
+    """Newest first."""
     found = []
     for path in results.glob(f"*-{workload}-*/run.json"):
         try:
             header = read_header(path.parent)
         except ResultsError:
             continue
-        if header.workload == workload and header.status == "ok":
+        if header.workload == workload:
             found.append((header, path.parent))
     yield from sorted(found, key=lambda item: item[0].start_utc, reverse=True)
 

@@ -26,7 +26,8 @@ from harness.runtime.models import Task, build_task, fit_options
 from harness.units import parse_bytes
 from harness.workloads.model_flags import flag_words
 from harness.workloads.plan_config import SearchConfig
-from harness.workloads.plan_files import find_cluster
+from harness.workloads.plan_files import find_cluster, find_failure
+from harness.workloads.plan_needs import profiled_of
 from harness.workloads.profile_config import ProfileConfig
 
 
@@ -102,7 +103,8 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
     """Capture the model, and read what was measured beside this run; rank 0 only.
 
     Raises:
-        PlanError: links or operators of these devices have not been measured.
+        PlanError: links or operators of these devices have not been measured; where the run that
+            was to measure them failed, it gives that run's reason.
         ConfigError: the ranks are not in the order of their nodes.
         ModelError: no such model, or it cannot be captured.
     """
@@ -112,17 +114,22 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
     is_alone = header.cluster.n_devices == 1
     cluster = find_cluster(results, header.cluster) or (header.cluster if is_alone else None)
     if cluster is None:
+        failure = find_failure(results, "links", {}, header.cluster)
         raise PlanError(
-            f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
+            failure
+            or f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
             "ranks are: run ./entry.sh links on them"
         )
     graph = capture_graph(question, results)
-    path = question.profile_config().path(results)
+    config = question.profile_config()
+    path = config.path(results)
     profile = Profile.load(path) if path.is_file() else None
     if profile is None or not knows(profile, graph, cluster):
+        failure = find_failure(results, "profile", profiled_of(config), header.cluster)
         raise PlanError(
-            f"{path} does not hold every operator of {question.model} on these devices: run "
-            f"{_profile_command(question.profile_config())} on them"
+            failure
+            or f"{path} does not hold every operator of {question.model} on these devices: run "
+            f"{_profile_command(config)} on them"
         )
     return Inputs(graph=graph, cluster=cluster, profile=profile)
 

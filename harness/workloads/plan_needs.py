@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from harness.domain.cluster import Cluster
 from harness.workloads.contract import Need, config_json
@@ -10,6 +11,7 @@ from harness.workloads.links import LINKS, LinksConfig
 from harness.workloads.plan_config import SearchConfig
 from harness.workloads.plan_files import find_cluster, has_profiled
 from harness.workloads.profile import PROFILE
+from harness.workloads.profile_config import ProfileConfig
 from harness.workloads.profile_points import part_sizes
 
 # How long to measure, and in how many parts, does not change what a profile is of.
@@ -25,6 +27,11 @@ def links_need() -> Need:
     return Need(name="links", workload=LINKS, config=LinksConfig(), is_met=is_met)
 
 
+def profiled_of(config: ProfileConfig) -> dict[str, Any]:
+    """The settings that say what a profile is of."""
+    return {name: value for name, value in config_json(config).items() if name not in _HOW}
+
+
 def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
     """The operators of a model on each kind of device.
 
@@ -32,7 +39,7 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
         n_parts: a number of parts that batches are cut into, beside the usual ones.
     """
     config = question.profile_config(n_parts)
-    wanted = {name: value for name, value in config_json(config).items() if name not in _HOW}
+    wanted = profiled_of(config)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         file = config.path(results)

@@ -249,6 +249,28 @@ def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path, ranks):
     assert config == question.profile_config()
 
 
+@pytest.mark.parametrize("failed", ["profile", "links"])
+def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks, failed):
+    _, results = ranks
+    write_header(tmp_path / "run", results.header_of(["node0", "node1"]))
+    question = question_of(CASES["ddp"])
+    config = config_json(question.profile_config()) if failed == "profile" else {}
+    if failed == "profile":
+        results.write_links(tmp_path, 2)
+    run = tmp_path / f"1-{failed}-a"
+    header = msgspec.structs.replace(
+        results.header_of(["node0", "node1", "node2"]), run_id=run.name, workload=failed,
+        status="crash", reason="rank 2 (node2): boom\nTraceback", config=config,
+        start_utc="2026-01-02",
+    )  # fmt: skip
+    write_header(run, header)
+    with pytest.raises(PlanError, match=rf"^{failed} failed: rank 2 \(node2\): boom$"):
+        read_inputs(question, tmp_path / "run")
+    write_header(run, msgspec.structs.replace(header, status="ok"))
+    with pytest.raises(PlanError, match=r": run \./entry\.sh"):
+        read_inputs(question, tmp_path / "run")
+
+
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     found, run = searched(run_on_ranks, ranks)
     assert found[1] == {}
