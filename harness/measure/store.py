@@ -33,7 +33,7 @@ Problem = tuple[Path, str]
 """What cannot be used, and why."""
 
 # What a results directory may hold beside runs.
-_BESIDE_RUNS = ("README.md", "cluster.json", "profile-*.json")
+_BESIDE_RUNS = ("README.md", "cluster.json", "held-graphs.json", "profile-*.json")
 
 _MAX_DEPTH = 16
 

@@ -45,7 +45,7 @@ def test_a_last_buffer_alone_makes_it_wrong():
 
 def test_what_one_device_refuses_is_wrong_to_train():
     found = train_single(case_of("plain"), WHOLE)
-    row = _judged(case_of("dict_output"), found, WHOLE)
+    row = _judged(case_of("tuple_output"), found, WHOLE)
     assert row["status"] == "wrong"
     assert "TypeError" in row["reason"]
 
