@@ -35,6 +35,8 @@ _MOST_ELEMENTS = 1 << 24
 _APART = ("linear", "pool", "layer_norm", "embedding")
 _BATCHED = ("conv2d", "attention")  # of four dims
 _POINTWISE = ("elementwise", "add")
+# Their values are whatever the memory held.
+_UNDEFINED = ("empty_like", "new_empty")
 
 
 class _Recording(fx.Interpreter):
@@ -91,7 +93,8 @@ class SampleMixing:
         if any(len(one.dims) > 1 for one in given):
             return True
         is_fixed = not any(one.dims or self._varies(one.node) for one in given)
-        if is_fixed or draws(node, self._module):
+        is_undefined = function_name(node.target) in _UNDEFINED
+        if is_fixed or is_undefined or draws(node, self._module):
             return False
         if sum(one.n_elements for one in given) > _MOST_ELEMENTS:
             return not self._is_known(node, kind)
