@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.domain.graph import Graph, Operator
-from harness.errors import HarnessError, ModelError, first_line
+from harness.errors import HarnessError, ModelError
 from harness.runtime.draws import draws, is_dropout
 from harness.runtime.meta_run import (
     Measured,
@@ -26,7 +26,7 @@ from harness.runtime.meta_run import (
     untrained,
 )
 from harness.runtime.models import ModelOptions, Task, build_task, fit_options
-from harness.runtime.models.task import logits_of
+from harness.runtime.models.task import check_weights, logits_of
 from harness.runtime.operators import describe_node, function_name, is_known, is_opaque
 from harness.runtime.sample_dims import (
     is_cut_by_samples,
@@ -38,6 +38,7 @@ from harness.runtime.tracing.constructs import WRITES, WRITTEN
 from harness.runtime.tracing.independence import Argument, acts_by_samples
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
+from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.trace import trace
 from harness.runtime.tracing.writes import settle
 
@@ -277,25 +278,23 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     except HarnessError:
         raise
     except Exception as error:  # whatever a model's operators raise
-        raise ModelError(
-            f"{name} cannot be captured ({type(error).__name__}: {first_line(error)}): replace "
-            "operators whose shapes depend on values, or train it by --engine torch, which needs "
-            "no plan"
-        ) from error
+        raise refusal(name, error) from error
 
 
 def _capture(task: Task, batch: int, name: str) -> Captured:
+    check_weights(task.model)
     device = next((parameter.device for parameter in task.model.parameters()), None)
     examples = tuple(
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
     )
     module = trace(task.model, examples)
-    settle(module, examples)
-    measured = run_on_meta(module, examples)
-    at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
-    builder = _Builder(module, measured, at_twice, mixing, batch)
-    for node in module.graph.nodes:
-        builder.add(node)
+    with torch.device("meta"):  # of tensors that modules make
+        settle(module, examples)
+        measured = run_on_meta(module, examples)
+        at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
+        builder = _Builder(module, measured, at_twice, mixing, batch)
+        for node in module.graph.nodes:
+            builder.add(node)
     if not builder.output:
         raise ModelError(f"{name} returns no tensor that its operators computed")
     last = next(o for o in builder.operators if o.name == builder.output)

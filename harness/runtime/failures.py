@@ -65,6 +65,13 @@ def located(error: BaseException) -> str:
     return "\n".join([first + where, *rest, "".join(traceback.format_exception(error))])
 
 
+def users_line(error: BaseException) -> str:
+    """The innermost line of the user's, such as `models.py:12 in forward`; empty without one."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    found = next((frame for frame in frames if _is_users(frame.filename)), None)
+    return f"{Path(found.filename).name}:{found.lineno} in {found.name}" if found else ""
+
+
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     for is_wanted in (_is_users, _is_generated, _is_own):

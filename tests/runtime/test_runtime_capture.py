@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harness.errors import ModelError
 from harness.runtime.capture import capture, capture_model, trace
+from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models import (
     MODELS,
     DlrmOptions,
@@ -162,7 +163,7 @@ def test_an_exported_model_takes_batches_of_any_size(batch):
 @pytest.mark.parametrize("batch", [1, 6])
 def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
     task = Task(model=ByRows(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
-    with pytest.raises(ModelError, match="exported for one batch size only: its input 'x'"):
+    with pytest.raises(ModelError, match="ByRows cannot be captured: forward loops"):
         capture(task, batch, "rows")
 
 
@@ -173,16 +174,114 @@ class Selecting(nn.Module):
 
 def test_an_operator_without_a_shape_is_named_with_its_model():
     task = Task(model=Selecting(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
-    message = r"^selecting cannot be captured \(NotImplementedError: .*nonzero.*--engine torch"
+    message = r"^selecting cannot be captured: the shape of .* \(operator '\w+'\): .*--engine torch"
     with pytest.raises(ModelError, match=message):
         capture(task, 2, "selecting")
 
 
-class Deciding(nn.Module):
+class Construct(nn.Module):
+    """A linear layer, and then what a test gives."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.linear, self.after = nn.Linear(4, 4), after
+
     def forward(self, x):
-        return x if x.sum().item() > 0 else -x
+        return self.after(self, self.linear(x))
 
 
-def test_what_neither_can_follow_is_refused_with_both_reasons():
-    with pytest.raises(ModelError, match=r"torch\.fx .* nor by torch\.export"):
-        trace(Deciding(), (torch.ones(2, 2),))
+class OnTheCpu(nn.Module):
+    """Kept whole for its hook; makes tensors where PyTorch does by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        return x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.arange(4)
+
+
+def by_value(net, x):
+    return x if x.sum() > 0 else -x
+
+
+def of_a_slope(net, x):
+    return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+
+def of_a_pass(net, x):
+    x.sum().backward(retain_graph=True)
+    return x
+
+
+def task_of(model):
+    return Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (by_value, "forward decides by the values of a tensor"),
+        (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
+        (of_a_pass, r"forward calls backward\(\), which differentiates"),
+        (lambda net, x: x / len(x), r"forward takes len\(\) of a tensor"),
+        (lambda net, x: torch.stack([row for row in x]), "forward loops over the samples"),  # noqa: C416
+        (lambda net, x: sum(x[i] for i in range(x.shape[0])), "forward takes a size of a tensor"),
+        (lambda net, x: torch.from_numpy(x.detach().numpy()), "forward computes by numpy"),
+        (lambda net, x: x * x.new_tensor([1.0] * 4, device="cpu"), "makes a tensor on the CPU"),
+        (lambda net, x: x * x.max().item(), "forward reads the value of a tensor"),
+        (lambda net, x: x + torch.unique(x).sum(), "the shape of a tensor depends on values"),
+        (lambda net, x: x.reshape(7, -1), "RuntimeError: shape .* is invalid"),
+        (lambda net, x: {"a": x}["b"], "KeyError: 'b'"),
+    ],
+)
+def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, words):
+    with pytest.raises(ModelError, match=rf"cannot be captured: .*{words}") as refused:
+        capture(task_of(Construct(after)), 6, "construct")
+    message = str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 300
+    assert "test_runtime_capture.py:" in message or "(operator '" in message
+    assert message.endswith("or train it by --engine torch, which needs no plan")
+
+
+def test_weights_without_a_shape_are_refused_by_their_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ModelError, match=r"^module '1' \(LazyLinear\) has no weights before"):
+        capture(task_of(model), 6, "lazy")
+
+
+class Loose(nn.Module):
+    """Takes whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *tensors, scale=2.0, **others):
+        return self.linear(sum(tensors)) * scale * len(tensors) + len(others)
+
+
+@pytest.mark.parametrize("n_inputs", [1, 2])
+def test_arguments_without_names_are_what_is_fed(n_inputs):
+    model = Loose()
+    inputs = tuple(InputSpec(name=f"x{n}", shape=(4,)) for n in range(n_inputs))
+    found = capture(Task(model=model, inputs=inputs, n_classes=4), 6, "loose")
+    batch = [torch.rand(3, 4) for _ in range(n_inputs)]
+    assert torch.equal(found.module(*batch), model(*batch))
+
+
+def test_a_derivative_inside_a_module_of_its_own_is_kept_whole():
+    class Slope(nn.Module):
+        def forward(self, x):
+            return of_a_slope(self, x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Slope())
+    task = task_of(model)
+    found = capture(task, 6, "slope")
+    hold_to_model(task, found, "slope", "fp32")
+
+
+def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured():
+    task = task_of(nn.Sequential(nn.Linear(4, 4), OnTheCpu()))
+    hold_to_model(task, capture(task, 6, "on the cpu"), "on the cpu", "fp32")

@@ -47,6 +47,14 @@ def resnet(n):
 """
 
 
+LAZY = """
+from torch import nn
+
+def net(n_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(n_classes))
+"""
+
+
 @pytest.fixture
 def user(tmp_path, monkeypatch):
     """Writes modules of a user's own, which are forgotten afterwards."""
@@ -81,6 +89,7 @@ def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
         ("users_lib:net", "import no_such_lib", "no_such_lib'; users_lib needs it: install it"),
         ("users_sub:net", "import json.nothing", "nothing'; users_sub needs it: install it"),
         ("users_args:net", "def net(width): pass", "'width'; give its arguments defaults"),
+        ("users_lazy:net", LAZY, "module '1' (LazyLinear) has no weights before its first batch"),
     ],
 )
 def test_what_a_factory_lacks_is_said_with_its_remedy(name, text, message, user):

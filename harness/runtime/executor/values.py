@@ -115,7 +115,8 @@ class MetaModel:
     def _run(self, samples: int) -> Values:
         recording = _Recording(self.module)
         try:
-            recording.run(*self._inputs_of(samples))
+            with torch.device("meta"):  # of tensors that modules make
+                recording.run(*self._inputs_of(samples))
         except Exception as error:
             raise ModelError(
                 f"operator {recording.last} does not take a batch of {samples} samples, as its "

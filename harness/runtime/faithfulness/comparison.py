@@ -231,10 +231,11 @@ class _Comparison:
             if is_out_of_memory(error):
                 raise
             sizes = " and ".join(str(len(batch.targets)) for batch in batches)
+            said = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}"
             raise ModelError(
                 f"the graph captured of {self._name} cannot train {sizes} samples, the model can "
-                f"({type(error).__name__}: {first_line(error)}): remove control flow and sizes "
-                "that depend on the batch, or train it by --engine torch, which needs no plan"
+                f"({said}): remove control flow and sizes that depend on the batch, or train it "
+                "by --engine torch, which needs no plan"
             ) from error
 
     # Comparing

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from harness.errors import ModelError
-from harness.runtime.models.task import InputSpec, ModelOptions, Task
+from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights
 from harness.runtime.torchvision_import import allow_torchvision
 
 _EXAMPLE = "write it like package.module:factory"
@@ -45,7 +45,8 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
     (n, n_classes), or a Task, which says itself what it is fed.
 
     Raises:
-        ModelError: the factory is missing, fails or returns something else.
+        ModelError: the factory is missing, fails or returns something else, or its model has
+            weights without a shape.
     """
     factory = _load(name)
     offered = {
@@ -61,9 +62,11 @@ def task_from_factory(name: str, options: ModelOptions) -> Task:
         raise ModelError(f"--model {name!r}: {error}; give its arguments defaults") from error
     built = factory(**given)
     if isinstance(built, Task):
+        check_weights(built.model)
         return built
     if not isinstance(built, nn.Module):
         raise ModelError(f"--model {name!r} returned a {type(built).__name__}, not an nn.Module")
+    check_weights(built)
     side = options.image_size
     images = InputSpec(name="images", shape=(options.n_channels, side, side))
     return Task(model=built, inputs=(images,), n_classes=options.n_classes)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from harness.errors import ModelError
 from harness.runtime.models.outputs import choose_logits, named_outputs
@@ -120,3 +121,18 @@ class ModelOptions:
     dropout: float | None = None
     has_frozen_norms: bool = False
     dlrm: DlrmOptions = field(default_factory=DlrmOptions)
+
+
+def check_weights(model: nn.Module) -> None:
+    """Refuse weights that have no shape yet.
+
+    Raises:
+        ModelError: names the lazy module.
+    """
+    for path, module in model.named_modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, own)):
+            raise ModelError(
+                f"module {path!r} ({type(module).__name__}) has no weights before its first batch: "
+                "call the model on a batch where it is made, or give the module its sizes"
+            )

@@ -13,19 +13,19 @@ from collections.abc import Collection
 
 from torch import Tensor, fx, nn
 
-from harness.errors import HarnessError, ModelError, first_line
+from harness.errors import HarnessError, first_line
 from harness.runtime.tracing.autocast import keep_regions
 from harness.runtime.tracing.chance import nothing_drawn
 from harness.runtime.tracing.constructs import WRITTEN, LostError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
+from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.tracer import ModelTracer
 
 _log = logging.getLogger(__name__)
 
 # Of the model's parameters: a module with more of them is not kept whole for a buffer's sake.
 _LARGEST_SHARE = 0.5
-_REMEDY = "or train it by --engine torch, which needs no plan"
 
 
 def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
@@ -36,7 +36,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     """
     whole: set[str] = set()
     states: dict[str, str] = {}
-    exported = ""
+    exported: Exception | None = None
     while True:
         tracer = ModelTracer(whole, states, len(examples))
         try:
@@ -54,7 +54,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
             continue
         if isinstance(reason, HarnessError) and not isinstance(reason, LostError):
             raise reason
-        if not exported and not isinstance(reason, LostError):
+        if exported is None and not isinstance(reason, LostError):
             try:
                 with nothing_drawn():
                     module = export(model, examples)
@@ -62,11 +62,14 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 keep_regions(module)
                 return module
             except Exception as error:
-                exported = first_line(error)
+                exported = error
         path = tracer.module_path
         if not path or path in whole:
-            raise _refused(model, reason, exported) from reason
-        _log.info("module %s is kept whole: torch.fx cannot trace it (%s)", path, reason)
+            reasons = (reason,) if exported is None else (reason, exported)
+            raise refusal(type(model).__name__, *reasons) from reason
+        _log.info(
+            "module %s is kept whole: torch.fx cannot trace it (%s)", path, first_line(reason)
+        )
         whole.add(path)
 
 
@@ -84,13 +87,3 @@ def _place(model: nn.Module, buffer: str, writer: str) -> str:
     place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
     own = sum(p.numel() for p in model.get_submodule(place).parameters())
     return place if own < _LARGEST_SHARE * sum(p.numel() for p in model.parameters()) else ""
-
-
-def _refused(model: nn.Module, reason: Exception, exported: str) -> ModelError:
-    name = type(model).__name__
-    if isinstance(reason, LostError):
-        return ModelError(f"{name} cannot be captured: {first_line(reason)}, {_REMEDY}")
-    return ModelError(
-        f"{name} can be captured neither by torch.fx ({first_line(reason)}) nor by torch.export "
-        f"({exported}): remove control flow that depends on values, {_REMEDY}"
-    )

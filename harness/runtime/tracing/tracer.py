@@ -29,7 +29,20 @@ from harness.runtime.tracing.constructs import (
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
 from harness.runtime.tracing.states import States
 
+_DIFFERENTIATIONS: dict[tuple[str, Any], str] = {
+    ("call_function", torch.autograd.grad): "torch.autograd.grad",
+    ("call_function", torch.autograd.backward): "torch.autograd.backward",
+    ("call_method", "backward"): "backward()",
+}
 _WITHOUT_GRADIENT = ("detach", "detach_", "argmax", "argmin", "argsort", "eq", "ne", "gt", "lt")
+
+
+class _Arguments(tuple[fx.Proxy, ...]):
+    """What `*args` of forward stand for; torch.fx takes a plain tuple apart."""
+
+
+class _Keywords(dict[str, Any]):
+    """What `**kwargs` of forward stand for: nothing."""
 
 
 class HookHandle:
@@ -135,6 +148,11 @@ class ModelTracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
+        if (kind, node.target) in _DIFFERENTIATIONS:
+            raise LostError(
+                f"forward calls {_DIFFERENTIATIONS[kind, node.target]}, which differentiates "
+                "across operators: put all that it differentiates into a module of its own"
+            )
         if kind in CALLS and not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
         if kind in CALLS and self._regions.innermost is not None:
@@ -166,11 +184,21 @@ class ModelTracer(fx.Tracer):
     def _proxy_placeholder(
         self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Callable[..., Any]
     ) -> Any:
+        if name.startswith("*"):  # the function takes them as a tuple and a dict now
+            return _Keywords() if name.startswith("**") else self._inputs_left(name[1:])
+        parameter = sig.parameters.get(name)
+        default = sig.empty if parameter is None else parameter.default
+        is_by_keyword = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+        if is_by_keyword and default is not sig.empty:
+            return default
         self._n_placeholders += 1
-        default = sig.parameters[name].default if name in sig.parameters else sig.empty
         if self._n_placeholders > self._n_inputs and default is not sig.empty:
             return default
         return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
+
+    def _inputs_left(self, name: str) -> _Arguments:
+        numbers = range(self._n_placeholders, self._n_inputs)
+        return _Arguments(self.create_proxy("placeholder", f"{name}_{n}", (), {}) for n in numbers)
 
     def _apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """An autograd function as one node, where it is applied to what is traced."""

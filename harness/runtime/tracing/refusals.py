@@ -1,0 +1,98 @@
+"""Why a model cannot be captured: one short line with the construct, its place and the remedy."""
+
+from __future__ import annotations
+
+import re
+
+from harness.errors import HarnessError, ModelError, first_line
+from harness.inputs import one_line
+from harness.runtime.failures import users_line
+from harness.runtime.tracing.constructs import LostError
+
+_REMEDY = "or train it by --engine torch, which needs no plan"
+_LONGEST = 100  # letters of what PyTorch says
+_AT_ONCE = "compute on all samples at once"
+_VALUES = "use torch.where or a mask"
+# In what torch.fx, torch.export and meta tensors say; the construct, and what to write.
+_CONSTRUCTS = (
+    (r"'len' is not supported", "forward takes len() of a tensor", "take x.shape[0]"),
+    (
+        r"Proxy object cannot be iterated",
+        "forward loops over the samples or elements of a tensor, or unpacks it",
+        _AT_ONCE,
+    ),
+    (
+        r"Proxy' object cannot be interpreted as an integer",
+        "forward takes a size of a tensor as an integer, such as range(x.shape[0])",
+        _AT_ONCE,
+    ),
+    (
+        r"cannot be used as inputs to control flow|Could not guard on data-dependent",
+        "forward decides by the values of a tensor (if, while, assert)",
+        _VALUES,
+    ),
+    (
+        r"item\(\) cannot be called on meta|Could not extract specialized integer",
+        "forward reads the value of a tensor (item(), int(), if)",
+        _VALUES,
+    ),
+    (
+        r"expected np\.ndarray|\.numpy\(\) is not supported|can't convert meta|NumPy",
+        "forward computes by numpy",
+        "compute by torch",
+    ),
+    (
+        r"\(\) raises unimplemented|with Meta tensors, but there was|data-dependent output",
+        "the shape of a tensor depends on values (nonzero, unique, an index that is a mask)",
+        _VALUES,
+    ),
+    (
+        r"device cpu is not on the expected device meta|at least two devices",
+        "forward makes a tensor on the CPU, wherever its input is",
+        "give it device=x.device",
+    ),
+    (
+        r"Expected positional argument for parameter|missing a required argument",
+        "forward takes more tensors than it is fed",
+        "give the others a default",
+    ),
+)
+
+
+def refusal(name: str, *reasons: Exception) -> ModelError:
+    """The error for a model that cannot be captured.
+
+    Args:
+        reasons: what each way to capture it raised; where several name a construct, the last one
+            counts.
+    """
+    for error in reversed(reasons):
+        if isinstance(error, LostError):
+            return _error(name, first_line(error), error, "")
+        for pattern, construct, remedy in _CONSTRUCTS:
+            if re.search(pattern, str(error)):
+                return _error(name, construct, error, remedy)
+    said = "; ".join(dict.fromkeys(map(_said, reasons)))
+    return _error(name, said, reasons[0], "rewrite that part")
+
+
+def _error(name: str, what: str, error: Exception, remedy: str) -> ModelError:
+    place = _place(error)
+    where = f" ({place})" if place else ""
+    do = f": {remedy}, {_REMEDY}" if remedy else f", {_REMEDY}"
+    return ModelError(f"{name} cannot be captured: {what}{where}{do}")
+
+
+def _place(error: Exception) -> str:
+    """The user's line, or the operator that the interpreter of the graph was at."""
+    operator = re.search(r"While executing %(\w+)", str(error))
+    return users_line(error) or (f"operator {operator[1]!r}" if operator else "")
+
+
+def _said(error: Exception) -> str:
+    """What an error says in its first sentence."""
+    text = one_line(first_line(error))
+    if isinstance(error, HarnessError):
+        return text
+    text = f"{type(error).__name__}: {text.partition('. ')[0]}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
