@@ -35,7 +35,6 @@ from harness.runtime.sample_dims import (
     shapes_at_twice,
 )
 from harness.runtime.tracing.constructs import WRITES, WRITTEN
-from harness.runtime.tracing.independence import Argument, acts_by_samples
 from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal
@@ -170,23 +169,6 @@ class _Builder:
             name += "_"
         return name
 
-    def _acts_by_samples(self, node: fx.Node, kind: str) -> bool:
-        """Whether an operator treats each sample by itself."""
-        if not is_opaque(node, self._modules):
-            return not self._mixing.mixes(node, kind)
-        target: Any = node.target
-        if node.op == "call_module":
-            target = self._modules[str(node.target)]
-        arguments: dict[fx.Node, Argument] = {}
-        for source in node.all_input_nodes:
-            value, weights = self._measured[source].value, self._waiting.get(source, {})
-            dims = () if weights else self._sample_dims(source)
-            if not isinstance(value, Tensor) or len(dims) > 1:
-                return False
-            rows = value.shape[dims[0]] // self._batch if dims else 1
-            arguments[source] = Argument(value, *((dims[0], rows) if dims else ()))
-        return acts_by_samples(target, (node.args, node.kwargs), arguments)
-
     def _written_buffers(self, node: fx.Node) -> list[str]:
         """Buffers that a node uses, and it or another writes."""
         names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -219,7 +201,7 @@ class _Builder:
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
-        if node.meta.get(WRITES) or not self._acts_by_samples(node, kind):
+        if node.meta.get(WRITES) or self._mixing.mixes(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
         function = "" if is_users else str(attrs["function"])
         if not self._is_cut_by_samples(kind, function, node, sources):

@@ -487,3 +487,66 @@ class Optional(nn.Module):
 def test_arguments_that_are_not_fed_keep_their_defaults():
     task = Task(model=Optional(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=3)
     assert [op.name for op in capture(task, 4, "o").graph.operators if op.kind == "input"] == ["x"]
+
+
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class UnlikeAlone(Multiplied):
+    """Another function of one sample than of several."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor if len(x) > 1 else 1
+        return x * ctx.factor
+
+
+class SignedWeight(torch.autograd.Function):
+    """A weight's gradient that does not add up over samples."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad * weight, weight.sign()
+
+
+class Logarithm(torch.autograd.Function):
+    """NaN of random values, whatever they are divided by."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (x / x.abs().mean() - 9).log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize(
+    ("middle", "is_mixing"),
+    [
+        (lambda net, x: Multiplied.apply(x, x.shape[1]), False),
+        (lambda net, x: Multiplied.apply(x, x.shape[0]), True),
+        (lambda net, x: UnlikeAlone.apply(x, 2), True),
+        (lambda net, x: SignedWeight.apply(x, net.last.bias[0]), True),
+        (lambda net, x: Logarithm.apply(x), True),
+    ],
+)
+def test_a_users_function_keeps_samples_apart_for_any_number_of_them(middle, is_mixing):
+    (operator,) = (
+        op for op in graph_of(middle).operators if op.attrs.get("is_repeatable") is False
+    )
+    assert operator.attrs.get("mixes_samples", False) == is_mixing

@@ -1,17 +1,20 @@
 """Which operators let samples of a batch depend on each other: each is run, and none is assumed.
 
-An operator is run by itself on five random samples, then on two and three of them, with the sizes
+An operator is run by itself on four random samples, then on one and three of them, with the sizes
 that a batch of so many has. Its output and the gradients of its inputs must be those of the parts
-side by side, those of its weights their sums. So it is found in softmax, roll, flip, cumsum, sort,
-mean and matmul over the batch, and in sizes of the batch that enter a value. Only operators that
-keep samples apart by what they are (a convolution, an addition) are not run.
+side by side, those of its weights their sums. So mixing is found in softmax, roll, flip, cumsum,
+sort, mean and matmul over the batch, in sizes of the batch that enter a value, and in a user's
+autograd functions, hooks and untraced modules. Only operators that keep samples apart by what they
+are (a convolution, an addition) are not run.
 """
 
 from __future__ import annotations
 
+import dis
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from harness.runtime.draws import draws
 from harness.runtime.meta_copy import meta_copy
-from harness.runtime.operators import function_name, is_known
+from harness.runtime.meta_run import parameters_of, tensors_in_order
+from harness.runtime.operators import function_name, is_known, is_opaque
+from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
 
-_PARTS = (2, 3)
-_WHOLE = sum(_PARTS)
+# Samples of the whole and of its parts: the first of which a model takes. A model that squeezes
+# has another form for one sample.
+_SIZES = ((4, 1, 3), (5, 2, 3))
 _TOLERANCE = 1e-9
 # A larger operator is not run: where nothing is known of it, it is taken to mix samples.
 _MOST_ELEMENTS = 1 << 24
@@ -37,6 +43,16 @@ _BATCHED = ("conv2d", "attention")  # of four dims
 _POINTWISE = ("elementwise", "add")
 # Their values are whatever the memory held.
 _UNDEFINED = ("empty_like", "new_empty")
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+# What writes beyond a hook's own names: its next call might do something else.
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
+_WRITING_CALLS = ("append", "extend", "insert", "pop", "update", "setdefault", "write", "print")
+
+
+class _Answer(Enum):
+    SAMPLE_WISE = auto()
+    MIXES = auto()
+    UNKNOWN = auto()
 
 
 class _Recording(fx.Interpreter):
@@ -60,7 +76,7 @@ class SampleMixing:
     def __init__(self, module: fx.GraphModule, examples: Iterable[Tensor]) -> None:
         self._module, self._examples = module, list(examples)
         self._modules = dict(module.named_modules())
-        self._known: dict[str, bool] = {}
+        self._known: dict[str, _Answer] = {}
 
     @cached_property
     def _values(self) -> list[dict[fx.Node, Any]]:
@@ -70,64 +86,72 @@ class SampleMixing:
         for module in meta.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()  # refuses single values in training
-        found = []
-        for n in (_WHOLE, *_PARTS):
-            run = _Recording(meta)
-            given = (
-                torch.empty(n, *x.shape[1:], dtype=x.dtype, device="meta") for x in self._examples
-            )
+        for sizes in _SIZES:
             try:
-                run.run(*given)
+                found = [self._values_of(meta, n) for n in sizes]
             except Exception as error:
-                _log.info("the model runs at one batch size only: %s", error)
-                return []
-            pairs = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
-            found.append({node: run.found.get(twin) for node, twin in pairs})
-        return found
+                _log.info("the model does not run at batch sizes %s: %s", sizes, error)
+                continue
+            if _ranks(found[0]) == _ranks(found[1]):
+                return found
+        return []
+
+    def _values_of(self, meta: fx.GraphModule, n_samples: int) -> dict[fx.Node, Any]:
+        run = _Recording(meta)
+        shapes = ((n_samples, *x.shape[1:]) for x in self._examples)
+        pairs = zip(shapes, self._examples, strict=True)
+        run.run(*(torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in pairs))
+        twins = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
+        return {node: run.found.get(twin) for node, twin in twins}
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
         """Whether an operator's samples depend on each other, or on how many they are."""
+        is_users = is_opaque(node, self._modules)
+        answer = self._answer_for_user(node) if is_users else self._answer(node, kind)
+        if answer is _Answer.UNKNOWN:
+            return is_users or not is_known(kind, function_name(node.target))
+        return answer is _Answer.MIXES
+
+    def _answer(self, node: fx.Node, kind: str) -> _Answer:
         if not self._values or self._is_apart(node, kind):
-            return False
-        given = [self._argument(source) for source in node.all_input_nodes]
+            return _Answer.SAMPLE_WISE
+        given = self._arguments(node)
         if any(len(one.dims) > 1 for one in given):
-            return True
+            return _Answer.MIXES
         is_fixed = not any(one.dims or self._varies(one.node) for one in given)
         is_undefined = function_name(node.target) in _UNDEFINED
         if is_fixed or is_undefined or draws(node, self._module):
-            return False
-        if sum(one.n_elements for one in given) > _MOST_ELEMENTS:
-            return not self._is_known(node, kind)
-        key = self._key(node, given)
+            return _Answer.SAMPLE_WISE
+        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
+        what = f"{node.target}" if module is None else f"{type(module)} {module}"
+        key = f"{what} {_described(node, given)}"
         if key not in self._known:
-            self._known[key] = self._test(node, kind, given)
+            self._known[key] = self._test(node, given)
         return self._known[key]
 
-    def _test(self, node: fx.Node, kind: str, given: Sequence[_Argument]) -> bool:
+    def _answer_for_user(self, node: fx.Node) -> _Answer:
+        """Of code that a graph does not show; hooks that keep a state are not run."""
+        given = self._arguments(node)
+        if any(len(one.dims) > 1 for one in given) or not self._grows(node):
+            return _Answer.MIXES
+        target = self._modules.get(str(node.target)) if node.op == "call_module" else node.target
+        if not all(map(_is_stateless, _hooks(target))):
+            return _Answer.UNKNOWN
+        weights = parameters_of(node, self._module).values()
+        return self._test(node, given, sum(w.numel() for w in weights), is_strict=True)
+
+    def _test(
+        self, node: fx.Node, given: Sequence[_Argument], n_weights: int = 0, is_strict: bool = False
+    ) -> _Answer:
+        if n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS:
+            return _Answer.UNKNOWN
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             try:
-                return _Trial(node, self._target(node), given).is_mixing()
+                return _Trial(node, self._target(node), given).answer(is_strict)
             except Exception as error:  # whatever it raises on random values
                 _log.info("operator %s does not run on random samples: %s", node.name, error)
-                return not self._is_known(node, kind)
-
-    def _is_known(self, node: fx.Node, kind: str) -> bool:
-        return is_known(kind, function_name(node.target))
-
-    def _key(self, node: fx.Node, given: Sequence[_Argument]) -> str:
-        """Equal for operators that do the same to arguments of the same shapes."""
-        place = {one.node: f"#{k}" for k, one in enumerate(given)}
-        args = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
-        shapes = [
-            [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in one.values]
-            for one in given
-        ]
-        module = self._modules.get(str(node.target)) if node.op == "call_module" else None
-        what = f"{node.target}" if module is None else f"{type(module)} {module}"
-        return (
-            f"{what} {args} {shapes} {[one.node.target for one in given if one.weight is not None]}"
-        )
+                return _Answer.UNKNOWN
 
     def _is_apart(self, node: fx.Node, kind: str) -> bool:
         """Whether what an operator is says that it keeps samples apart, or what mixes them is the
@@ -137,7 +161,7 @@ class SampleMixing:
         sources = node.all_input_nodes
         if kind in _POINTWISE:
             return not any(map(self._varies, sources))
-        first = self._argument(sources[0]) if sources else None
+        first = self._arguments(node)[0] if sources else None
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and first is not None:
             is_apart = first.dims == (0 if module.batch_first else 1,)
@@ -166,30 +190,26 @@ class SampleMixing:
             return _on_cpu(self._modules[str(node.target)])
         return node.target  # type: ignore[return-value]
 
-    def _argument(self, node: fx.Node) -> _Argument:
-        sizes = [each.get(node) for each in self._values]
-        if node.op == "get_attr":
-            owner, _, name = str(node.target).rpartition(".")
-            tensor = getattr(self._module.get_submodule(owner), name)
-            return _Argument(node, [tensor.to("meta")] * 3, weight=tensor)
-        return _Argument(node, sizes)
+    def _arguments(self, node: fx.Node) -> list[_Argument]:
+        sources = node.all_input_nodes
+        return [_Argument(n, [each.get(n) for each in self._values]) for n in sources]
+
+    def _grows(self, node: fx.Node) -> bool:
+        """Whether every tensor that a node gives has samples."""
+        found = [tensors_in_order(each.get(node)) for each in self._values]
+        return bool(found) and all(a.shape != b.shape for a, b, *_ in zip(*found, strict=True))
 
 
 @dataclass(frozen=True)
 class _Argument:
-    """What a node gives its reader, for the whole and each part.
-
-    Attributes:
-        weight: the tensor itself, where it is one of the model's.
-    """
+    """What a node gives its reader, for the whole and each part."""
 
     node: fx.Node
     values: list[Any]
-    weight: Tensor | None = None
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.values[0], Tensor)
+        return bool(self.values) and isinstance(self.values[0], Tensor)
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -236,14 +256,33 @@ class _Trial:
         self._node, self._call, self._arguments = node, call, arguments
         self._drawn = {one.node: one.draw() for one in arguments}
         self._cotangents: list[Tensor] = []
-        self._weights = list(call.parameters()) if isinstance(call, nn.Module) else []
+        module = call if isinstance(call, nn.Module) else nn.Module()
+        self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]
 
-    def is_mixing(self) -> bool:
-        whole, *parts = (self._run(k) for k in range(1 + len(_PARTS)))
-        if not all(map(_is_joined, whole[0], zip(*(part[0] for part in parts), strict=True))):
-            return True
-        pairs = zip(whole[1], zip(*(part[1] for part in parts), strict=True), strict=True)
-        return not all(_is_joined(a, b) or _is_sum(a, b) for a, b in pairs)
+    def answer(self, is_strict: bool) -> _Answer:
+        """Compare the whole with its parts.
+
+        Args:
+            is_strict: whether NaN, which hides what it was computed from, and a buffer that is
+                written once a batch leave it unknown.
+        """
+        before = self._buffers()
+        whole, *parts = (self._run(k) for k in range(3))
+        has_nan = any(bool(x.isnan().any()) for x in (*whole[0], *whole[1]))
+        if is_strict and (has_nan or self._buffers() != before):
+            return _Answer.UNKNOWN
+        outputs = list(zip(whole[0], *(part[0] for part in parts), strict=True))
+        gradients = zip(whole[1], *(part[1] for part in parts), strict=True)
+        # The gradient of a weight adds up over samples, where there are any in the output.
+        is_fixed = all(a.shape == b.shape for a, b, *_ in outputs)
+        is_alike = all(_is_joined(a, b) for a, *b in outputs) and all(
+            _is_joined(a, b) if is_fixed or a.shape != b[0].shape else _is_sum(a, b)
+            for a, *b in gradients
+        )
+        return _Answer.SAMPLE_WISE if is_alike else _Answer.MIXES
+
+    def _buffers(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
 
     def _run(self, k: int) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs and gradients, of the whole (0) or a part."""
@@ -272,6 +311,38 @@ class _Trial:
             if size != own:
                 whole = whole.narrow(dim, 0 if k == 1 else size - own, own)
         return whole.to(output.dtype)
+
+
+def _ranks(values: dict[fx.Node, Any]) -> list[list[int]]:
+    return [[tensor.dim() for tensor in tensors_in_order(value)] for value in values.values()]
+
+
+def _described(node: fx.Node, given: Sequence[_Argument]) -> str:
+    """Equal for operators that are given the same shapes in the same places."""
+    place = {one.node: f"#{k}" for k, one in enumerate(given)}
+    args = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
+    shapes = [
+        [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in one.values]
+        for one in given
+    ]
+    return f"{args} {shapes}"
+
+
+def _hooks(target: Any) -> list[Callable[..., Any]]:
+    if isinstance(target, GradientHooks):
+        return target.hooks
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    return [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values()]
+
+
+def _is_stateless(hook: Callable[..., Any]) -> bool:
+    """Whether a hook only computes, as far as its code shows."""
+    hook = getattr(hook, "func", hook)
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None:
+        return False
+    writes = any(one.opname.startswith(_STORES) for one in dis.get_instructions(code))
+    return not writes and not any(name in _WRITING_CALLS for name in code.co_names)
 
 
 def _copied(value: Any) -> Any:
