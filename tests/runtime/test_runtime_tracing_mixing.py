@@ -114,6 +114,15 @@ def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_
     assert bool(mixing_of(task)) == is_mixing
 
 
+@pytest.mark.parametrize(("dim", "found"), [(0, ["softmax"]), (1, [])])
+def test_mixing_is_found_in_a_model_that_takes_even_batches_alone(dim, found):
+    def function(x):
+        halves = x.reshape(x.shape[0] // 2, 2, WIDTH)
+        return halves.reshape(-1, WIDTH).softmax(dim)
+
+    assert mixing(function) == found
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     dims=st.permutations(range(3)),

@@ -32,8 +32,8 @@ from harness.runtime.tracing.functions import GradientHooks
 _log = logging.getLogger(__name__)
 
 # Samples of the whole and of its parts: the first of which a model takes. A model that squeezes
-# has another form for one sample.
-_SIZES = ((4, 1, 3), (5, 2, 3))
+# has another form for one sample, and one that halves its batch takes even sizes alone.
+_SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 _TOLERANCE = 1e-9
 # A larger operator is not run: where nothing is known of it, it is taken to mix samples.
 _MOST_ELEMENTS = 1 << 24
