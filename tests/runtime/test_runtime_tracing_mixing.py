@@ -115,10 +115,11 @@ def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_
 
 
 @pytest.mark.parametrize(("dim", "found"), [(0, ["softmax"]), (1, [])])
-def test_mixing_is_found_in_a_model_that_takes_even_batches_alone(dim, found):
+@pytest.mark.parametrize("multiple", [2, 4])
+def test_mixing_is_found_in_a_model_that_takes_multiples_of_a_size_alone(multiple, dim, found):
     def function(x):
-        halves = x.reshape(x.shape[0] // 2, 2, WIDTH)
-        return halves.reshape(-1, WIDTH).softmax(dim)
+        groups = x.reshape(x.shape[0] // multiple, multiple, WIDTH)
+        return groups.reshape(-1, WIDTH).softmax(dim)
 
     assert mixing(function) == found
 

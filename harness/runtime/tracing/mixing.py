@@ -32,7 +32,8 @@ from harness.runtime.tracing.functions import GradientHooks
 _log = logging.getLogger(__name__)
 
 # Samples of the whole and of its parts: the first of which a model takes. A model that squeezes
-# has another form for one sample, and one that halves its batch takes even sizes alone.
+# has another form for one sample, and one that halves its batch takes even sizes alone. The last
+# try is two of the batches that are trained.
 _SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 _TOLERANCE = 1e-9
 # A larger operator is not run: where nothing is known of it, it is taken to mix samples.
@@ -86,7 +87,8 @@ class SampleMixing:
         for module in meta.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()  # refuses single values in training
-        for sizes in _SIZES:
+        n = len(self._examples[0])
+        for sizes in (*_SIZES, (2 * n, n, n)):
             try:
                 found = [self._values_of(meta, n) for n in sizes]
             except Exception as error:
