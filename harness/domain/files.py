@@ -114,6 +114,8 @@ def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
             twice = next(name for name in names if names.count(name) > 1)
             raise error(f"{source} has {shorten(twice)} twice in one object: keep one of them")
 
+    if not data[:1].isascii():  # a byte-order mark
+        data = decode_text(data, source, error).encode()
     text = data.decode(errors="replace")  # msgspec leaves out what it does not read
     json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
 

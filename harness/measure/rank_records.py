@@ -98,7 +98,7 @@ class Records(list[Record]):
         """The spans that name a step, in the order of steps."""
         columns = self.columns
         ends = np.searchsorted(columns.group, np.arange(len(columns.steps)), side="right")
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][: len(ends)]
         return {
             int(step): columns.spans[start:end]
             for step, start, end in zip(columns.steps, starts, ends, strict=True)

@@ -45,3 +45,7 @@ def test_steps_taken_together_cover_what_each_does_alone(
         assert windows.working_s(chosen)[step] == working_s
         for one in own:
             assert waited[id(one)] == covered_s(waits, one)
+
+
+def test_a_rank_without_spans_has_no_steps() -> None:
+    assert Records([]).by_step == {}

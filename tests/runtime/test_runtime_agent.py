@@ -77,7 +77,8 @@ def test_the_agent_dies_of_what_its_program_died_of_and_says_so(number):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_are_passed_on(number):
     script = f"trap 'echo caught; exit 7' {int(number)}; echo ready; while :; do sleep 0.05; done"
-    process = start("sh", "-c", script)
+    # Under nohup, SIGHUP is ignored.
+    process = start("sh", "-c", script, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)

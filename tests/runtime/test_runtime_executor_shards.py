@@ -341,7 +341,6 @@ def test_any_window_and_any_cut_put_together_are_the_whole(seed):
     [
         (Call(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")), images(), "height"),
         (Call(nn.Conv2d(4, 6, 3, padding="same")), images(), "height"),
-        (Call(nn.MaxPool2d(2, return_indices=True)), images(), "feature"),
         (Call(nn.GroupNorm(2, 4)), images(), "height"),
         (Call(nn.LayerNorm(8)), tokens(), "feature"),
         (Call(nn.Embedding(9, 8, max_norm=1.0)), [torch.ones(3, 5).long()], "feature"),

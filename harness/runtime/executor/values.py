@@ -37,7 +37,7 @@ class Values:
     Attributes:
         tensors: nodes that give a tensor.
         constants: nodes that give anything else but tensors, such as a size.
-        writes: nodes that change a buffer of their own, and which; batch norms left out.
+        writes: nodes that change a buffer of their own, and which; not batch and instance norms.
     """
 
     tensors: dict[fx.Node, TensorMeta]
@@ -86,7 +86,7 @@ class MetaModel:
         self._nodes = list(captured.module.graph.nodes)
         self.module: fx.GraphModule = meta_copy(captured.module)
         for module in self.module.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.eval()  # refuses single values in training, which shapes do not care about
         self._inputs = inputs
         self._device = device

@@ -164,7 +164,7 @@ class NormedWeights(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             weight_norm(nn.Linear(10, 16)), nn.Tanh(),
-            nn.utils.spectral_norm(nn.Linear(16, 12)), nn.Tanh(),
+            nn.utils.weight_norm(nn.Linear(16, 12)), nn.Tanh(),
             nn.Linear(12, N_CLASSES),
         )  # fmt: skip
 
