@@ -1,4 +1,4 @@
-"""What others wrote, read within bounds: files, text, JSON, integers and numbers.
+"""Bounded readers of foreign input: files, text, JSON, integers and numbers.
 
 Python's own conversions take too much (`int` the digits of every script, `float` nan and infinity),
 or end in an exception of their own (integers of 5,000 digits, JSON nested a thousand deep).
@@ -44,7 +44,7 @@ def shorten(value: object, most: int = _LONGEST_SHOWN) -> str:
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """A text without what ends a line or moves a cursor, cut where it is long."""
+    """A text without control characters, cut where it is long."""
     text = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(char if char.isprintable() else " " for char in text)
 

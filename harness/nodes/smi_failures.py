@@ -1,4 +1,4 @@
-"""What nvidia-smi says when it fails, and what to do about each."""
+"""Error messages of nvidia-smi, each with its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn of one run: derived once, so that its records need not stay in memory."""
+"""The numbers of one run that figures draw: derived once, so that its records can be dropped."""
 
 from __future__ import annotations
 

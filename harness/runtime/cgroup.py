@@ -1,4 +1,4 @@
-"""What the kernel says of this process's control group. Standard library only, as the agent is."""
+"""Limits and counters of this process's control group. Standard library only, as the agent is."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def seed_all(seed: int) -> None:
     np.random.seed(seed)
 
 
-class RandomState:
+class RandomSources:
     """Where torch's, Python's and numpy's random numbers stand."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
 def preserved(*roots: nn.Module) -> Iterator[None]:
     """Restore modules and random state at the end, also after an error; inside no parameter has a
     gradient that others could be added to."""
-    snapshot, state = _Snapshot(roots), RandomState()
+    snapshot, state = _Snapshot(roots), RandomSources()
     for root in roots:
         root.zero_grad(set_to_none=True)
     try:

@@ -14,7 +14,7 @@ import pytest
 
 from harness.runtime.agent import agent as agent_module
 from harness.runtime.agent import family
-from harness.runtime.agent.agent import Agent
+from harness.runtime.agent.agent import RankAgent
 from harness.runtime.agent.row import OpenRun
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +194,7 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
 
 
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
-    agent = Agent.__new__(Agent)
+    agent = RankAgent.__new__(RankAgent)
     agent._who, agent._oom_kills = "rank 1 (b)", 2
     monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 3)
     monkeypatch.setattr(agent_module, "cgroup_memory_bytes", lambda: 150 << 20)

@@ -34,7 +34,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 def watch_over(pid: int, channel_fd: int, passed_on: Sequence[signal.Signals]) -> int:
     """Watch a rank's program until it ends; returns the exit code, or dies of the same signal."""
-    agent = Agent(pid, socket.socket(fileno=channel_fd), passed_on)
+    agent = RankAgent(pid, socket.socket(fileno=channel_fd), passed_on)
     code = agent.loop()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -57,7 +57,7 @@ class _Deadline(NamedTuple):
     timeout_s: float
 
 
-class Agent:
+class RankAgent:
     """What one agent knows; everything happens in `loop`, on one thread."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a rank's program tells its agent; nothing where no agent has started it."""
+"""Messages from a rank's program to its agent; none are sent where no agent has started it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from harness.runtime.faithfulness.float64 import Narrowing, in_float64, widened
 from harness.runtime.faithfulness.operator_run import OperatorRun
 from harness.runtime.faithfulness.outcomes import (
     EXACT,
-    Outcome,
+    TrainedBatch,
     bits_of,
     difference_of,
     first_beyond,
@@ -37,7 +37,7 @@ from harness.runtime.faithfulness.outcomes import (
 from harness.runtime.memory import is_out_of_memory
 from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.precision import Precision
-from harness.runtime.preserved import RandomState, preserved, seed_all
+from harness.runtime.preserved import RandomSources, preserved, seed_all
 from harness.runtime.replicas import fingerprint
 from harness.runtime.world import World
 
@@ -66,12 +66,12 @@ class _Side:
     ) -> None:
         self._call, self._parameters, self._buffers = call, parameters, buffers
 
-    def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[Outcome]:
+    def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[TrainedBatch]:
         """Train the batches in turn, without updates, from one random state."""
         seed_all(_SEED)
         return [self._train(batch, loss_of, keep) for batch in batches]
 
-    def _train(self, batch: Batch, loss_of: Loss, keep: Keep) -> Outcome:
+    def _train(self, batch: Batch, loss_of: Loss, keep: Keep) -> TrainedBatch:
         parameters = self._parameters()
         for parameter in parameters.values():
             parameter.grad = None
@@ -83,7 +83,7 @@ class _Side:
             gradient, parameter.grad = parameter.grad, None
             tensors[f"gradient of {name}"] = nil if gradient is None else keep(gradient)
         tensors |= {f"buffer {name}": keep(b) for name, b in self._buffers().items()}
-        return Outcome(float(loss.detach()), tensors, RandomState().digests())
+        return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
 
 
 def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
@@ -182,7 +182,7 @@ class _Comparison:
     def _batches(self, sizes: Sequence[int]) -> list[Batch]:
         return [draw_batch(self._task, n, k, self._device) for k, n in enumerate(sizes)]
 
-    def _train_model(self) -> tuple[list[Batch], list[Outcome]]:
+    def _train_model(self) -> tuple[list[Batch], list[TrainedBatch]]:
         """By batches that one device can train: a model may be written for one size of them."""
         reasons: list[str] = []
         for sizes in (_SIZES, (self._captured.graph.batch or 1,)):
@@ -218,13 +218,13 @@ class _Comparison:
         batches: Sequence[Batch],
         loss_of: Loss | None = None,
         keep: Keep = bits_of,
-    ) -> list[Outcome]:
+    ) -> list[TrainedBatch]:
         with preserved(self._task.model, self._captured.module):
             return side.train(batches, loss_of or self._sum_loss, keep)
 
     def _train_graph(
         self, batches: Sequence[Batch], loss_of: Loss | None = None, keep: Keep = bits_of
-    ) -> list[Outcome]:
+    ) -> list[TrainedBatch]:
         try:
             return self._train(self._graph, batches, loss_of, keep)
         except Exception as error:
@@ -260,7 +260,9 @@ class _Comparison:
             return
         self._refuse(batches, found, wanted, drawn)
 
-    def _is_recomputation(self, batch: Batch, found: list[Outcome], wanted: list[Outcome]) -> bool:
+    def _is_recomputation(
+        self, batch: Batch, found: list[TrainedBatch], wanted: list[TrainedBatch]
+    ) -> bool:
         """Whether all that differs are running statistics which the model updates once more in its
         backward pass, because torch.utils.checkpoint runs a part of it again: a graph runs once."""
         model = self._task.model
@@ -305,8 +307,8 @@ class _Comparison:
     def _refuse(
         self,
         batches: Sequence[Batch],
-        found: list[Outcome],
-        wanted: list[Outcome],
+        found: list[TrainedBatch],
+        wanted: list[TrainedBatch],
         drawn: Sequence[str],
     ) -> None:
         sides = self._task.model, self._captured.module

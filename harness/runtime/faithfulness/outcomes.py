@@ -20,7 +20,7 @@ _FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainedBatch:
     """What training on one batch gave, by name, in the order in which it is compared."""
 
     loss: float
@@ -53,7 +53,7 @@ def rounding_of(model: nn.Module, dtype: str) -> float:
     return max((_ROUNDED[dtype] for dtype in dtypes), default=EXACT)
 
 
-def is_equal(found: list[Outcome], wanted: list[Outcome]) -> bool:
+def is_equal(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> bool:
     """Whether all bits are equal, and equally many random numbers drawn."""
     return all(
         a.random == b.random and all(torch.equal(a.tensors[k], b.tensors[k]) for k in b.tensors)
@@ -61,7 +61,9 @@ def is_equal(found: list[Outcome], wanted: list[Outcome]) -> bool:
     )
 
 
-def _differences(found: list[Outcome], wanted: list[Outcome]) -> Iterator[tuple[float, int, str]]:
+def _differences(
+    found: list[TrainedBatch], wanted: list[TrainedBatch]
+) -> Iterator[tuple[float, int, str]]:
     for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
         for kind in ("loss", "gradient", "buffer"):
             names = [name for name in b.tensors if name.startswith(kind)]
@@ -82,12 +84,12 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def difference_of(found: list[Outcome], wanted: list[Outcome]) -> float:
+def difference_of(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> float:
     """The largest relative difference of any tensor."""
     return max(difference for difference, _, _ in _differences(found, wanted))
 
 
-def first_beyond(found: list[Outcome], wanted: list[Outcome]) -> tuple[int, str]:
+def first_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> tuple[int, str]:
     """The first tensor that is not merely rounded otherwise; else the one that differs most."""
     all_of_them = list(_differences(found, wanted))
     beyond = [one for one in all_of_them if one[0] > _ROUNDED[torch.float32]]
@@ -95,7 +97,7 @@ def first_beyond(found: list[Outcome], wanted: list[Outcome]) -> tuple[int, str]
     return k, name
 
 
-def names_beyond(found: list[Outcome], wanted: list[Outcome]) -> set[str]:
+def names_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> set[str]:
     """All tensors that are not merely rounded otherwise."""
     limit = _ROUNDED[torch.float32]
     return {name for distance, _, name in _differences(found, wanted) if distance > limit}

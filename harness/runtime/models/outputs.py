@@ -1,4 +1,4 @@
-"""Which tensor of what a model returns the loss takes."""
+"""Select the tensor of a model's outputs that the loss takes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import fx
 from harness.runtime.operators import function_name
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, is_view
 from harness.runtime.tracing.patches import replaced
-from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, Region
+from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, AutocastRegion
 
 # They change no dtype, or say themselves which.
 _ALIKE = (
@@ -33,10 +33,10 @@ class Regions:
     """The contexts of autocast that a model is in while it is traced."""
 
     def __init__(self) -> None:
-        self._entered: list[Region] = []
+        self._entered: list[AutocastRegion] = []
 
     @property
-    def innermost(self) -> Region | None:
+    def innermost(self) -> AutocastRegion | None:
         return self._entered[-1] if self._entered else None
 
     @contextmanager
@@ -46,7 +46,7 @@ class Regions:
         leave: Any = torch.autocast.__exit__
 
         def entered(context: Any) -> Any:
-            region = Region(context.device, context.fast_dtype, context._enabled)
+            region = AutocastRegion(context.device, context.fast_dtype, context._enabled)
             self._entered.append(region)
             return enter(context)
 

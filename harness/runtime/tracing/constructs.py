@@ -1,4 +1,4 @@
-"""What tracing knows of the nodes of a graph beside their operators."""
+"""Marks in the `meta` of traced nodes: facts that their operators do not show."""
 
 from __future__ import annotations
 

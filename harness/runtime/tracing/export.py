@@ -15,7 +15,7 @@ from harness.errors import ModelError
 from harness.runtime.executor.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, LostError
-from harness.runtime.tracing.regions import Region
+from harness.runtime.tracing.regions import AutocastRegion
 
 _AUTOCAST_REGION = "wrap_with_autocast"
 _NO_GRAD_REGION = "wrap_with_set_grad_enabled"
@@ -104,7 +104,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
         kind = getattr(node.target, "__name__", "")
         if kind == _AUTOCAST_REGION:
             device_type, dtype, is_enabled, _, inner, *given = node.args
-            marks[AUTOCAST] = Region(device_type, dtype, is_enabled)
+            marks[AUTOCAST] = AutocastRegion(device_type, dtype, is_enabled)
         elif kind == _NO_GRAD_REGION:
             is_enabled, inner, *given = node.args
             marks |= {} if is_enabled else {NO_GRAD: True}

@@ -1,4 +1,4 @@
-"""Put what a tracer noted beside the nodes into the graph."""
+"""Write the tracer's notes into the graph as nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that a traced graph calls for what torch.fx has no node for.
+"""Functions that a traced graph calls where torch.fx has no node of its own.
 
 Each is one operator of a graph, which runs the user's own code forward and backward.
 """

@@ -1,4 +1,4 @@
-"""What is replaced in PyTorch while a model is traced, because torch.fx would trace through it."""
+"""Replacements in PyTorch while a model is traced, because torch.fx would trace through them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from harness.runtime.tracing.functions import OpaqueFunction
 
 
 @dataclass(frozen=True)
-class Region:
+class AutocastRegion:
     """What `torch.autocast` was entered with."""
 
     device_type: str
@@ -35,7 +35,7 @@ class Region:
         return str(self.dtype).removeprefix("torch.") if self.is_enabled else "off"
 
 
-def _in_region(region: Region, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
+def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
     """Call in a region; on the meta device, with the dtypes that the real one would give.
 
     Args:
@@ -66,7 +66,7 @@ def _is_meta(values: Any) -> bool:
 class AutocastFunction(OpaqueFunction):
     """A function, or a method by its name, in a region."""
 
-    def __init__(self, name: str, target: Any, region: Region) -> None:
+    def __init__(self, name: str, target: Any, region: AutocastRegion) -> None:
         super().__init__(name)
         self._target, self.region = target, region
 
@@ -83,7 +83,7 @@ class AutocastFunction(OpaqueFunction):
 class AutocastModule(nn.Module):
     """A module in a region."""
 
-    def __init__(self, module: nn.Module, region: Region) -> None:
+    def __init__(self, module: nn.Module, region: AutocastRegion) -> None:
         super().__init__()
         self.module, self.region = module, region
 
