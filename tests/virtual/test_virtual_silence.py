@@ -88,7 +88,13 @@ def test_a_silent_host_ends_the_launch_and_comes_back_to_nothing(cluster, tmp_pa
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    wait_until(lambda: any(tmp_path.glob("*/rank1.jsonl")), 150)
+    try:
+        wait_until(lambda: any(tmp_path.glob("*/rank1.jsonl")) or launch.poll() is not None, 150)
+    except AssertionError:
+        launch.terminate()
+        said = launch.communicate(timeout=30)[1]
+        raise AssertionError(f"no row of rank 1: {said}") from None
+    assert launch.poll() is None, launch.communicate()[1]
     heal = fault(cluster)
     try:
         _, err = launch.communicate(timeout=LIMIT_S + 60)  # others use this machine
