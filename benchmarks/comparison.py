@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from harness.measure.statistics import paired_ratio
-from harness.runtime.host import code_commit, cpu_model
+from harness.runtime.ranks.host import code_commit, cpu_model
 
 
 def find_mpi() -> None:

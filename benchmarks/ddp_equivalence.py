@@ -27,7 +27,7 @@ import tyro
 from comparison import machine, show
 from safetensors.torch import load_file
 
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 _ROOT = Path(__file__).resolve().parents[1]
 _TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}

@@ -40,12 +40,12 @@ from executor_sides import Side
 
 from harness.errors import VerificationError
 from harness.measure.statistics import paired_ratio
-from harness.runtime.agreement import agree_on_maximum, gather_numbers
-from harness.runtime.launcher import read_launch
-from harness.runtime.memory import keep_freed_memory
-from harness.runtime.precision import set_tensor_cores
-from harness.runtime.rendezvous import join_process_group, meet
-from harness.runtime.world import World
+from harness.runtime.devices.memory import keep_freed_memory
+from harness.runtime.devices.precision import set_tensor_cores
+from harness.runtime.ranks.agreement import agree_on_maximum, gather_numbers
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.rendezvous import join_process_group, meet
+from harness.runtime.ranks.world import World
 
 _N_CHECKED = 3
 # Sums in another order differ by some 1e-7 of a loss near 2, a hundred times as much a step later.

@@ -19,9 +19,9 @@ from harness.domain.partition import REPLICA
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
-from harness.runtime.agreement import agree_on_maximum
-from harness.runtime.capture import Captured, capture
-from harness.runtime.world import World
+from harness.runtime.capture.capture import Captured, capture
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.world import World
 
 _PER_RANK = {"lenet": 64, "resnet18": 16, "alexnet": 16, "vit_small": 16}
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")

@@ -23,7 +23,7 @@ import msgspec
 import tyro
 from comparison import machine
 
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from equivalence_cases import Case, random_case

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
-from harness.runtime.torchvision_import import import_torchvision
+from harness.runtime.models.torchvision_import import import_torchvision
 
 _N_CLASSES = 10
 _IMAGE = InputSpec(name="images", shape=(3, 64, 64))

@@ -23,15 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
-from harness.runtime.cuda_clock import clock_for
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
-from harness.runtime.engine_torch import TorchEngine, without_buffer_sync
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
+from harness.runtime.engines.torch_engine import TorchEngine, without_buffer_sync
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import Task
-from harness.runtime.optimizers import OptimizerOptions, make_optimizer
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 _OPTIMIZER = OptimizerOptions(learning_rate=0.01)
 _OPTIONS = EngineOptions(dtype="fp32", optimizer=_OPTIMIZER)

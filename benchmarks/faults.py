@@ -29,7 +29,7 @@ from faults_cases import COLLECTIVE_S, FAULTS, HEARTBEAT_S, RUN_S, Bed, Fault, t
 from faults_cluster import N_NODES, ROOT, Cluster, end, wait_until_gone
 
 from harness.measure.store import read_header, read_records
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 _LIMITS = {"--run-timeout-s": RUN_S, "--collective-timeout-s": COLLECTIVE_S}
 _HEARTBEAT = "--heartbeat-timeout-s"

@@ -22,7 +22,7 @@ from harness.domain.record import Span
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, check_fresh, validate
 from harness.errors import ConfigError, PlanError
 from harness.inputs import decode_text
-from harness.measure.derive_prediction import read_prediction
+from harness.measure.derive.prediction import read_prediction
 from harness.measure.store import find_runs
 from harness.nodes.mpi import explain_mpirun, parse_hello
 from harness.nodes.parse import parse_facts
@@ -35,11 +35,11 @@ from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
-from harness.plan.pipedream.graph_txt import parse_graph_txt
+from harness.plan.published.pipedream.graph_txt import parse_graph_txt
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers
-from harness.runtime.launcher import read_launch
+from harness.runtime.ranks.environment import read_launch
 from harness.units import parse_bandwidth, parse_bytes, parse_duration
 from harness.virtual import state
 from harness.virtual.plan import make_plan
@@ -214,7 +214,7 @@ def _settings(path: Path) -> None:
 
 
 def _shards(path: Path) -> None:
-    from harness.runtime.executor.state_files import load_sharded
+    from harness.runtime.executor.state.files import load_sharded
 
     load_sharded(path.parent)
 

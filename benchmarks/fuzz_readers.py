@@ -33,7 +33,7 @@ from fuzz_cases import READERS, Reader
 from fuzz_mutations import mutate
 
 from harness.errors import HarnessError
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 MOST_S = 1.0
 MOST_MIB = 200.0

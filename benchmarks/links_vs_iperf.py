@@ -30,17 +30,17 @@ from comparison import compare, find_mpi, machine, show
 
 from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.derive import bus_factor
-from harness.runtime.agreement import agree_on_maximum
-from harness.runtime.collectives import TorchTransport, Transport, make_trial, time_trial
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.interface import list_interfaces
-from harness.runtime.launcher import read_launch
-from harness.runtime.mpi_links import MpiTransport
-from harness.runtime.rendezvous import Meeting, join_process_group, meet
-from harness.runtime.sampling import Budget
-from harness.runtime.world import World
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.sampling import Budget
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.interface import list_interfaces
+from harness.runtime.ranks.rendezvous import Meeting, join_process_group, meet
+from harness.runtime.ranks.world import World
 from harness.units import format_bandwidth, parse_bytes
-from harness.workloads.links_pairs import time_pair
+from harness.workloads.links.mpi import MpiTransport
+from harness.workloads.links.operations import TorchTransport, Transport, make_trial, time_trial
+from harness.workloads.links.pairs import time_pair
 
 _START_S = 1.0
 

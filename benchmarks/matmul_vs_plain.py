@@ -19,12 +19,12 @@ import torch
 import tyro
 from comparison import compare, show
 
-from harness.runtime.caches import last_cache_bytes
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.product import torch_dtype
-from harness.runtime.sampling import Budget
+from harness.runtime.devices.caches import last_cache_bytes
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.sampling import Budget
 from harness.units import format_flops
-from harness.workloads.matmul_local import precision_of, time_product
+from harness.workloads.matmul.local import precision_of, time_product
+from harness.workloads.matmul.product import torch_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

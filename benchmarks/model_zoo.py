@@ -37,8 +37,8 @@ from comparison import machine
 
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, first_line
-from harness.runtime.capture import capture
-from harness.runtime.host import code_commit
+from harness.runtime.capture.capture import capture
+from harness.runtime.ranks.host import code_commit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "runtime" / "executor"))
 from equivalence_check import RanksBySize

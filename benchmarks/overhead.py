@@ -28,19 +28,19 @@ from comparison import compare, show
 
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
-from harness.runtime.agreement import agree_on_maximum
-from harness.runtime.context import Context
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.launcher import read_launch
-from harness.runtime.optimizers import make_optimizer
-from harness.runtime.precision import Precision
-from harness.runtime.progress import Progress
-from harness.runtime.rendezvous import join_process_group, meet
-from harness.runtime.telemetry import watched_device
-from harness.runtime.world import World
-from harness.workloads.train_config import TrainCase
-from harness.workloads.train_loop import TrainLoop
-from harness.workloads.train_setup import Training, make_task, prepare
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.precision import Precision
+from harness.runtime.devices.telemetry import watched_device
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.progress import Progress
+from harness.runtime.ranks.rendezvous import join_process_group, meet
+from harness.runtime.ranks.world import World
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.loop import TrainLoop
+from harness.workloads.train.setup import Training, make_task, prepare
 
 
 @dataclass(frozen=True, kw_only=True)

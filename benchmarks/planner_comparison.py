@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from comparison import machine
 
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 
 def compare_extremes(name: str, ratios: Sequence[float], **more: object) -> dict[str, object]:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from comparison import compare
 
-from harness.plan.flexflow2018.model import Machine, Problem
-from harness.plan.flexflow2018.reference import build_tasks, step_ms
-from harness.plan.flexflow2018.search import HOT, schedule
-from harness.plan.flexflow2018.tables import build_tables, decode, encode
-from harness.plan.flexflow2018.walk import BEST, N_BY_WAY, Chain, new_chain, restart, walk
+from harness.plan.published.flexflow2018.model import Machine, Problem
+from harness.plan.published.flexflow2018.reference import build_tasks, step_ms
+from harness.plan.published.flexflow2018.search import HOT, schedule
+from harness.plan.published.flexflow2018.tables import build_tables, decode, encode
+from harness.plan.published.flexflow2018.walk import BEST, N_BY_WAY, Chain, new_chain, restart, walk
 
 BUDGET = 250_000
 FULL = 8  # searches without the bound: the fewest pairs with an interval of 99 %

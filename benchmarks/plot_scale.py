@@ -30,7 +30,7 @@ import psutil
 import tyro
 from comparison import machine
 
-from harness.runtime.host import code_commit
+from harness.runtime.ranks.host import code_commit
 
 REPEATS = 10
 SAMPLES = Path(__file__).parents[1] / "results"

@@ -54,7 +54,7 @@ from searched_judge import (
 )
 
 from harness.measure.store import read_header, write_atomically
-from harness.runtime.host import processor_seconds
+from harness.runtime.ranks.host import processor_seconds
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CLUSTER = "searched"

@@ -28,16 +28,16 @@ from benchmarks.searched_steps import joined_world, leave, read_case
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
-from harness.runtime.agreement import gather_numbers
-from harness.runtime.cuda_clock import clock_for
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.optimizers import make_optimizer
-from harness.runtime.world import World
-from harness.workloads.train_config import TrainCase
-from harness.workloads.train_setup import make_task, prepare, set_norm_scope
+from harness.runtime.ranks.agreement import gather_numbers
+from harness.runtime.ranks.world import World
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.setup import make_task, prepare, set_norm_scope
 
 _N_STEPS = 4
 

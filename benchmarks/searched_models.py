@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from harness.runtime.torchvision_import import import_torchvision
+from harness.runtime.models.torchvision_import import import_torchvision
 
 _WIDTH = 1024  # of hidden linear layers; 4096 in the full models
 

@@ -17,19 +17,19 @@ import torch.distributed as dist
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
-from harness.runtime.agreement import gather_bytes
-from harness.runtime.cuda_clock import clock_for
+from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.models import build_task
-from harness.runtime.world import World
-from harness.workloads.plan_config import question_of
-from harness.workloads.plan_inputs import Inputs, read_inputs
-from harness.workloads.plan_predict import predict
-from harness.workloads.plan_search import measure_optimizer
-from harness.workloads.plan_share import from_first
-from harness.workloads.profile_measure import DTYPE_NAMES
-from harness.workloads.profile_step import StepSampler, gather_steps
-from harness.workloads.profile_store import with_whole_steps
-from harness.workloads.train_config import TrainCase
+from harness.runtime.ranks.agreement import gather_bytes
+from harness.runtime.ranks.broadcast import from_first
+from harness.runtime.ranks.world import World
+from harness.workloads.planning.inputs import Inputs, read_inputs
+from harness.workloads.planning.predict import predict
+from harness.workloads.planning.search_config import question_of
+from harness.workloads.profile.measure import DTYPE_NAMES
+from harness.workloads.profile.step import StepSampler, gather_steps
+from harness.workloads.profile.store import with_whole_steps
+from harness.workloads.search.workload import measure_optimizer
+from harness.workloads.train.config import TrainCase
 
 
 class AtThePace(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,17 +38,17 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.measure.store import read_header
-from harness.runtime.agreement import agree_on_maximum
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.engine import Share
-from harness.runtime.launcher import read_launch
-from harness.runtime.memory import keep_freed_memory
-from harness.runtime.rendezvous import join_process_group, meet
-from harness.runtime.world import World
-from harness.workloads.plan_share import wait_for_all
-from harness.workloads.train_config import TrainCase
-from harness.workloads.train_plan import Planned
-from harness.workloads.train_setup import Training, prepare
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.memory import keep_freed_memory
+from harness.runtime.engines.engine import Share
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.broadcast import wait_for_all
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.rendezvous import join_process_group, meet
+from harness.runtime.ranks.world import World
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.plan import Planned
+from harness.workloads.train.setup import Training, prepare
 
 _STEPS_A_BLOCK = 2
 _LEAST_ROUNDS, _FIRST_ROUNDS = 5, 3

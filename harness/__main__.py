@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import EXIT_CODE, HarnessError
-from harness.runtime.isolate import start_fork_server
-from harness.runtime.launcher import Launch, read_launch
+from harness.runtime.ranks.environment import Launch, read_launch
+from harness.runtime.ranks.isolate import start_fork_server
 
 _log = logging.getLogger("harness")
 
@@ -167,7 +167,7 @@ def _preloaded(cases: list[Any]) -> list[str]:
     modules = ["torch", "torch.distributed", "harness.run", "harness.workloads"]
     models = {getattr(case.config, "model", "") for case in cases} - {""}
     if any(may_import_torchvision(model) for model in models):
-        modules.append("harness.runtime.preload_torchvision")
+        modules.append("harness.runtime.models.preload_torchvision")
     return modules
 
 
@@ -176,7 +176,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         start_fork_server(_preloaded(cases))
 
     from harness.launch import Launcher, SweepEnded
-    from harness.runtime.rendezvous import meet
+    from harness.runtime.ranks.rendezvous import meet
 
     limit_s = min(options.heartbeat_timeout_s, options.run_timeout_s)
     meeting = meet(launch, os.environ, heartbeat_timeout_s=limit_s)

@@ -13,7 +13,7 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ResultsError
 from harness.measure.store import read_header
-from harness.workloads.contract import Need, Workload, config_json
+from harness.workloads.common.contract import Need, Workload, config_json
 
 _FINISHED = ("ok", "oom")
 

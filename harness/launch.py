@@ -43,13 +43,13 @@ from harness.measure.store import (
 )
 from harness.outcome import Outcome, worst
 from harness.run import RunSpec, run_case
-from harness.runtime.host import code_commit
-from harness.runtime.isolate import Ending, run_isolated
-from harness.runtime.peaks import peak_flops_per_s
-from harness.runtime.rendezvous import Meeting, without_mpi
+from harness.runtime.devices.peaks import peak_flops_per_s
+from harness.runtime.ranks.host import code_commit
+from harness.runtime.ranks.isolate import Ending, run_isolated
+from harness.runtime.ranks.rendezvous import Meeting, without_mpi
 from harness.workloads import WORKLOADS
-from harness.workloads.contract import Need, config_json
-from harness.workloads.number_flags import check_above_zero
+from harness.workloads.common.contract import Need, config_json
+from harness.workloads.common.number_flags import check_above_zero
 
 _log = logging.getLogger(__name__)
 

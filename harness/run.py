@@ -22,15 +22,15 @@ from harness.measure.reached import Reached
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter
 from harness.outcome import Outcome
-from harness.runtime.clock_offset import measure_clock_offset
-from harness.runtime.context import Context
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.failures import gist, has_lost_peer, has_timed_out, located
-from harness.runtime.host import processor_seconds
-from harness.runtime.memory import is_out_of_memory, keep_freed_memory
-from harness.runtime.progress import Progress
-from harness.runtime.rendezvous import join_process_group
-from harness.runtime.world import World
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.memory import is_out_of_memory, keep_freed_memory
+from harness.runtime.ranks.clock_offset import measure_clock_offset
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.failures import gist, has_lost_peer, has_timed_out, located
+from harness.runtime.ranks.host import processor_seconds
+from harness.runtime.ranks.progress import Progress
+from harness.runtime.ranks.rendezvous import join_process_group
+from harness.runtime.ranks.world import World
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

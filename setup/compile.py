@@ -21,7 +21,7 @@ _IMPORTED = (
     "harness.plot.__main__",
     "harness.workloads",
     "harness.runtime.executor.engine",
-    "harness.runtime.preload_torchvision",
+    "harness.runtime.models.preload_torchvision",
 )
 
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from harness.errors import ConfigError
 from harness.nodes.findings import Finding, Status, Verdict
-from harness.nodes.judge_access import (
+from harness.nodes.judge.access import (
     judge_clock,
     judge_login,
     judge_port,
     judge_resolve,
     judge_shell,
 )
-from harness.nodes.judge_between import judge_allreduce, judge_mpi, judge_tcp
-from harness.nodes.judge_environment import judge_environment
-from harness.nodes.judge_gpu import judge_gpu, judge_torch_cuda
-from harness.nodes.judge_machine import judge_cpu, judge_disk, judge_memory, judge_nic, judge_os
+from harness.nodes.judge.between import judge_allreduce, judge_mpi, judge_tcp
+from harness.nodes.judge.environment import judge_environment
+from harness.nodes.judge.gpu import judge_gpu, judge_torch_cuda
+from harness.nodes.judge.machine import judge_cpu, judge_disk, judge_memory, judge_nic, judge_os
 from harness.nodes.survey import HostReport, Survey
 from harness.nodes.talk import ALLREDUCE, MPI, TCP
 

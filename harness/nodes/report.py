@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from harness.nodes.facts import Facts
 from harness.nodes.findings import Finding, Status, worst
-from harness.nodes.judge_gpu import describe_gpus
+from harness.nodes.judge.gpu import describe_gpus
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 

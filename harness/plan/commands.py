@@ -23,7 +23,7 @@ _INTERRUPTED = 130  # what a shell reports for SIGINT
 def _capture_model(name: str, batch: int) -> Graph:
     """Capture by torch, which only this needs."""
     try:
-        capture = importlib.import_module("harness.runtime.capture")
+        capture = importlib.import_module("harness.runtime.capture.capture")
     except ImportError as error:
         raise EnvironmentSetupError(
             f"--model {name} needs torch to capture the model ({error}): install it, or plan from "

@@ -47,12 +47,12 @@ COSTS = {
         takes_start=True,
     ),
     "pipedream": Cost(
-        "harness.plan.pipedream.planner",
+        "harness.plan.published.pipedream.planner",
         "plan",
         "PipeDream's published formula with transfers counted, by exact dynamic programming",
     ),
     "flexflow2018": Cost(
-        "harness.plan.flexflow2018.search",
+        "harness.plan.published.flexflow2018.search",
         "plan",
         "FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
         needs_model=False,

@@ -20,8 +20,8 @@ from typing import Any
 
 from harness.domain.run import RunHeader
 from harness.measure.derive import SummaRow, TrainingSummary
-from harness.measure.derive_devices import PeakKey, peaks_of, with_efficiency
-from harness.measure.derive_training import configured_number, with_mamfu
+from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
+from harness.measure.derive.training import configured_number, with_mamfu
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers

@@ -9,7 +9,7 @@ from harness.measure.derive import (
     low_peak_warnings,
     strategy_table,
 )
-from harness.measure.derive_host import warnings_of_shares
+from harness.measure.derive.host import warnings_of_shares
 from harness.measure.text import interval_words
 from harness.plot.catalog import Catalog
 from harness.plot.cells import cells

@@ -34,8 +34,8 @@ from harness.measure.derive import (
     summa_table,
     training_summary,
 )
-from harness.measure.derive_devices import info_of
-from harness.measure.derive_spans import samples_of
+from harness.measure.derive.devices import info_of
+from harness.measure.derive.spans import samples_of
 from harness.measure.store import Problem, Run, read_ranks
 from harness.plot.plans import Plan, read_plan
 from harness.plot.timeline_rows import timeline_rows

@@ -22,7 +22,7 @@ from harness.domain.prediction import Prediction
 from harness.domain.record import Record, Span
 from harness.errors import ResultsError
 from harness.measure.derive import clock_offsets, step_times
-from harness.measure.derive_timeline import Shifts, clock_shifts, median_step, moved
+from harness.measure.derive.timeline import Shifts, clock_shifts, median_step, moved
 from harness.measure.store import Run
 from harness.plot.plans import Plan
 from harness.plot.trace_events import Slice, TraceEvents

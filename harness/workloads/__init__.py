@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from harness.workloads.contract import Workload
-from harness.workloads.links import LINKS
-from harness.workloads.matmul import MATMUL
-from harness.workloads.plan_search import SEARCH
-from harness.workloads.profile import PROFILE
-from harness.workloads.train import TRAIN
+from harness.workloads.common.contract import Workload
+from harness.workloads.links.workload import LINKS
+from harness.workloads.matmul.workload import MATMUL
+from harness.workloads.profile.workload import PROFILE
+from harness.workloads.search.workload import SEARCH
+from harness.workloads.train.workload import TRAIN
 
 WORKLOADS: dict[str, Workload] = {
     "matmul": MATMUL,

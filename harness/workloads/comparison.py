@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from harness.workloads.links import LinksConfig
-from harness.workloads.matmul import MatmulConfig
-from harness.workloads.plan_config import SearchConfig, question_of
-from harness.workloads.profile_config import ProfileConfig
-from harness.workloads.train_cases import train_cases
-from harness.workloads.train_config import TrainConfig
+from harness.workloads.links.workload import LinksConfig
+from harness.workloads.matmul.workload import MatmulConfig
+from harness.workloads.planning.profile_config import ProfileConfig
+from harness.workloads.planning.search_config import SearchConfig, question_of
+from harness.workloads.train.cases import train_cases
+from harness.workloads.train.config import TrainConfig
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Two sides of seven each, fully apart, are the fewest that can call a difference.

@@ -17,17 +17,17 @@ from harness.cases import Case
 from harness.domain.cluster import Cluster
 from harness.launch import Launcher, RunOptions
 from harness.plan.builders import balanced_stages, ddp, hybrid, pipeline, tensor_parallel
-from harness.runtime.capture import capture
+from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.isolate import start_fork_server
-from harness.runtime.launcher import read_launch
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.optimizers import OptimizerOptions
-from harness.runtime.rendezvous import meet
-from harness.workloads.contract import Workload
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.isolate import start_fork_server
+from harness.runtime.ranks.rendezvous import meet
+from harness.workloads.common.contract import Workload
 
 BATCH = 8
 _phase = []

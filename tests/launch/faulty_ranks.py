@@ -20,10 +20,10 @@ import torch.distributed as dist
 from harness.cases import Case
 from harness.errors import VerificationError
 from harness.launch import Launcher, RunOptions, SweepEnded
-from harness.runtime.isolate import start_fork_server
-from harness.runtime.launcher import read_launch
-from harness.runtime.rendezvous import meet
-from harness.workloads.contract import Workload
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.isolate import start_fork_server
+from harness.runtime.ranks.rendezvous import meet
+from harness.workloads.common.contract import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.cases import Case, PlannedRun, remaining_repeats
 from harness.domain.cluster import Cluster
 from harness.domain.run import RunHeader
-from harness.workloads.contract import Workload
+from harness.workloads.common.contract import Workload
 
 WORKLOAD = Workload(
     summary="", config=str, cases=lambda config, n: [config], body=lambda config, context: {},

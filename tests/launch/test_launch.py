@@ -10,7 +10,7 @@ import pytest
 
 from harness.cases import Case, needs_of
 from harness.measure.store import read_results
-from harness.workloads.contract import Need, Workload
+from harness.workloads.common.contract import Need, Workload
 
 PROGRAM = Path(__file__).with_name("faulty_ranks.py")
 ROOT = Path(__file__).parents[2]

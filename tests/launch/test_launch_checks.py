@@ -11,9 +11,9 @@ import torch
 from harness.cases import Case
 from harness.launch import Launcher, RunOptions
 from harness.runtime.agent.channel import Channel
-from harness.runtime.rendezvous import Meeting
-from harness.runtime.world import World
-from harness.workloads.contract import Workload
+from harness.runtime.ranks.rendezvous import Meeting
+from harness.runtime.ranks.world import World
+from harness.workloads.common.contract import Workload
 
 
 class Answers:

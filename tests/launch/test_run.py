@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness.run import RunSpec, run_case
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 
 def out_of_memory(config: object, context: object) -> dict[str, object]:

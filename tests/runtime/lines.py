@@ -5,7 +5,7 @@ import operator
 import torch
 from torch import fx
 
-from harness.runtime.stretch import Step, Stretch
+from harness.runtime.profiling.stretch import Step, Stretch
 
 
 def steps_in_line(functions, parameters=None):

@@ -22,15 +22,15 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher, RunOptions
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
-from harness.runtime.isolate import start_fork_server
-from harness.runtime.launcher import read_launch
-from harness.runtime.rendezvous import meet
-from harness.workloads.contract import config_json
-from harness.workloads.plan_config import question_of
-from harness.workloads.plan_files import CLUSTER_FILE
-from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.train import TRAIN
-from harness.workloads.train_config import TrainCase
+from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.isolate import start_fork_server
+from harness.runtime.ranks.rendezvous import meet
+from harness.workloads.common.contract import config_json
+from harness.workloads.planning.files import CLUSTER_FILE
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.search_config import question_of
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.workload import TRAIN
 
 # Long enough for ranks that share a busy machine to start.
 TIMEOUT_S = 20.0

@@ -19,10 +19,10 @@ from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader
 from harness.measure.recorder import Recorder
 from harness.measure.store import RecordWriter, Results, Run, read_run, write_header
-from harness.runtime.context import Context
-from harness.runtime.cuda_clock import clock_for
-from harness.runtime.progress import Progress
-from harness.runtime.world import World
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.progress import Progress
+from harness.runtime.ranks.world import World
 
 
 def local_world(rank: int, size: int, device: str = "cpu") -> World:
@@ -146,7 +146,7 @@ def run_on_ranks(
 
 def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
     """Run matmul where rank 1 takes three times as long as a collective may."""
-    from harness.workloads import matmul
+    from harness.workloads.matmul import workload as matmul
 
     measure = matmul._measure_alone
 
@@ -166,7 +166,7 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     """Distribute one product whose block on rank 1 is spoiled; returns the error's text."""
     from harness.errors import VerificationError
-    from harness.workloads.matmul_scaling import Point, _Part, measure_point
+    from harness.workloads.matmul.scaling import Point, _Part, measure_point
 
     multiply = _Part.multiply
 
@@ -187,7 +187,7 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
 def matmul_with_little_memory(config: Any, context: Context) -> str:
     """Multiply where rank 1's device has 256 MiB; the refusal."""
     from harness.errors import ConfigError
-    from harness.workloads.matmul import run_matmul
+    from harness.workloads.matmul.workload import run_matmul
 
     n_bytes = 1 << 28 if context.world.rank == 1 else context.world.memory_bytes
     world = replace(context.world, memory_bytes=n_bytes)
@@ -200,7 +200,7 @@ def matmul_with_little_memory(config: Any, context: Context) -> str:
 
 def links_with_cluster(config: Any, context: Context) -> str:
     """Run links; the cluster file's text on rank 0."""
-    from harness.workloads.links import run_links
+    from harness.workloads.links.workload import run_links
 
     run_links(config, context)
     path = context.run_dir / "cluster.json"
@@ -209,7 +209,7 @@ def links_with_cluster(config: Any, context: Context) -> str:
 
 def links_beside_a_cluster(configs: list[Any], context: Context) -> list[str]:
     """Run links; after each the cluster file of all runs on rank 0, which begins as `known`."""
-    from harness.workloads.links import run_links
+    from harness.workloads.links.workload import run_links
 
     shared, found = context.run_dir.parent / "cluster.json", []
     for config in configs:
@@ -223,10 +223,10 @@ def links_beside_a_cluster(configs: list[Any], context: Context) -> list[str]:
 def corrupted_pairs(config: Any, context: Context) -> str:
     """Measure pairs where rank 1 receives a wrong element; the error's text."""
     from harness.errors import VerificationError
-    from harness.runtime.collectives import TorchTransport
-    from harness.runtime.sampling import Budget
-    from harness.workloads.links_collectives import Limits
-    from harness.workloads.links_pairs import measure_pairs
+    from harness.runtime.devices.sampling import Budget
+    from harness.workloads.links.collectives import Limits
+    from harness.workloads.links.operations import TorchTransport
+    from harness.workloads.links.pairs import measure_pairs
 
     class Corrupting(TorchTransport):
         def receive(self, data: torch.Tensor, source: int) -> None:
@@ -245,10 +245,10 @@ def corrupted_pairs(config: Any, context: Context) -> str:
 
 def slow_pairs(config: Any, context: Context) -> Any:
     """Measure pairs where messages to rank 1 take too long; times, and what was left out."""
-    from harness.runtime.collectives import TorchTransport
-    from harness.runtime.sampling import Budget
-    from harness.workloads.links_collectives import Limits
-    from harness.workloads.links_pairs import measure_pairs
+    from harness.runtime.devices.sampling import Budget
+    from harness.workloads.links.collectives import Limits
+    from harness.workloads.links.operations import TorchTransport
+    from harness.workloads.links.pairs import measure_pairs
 
     class Slow(TorchTransport):
         def receive(self, data: torch.Tensor, source: int) -> None:
@@ -264,7 +264,7 @@ def slow_pairs(config: Any, context: Context) -> Any:
 
 def crossing_on_hosts(hostnames: Any, context: Context) -> Any:
     """Everyone to everyone, as if ranks were on these hosts."""
-    from harness.workloads.links_crossing import measure_crossing
+    from harness.workloads.links.crossing import measure_crossing
 
     world = replace(context.world, hostnames=hostnames)
     found = measure_crossing(replace(context, world=world))
@@ -274,7 +274,7 @@ def crossing_on_hosts(hostnames: Any, context: Context) -> Any:
 def refused_links(config: Any, context: Context) -> str:
     """Run links that must be refused; the error's text."""
     from harness.errors import ConfigError
-    from harness.workloads.links import run_links
+    from harness.workloads.links.workload import run_links
 
     try:
         run_links(config, context)

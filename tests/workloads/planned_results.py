@@ -10,10 +10,10 @@ from local_ranks import header_of
 from harness.domain.cluster import Cluster
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
-from harness.workloads.contract import config_json
-from harness.workloads.plan_config import SearchConfig
-from harness.workloads.plan_files import CLUSTER_FILE
-from harness.workloads.plan_inputs import capture_graph
+from harness.workloads.common.contract import config_json
+from harness.workloads.planning.files import CLUSTER_FILE
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.search_config import SearchConfig
 
 KIND = "test device"
 RATES = DeviceRates(flops_per_s=2e10, memory_bytes_per_s=5e9)

@@ -15,13 +15,14 @@ from msgspec.structs import replace as replace_
 from torch import Tensor, nn
 
 from harness.domain.profile import Profile
-from harness.runtime.context import Context
-from harness.runtime.op_timer import OperatorSamples, OpTimer
-from harness.runtime.stretch import OperatorCall
-from harness.workloads import profile, profile_measure
-from harness.workloads.profile import run_profile
-from harness.workloads.profile_measure import Measured, PointMeasurer
-from harness.workloads.profile_points import Point
+from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.timer import OperatorSamples, OpTimer
+from harness.runtime.ranks.context import Context
+from harness.workloads.planning.profile_points import Point
+from harness.workloads.profile import measure as profile_measure
+from harness.workloads.profile import workload as profile
+from harness.workloads.profile.measure import Measured, PointMeasurer
+from harness.workloads.profile.workload import run_profile
 
 
 def large_linear(n_classes: int, n_channels: int, image_size: int) -> nn.Module:

@@ -16,19 +16,19 @@ from harness.domain.profile import Profile, WholeStep
 from harness.domain.record import Sample
 from harness.errors import HarnessError, StrategyError
 from harness.measure.store import read_header, write_header
-from harness.runtime.context import Context
-from harness.runtime.engine_torch import TorchEngine
-from harness.runtime.executor.state_files import load_sharded
-from harness.workloads import plan_trials
-from harness.workloads.contract import config_json
-from harness.workloads.plan_config import SearchConfig, question_of
-from harness.workloads.plan_inputs import capture_graph
-from harness.workloads.plan_search import run_search
-from harness.workloads.train import run_train
-from harness.workloads.train_config import TrainCase
-from harness.workloads.train_loop import TrainLoop
-from harness.workloads.train_plan import plan_training
-from harness.workloads.train_setup import prepare
+from harness.runtime.engines.torch_engine import TorchEngine
+from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.ranks.context import Context
+from harness.workloads.common.contract import config_json
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.search_config import SearchConfig, question_of
+from harness.workloads.search import trials as plan_trials
+from harness.workloads.search.workload import run_search
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.loop import TrainLoop
+from harness.workloads.train.plan import plan_training
+from harness.workloads.train.setup import prepare
+from harness.workloads.train.workload import run_train
 
 
 def tiny_mlp(n_classes: int, n_channels: int, image_size: int) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from harness.measure.derive_spans import covered_by_group
+from harness.measure.derive.spans import covered_by_group
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, planned_cases

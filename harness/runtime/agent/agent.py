@@ -18,8 +18,8 @@ from harness.runtime.agent import family
 from harness.runtime.agent.peers import GRACE_S, Fault, Hub, Peers, Spoke, stopped_reason
 from harness.runtime.agent.row import OpenRun
 from harness.runtime.agent.wire import Message, decode
-from harness.runtime.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
-from harness.runtime.launcher import Launch, read_launch
+from harness.runtime.ranks.cgroup import UNLIMITED_BYTES, cgroup_memory_bytes, n_oom_kills
+from harness.runtime.ranks.environment import Launch, read_launch
 
 _LARGEST_MESSAGE = 1 << 17
 _SLOWEST_BEAT_S = 2.0

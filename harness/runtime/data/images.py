@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from harness.errors import DataError
 from harness.inputs import one_line
 from harness.runtime.data.batch import Batch
-from harness.runtime.torchvision_import import import_torchvision
+from harness.runtime.models.torchvision_import import import_torchvision
 
 CIFAR_LAYOUT = {
     "cifar10": "cifar-10-batches-py/ with data_batch_1 to 5, test_batch and batches.meta",

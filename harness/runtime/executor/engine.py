@@ -14,47 +14,47 @@ from torch import Tensor, nn
 
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
-from harness.runtime.capture import capture
+from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
-from harness.runtime.executor.channels import Channels
-from harness.runtime.executor.deferred import (
+from harness.runtime.devices.precision import Precision
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.gradients.deferred import (
     AtOnce,
     WeightQueue,
     count_uses,
     in_place_bytes,
 )
-from harness.runtime.executor.dropout import RandomState
-from harness.runtime.executor.emit import DeviceTasks
-from harness.runtime.executor.feed import Feed
-from harness.runtime.executor.forms import Forms, choose_forms
-from harness.runtime.executor.gradients import GradientSync
-from harness.runtime.executor.groups import Groups
-from harness.runtime.executor.joining import Joining
-from harness.runtime.executor.lower import Lowering
-from harness.runtime.executor.messages import find_messages, shared_sums
-from harness.runtime.executor.moves import Moves
+from harness.runtime.executor.gradients.joining import Joining
+from harness.runtime.executor.gradients.parameter_hooks import ParameterHooks
+from harness.runtime.executor.gradients.sums import GradientSync
+from harness.runtime.executor.gradients.weight_gradients import GradientHomes
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.parameter_hooks import ParameterHooks
-from harness.runtime.executor.phases import Phases
-from harness.runtime.executor.program import Program
-from harness.runtime.executor.rehearsal import is_needed, rehearse
-from harness.runtime.executor.runner import Runner
-from harness.runtime.executor.slices import WeightSlice
-from harness.runtime.executor.stash import Stash
-from harness.runtime.executor.state import StateGatherer, verify_copies
-from harness.runtime.executor.state_files import save_sharded
-from harness.runtime.executor.sums import adding_up_norm
-from harness.runtime.executor.timetable import Timetable
-from harness.runtime.executor.values import MetaModel
-from harness.runtime.executor.weight_gradients import GradientHomes
-from harness.runtime.executor.weights import Holders, Weights, canonical_names
+from harness.runtime.executor.program.emit import DeviceTasks
+from harness.runtime.executor.program.lower import Lowering
+from harness.runtime.executor.program.program import Program
+from harness.runtime.executor.run.feed import Feed
+from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.run.runner import Runner
+from harness.runtime.executor.run.stash import Stash
+from harness.runtime.executor.run.timetable import Timetable
+from harness.runtime.executor.shards.dropout import RandomState
+from harness.runtime.executor.shards.forms import Forms, choose_forms
+from harness.runtime.executor.state.files import save_sharded
+from harness.runtime.executor.state.state import StateGatherer, verify_copies
+from harness.runtime.executor.state.weights import Holders, Weights, canonical_names
+from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.executor.transport.messages import find_messages, shared_sums
+from harness.runtime.executor.transport.moves import Moves
+from harness.runtime.executor.transport.partial_sums import adding_up_norm
+from harness.runtime.executor.transport.rehearsal import is_needed, rehearse
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
-from harness.runtime.optimizers import make_optimizer
-from harness.runtime.precision import Precision
+from harness.runtime.ranks.world import World
 from harness.runtime.tracing.finish import without_gradient_hooks
-from harness.runtime.world import World
 
 
 class ExecutorEngine:

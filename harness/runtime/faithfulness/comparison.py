@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from harness.errors import HarnessError, ModelError, first_line
-from harness.runtime.agreement import raise_alike
-from harness.runtime.capture import Captured
+from harness.runtime.capture.capture import Captured
 from harness.runtime.data.batch import Batch
-from harness.runtime.executor.values import MetaModel
+from harness.runtime.devices.memory import is_out_of_memory
+from harness.runtime.devices.precision import Precision
+from harness.runtime.engines.replicas import fingerprint
+from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.first_difference import find_first_difference
 from harness.runtime.faithfulness.float64 import Narrowing, in_float64, widened
 from harness.runtime.faithfulness.operator_run import OperatorRun
@@ -34,12 +36,10 @@ from harness.runtime.faithfulness.outcomes import (
     rounding_of,
     values_of,
 )
-from harness.runtime.memory import is_out_of_memory
+from harness.runtime.faithfulness.preserved import RandomSources, preserved, seed_all
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.precision import Precision
-from harness.runtime.preserved import RandomSources, preserved, seed_all
-from harness.runtime.replicas import fingerprint
-from harness.runtime.world import World
+from harness.runtime.ranks.agreement import raise_alike
+from harness.runtime.ranks.world import World
 
 # Unlike each other, above 1 for batch normalisation, and few, because models are large.
 _SIZES = (3, 2)

@@ -21,15 +21,15 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from harness.runtime.capture import Captured
+from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.operators import function_name
 from harness.runtime.data.batch import Batch
-from harness.runtime.executor.layout import owners
-from harness.runtime.executor.values import MetaModel
+from harness.runtime.executor.geometry.layout import owners
+from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.faithfulness.operator_run import OperatorRun
 from harness.runtime.faithfulness.outcomes import bits_of
+from harness.runtime.faithfulness.preserved import seed_all
 from harness.runtime.models.task import Task
-from harness.runtime.operators import function_name
-from harness.runtime.preserved import seed_all
 
 _TORCH = str(Path(torch.__file__).parent)
 _OF_TORCH = ("BackwardHookFunction", "CheckpointFunction")

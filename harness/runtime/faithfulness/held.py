@@ -23,7 +23,7 @@ from torch import nn
 from harness.domain.files import FileKind, JsonFile
 from harness.errors import HarnessError, ResultsError
 from harness.measure.store import write_atomically
-from harness.runtime.capture import Captured
+from harness.runtime.capture.capture import Captured
 from harness.runtime.faithfulness.comparison import hold_to_model
 from harness.runtime.models.task import Task
 

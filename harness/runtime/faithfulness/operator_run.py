@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from harness.runtime.capture import Captured
-from harness.runtime.executor.values import MetaModel
+from harness.runtime.capture.capture import Captured
+from harness.runtime.executor.geometry.values import MetaModel
 
 
 class OperatorRun(fx.Interpreter):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.runtime.replicas import fingerprint_of
+from harness.runtime.engines.replicas import fingerprint_of
 
 # Of the same terms in another order: a wrong gradient shows at 1e-3 and more. Differences are
 # relative to a tensor's largest element, or to a thousandth of the model's.

@@ -16,7 +16,7 @@ from harness.runtime.models.dlrm import Dlrm, check_dlrm
 from harness.runtime.models.factory import task_from_factory
 from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import DlrmOptions, InputSpec, ModelOptions, Task
-from harness.runtime.torchvision_import import import_torchvision
+from harness.runtime.models.torchvision_import import import_torchvision
 
 __all__ = [
     "MODELS",

@@ -13,7 +13,7 @@ from torch import nn
 
 from harness.errors import ModelError
 from harness.runtime.models.task import InputSpec, ModelOptions, Task, check_weights
-from harness.runtime.torchvision_import import allow_torchvision
+from harness.runtime.models.torchvision_import import allow_torchvision
 
 _EXAMPLE = "write it like package.module:factory"
 

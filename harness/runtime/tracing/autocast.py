@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from harness.runtime.operators import function_name
+from harness.runtime.capture.operators import function_name
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, is_view
 from harness.runtime.tracing.patches import replaced
 from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, AutocastRegion

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from harness.errors import ModelError
-from harness.runtime.operators import function_name
+from harness.runtime.capture.operators import function_name
 
 # Keys of `Node.meta`: made where gradients are off; the `data` of a tensor; its hooks;
 # whether it writes a buffer.

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from harness.errors import ModelError
-from harness.runtime.executor.inplace import works_in_place
+from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, LostError
 from harness.runtime.tracing.regions import AutocastRegion

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from harness.runtime.executor.inplace import works_in_place
+from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.outputs import choose_logits, named_outputs
 from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, LostError
 from harness.runtime.tracing.functions import GradientHooks, detach

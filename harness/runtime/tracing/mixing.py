@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from harness.runtime.draws import draws
-from harness.runtime.meta_copy import meta_copy
-from harness.runtime.meta_run import parameters_of, tensors_in_order
-from harness.runtime.operators import function_name, is_known, is_opaque
+from harness.runtime.capture.draws import draws
+from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
+from harness.runtime.capture.operators import function_name, is_known, is_opaque
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import re
 
 from harness.errors import HarnessError, ModelError, first_line
 from harness.inputs import one_line
-from harness.runtime.failures import users_line
+from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.constructs import LostError
 
 _REMEDY = "or train it by --engine torch, which needs no plan"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.runtime.executor.inplace import out_of_place, works_in_place
+from harness.runtime.executor.shards.inplace import out_of_place, works_in_place
 from harness.runtime.tracing.constructs import LostError, is_view
 from harness.runtime.tracing.functions import ReadBuffer, WriteBuffer, copied
 from harness.runtime.tracing.patches import replaced

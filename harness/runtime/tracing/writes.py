@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from harness.errors import ModelError
-from harness.runtime.executor.inplace import COPIES, copying_call, works_in_place
-from harness.runtime.meta_copy import meta_copy
-from harness.runtime.operators import function_name
+from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.capture.operators import function_name
+from harness.runtime.executor.shards.inplace import COPIES, copying_call, works_in_place
 from harness.runtime.tracing.functions import OpaqueFunction
 from harness.runtime.tracing.tuples import check_sizes, spread_tuples
 

@@ -13,8 +13,8 @@ from equivalence_strategies import random_strategy, with_copies
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch
+from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.optimizers import OptimizerOptions
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _OPTIMIZERS = {

@@ -17,15 +17,15 @@ from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
-from harness.runtime.capture import capture
+from harness.runtime.capture.capture import capture
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.optimizers import OptimizerOptions, make_optimizer
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 BATCH = 48
 N_EPOCHS = 8

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from harness.domain.graph import Graph
-from harness.runtime.capture import capture
+from harness.runtime.capture.capture import capture
 from harness.runtime.models.dlrm import Dlrm, interaction_width
 from harness.runtime.models.lenet import LeNet
 from harness.runtime.models.task import DlrmOptions, InputSpec, Task, logits_of
-from harness.runtime.torchvision_import import import_torchvision
+from harness.runtime.models.torchvision_import import import_torchvision
 
 N_CLASSES = 6
 GRAPH_BATCH = 8

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.runtime.capture import capture
-from harness.runtime.executor.deferred import backward_calls
-from harness.runtime.executor.joining import Joining
+from harness.runtime.capture.capture import capture
+from harness.runtime.executor.gradients.deferred import backward_calls
+from harness.runtime.executor.gradients.joining import Joining
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 WIDE = 512
 

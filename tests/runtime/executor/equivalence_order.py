@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from harness.domain.partition import REPLICA
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.runtime.executor.messages import Message
+from harness.runtime.executor.transport.messages import Message
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 WIDTH = 4
 

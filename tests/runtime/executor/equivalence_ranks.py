@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 COLLECTIVE_TIMEOUT_S = 200.0
 # A case takes a second, but machines are shared.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from harness.runtime.data.batch import Batch
+from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.models.task import Task
-from harness.runtime.optimizers import make_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

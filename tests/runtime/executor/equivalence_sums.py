@@ -10,7 +10,7 @@ from torch import nn
 from harness.domain.partition import SAMPLE
 from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
-from harness.runtime.capture import capture
+from harness.runtime.capture.capture import capture
 from harness.runtime.models.task import InputSpec, Task
 
 N_CLASSES = 5

@@ -24,17 +24,17 @@ from harness.errors import VerificationError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
-from harness.runtime.engine_torch import TorchEngine
-from harness.runtime.executor import deferred
-from harness.runtime.executor.channels import Buffers, Channels, Transfer
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.engines.replicas import verify_replicas
+from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.gradients import deferred
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.executor.state_files import load_sharded
+from harness.runtime.executor.state.files import load_sharded
+from harness.runtime.executor.transport.channels import Buffers, Channels, Transfer
 from harness.runtime.models.task import Task
-from harness.runtime.optimizers import make_optimizer
-from harness.runtime.replicas import verify_replicas
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 
 _TIMEOUT_S = 200.0
 

@@ -23,12 +23,12 @@ from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.plan.builders import ddp, hybrid, tensor_parallel
 from harness.runtime.data.batch import Batch
-from harness.runtime.engine import EngineOptions, Share
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models.task import Task
-from harness.runtime.optimizers import OptimizerOptions, make_optimizer
-from harness.runtime.world import World
+from harness.runtime.ranks.world import World
 from zoo import ZOO
 
 BATCH = 8

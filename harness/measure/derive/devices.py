@@ -1,0 +1,326 @@
+"""Rates of single devices, and of products distributed over all of them, from matmul records."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from harness.domain.labels import SHORTEST_S
+from harness.domain.record import Sample
+from harness.domain.run import Headed, RankInfo
+from harness.measure.derive.spans import samples_of
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+PeakKey = tuple[str, float, str]
+"""Device kind, its number of cores (a CPU share is a kind of its own) and dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulRow:
+    """One product on one rank's device; rates are 2mnk / time.
+
+    Attributes:
+        flops_per_s: from the median time; `low`, `high` from the ends of its interval.
+        max_flops_per_s: from the shortest time.
+        error: largest relative error against the float64 reference, None when not verified.
+    """
+
+    rank: int
+    hostname: str
+    device_kind: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    time: Summary
+    flops_per_s: float
+    low: float
+    high: float
+    max_flops_per_s: float
+    peak_flops_per_s: float | None
+    error: float | None
+
+    @property
+    def is_above_peak(self) -> bool:
+        """A rate that the device cannot reach: the measurement is wrong."""
+        return self.peak_flops_per_s is not None and self.flops_per_s > self.peak_flops_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaRow:
+    """One product distributed over the first `n_ranks` ranks.
+
+    Attributes:
+        time: of the maximum over ranks; the other times are medians of the slowest rank's.
+        efficiency: aggregate rate over the sum of the ranks' own matmul peaks; None if unknown.
+    """
+
+    scaling: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    n_ranks: int
+    time: Summary
+    compute_s: float | None
+    communication_s: float | None
+    exposed_communication_s: float | None
+    flops_per_s: float
+    efficiency: float | None
+
+
+def info_of(run: Headed, rank: int) -> RankInfo:
+    """Where a rank ran; an anonymous device when the header does not say."""
+    known = {info.rank: info for info in run.header.ranks}
+    unknown = RankInfo(
+        rank=rank, hostname=f"rank {rank}", device="", device_kind="", n_cores=0, memory_bytes=0
+    )
+    return known.get(rank, unknown)
+
+
+def _by_labels(samples: Iterable[Sample], *names: str) -> dict[tuple[object, ...], list[Sample]]:
+    groups: dict[tuple[object, ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if all(name in sample.labels for name in names):
+            groups[tuple(sample.labels[name] for name in names)].append(sample)
+    return groups
+
+
+def _positive(samples: Iterable[Sample]) -> list[float]:
+    return [sample.value for sample in samples if sample.value >= SHORTEST_S]
+
+
+def matmul_table(run: Run) -> list[MatmulRow]:
+    """Every local product of every rank, by dtype and size."""
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        info = info_of(run, rank)
+        errors = _by_labels(samples_of(records, "matmul_error"), "m", "n", "k", "dtype")
+        groups = _by_labels(samples_of(records, "matmul_s"), "m", "n", "k", "dtype")
+        for labels, samples in groups.items():
+            times = _positive(samples)
+            if times:
+                worst = max((sample.value for sample in errors.get(labels, [])), default=None)
+                rows.append(_matmul_row(rank, info, labels, summarize(times, shortest=0), worst))
+    return sorted(rows, key=lambda row: (row.rank, row.dtype, row.m * row.n * row.k))
+
+
+def _matmul_row(
+    rank: int, info: RankInfo, labels: tuple[object, ...], time: Summary, error: float | None
+) -> MatmulRow:
+    m, n, k = (int(str(size)) for size in labels[:3])
+    dtype = str(labels[3])
+    flops = 2 * m * n * k
+    return MatmulRow(
+        rank=rank,
+        hostname=info.hostname,
+        device_kind=info.device_kind,
+        dtype=dtype,
+        m=m,
+        n=n,
+        k=k,
+        time=time,
+        flops_per_s=flops / time.median,
+        low=flops / time.high,
+        high=flops / time.low,
+        max_flops_per_s=flops / time.min,
+        peak_flops_per_s=info.peak_flops_per_s.get(dtype),
+        error=error,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """STREAM's copy or triad on one rank's device; rates in bytes/s of traffic, reads and writes.
+
+    Attributes:
+        n_bytes: size of one array.
+        bytes_per_s: from the median time; `low`, `high` from the ends of its interval.
+    """
+
+    rank: int
+    hostname: str
+    device_kind: str
+    kernel: str
+    n_bytes: int
+    time: Summary
+    bytes_per_s: float
+    low: float
+    high: float
+
+
+MEMORY_KERNELS = {"copy": ("memory_copy_s", 2), "triad": ("memory_triad_s", 3)}
+"""Metric and number of arrays that each kernel reads or writes."""
+
+
+def memory_table(run: Run) -> list[MemoryRow]:
+    """Memory bandwidth of every rank's device.
+
+    Source: McCalpin, STREAM: traffic is two arrays for a copy and three for a triad.
+    """
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        info = info_of(run, rank)
+        for kernel, (metric, n_arrays) in MEMORY_KERNELS.items():
+            for (n_bytes,), samples in _by_labels(samples_of(records, metric), "n_bytes").items():
+                times = _positive(samples)
+                if times:
+                    time = summarize(times, shortest=0)
+                    traffic = n_arrays * int(str(n_bytes))
+                    rows.append(
+                        MemoryRow(
+                            rank=rank,
+                            hostname=info.hostname,
+                            device_kind=info.device_kind,
+                            kernel=kernel,
+                            n_bytes=int(str(n_bytes)),
+                            time=time,
+                            bytes_per_s=traffic / time.median,
+                            low=traffic / time.high,
+                            high=traffic / time.low,
+                        )
+                    )
+    return rows
+
+
+def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
+    """Best measured FLOP/s of each kind of device and dtype: over sizes, from median times.
+
+    Several ranks or runs of one kind count with their median rank, so that one lucky or busy
+    device does not set the mark for all. Runs that are not ok give no peak.
+    """
+    return peaks_of((run, matmul_table(run)) for run in runs)
+
+
+def peaks_of(tables: Iterable[tuple[Headed, Iterable[MatmulRow]]]) -> dict[PeakKey, float]:
+    """As `matmul_peaks`, of the table of each run."""
+    best: dict[PeakKey, list[float]] = defaultdict(list)
+    for run, rows in tables:
+        if run.header.status != "ok":
+            continue
+        by_rank: dict[tuple[int, str], float] = {}
+        for row in rows:
+            at = (row.rank, row.dtype)
+            by_rank[at] = max(by_rank.get(at, 0.0), row.flops_per_s)
+        for (rank, dtype), rate in by_rank.items():
+            info = info_of(run, rank)
+            best[info.device_kind, info.n_cores, dtype].append(rate)
+    return {key: summarize(rates, shortest=0).median for key, rates in best.items()}
+
+
+def sum_of_peaks(
+    infos: Iterable[RankInfo], dtype: str, peaks: dict[PeakKey, float]
+) -> float | None:
+    """Sum of the measured peaks of all devices; None when one of them was not measured."""
+    rates = [peaks.get((info.device_kind, info.n_cores, dtype)) for info in infos]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known and len(known) == len(rates) else None
+
+
+def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, dict[int, float]]:
+    """Values by iteration and rank; the iteration is `step`, or the position without one."""
+    iterations: dict[int, dict[int, float]] = defaultdict(dict)
+    for rank, records in run.ranks.items():
+        mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
+        for position, sample in enumerate(mine):
+            if sample.value >= SHORTEST_S or metric != "summa_s":
+                at = position if sample.step is None else sample.step
+                iterations[at][rank] = sample.value
+    return dict(sorted(iterations.items()))
+
+
+SUMMA_LABELS = ("scaling", "dtype", "m", "n", "k")
+
+
+def _n_ranks(run: Run) -> int:
+    return len(run.header.ranks) or len(run.ranks)
+
+
+def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
+    """What a distributed product is told apart by: its labels and its number of ranks."""
+    if not all(name in sample.labels for name in SUMMA_LABELS):
+        return None
+    named = tuple(sample.labels[name] for name in SUMMA_LABELS)
+    return (*named, sample.labels.get("n_ranks", _n_ranks(run)))
+
+
+def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
+    """The rank that took longest, by iteration."""
+    times = _by_iteration(run, "summa_s", labels)
+    return {
+        iteration: max(by_rank, key=by_rank.__getitem__) for iteration, by_rank in times.items()
+    }
+
+
+def _of_slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
+    """The slowest rank's value in each iteration: parts of one rank sum to its whole."""
+    values = _by_iteration(run, metric, labels)
+    slowest = _slowest_ranks(run, labels)
+    return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
+
+
+def _median(values: list[float]) -> float | None:
+    return summarize(values, shortest=0).median if values else None
+
+
+def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
+    """One line where products are faster than their devices' measured peaks, naming the most."""
+    every = list(rows)
+    above = [row for row in every if row.efficiency is not None and row.efficiency > 1]
+    if not above:
+        return []
+    most = max(above, key=lambda row: row.efficiency or 0.0)
+    return [
+        f"{len(above)} of {len(every)} distributed products ran faster than the sum of their "
+        f"devices' matmul peaks (most: {most.efficiency:.0%}, n = {most.n} {most.dtype} on "
+        f"{most.n_ranks}): these peaks are too low, measure them again"
+    ]
+
+
+def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
+    """Every distributed product; peaks default to those that the run itself measured."""
+    peaks = matmul_peaks([run]) if peaks is None else peaks
+    found = {
+        _summa_labels(run, sample)
+        for records in run.ranks.values()
+        for sample in samples_of(records, "summa_s")
+    }
+    found_rows = (_summa_row(run, labels) for labels in found if labels is not None)
+    rows = sorted(
+        (row for row in found_rows if row is not None),
+        key=lambda row: (row.scaling, row.dtype, row.m * row.n * row.k, row.n_ranks),
+    )
+    return with_efficiency(rows, run.header.ranks, peaks)
+
+
+def with_efficiency(
+    rows: Iterable[SummaRow], ranks: Sequence[RankInfo], peaks: dict[PeakKey, float]
+) -> list[SummaRow]:
+    """The rows with their rate over the sum of their ranks' peaks, where all are known."""
+    sums = [(row, sum_of_peaks(ranks[: row.n_ranks], row.dtype, peaks)) for row in rows]
+    return [replace(row, efficiency=row.flops_per_s / peak if peak else None) for row, peak in sums]
+
+
+def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
+    times = _of_slowest(run, "summa_s", labels)
+    if not times:
+        return None
+    time = summarize(times, shortest=0)
+    m, n, k, n_ranks = (int(str(number)) for number in labels[2:])
+    rate = 2 * m * n * k / time.median
+    return SummaRow(
+        scaling=str(labels[0]),
+        dtype=str(labels[1]),
+        m=m,
+        n=n,
+        k=k,
+        n_ranks=n_ranks,
+        time=time,
+        compute_s=_median(_of_slowest(run, "summa_compute_s", labels)),
+        communication_s=_median(_of_slowest(run, "summa_communication_s", labels)),
+        exposed_communication_s=_median(_of_slowest(run, "summa_exposed_communication_s", labels)),
+        flops_per_s=rate,
+        efficiency=None,
+    )

@@ -1,0 +1,245 @@
+"""Bandwidth of collectives and of every ordered pair of ranks, from links records.
+
+algbw = S / t, busbw = algbw x k; S and k are nccl-tests' (doc/PERFORMANCE.md). The time of one
+iteration is the maximum over ranks; the rate is taken of the median time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.domain.labels import SHORTEST_S
+from harness.domain.record import Record
+from harness.domain.run import Headed
+from harness.measure.derive.devices import info_of
+from harness.measure.derive.spans import samples_of
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+HALVED = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
+    """One operation at one size; bandwidths in bytes/s, `low` and `high` of busbw."""
+
+    operation: str
+    transport: str
+    n_ranks: int
+    n_bytes: int
+    time: Summary
+    algbw: float
+    busbw: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkMatrix:
+    """Ordered pairs of ranks, row = source, column = target; NaN where not measured.
+
+    Attributes:
+        names: hostname of each rank, with the rank where a host has several.
+        latency_s: median of half a round trip of the smallest message, shape (n, n).
+        bandwidth_bytes_per_s: largest message over its median time, shape (n, n).
+        n_bytes: that largest message.
+    """
+
+    transport: str
+    names: list[str]
+    latency_s: np.ndarray
+    bandwidth_bytes_per_s: np.ndarray
+    n_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterferenceRow:
+    """What communication takes from a rank's computing; medians.
+
+    Attributes:
+        operation: send_recv, all_reduce, or small messages: many at once (small send_recv) or one
+            after each product (spaced send_recv).
+        pace: of products beside it, relative to their pace alone.
+        unit: byte or message.
+        taken_s: seconds of computation for each byte or message that is sent or received.
+    """
+
+    name: str
+    operation: str
+    pace: float
+    unit: str
+    taken_s: float
+
+
+def bus_factor(operation: str, n_ranks: int) -> float:
+    """k of busbw = algbw x k; 1 for operations whose every byte crosses one link."""
+    if operation == "all_reduce":
+        return 2 * (n_ranks - 1) / n_ranks
+    return (n_ranks - 1) / n_ranks if operation in HALVED else 1.0
+
+
+def collective_table(run: Run) -> list[CollectiveRow]:
+    """Every operation, transport and size, in that order."""
+    iterations: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for records in run.ranks.values():
+        position: dict[tuple[str, str, int], int] = defaultdict(int)
+        for sample in samples_of(records, "collective_s"):
+            key = _collective_key(sample.labels)
+            at = position[key] if sample.step is None else sample.step
+            position[key] += 1
+            iterations[key][at].append(sample.value)
+    n_ranks = len(run.header.ranks) or len(run.ranks)
+    rows = []
+    for key, by_iteration in sorted(iterations.items()):
+        times = [max(values) for values in by_iteration.values() if max(values) >= SHORTEST_S]
+        if times and key[2] > 0:
+            rows.append(_collective_row(key, n_ranks, summarize(times, shortest=0)))
+    return rows
+
+
+def _collective_key(labels: dict[str, str | int | float | bool]) -> tuple[str, str, int]:
+    n_bytes = labels.get("n_bytes", 0)
+    operation, transport = labels.get("operation", ""), labels.get("transport", "")
+    return str(operation), str(transport), int(n_bytes)
+
+
+def _collective_row(key: tuple[str, str, int], n_ranks: int, time: Summary) -> CollectiveRow:
+    operation, transport, n_bytes = key
+    factor = bus_factor(operation, n_ranks)
+    return CollectiveRow(
+        operation=operation,
+        transport=transport,
+        n_ranks=n_ranks,
+        n_bytes=n_bytes,
+        time=time,
+        algbw=n_bytes / time.median,
+        busbw=factor * n_bytes / time.median,
+        low=factor * n_bytes / time.high,
+        high=factor * n_bytes / time.low,
+    )
+
+
+def _rank_names(run: Run, n: int) -> list[str]:
+    hosts = [info_of(run, rank).hostname for rank in range(n)]
+    return [f"{host}:{rank}" if hosts.count(host) > 1 else host for rank, host in enumerate(hosts)]
+
+
+def _pair_samples(run: Run, metric: str) -> dict[str, dict[tuple[int, int, int], list[float]]]:
+    """Values by transport and (source, target, n_bytes); 0 bytes for latencies."""
+    found: dict[str, dict[tuple[int, int, int], list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for records in run.ranks.values():
+        for sample in samples_of(records, metric):
+            labels = sample.labels
+            if sample.value >= SHORTEST_S:
+                pair = (int(labels["source"]), int(labels["target"]))
+                key = (*pair, int(labels.get("n_bytes", 0)))
+                found[str(labels.get("transport", ""))][key].append(sample.value)
+    return found
+
+
+def link_matrices(run: Run) -> list[LinkMatrix]:
+    """One matrix for each transport that was measured."""
+    latencies = _pair_samples(run, "link_latency_s")
+    transfers = _pair_samples(run, "link_transfer_s")
+    return [
+        _link_matrix(run, transport, latencies[transport], transfers[transport])
+        for transport in sorted({*latencies, *transfers})
+    ]
+
+
+def _link_matrix(
+    run: Run,
+    transport: str,
+    latencies: dict[tuple[int, int, int], list[float]],
+    transfers: dict[tuple[int, int, int], list[float]],
+) -> LinkMatrix:
+    seen = [rank for key in (*latencies, *transfers) for rank in key[:2]]
+    n = max(len(run.header.ranks), *(rank + 1 for rank in seen))
+    latency, bandwidth = np.full((n, n), np.nan), np.full((n, n), np.nan)
+    for (source, target, _), values in latencies.items():
+        latency[source, target] = np.median(values)
+    n_bytes = max((key[2] for key in transfers), default=0)
+    for (source, target, size), values in transfers.items():
+        if size == n_bytes:
+            bandwidth[source, target] = size / np.median(values)
+    return LinkMatrix(
+        transport=transport,
+        names=_rank_names(run, n),
+        latency_s=latency,
+        bandwidth_bytes_per_s=bandwidth,
+        n_bytes=n_bytes,
+    )
+
+
+# What is counted of each kind of communication beside which products are computed.
+_BESIDE = {
+    "send_recv": "byte",
+    "all_reduce": "byte",
+    "small send_recv": "message",
+    "spaced send_recv": "message",
+}
+
+
+def interference_table(run: Run) -> list[InterferenceRow]:
+    """By operation and rank; empty where it was not measured."""
+    names = _rank_names(run, len(run.header.ranks))
+    found: list[InterferenceRow] = []
+    for operation, unit in _BESIDE.items():
+        for rank, name in enumerate(names):
+            pace, taken_s = (
+                _median_beside(run.ranks.get(rank, []), metric, operation)
+                for metric in ("pace_beside", f"host_s_per_{unit}")
+            )
+            if pace is not None and taken_s is not None:
+                row = InterferenceRow(
+                    name=name, operation=operation, pace=pace, unit=unit, taken_s=taken_s
+                )
+                found.append(row)
+    return found
+
+
+def jitter_table(run: Run) -> dict[str, dict[float, float]]:
+    """Standard deviation by rank's name and seconds of computing, medians; empty where it was not
+    measured."""
+    found: dict[str, dict[float, float]] = {}
+    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
+        values: dict[float, list[float]] = defaultdict(list)
+        for sample in samples_of(run.ranks.get(rank, []), "jitter_s"):
+            values[float(sample.labels["computing_s"])].append(sample.value)
+        if values:
+            found[name] = {length: float(np.median(own)) for length, own in sorted(values.items())}
+    return found
+
+
+def _median_beside(records: list[Record], metric: str, operation: str) -> float | None:
+    values = [s.value for s in samples_of(records, metric) if s.labels["operation"] == operation]
+    return float(np.median(values)) if values else None
+
+
+def nic_limit_bytes_per_s(run: Headed) -> float | None:
+    """What the slowest NIC carries one way: no ring can be faster; None when not known."""
+    known = [node.nic_bytes_per_s for node in run.header.cluster.nodes if node.nic_bytes_per_s]
+    return min(known) if known and len(run.header.cluster.nodes) > 1 else None
+
+
+def best_link_bytes_per_s(run: Run) -> float | None:
+    """The best point-to-point bandwidth between two nodes, at the largest size that was sent.
+
+    Smaller messages can pass inside a shaper's burst and look faster than the link.
+    """
+    hosts = {info.rank: info.hostname for info in run.header.ranks}
+    sent = [
+        (n_bytes, n_bytes / float(np.median(values)))
+        for pairs in _pair_samples(run, "link_transfer_s").values()
+        for (source, target, n_bytes), values in pairs.items()
+        if n_bytes and (hosts.get(source) != hosts.get(target) or len(set(hosts.values())) < 2)
+    ]
+    largest = max((n_bytes for n_bytes, _ in sent), default=0)
+    return max((rate for n_bytes, rate in sent if n_bytes == largest), default=None)

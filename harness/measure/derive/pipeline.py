@@ -1,0 +1,199 @@
+"""A pipeline in numbers: how much of a step its ranks idle, and what each stage takes.
+
+    rank 0   F0 F1 F2 .. .. B0 B1 B2 opt        .. is the bubble: neither computing nor updating
+    rank 1   .. F0 F1 F2 B0 B1 B2 .. opt
+
+Bubble rate as in Zero Bubble Pipeline Parallelism (Qi et al., 2023): idle time over the
+whole step; here measured, so that whatever leaves a rank idle counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean, median
+from typing import Literal, NamedTuple
+
+from harness.domain.record import Record, Span
+from harness.measure.derive.spans import (
+    COMPUTE_KINDS,
+    COMPUTING,
+    StepWindows,
+    covered_s,
+    waited_s,
+)
+from harness.measure.rank_records import Records, is_wait
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+_PASS = re.compile(r"stage([0-9]{1,9})(?: #([0-9]{1,9}))?(?: (weights|recompute))?")
+
+PassKind = Literal["forward", "recompute", "backward"]
+
+
+class Pass(NamedTuple):
+    """Which pass a span is: `backward` is to inputs, weights or both."""
+
+    stage: int
+    microbatch: int
+    kind: PassKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTimes:
+    """Seconds of one microbatch in one stage, on the slowest of its ranks.
+
+    Medians over steps of means over microbatches, which may have unlike numbers of samples; what a
+    rank waits inside a pass is not counted.
+
+    Attributes:
+        ranks: those that compute it, ascending.
+        backward_s: to inputs and to weights together.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What one microbatch costs the stage in a step."""
+        return self.forward_s + self.recompute_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSummary:
+    """A run of two or more stages.
+
+    Attributes:
+        n_microbatches: of a step.
+        bubble: share of a step in which a rank idles, mean over the ranks that have a stage;
+            over steps.
+        bubble_by_rank: the same of each such rank, median over steps.
+    """
+
+    n_microbatches: int
+    stages: tuple[StageTimes, ...]
+    bubble: Summary
+    bubble_by_rank: dict[int, float]
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.stages)
+
+
+def pass_of(span: Span) -> Pass | None:
+    """The pass that an executor's span names, such as `stage1 #3 weights`; None for others."""
+    return pass_named(span.kind, span.name) if span.name.startswith("stage") else None
+
+
+@lru_cache(maxsize=4096)
+def pass_named(kind: str, name: str) -> Pass | None:
+    match = _PASS.fullmatch(name)
+    if match is None or kind not in ("forward", "backward"):
+        return None
+    stage, microbatch, what = int(match[1]), int(match[2] or 0), match[3]
+    if what == "recompute":
+        return Pass(stage, microbatch, "recompute")
+    return Pass(stage, microbatch, "forward" if kind == "forward" else "backward")
+
+
+def computed_stages(records: Iterable[Record]) -> frozenset[int]:
+    """Stages of which a rank has passes; none without the executor."""
+    return frozenset(one.stage for one in _passes(records))
+
+
+def _passes(records: Iterable[Record]) -> list[Pass]:
+    """The distinct passes of one rank."""
+    found = (pass_named(kind, name) for kind, name in Records.of(records).names)
+    return [one for one in found if one is not None]
+
+
+def computes(spans: Iterable[Span]) -> bool:
+    """Whether a rank has operators of its own."""
+    return any(span.kind in COMPUTING for span in spans)
+
+
+def working_s(spans: Sequence[Span], within: Span, kinds: Collection[str]) -> float:
+    """Length of the union of the spans of some kinds, less what the rank waits inside them."""
+    own = [span for span in spans if span.kind in kinds]
+    waits = [span for span in spans if is_wait(span)]
+    return covered_s([*own, *waits], within) - covered_s(waits, within)
+
+
+def idle_shares(records: Iterable[Record]) -> dict[int, float]:
+    """Share of each step in which one rank neither computes nor runs the optimizer.
+
+    Empty for a rank that never computes.
+    """
+    windows = StepWindows(Records.of(records).columns)
+    working_s = windows.working_s(windows.are_of(COMPUTE_KINDS))
+    counts = windows.have(windows.are_of(COMPUTING)) & (windows.step_s > 0)
+    shares = 1 - working_s[counts] / windows.step_s[counts]
+    return dict(zip(windows.steps[counts].tolist(), shares.tolist(), strict=True))
+
+
+def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
+    """One rank's seconds of every (stage, kind of pass) in each step: means over microbatches."""
+    if not computed_stages(records):
+        return {}
+    seconds: dict[tuple[int, Pass], float] = defaultdict(float)
+    spans = Records.of(records).columns
+    own_s = (spans.duration_s - waited_s(spans)).tolist()
+    for span, step, span_s in zip(spans.spans, spans.group.tolist(), own_s, strict=True):
+        if (which := pass_of(span)) is not None:
+            seconds[step, which] += span_s
+    by_step: dict[tuple[int, int, PassKind], list[float]] = defaultdict(list)
+    for (step, which), duration_s in seconds.items():
+        by_step[step, which.stage, which.kind].append(duration_s)
+    by_stage: dict[tuple[int, PassKind], list[float]] = defaultdict(list)
+    for (_, stage, kind), durations_s in by_step.items():
+        by_stage[stage, kind].append(fmean(durations_s))
+    return dict(by_stage)
+
+
+def slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
+    """The stage's times, from the rank that takes longest."""
+    slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
+    return StageTimes(
+        stage=stage,
+        ranks=tuple(sorted(by_rank)),
+        forward_s=slowest.get("forward", 0.0),
+        recompute_s=slowest.get("recompute", 0.0),
+        backward_s=slowest.get("backward", 0.0),
+    )
+
+
+def _stages(run: Run) -> tuple[StageTimes, ...]:
+    stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, records in run.ranks.items():
+        for (stage, kind), seconds in stage_seconds(records).items():
+            stages[stage][rank][kind] = median(seconds)
+    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
+
+
+def _n_microbatches(run: Run) -> int:
+    return 1 + max(one.microbatch for records in run.ranks.values() for one in _passes(records))
+
+
+def pipeline_summary(run: Run) -> PipelineSummary | None:
+    """Derive a pipeline's numbers; None for a run without spans of two or more stages."""
+    stages = _stages(run)
+    if len(stages) < 2:
+        return None
+    idle = {rank: shares for rank, rs in sorted(run.ranks.items()) if (shares := idle_shares(rs))}
+    finished = set.intersection(*(set(shares) for shares in idle.values())) if idle else set()
+    if not finished:
+        return None
+    means = [sum(shares[s] for shares in idle.values()) / len(idle) for s in sorted(finished)]
+    return PipelineSummary(
+        n_microbatches=_n_microbatches(run),
+        stages=stages,
+        bubble=summarize(means, shortest=0),
+        bubble_by_rank={rank: median(shares.values()) for rank, shares in idle.items()},
+    )

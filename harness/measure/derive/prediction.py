@@ -1,0 +1,304 @@
+"""One run predicted beside measured: the error of its step, the parts of it, stages, memory.
+
+The parts of a step sum to it, predicted and measured alike, so that the differences of the parts
+sum to the error:
+
+    compute | contention   | exposed communication | optimizer | rest
+      alone |  what it     |  what the simulator   |           |  data, copies and what no span
+            |  takes more  |  leaves of its step   |           |  explains: none is predicted
+            |  beside      |
+            |  transfers   |
+
+Measured contention is computing in a step less computing in steps without communication. Where
+either side does not know it, compute holds it on both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from harness.domain.labels import MAX_RANK, SHORTEST_S
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.record import Record, Span
+from harness.domain.run import device_names
+from harness.domain.strategy import Strategy
+from harness.errors import ResultsError
+from harness.inputs import find_int, shorten
+from harness.measure.derive.pipeline import (
+    PassKind,
+    StageTimes,
+    computes,
+    idle_shares,
+    slowest_times,
+    working_s,
+)
+from harness.measure.derive.ranks import rank_memory
+from harness.measure.derive.spans import COMPUTE_KINDS, COMPUTING, StepWindows, samples_of
+from harness.measure.derive.training import step_times
+from harness.measure.rank_records import Records
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
+
+# What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
+_OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #([0-9]{1,9}))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPeak:
+    """Of one rank: predicted, and measured by kind of reading; None and empty when unknown."""
+
+    rank: int
+    predicted_bytes: int | None
+    measured_bytes: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedRun:
+    """One run beside its prediction.
+
+    Attributes:
+        plan: name of the strategy that was trained, as its file has it.
+        measured: the step of the run; None when it gave no number that may be trusted.
+        predicted_by_rank, measured_by_rank: seconds by the names of PARTS, of each rank that
+            computes; empty when unknown. Contention is in all or in none; below 0, a step without
+            communication computed longer, for one because a CPU quota that is never idle is never
+            saved up.
+        predicted_bubble: idle share of the ranks that compute, mean; None without spans.
+    """
+
+    plan: str
+    method: str
+    predicted_s: float
+    measured: Summary | None
+    predicted_by_rank: dict[int, dict[str, float]]
+    measured_by_rank: dict[int, dict[str, float]]
+    predicted_bubble: float | None
+    memory: tuple[MemoryPeak, ...]
+    profile_fit_error: float | None
+    search_s: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured - 1: below 0 is too fast a prediction."""
+        return None if self.measured is None else self.predicted_s / self.measured.median - 1
+
+    @property
+    def predicted_parts(self) -> dict[str, float]:
+        """Mean over the ranks that compute."""
+        return mean_parts(self.predicted_by_rank.values())
+
+    @property
+    def measured_parts(self) -> dict[str, float]:
+        """Mean over the ranks that compute."""
+        return mean_parts(self.measured_by_rank.values())
+
+
+def read_prediction(run_dir: Path) -> Prediction | None:
+    """The prediction beside a run; None when there is none.
+
+    Raises:
+        ResultsError: malformed; names the file.
+    """
+    path = run_dir / PREDICTION_FILE
+    if not _is_there(path):
+        return None
+    prediction = Prediction.load(path)
+    foreign = [key for key in prediction.spans if key != str(find_int(key, at_most=MAX_RANK))]
+    if foreign:
+        raise ResultsError(
+            f"prediction {path} has spans of {shorten(foreign[0])}, which is not a rank"
+        )
+    if prediction.step_s < SHORTEST_S:
+        raise ResultsError(
+            f"prediction {path} has a step of {prediction.step_s:g} s: it must be at least "
+            f"{SHORTEST_S:g} s"
+        )
+    return prediction
+
+
+def read_strategy(run_dir: Path) -> Strategy | None:
+    """The strategy that a run trained; None when there is none.
+
+    Raises:
+        HarnessError: malformed; names the file.
+    """
+    path = run_dir / STRATEGY_FILE
+    return Strategy.load(path) if _is_there(path) else None
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+
+
+def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
+    """A run beside its prediction; a run that is not ok has no measured numbers."""
+    times = step_times(run) if run.header.status == "ok" else {}
+    measured = measured_parts(run, times) if times else {}
+    predicted = predicted_parts(prediction)
+    known = [*predicted.values(), *measured.values()]
+    if measured and not all("contention" in parts for parts in known):
+        predicted = {rank: _without_contention(parts) for rank, parts in predicted.items()}
+        measured = {rank: _without_contention(parts) for rank, parts in measured.items()}
+    return PredictedRun(
+        plan=prediction.strategy,
+        method=prediction.method,
+        predicted_s=prediction.step_s,
+        measured=summarize(list(times.values())) if times else None,
+        predicted_by_rank=predicted,
+        measured_by_rank=measured,
+        predicted_bubble=predicted_bubble(prediction),
+        memory=_memory(run, prediction),
+        profile_fit_error=prediction.profile_fit_error,
+        search_s=prediction.search_s,
+    )
+
+
+def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of ranks or steps; contention only where all know it."""
+    known = list(parts)
+    if not all("contention" in part for part in known):
+        known = [_without_contention(part) for part in known]
+    names = [name for name in PARTS if known and name in known[0]]
+    return {name: fmean(part[name] for part in known) for name in names}
+
+
+def _without_contention(parts: Mapping[str, float]) -> dict[str, float]:
+    """With contention as a part of compute."""
+    joined = dict(parts)
+    joined["compute"] += joined.pop("contention", 0.0)
+    return joined
+
+
+def _parts(
+    compute_s: float,
+    contention_s: float | None,
+    exposed_s: float,
+    optimizer_s: float,
+    rest_s: float,
+) -> dict[str, float]:
+    """By the names of PARTS; `compute_s` includes contention."""
+    own_s = compute_s - (contention_s or 0.0)
+    found = dict(zip(PARTS, (own_s, contention_s, exposed_s, optimizer_s, rest_s), strict=True))
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def _predicted_parts_of(
+    spans: Sequence[Span], step_s: float, contention_s: float | None
+) -> dict[str, float]:
+    one_step = Span(kind="step", start_s=0.0, duration_s=step_s)
+    whole = next((span for span in spans if span.kind == "step"), one_step)
+    compute_s = working_s(spans, whole, COMPUTING)
+    optimizer_s = working_s(spans, whole, ("optimizer",))
+    exposed_s = step_s - compute_s - optimizer_s
+    return _parts(compute_s, contention_s, exposed_s, optimizer_s, 0.0)
+
+
+def predicted_parts(prediction: Prediction) -> dict[int, dict[str, float]]:
+    """Seconds by the names of PARTS, of each rank that computes; empty without spans."""
+    contention = prediction.contention_s or {}
+    return {
+        int(rank): _predicted_parts_of(spans, prediction.step_s, contention.get(rank))
+        for rank, spans in prediction.spans.items()
+        if computes(spans)
+    }
+
+
+def predicted_bubble(prediction: Prediction) -> float | None:
+    """Idle share of the ranks that compute, mean; None without spans."""
+    shares = [share for own in prediction.spans.values() for share in idle_shares(own).values()]
+    return fmean(shares) if shares else None
+
+
+def middle_steps(times: Mapping[int, float]) -> set[int]:
+    """Steps between the quartiles of the durations: their mean is not an outlier's."""
+    first, third = np.percentile(list(times.values()), [25, 75])
+    return {step for step, time in times.items() if first <= time <= third}
+
+
+def measured_parts(run: Run, times: Mapping[int, float]) -> dict[int, dict[str, float]]:
+    """Seconds by the names of PARTS, mean over the middle steps, of each rank that computes."""
+    wanted = np.array(sorted(middle_steps(times)), dtype=np.int64)
+    found = {rank: _measured_parts_of(records, wanted) for rank, records in run.ranks.items()}
+    return {rank: parts for rank, parts in found.items() if parts}
+
+
+def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[str, float]:
+    """Of one rank, mean over the wanted steps; empty where it does not compute in any."""
+    windows = StepWindows(Records.of(records).columns)
+    computing, optimizer = windows.are_of(COMPUTING), windows.are_of(("optimizer",))
+    counts = windows.have(computing) & np.isin(windows.steps, wanted)
+    if not counts.any():
+        return {}
+    compute_s, optimizer_s = windows.working_s(computing), windows.working_s(optimizer)
+    active_s = windows.covered_s(windows.are_of((*COMPUTE_KINDS, "communication")))
+    alone_s = _alone_s(records)
+    columns = {
+        "compute": compute_s,
+        "exposed_communication": active_s - compute_s - optimizer_s,
+        "optimizer": optimizer_s,
+        "rest": windows.step_s - active_s,
+    }
+    if alone_s is not None:
+        columns["contention"] = compute_s + optimizer_s - alone_s
+        columns["compute"] = compute_s - columns["contention"]
+    return {name: fmean(columns[name][counts].tolist()) for name in PARTS if name in columns}
+
+
+def _alone_s(records: Iterable[Record]) -> float | None:
+    """What a rank computes for in steps without communication, median; None when unknown."""
+    alone = samples_of(records, "no_sync_compute_s")
+    return median(sample.value for sample in alone) if alone else None
+
+
+def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
+    return tuple(
+        MemoryPeak(
+            rank=rank,
+            predicted_bytes=prediction.memory_bytes.get(name),
+            measured_bytes=rank_memory(run.ranks.get(rank, [])),
+        )
+        for rank, name in device_names(run.header.ranks).items()
+    )
+
+
+def predicted_stages(prediction: Prediction, strategy: Strategy) -> tuple[StageTimes, ...]:
+    """The simulated times of every stage, as `pipeline_summary` has the measured ones.
+
+    Operators that the strategy does not place are left out.
+    """
+    stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(dict)
+    for rank, spans in prediction.spans.items():
+        for stage, kind, seconds in _stage_seconds(spans, strategy):
+            stages[stage].setdefault(int(rank), {})[kind] = seconds
+    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
+
+
+def _stage_seconds(
+    spans: Iterable[Record], strategy: Strategy
+) -> list[tuple[int, PassKind, float]]:
+    """(stage, kind, seconds of a microbatch, mean) of one rank."""
+    seconds: dict[tuple[int, PassKind], dict[int, float]] = {}
+    for span in spans:
+        if not isinstance(span, Span) or span.kind not in ("forward", "backward"):
+            continue
+        match = _OPERATOR_PASS.fullmatch(span.name)
+        plan = strategy.operators.get(match[2]) if match else None
+        if match is None or plan is None:
+            continue
+        kind: PassKind = "forward" if span.kind == "forward" else "backward"
+        kind = "recompute" if match[1] == "recompute " else kind
+        by_microbatch = seconds.setdefault((plan.stage, kind), defaultdict(float))
+        by_microbatch[int(match[3] or 0)] += span.duration_s
+    return [(stage, kind, fmean(by.values())) for (stage, kind), by in seconds.items()]

@@ -1,0 +1,122 @@
+"""Strategies of one launch against each other: the same model, batch and dtype, over repeats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from harness.domain.run import Headed
+from harness.measure.derive.training import TrainingSummary, configured
+from harness.measure.statistics import Summary, Verdict, summarize, verdict
+
+# What tells strategies apart, or how they are found; every other setting must be equal.
+_COMPARED = (
+    "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
+    "recompute", "predict", "search_seconds", "search_budget", "trials", "memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyRow:
+    """One strategy on some ranks, over its repeats that ended ok.
+
+    Attributes:
+        workload: what was trained: model, dtype and batch; rows of one workload compare.
+        n_started: repeats, those that failed included.
+        step_s: the median step of each repeat that ended ok; empty when none did.
+        throughput: samples per second of the job, at the median of `step_s`.
+        interval: of `step_s`, or of the steps of the only repeat.
+        run_ids: of the repeats that ended ok.
+        against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
+    """
+
+    workload: str
+    strategy: str
+    n_started: int
+    step_s: tuple[float, ...]
+    throughput: float | None
+    interval: Summary | None = None
+    run_ids: tuple[str, ...] = ()
+    against: str = ""
+    speedup: float | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def median_s(self) -> float | None:
+        """Of `step_s`; None when no repeat ended ok."""
+        return median(self.step_s) if self.step_s else None
+
+
+def strategy_table(
+    runs: Sequence[tuple[Headed, TrainingSummary]], *, at_least: int = 2
+) -> list[StrategyRow]:
+    """A row for each strategy of each workload that was trained by two or more.
+
+    The baseline is plain `single`, else the first strategy that has a run which ended ok.
+
+    Args:
+        at_least: strategies that a workload must have been trained by.
+    """
+    workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
+    for run, summary in runs:
+        workloads.setdefault(_rest_of_config(run), []).append((run, summary))
+    return [row for group in workloads.values() for row in _compared(group, at_least)]
+
+
+def _rest_of_config(run: Headed) -> str:
+    rest = {name: v for name, v in run.header.config.items() if name not in _COMPARED}
+    return json.dumps([rest, _kind_of(run)], sort_keys=True)
+
+
+def _kind_of(run: Headed) -> str:
+    """Of the first device, which every strategy uses."""
+    return run.header.ranks[0].device_kind if run.header.ranks else ""
+
+
+def _compared(group: Sequence[tuple[Headed, TrainingSummary]], at_least: int) -> list[StrategyRow]:
+    by_strategy: dict[tuple[bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
+    for run, summary in group:
+        # Plain `single` first, then by name: repeats are carried out in random order.
+        name, digest = summary.strategy, configured(run, "strategy_digest")
+        place = (name != "single", name, summary.n_ranks, digest)
+        by_strategy.setdefault(place, []).append((run, summary))
+    if len(by_strategy) < at_least:
+        return []
+    rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
+    baseline = next((row for row in rows if row.step_s), None)
+    return rows if baseline is None else [_against(baseline, row) for row in rows]
+
+
+def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
+    first_run, first = repeats[0]
+    ok = [summary for _, summary in repeats if summary.status == "ok"]
+    steps = tuple(summary.duration.median for summary in ok if summary.duration is not None)
+    n_samples = next((summary.n_samples for summary in ok if summary.n_samples), None)
+    return StrategyRow(
+        workload=f"{first.model} {first.dtype} batch {first_run.header.config.get('batch', '?')}",
+        strategy=f"{first.strategy} on {first.n_ranks}",
+        n_started=len(repeats),
+        step_s=steps,
+        throughput=n_samples / median(steps) if n_samples and steps else None,
+        interval=_interval(ok, steps),
+        run_ids=tuple(summary.run_id for summary in ok),
+    )
+
+
+def _interval(repeats: Sequence[TrainingSummary], steps: Sequence[float]) -> Summary | None:
+    if len(steps) > 1:
+        return summarize(steps)
+    return repeats[0].duration if repeats else None
+
+
+def _against(baseline: StrategyRow, row: StrategyRow) -> StrategyRow:
+    if row is baseline or not row.step_s:
+        return row
+    return replace(
+        row,
+        against=baseline.strategy,
+        speedup=median(baseline.step_s) / median(row.step_s),
+        verdict=verdict(row.step_s, baseline.step_s),
+    )

@@ -1,0 +1,350 @@
+"""One training run in numbers: throughput, phases, communication, FLOP/s, memory, doubts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.domain.labels import SHORTEST_S
+from harness.domain.prediction import STRATEGY_FILE
+from harness.domain.run import Headed, RankInfo, Status
+from harness.inputs import MOST_NUMBER
+from harness.measure.derive.devices import PeakKey, sum_of_peaks
+from harness.measure.derive.pipeline import computes
+from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
+from harness.measure.derive.spans import (
+    PHASES,
+    PhaseTable,
+    phase_table,
+    samples_of,
+    spans_of,
+)
+from harness.measure.rank_records import KIND_CODES, Records
+from harness.measure.statistics import Summary, summarize
+from harness.measure.store import Run
+
+OUTLIER_EFFECT = 1.1
+_LONGEST = 200  # letters of a setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSummary:
+    """One training run; what was not measured is None. Formulas: docs/metrics.md.
+
+    Attributes:
+        unit: what `duration` is of: a step, or an epoch when only epochs were logged.
+        duration: of the maximum over ranks, over steps (or epochs).
+        n_samples: samples of the job in one unit.
+        throughput: samples per second of the job, from the median; `throughput_low` and
+            `throughput_high` from the ends of its interval.
+        phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
+        overlap: communication covered by compute / communication, 0 to 1.
+        exposed_communication_s: mean over steps and the ranks that compute, from spans.
+        no_sync_exposed_s: second reading: median step minus median `no_sync_step_s`.
+        slowed_compute_s: what communication adds to compute: its median in a step minus that in
+            steps without synchronisation. The second reading has it, the first has not.
+        ring_bytes: what a ring all-reduce of the gradients must send, per rank and step.
+        outlier_steps: steps far above the others.
+    """
+
+    run_id: str
+    status: Status
+    reason: str
+    strategy: str
+    model: str
+    dtype: str
+    n_ranks: int
+    backend: str
+    unit: Literal["step", "epoch"] = "step"
+    duration: Summary | None = None
+    n_samples: float | None = None
+    throughput: float | None = None
+    throughput_low: float | None = None
+    throughput_high: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    communication_s: float | None = None
+    exposed_communication_s: float | None = None
+    no_sync_exposed_s: float | None = None
+    slowed_compute_s: float | None = None
+    overlap: float | None = None
+    synchronisations_per_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    mamfu: float | None = None
+    memory_bytes: dict[str, float] = field(default_factory=dict)
+    sent_bytes_per_s: float | None = None
+    received_bytes_per_s: float | None = None
+    ring_bytes: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    ranks: tuple[RankSummary, ...] = ()
+    outlier_steps: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def throughput_per_device(self) -> float | None:
+        return None if self.throughput is None else self.throughput / self.n_ranks
+
+
+def configured(run: Headed, name: str, default: str = "") -> str:
+    """A setting of the run as text, whatever the workload calls it in detail."""
+    value: Any = run.header.config.get(name, default)
+    return default if value is None else str(value)[:_LONGEST]
+
+
+def configured_number(run: Headed, name: str) -> float | None:
+    """A setting that is a number above 0; None where it is not."""
+    value: Any = run.header.config.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 < value <= MOST_NUMBER else None
+
+
+def _strategy_name(run: Run) -> str:
+    """The strategy with what tells it from the usual: behind the engine, where others train it too,
+    before a pipeline's schedule, and the microbatches that were asked for; one that was read from
+    a file is called by the file's name."""
+    strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
+    is_file = strategy.endswith(".json")
+    if strategy == "pipeline" and engine == "executor":
+        strategy += _flow_name(run)
+    is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
+    if is_file:
+        # Runs write theirs as strategy.json: the run's name tells them apart.
+        path = PurePath(strategy)
+        strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
+        strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
+    return strategy if is_usual else f"{engine}-{strategy}"
+
+
+def _flow_name(run: Run) -> str:
+    schedule = configured(run, "schedule", "1f1b")
+    told = "" if schedule == "1f1b" else f"-{schedule}"
+    microbatches = run.header.config.get("microbatches")
+    told += f"-{microbatches}-microbatches" if microbatches else ""
+    for flag in ("recompute", "asynchronous"):
+        told += f"-{flag}" if run.header.config.get(flag) else ""
+    return told
+
+
+def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
+    """Step to rank to the sum of the samples (several interfaces or passes add up)."""
+    steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for rank, records in run.ranks.items():
+        for sample in samples_of(records, metric):
+            if sample.step is not None:
+                steps[sample.step][rank] += sample.value
+    return dict(sorted(steps.items()))
+
+
+def step_times(run: Run) -> dict[int, float]:
+    """Seconds of each step: the maximum over ranks of span `step`."""
+    times: dict[int, float] = {}
+    for records in run.ranks.values():
+        spans = Records.of(records).columns
+        ends = spans.kind == KIND_CODES["step"]
+        steps, durations_s = spans.steps[spans.group[ends]], spans.duration_s[ends]
+        for step, duration_s in zip(steps.tolist(), durations_s.tolist(), strict=True):
+            times[step] = max(times.get(step, 0.0), duration_s)
+    return dict(sorted(times.items()))
+
+
+def epoch_times(run: Run) -> dict[int, float]:
+    """Seconds of each epoch: the maximum over ranks of sample `epoch_s`."""
+    epochs = _values_by_step(run, "epoch_s")
+    times = {epoch: max(by_rank.values()) for epoch, by_rank in epochs.items()}
+    return {epoch: time for epoch, time in times.items() if time >= SHORTEST_S}
+
+
+def outliers(times: dict[int, float]) -> tuple[int, ...]:
+    """Steps above the far fence (third quartile + 3 interquartile ranges) and 1.1 medians.
+
+    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor keeps steady runs quiet.
+    """
+    if len(times) < 4:
+        return ()
+    first, median, third = np.percentile(list(times.values()), [25, 50, 75])
+    fence = max(third + 3 * (third - first), OUTLIER_EFFECT * median)
+    return tuple(step for step, time in times.items() if time > fence)
+
+
+def _samples_per_unit(run: Run) -> float | None:
+    """Samples of the job in a step or epoch: over ranks, or as configured when not recorded."""
+    by_rank = [
+        float(np.median([sample.value for sample in samples]))
+        for records in run.ranks.values()
+        if (samples := samples_of(records, "n_samples"))
+    ]
+    if by_rank and len(by_rank) == len(run.header.ranks):
+        return sum(by_rank)
+    return configured_number(run, "global_batch") or configured_number(run, "batch")
+
+
+def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
+    peaks: dict[str, float] = {}
+    for by_kind in values:
+        for kind, value in by_kind.items():
+            peaks[kind] = max(peaks.get(kind, 0.0), value)
+    return dict(sorted(peaks.items()))
+
+
+def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> TrainingSummary:
+    """Derive everything about one training run; a run that is not ok keeps what it has, and gets
+    no verdict: its steps are few, and its ranks waited for the failure.
+
+    Args:
+        peaks: `matmul_peaks` of the runs beside it, for MAMFU; without, MAMFU is None.
+    """
+    times = step_times(run)
+    is_epochs = not times
+    times = times or epoch_times(run)
+    duration = summarize(list(times.values())) if times else None
+    steps = {rank: phase_table(records) for rank, records in sorted(run.ranks.items())}
+    is_judged = run.header.status == "ok"
+    ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
+    ranks = mark_stragglers(ranks) if is_judged else ranks
+    working = {r: own for r, own in steps.items() if computes(spans_of(run.ranks[r]))} or steps
+    n_samples = _samples_per_unit(run)
+    n_ranks = len(run.header.ranks) or len(run.ranks) or 1
+    numbers: dict[str, Any] = dict(_losses(run))
+    if duration is not None:
+        numbers |= _rates(run, duration, n_samples, ranks)
+        numbers |= _communication(run, duration, working)
+    summary = TrainingSummary(
+        run_id=run.header.run_id,
+        status=run.header.status,
+        reason=run.header.reason,
+        strategy=_strategy_name(run),
+        model=configured(run, "model", "?"),
+        dtype=configured(run, "dtype", "fp32"),
+        n_ranks=n_ranks,
+        backend=run.header.backend,
+        unit="epoch" if is_epochs and times else "step",
+        duration=duration,
+        n_samples=n_samples,
+        phases=_mean_over_ranks([rank for rank in ranks if rank.rank in working]),
+        memory_bytes=_largest(rank.memory_bytes for rank in ranks),
+        ranks=ranks,
+        outlier_steps=outliers(times) if is_judged else (),
+        ring_bytes=_ring_bytes(run, n_ranks),
+        **numbers,
+    )
+    summary = _with_warnings(summary) if is_judged else summary
+    return with_mamfu(summary, run.header.ranks, peaks or {})
+
+
+def with_mamfu(
+    summary: TrainingSummary, ranks: Iterable[RankInfo], peaks: dict[PeakKey, float]
+) -> TrainingSummary:
+    """The summary with its rate over the measured peaks of its ranks, where all are known."""
+    measured = sum_of_peaks(ranks, summary.dtype, peaks)
+    if not measured or summary.flops_per_s is None:
+        return summary
+    mamfu = summary.flops_per_s / measured
+    doubt = f"MAMFU of {mamfu:.0%}: the measured matmul peak is too low, measure it again"
+    doubts = (doubt,) if mamfu > 1 and summary.status == "ok" else ()
+    return dataclasses.replace(summary, mamfu=mamfu, warnings=(*summary.warnings, *doubts))
+
+
+def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:
+    known = [rank.phases for rank in ranks if rank.phases]
+    return {name: float(np.mean([p[name] for p in known])) for name in PHASES} if known else {}
+
+
+def _rates(
+    run: Run,
+    duration: Summary,
+    n_samples: float | None,
+    ranks: Sequence[RankSummary],
+) -> dict[str, Any]:
+    rates: dict[str, Any] = {}
+    if n_samples:
+        rates["throughput"] = n_samples / duration.median
+        rates["throughput_low"] = n_samples / duration.high
+        rates["throughput_high"] = n_samples / duration.low
+    for name in ("sent", "received"):
+        moved = [getattr(rank, f"{name}_bytes") for rank in ranks]
+        known = [value for value in moved if value is not None]
+        if known:
+            rates[f"{name}_bytes_per_s"] = max(known) / duration.median
+    flops = [median_of(records, "model_flops") for records in run.ranks.values()]
+    counted = [value for value in flops if value is not None]
+    if counted and len(counted) == len(run.header.ranks):
+        rates |= _utilization(run, sum(counted) / duration.median)
+    return rates
+
+
+def _utilization(run: Run, flops_per_s: float) -> dict[str, Any]:
+    dtype = configured(run, "dtype", "fp32")
+    infos = run.header.ranks
+    published = [info.peak_flops_per_s.get(dtype) for info in infos]
+    known = [peak for peak in published if peak]
+    return {
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / sum(known) if known and len(known) == len(infos) else None,
+    }
+
+
+def _communication(
+    run: Run, duration: Summary, working: Mapping[int, PhaseTable]
+) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    tables = [table for table in working.values() if len(table.steps)]
+    communication = _mean(table.communication_s for table in tables)
+    if communication > 0:
+        numbers["communication_s"] = communication
+        numbers["overlap"] = _mean(table.overlapped_s for table in tables) / communication
+        numbers["exposed_communication_s"] = _mean(
+            table.phases["exposed_communication"] for table in tables
+        )
+    without = _values_by_step(run, "no_sync_step_s")
+    if without:
+        slowest = [max(by_rank.values()) for by_rank in without.values()]
+        numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
+    by_step = _values_by_step(run, "no_sync_compute_s")
+    alone = [s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working]
+    if alone and tables:
+        beside = np.concatenate([table.compute_s for table in tables])
+        numbers["slowed_compute_s"] = float(np.median(beside) - np.median(alone))
+    started = _values_by_step(run, "n_synchronisations")
+    if started:
+        per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))
+        numbers["synchronisations_per_s"] = per_step / duration.median
+    return numbers
+
+
+def _mean(columns: Iterable[np.ndarray]) -> float:
+    """Over steps and ranks; 0 without any."""
+    found = list(columns)
+    return float(np.concatenate(found).mean()) if found else 0.0
+
+
+def _ring_bytes(run: Run, n_ranks: int) -> float | None:
+    gradients = [median_of(records, "gradient_bytes") for records in run.ranks.values()]
+    known = [value for value in gradients if value is not None]
+    return 2 * (n_ranks - 1) / n_ranks * max(known) if known else None
+
+
+def _losses(run: Run) -> dict[str, float]:
+    by_step = _values_by_step(run, "loss")
+    if not by_step:
+        return {}
+    series = [by_rank[min(by_rank)] for by_rank in by_step.values()]
+    return {"first_loss": series[0], "last_loss": series[-1]}
+
+
+def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
+    doubts = list(summary.duration.warnings) if summary.duration else []
+    n_far = len(summary.outlier_steps)
+    if n_far:
+        doubts.append(f"{n_far} {summary.unit}{'s' if n_far > 1 else ''} far above the others")
+    for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
+        doubts.append(f"rank {rank.rank} ({rank.info.hostname}) is a straggler")
+    if summary.mfu is not None and summary.mfu > 1:
+        doubts.append("MFU above 1: FLOPs, times or the device's peak are wrong")
+    return dataclasses.replace(summary, warnings=tuple(doubts))

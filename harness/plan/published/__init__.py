@@ -1,0 +1,1 @@
+"""Published planners behind the interface of ours: FlexFlow (2018) and PipeDream."""

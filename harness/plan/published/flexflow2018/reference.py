@@ -1,0 +1,176 @@
+"""The cost model in plain Python, task by task: slow, short, and what the kernels must equal.
+
+Every part is a task on its device, and every intersection of a producer's block with a consumer's
+input block that crosses devices is a task on the channel (producer part, consumer part). Channels
+are keyed by the parts' indices alone, so that transfers between different pairs of layers share
+them. Each device and channel serves its tasks in the order in which they become ready; ties go to
+the earlier layer, compute before transfers into the next layer, then the lower consumer and
+producer part.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from harness.plan.published.flexflow2018.model import (
+    BETWEEN_BYTES_PER_MS,
+    CONV,
+    ELEMENT_BYTES,
+    GIVE_BACK_MS,
+    INSIDE_BYTES_PER_MS,
+    LINEAR,
+    Cut,
+    Layer,
+    Plan,
+    Problem,
+)
+
+Resource = int | tuple[int, int]  # a device, or a channel between part indices
+Span = tuple[int, int]
+
+
+@dataclass(eq=False)
+class Task:
+    """A part's computation or a transfer. `order` breaks ties; `n_waits` counts producers left."""
+
+    order: tuple[int, ...]
+    resource: Resource
+    duration_ms: float
+    layer: int
+    ready_ms: float = 0.0
+    start_ms: float = 0.0
+    n_waits: int = 0
+    followers: list[Task] = field(default_factory=list)
+
+    @property
+    def finish_ms(self) -> float:
+        return self.start_ms + self.duration_ms
+
+    def then(self, follower: Task) -> None:
+        self.followers.append(follower)
+        follower.n_waits += 1
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """Milliseconds on the links and milliseconds given back, of one layer."""
+
+    transfer_ms: float
+    squared_parts: int
+
+
+def step_ms(problem: Problem, plan: Plan) -> float:
+    """Predicted milliseconds of a training step: the last task, then all synchronisation.
+
+    Raises:
+        PlanError: the model does not define the plan.
+    """
+    problem.check(plan)
+    makespan_ms = max(task.finish_ms for task in simulate(problem, plan))
+    synchronisation = [
+        synchronise(problem, *pair) for pair in zip(problem.layers, plan, strict=True)
+    ]
+    transfer_ms = sum(each.transfer_ms for each in synchronisation)
+    return (
+        makespan_ms
+        + transfer_ms
+        - GIVE_BACK_MS * sum(each.squared_parts for each in synchronisation)
+    )
+
+
+def simulate(problem: Problem, plan: Plan) -> list[Task]:
+    """All tasks with their times, in the order in which they became ready."""
+    tasks = build_tasks(problem, plan)
+    ready = [(task.ready_ms, task.order, task) for task in tasks if task.n_waits == 0]
+    heapq.heapify(ready)
+    free_ms: dict[Resource, float] = {}
+    done: list[Task] = []
+    while ready:
+        _, _, task = heapq.heappop(ready)
+        task.start_ms = max(free_ms.get(task.resource, 0.0), task.ready_ms)
+        free_ms[task.resource] = task.finish_ms
+        done.append(task)
+        for follower in task.followers:
+            follower.ready_ms = max(follower.ready_ms, task.finish_ms)
+            follower.n_waits -= 1
+            if follower.n_waits == 0:
+                heapq.heappush(ready, (follower.ready_ms, follower.order, follower))
+    return done
+
+
+def build_tasks(problem: Problem, plan: Plan) -> list[Task]:
+    """One task per part and per transfer, wired producer to consumer."""
+    tasks: list[Task] = []
+    before: list[Task] = []
+    for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
+        duration_ms = problem.part_ms(layer, cut.n_samples, cut.n_features)
+        parts = [
+            Task((index, 0, part), device, duration_ms, index)
+            for part, device in enumerate(cut.devices)
+        ]
+        tasks += parts
+        if index > 0:
+            tasks += _connect(problem, index, plan[index - 1], cut, before, parts)
+        before = parts
+    return tasks
+
+
+def _connect(
+    problem: Problem, index: int, source: Cut, target: Cut, before: list[Task], parts: list[Task]
+) -> list[Task]:
+    transfers: list[Task] = []
+    for to, consumer in enumerate(parts):
+        wanted = _sample_span(problem, target, to)
+        for producer_index, producer in enumerate(before):
+            held = _sample_span(problem, source, producer_index)
+            n_common = min(wanted[1], held[1]) - max(wanted[0], held[0])
+            if n_common <= 0:
+                continue
+            a, b = source.devices[producer_index], target.devices[to]
+            if a == b:
+                producer.then(consumer)
+                continue
+            features = problem.layers[index - 1].n_out // source.n_features
+            same_node = problem.machine.node(a) == problem.machine.node(b)
+            bytes_per_ms = INSIDE_BYTES_PER_MS if same_node else BETWEEN_BYTES_PER_MS
+            duration_ms = ELEMENT_BYTES * n_common * features / bytes_per_ms
+            transfer = Task(
+                (index, 1, to, producer_index), (producer_index, to), duration_ms, index
+            )
+            producer.then(transfer)
+            transfer.then(consumer)
+            transfers.append(transfer)
+    return transfers
+
+
+def _sample_span(problem: Problem, cut: Cut, part: int) -> Span:
+    size = problem.machine.batch // cut.n_samples
+    block = part // cut.n_features
+    return block * size, (block + 1) * size
+
+
+def synchronise(problem: Problem, layer: Layer, cut: Cut) -> Synchronisation:
+    """Cost of summing the layer's weight gradients, slice by slice, over their holders."""
+    if layer.kind == CONV:
+        n_bytes = float(ELEMENT_BYTES * layer.n_weights)
+        return Synchronisation(n_bytes * _ms_per_byte(problem, set(cut.devices)), 0)
+    if layer.kind != LINEAR:
+        return Synchronisation(0.0, 0)
+    n_devices = problem.machine.n_devices
+    n_bytes = ELEMENT_BYTES * layer.n_in * layer.n_out / n_devices
+    transfer_ms, squared = 0.0, 0
+    for slice_ in range(n_devices):
+        block = slice_ // cut.n_samples
+        holders = [
+            device for part, device in enumerate(cut.devices) if part % cut.n_features == block
+        ]
+        transfer_ms += n_bytes * _ms_per_byte(problem, set(holders))
+        squared += sum(holders.count(device) ** 2 for device in set(holders))
+    return Synchronisation(transfer_ms, squared)
+
+
+def _ms_per_byte(problem: Problem, devices: set[int]) -> float:
+    nodes = [problem.machine.node(device) for device in devices]
+    most_in_a_node = max(nodes.count(node) for node in nodes)
+    return (most_in_a_node - 1) / INSIDE_BYTES_PER_MS + (len(set(nodes)) - 1) / BETWEEN_BYTES_PER_MS

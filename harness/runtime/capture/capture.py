@@ -1,0 +1,301 @@
+"""Capture a model as a Graph: trace it, then push shapes and FLOPs through without memory.
+
+Shapes come from a run on the meta device, FLOPs from torch.utils.flop_counter around each
+operator's forward and backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.domain.graph import Graph, Operator
+from harness.errors import HarnessError, ModelError
+from harness.runtime.capture.draws import draws, is_dropout
+from harness.runtime.capture.meta_run import (
+    Measured,
+    parameters_of,
+    run_on_meta,
+    tensors_in_order,
+    untrained,
+)
+from harness.runtime.capture.operators import describe_node, function_name, is_known, is_opaque
+from harness.runtime.capture.sample_dims import (
+    is_cut_by_samples,
+    named_shape,
+    sample_dims,
+    shapes_at_twice,
+)
+from harness.runtime.models import ModelOptions, Task, build_task, fit_options
+from harness.runtime.models.task import check_weights, logits_of
+from harness.runtime.tracing.constructs import WRITES, WRITTEN
+from harness.runtime.tracing.mixing import SampleMixing
+from harness.runtime.tracing.patches import has_gradient_hooks
+from harness.runtime.tracing.refusals import refusal
+from harness.runtime.tracing.trace import trace
+from harness.runtime.tracing.writes import settle
+
+_log = logging.getLogger(__name__)
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A traced model and its graph.
+
+    Attributes:
+        module: executes the nodes; holds the model's own parameters.
+        nodes: by operator name; operators without one are inputs and the loss.
+        untrained: names of parameters that get no gradient, although they ask for one.
+    """
+
+    graph: Graph
+    module: fx.GraphModule
+    nodes: dict[str, fx.Node]
+    untrained: frozenset[str] = frozenset()
+
+    def freeze_untrained(self, model: nn.Module) -> None:
+        """Ask for no gradients where there are none: an optimizer leaves such parameters alone."""
+        for owner in (self.module, model):
+            for name, parameter in owner.named_parameters(remove_duplicate=False):
+                if name in self.untrained:
+                    parameter.requires_grad_(False)
+
+
+def _text(shape: Iterable[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _signature(kind: str, attrs: dict[str, Any], inputs: list[Tensor], output: Tensor) -> str:
+    told = {k: v for k, v in sorted(attrs.items()) if k not in ("module", "parameters")}
+    words = [f"{name}={value}" for name, value in told.items()]
+    shapes = ", ".join(_text(tensor.shape[1:]) for tensor in inputs)
+    return f"{kind}({', '.join(words)}) {shapes} -> {_text(output.shape[1:])}"
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a node's arguments, in order; one that stands twice is listed twice."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+class _Builder:
+    """Turns nodes into operators, passing over what computes no tensor."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        measured: dict[fx.Node, Measured],
+        at_twice: dict[fx.Node, tuple[int, ...]],
+        mixing: SampleMixing,
+        batch: int,
+    ) -> None:
+        self._module, self._mixing = module, mixing
+        self._at_twice = at_twice
+        self._batch = batch
+        self._modules = dict(module.named_modules())
+        self._measured = measured
+        # A node that is no operator of its own stands for the operator behind it.
+        self._name_of: dict[fx.Node, str] = {}
+        self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
+        self._counted: set[int] = set()
+        self._written: frozenset[str] = module.meta.get(WRITTEN, frozenset())
+        self.operators: list[Operator] = []
+        self.nodes: dict[str, fx.Node] = {}
+        self.output = ""
+
+    def add(self, node: fx.Node) -> None:
+        """Take the next node in the order of execution."""
+        if node.op == "output":
+            last = [n for n in node.all_input_nodes if n in self._name_of]
+            self.output = self._name_of[last[0]] if last else ""
+            if last:
+                logits_of(self._measured[last[0]].value)  # refuses what the loss would
+            return
+        value = self._measured[node].value
+        if node.op == "placeholder":
+            self._add_input(node, value)
+        elif node.op == "get_attr":
+            self._waiting[node] = parameters_of(node, self._module)
+        elif tensors := tensors_in_order(value):
+            self._add_computed(node, tensors[0])
+
+    def _add_computed(self, node: fx.Node, value: Tensor) -> None:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        is_part = function_name(node.target) == "getitem" and source is not None
+        if is_part and source is not None and not isinstance(self._measured[source].value, Tensor):
+            self._name_of[node] = self._name_of[source]  # one, or some, of several outputs
+            return
+        self._add_operator(node, value)
+
+    def _add_input(self, node: fx.Node, value: Tensor) -> None:
+        self._name_of[node] = node.name
+        self.operators.append(
+            Operator(
+                name=node.name,
+                kind="input",
+                shape=named_shape(value.shape, self._sample_dims(node)),
+                dtype=str(value.dtype).removeprefix("torch."),
+                activation_bytes=value.numel() * value.element_size(),
+            )
+        )
+
+    def _sample_dims(self, node: fx.Node) -> tuple[int, ...]:
+        shape = tensors_in_order(self._measured[node].value)[0].shape
+        return sample_dims(shape, self._at_twice.get(node), self._batch)
+
+    def _is_cut_by_samples(
+        self, kind: str, function: str, node: fx.Node, sources: list[fx.Node]
+    ) -> bool:
+        def described(node: fx.Node) -> tuple[torch.Size, tuple[int, ...]]:
+            return tensors_in_order(self._measured[node].value)[0].shape, self._sample_dims(node)
+
+        return is_cut_by_samples(kind, function, described(node), map(described, sources))
+
+    def _free_name(self, node: fx.Node) -> str:
+        """The path of a node's module, or its own name, which only paths can have beside it."""
+        taken = {operator.name for operator in self.operators} | {LOSS}
+        name = str(node.target) if node.op == "call_module" else node.name
+        name = name if name not in taken else node.name
+        while name in taken:
+            name += "_"
+        return name
+
+    def _written_buffers(self, node: fx.Node) -> list[str]:
+        """Buffers that a node uses, and it or another writes."""
+        names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        if node.op == "call_module":
+            owned = self._modules[str(node.target)].named_buffers()
+            names = [f"{node.target}.{name}" for name, _ in owned]
+        return [name for name in names if name in self._written]
+
+    def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
+        found = parameters_of(node, self._module)
+        for source in node.all_input_nodes:
+            found |= self._waiting.get(source, {})
+        return found
+
+    def _add_operator(self, node: fx.Node, value: Tensor) -> None:
+        sources = [n for n in _arguments(node) if n in self._name_of]
+        inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
+        kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
+        is_users = is_opaque(node, self._modules)
+        is_unknown = not is_users and not is_known(kind, str(attrs["function"]))
+        if is_unknown and "autocast" not in attrs:
+            _log.warning(
+                "operator %s (%s) is not known: it is planned as cut by samples or not at all",
+                node.name, attrs.get("function"),
+            )  # fmt: skip
+        parameters = self._own_parameters(node)
+        is_hooked = any(map(has_gradient_hooks, parameters.values()))
+        if is_hooked:  # such a gradient must stay whole
+            kind, attrs = "other", {"function": attrs["function"]}
+        new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
+        self._counted |= {id(p) for p in new.values()}
+        signature = _signature(kind, attrs, inputs, value)
+        if node.meta.get(WRITES) or self._mixing.mixes(node, kind):
+            attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
+        function = "" if is_users else str(attrs["function"])
+        if not self._is_cut_by_samples(kind, function, node, sources):
+            attrs["is_cut_by_samples"] = False
+        is_drawing = draws(node, self._module) and not is_dropout(node, self._module)
+        if is_users or is_unknown or is_hooked or is_drawing:
+            attrs["is_repeatable"] = False
+        if node.op == "call_module":
+            attrs["module"] = str(node.target)
+        if buffers := self._written_buffers(node):
+            attrs |= {"writes_buffers": buffers, "is_cut_by_samples": False}
+        if parameters:
+            attrs["parameters"] = list(parameters)
+        name = self._free_name(node)
+        self._name_of[node] = name
+        self.nodes[name] = node
+        found = self._measured[node]
+        self.operators.append(
+            Operator(
+                name=name,
+                kind=kind,
+                inputs=[self._name_of[n] for n in sources],
+                shape=named_shape(value.shape, self._sample_dims(node)),
+                dtype=str(value.dtype).removeprefix("torch."),
+                forward_flops=found.forward_flops,
+                backward_flops=found.backward_flops,
+                parameter_bytes=sum(p.numel() * p.element_size() for p in new.values()),
+                activation_bytes=value.numel() * value.element_size(),
+                signature=signature,
+                attrs=attrs,
+            )
+        )
+
+
+def _loss_operator(task: Task, producer: Operator, batch: int) -> Operator:
+    n_classes = math.prod(size for dim, size in producer.shape.items() if dim != "sample")
+    return Operator(
+        name=LOSS,
+        kind="loss",
+        inputs=[producer.name],
+        shape={"sample": batch},
+        activation_bytes=4 * batch,
+        signature=f"loss(function={task.loss}) {n_classes} -> ",
+        attrs={"function": str(task.loss)},
+    )
+
+
+def capture(task: Task, batch: int, name: str) -> Captured:
+    """Trace a task's model for a global batch of `batch` samples; allocates no activations.
+
+    Raises:
+        ModelError: the model cannot be traced, or its operators not run on the meta device.
+    """
+    try:
+        return _capture(task, batch, name)
+    except HarnessError:
+        raise
+    except Exception as error:  # whatever a model's operators raise
+        raise refusal(name, error) from error
+
+
+def _capture(task: Task, batch: int, name: str) -> Captured:
+    check_weights(task.model)
+    device = next((parameter.device for parameter in task.model.parameters()), None)
+    examples = tuple(
+        torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
+    )
+    module = trace(task.model, examples)
+    with torch.device("meta"):  # of tensors that modules make
+        settle(module, examples)
+        measured = run_on_meta(module, examples)
+        at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
+        builder = _Builder(module, measured, at_twice, mixing, batch)
+        for node in module.graph.nodes:
+            builder.add(node)
+    if not builder.output:
+        raise ModelError(f"{name} returns no tensor that its operators computed")
+    last = next(o for o in builder.operators if o.name == builder.output)
+    operators = [*builder.operators, _loss_operator(task, last, batch)]
+    graph = Graph.from_unordered(name, operators, batch=batch)
+    return Captured(
+        graph=graph,
+        module=module,
+        nodes=builder.nodes,
+        untrained=untrained(module, measured),
+    )
+
+
+def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:
+    """The graph of a named model or a user's factory, without allocating its weights.
+
+    Raises:
+        ModelError: no such model, or it cannot be captured.
+    """
+    with torch.device("meta"):
+        task = build_task(name, fit_options(name, options or ModelOptions()))
+        return capture(task, batch, name).graph

@@ -1,0 +1,125 @@
+"""Run a traced model on the meta device, node by node: values without memory, FLOPs, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.tracing.constructs import NO_GRAD
+from harness.runtime.tracing.functions import GradientHooks
+
+
+class Measured:
+    """What running one node on the meta device showed."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.forward_flops = 0.0
+        self.backward_flops = 0.0
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        fresh = value.detach()
+        # A copy of the leaf, because operators in place refuse leaves.
+        return fresh.requires_grad_().clone() if value.requires_grad else fresh
+    return value
+
+
+def tensors_in_order(value: Any) -> list[Tensor]:
+    """The tensors of nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_in_order(part)]
+    return []
+
+
+class _MetaRun(fx.Interpreter):
+    """Runs each node by itself on meta tensors and counts its FLOPs."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.measured: dict[fx.Node, Measured] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "output", "get_attr"):
+            value = super().run_node(n)
+            self.measured[n] = found = Measured()
+            found.value = value
+            return value
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
+        found = Measured()
+        with FlopCounterMode(display=False) as forward:
+            value = getattr(self, n.op)(n.target, args, kwargs)
+        has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
+        outputs = [x for x in tensors_in_order(value) if x.requires_grad and has_gradient]
+        with FlopCounterMode(display=False) as backward:
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        found.value = value
+        found.forward_flops = float(forward.get_total_flops())
+        found.backward_flops = float(backward.get_total_flops())
+        self.measured[n] = found
+        return value
+
+
+def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, Measured]:
+    """What each node of a traced model gives."""
+    # The copy shares no memory; its nodes correspond to the original's by position.
+    meta = meta_copy(module)
+    for part in meta.modules():  # A user's hooks run in training alone.
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
+    run = _MetaRun(meta)
+    run.run(*(example.to("meta") for example in examples))
+    pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
+    return {node: run.measured[twin] for node, twin in pairs if twin in run.measured}
+
+
+def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:
+    """Parameters that a node itself uses, by their name in the model."""
+    if node.op == "call_module":
+        path = str(node.target)
+        owned = module.get_submodule(path).named_parameters()
+        return {f"{path}.{name}": parameter for name, parameter in owned}
+    if node.op == "get_attr":
+        value = _attribute(module, str(node.target))
+        return {str(node.target): value} if isinstance(value, nn.Parameter) else {}
+    return {}
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def untrained(module: fx.GraphModule, measured: dict[fx.Node, Measured]) -> frozenset[str]:
+    """Names of parameters from which no path leads to the output along which gradients flow."""
+    live: set[fx.Node] = set()
+    used: set[int] = set()
+    trained: set[int] = set()
+    for node in reversed(module.graph.nodes):
+        if node.op == "output":
+            live.update(node.all_input_nodes)
+            continue
+        values = tensors_in_order(measured[node].value) if node in measured else []
+        has_gradient = any(x.requires_grad for x in values)
+        is_live = has_gradient and (node in live or any(user in live for user in node.users))
+        live -= {node}
+        live |= {node} if is_live else set()
+        own = {id(parameter) for parameter in parameters_of(node, module).values()}
+        used |= own
+        trained |= own if is_live else set()
+    return frozenset(
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if id(parameter) in used - trained and parameter.requires_grad
+    )

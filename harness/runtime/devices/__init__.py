@@ -1,0 +1,1 @@
+"""One device: memory, clocks, precision, peak speeds, load, and timed samples."""

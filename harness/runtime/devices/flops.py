@@ -1,0 +1,68 @@
+"""Count the FLOPs of a training step over the real forward and backward, without running it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.models.task import InputSpec, Task
+
+_log = logging.getLogger(__name__)
+_META = torch.device("meta")
+
+
+def _empty_input(spec: InputSpec, n_samples: int) -> Tensor:
+    return torch.empty((n_samples, *spec.shape), dtype=spec.dtype, device=_META)
+
+
+def _empty_targets(task: Task, n_samples: int) -> Tensor:
+    dtype = torch.int64 if task.loss == "cross_entropy" else torch.float32
+    return torch.empty(n_samples, dtype=dtype, device=_META)
+
+
+def count_flops(task: Task, n_samples: int) -> float:
+    """FLOPs of forward, loss and backward of a task whose model is on the meta device.
+
+    A multiplication and an addition count as two; what is executed counts, so the first layer's
+    input gradient does not. Source: torch.utils.flop_counter.
+    """
+    inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
+    with FlopCounterMode(display=False) as counter:
+        task.sum_loss(task.model(*inputs), _empty_targets(task, n_samples)).backward()
+    return float(counter.get_total_flops())
+
+
+def _on_meta(task: Task, build: Callable[[], Task]) -> Task:
+    """Build the model without memory; a factory that cannot is copied there instead."""
+    try:
+        with _META:
+            return build()
+    except Exception as error:
+        _log.info("model is copied to count its FLOPs: it does not build without memory: %s", error)
+    return Task(
+        model=meta_copy(task.model),
+        inputs=task.inputs,
+        loss=task.loss,
+        n_classes=task.n_classes,
+    )
+
+
+def step_flops(task: Task, build: Callable[[], Task], n_samples: int) -> float | None:
+    """FLOPs of one training step over `n_samples`; None when the model hides its operators.
+
+    Nothing is computed and no memory taken: shapes alone pass through the real operators, so
+    neither times nor peaks of the run are touched.
+
+    Args:
+        build: builds the same task again, on the current default device.
+    """
+    try:
+        return count_flops(_on_meta(task, build), n_samples)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        _log.warning("FLOPs are not counted, the model needs real values: %s", error)
+        return None

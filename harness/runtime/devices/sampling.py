@@ -1,0 +1,91 @@
+"""How many samples to take: at least a few, then until a time budget is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.measure.clock import Clock
+from harness.runtime.ranks.cgroup import cgroup_file
+
+# Under a CPU quota a process runs and pauses in turn: only a sample of several periods reads the
+# share that it gets in the long run.
+_N_PERIODS = 10
+_LONGEST_SAMPLE_S = 0.5
+# Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
+_HOLD_CYCLES = 1_000_000
+
+
+def hold_gpu() -> None:
+    """Keep the GPU busy for half a millisecond, so that the host gets ahead; does not wait."""
+    torch.cuda._sleep(_HOLD_CYCLES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long to sample one quantity.
+
+    Attributes:
+        time_s: stop after this long once there are `n_min` samples.
+        n_warm_up: samples that are taken first and thrown away.
+    """
+
+    time_s: float
+    n_min: int = 5
+    n_max: int = 1000
+    n_warm_up: int = 2
+
+    def count(self, sample_s: float) -> int:
+        """Samples that fit, when each takes `sample_s`."""
+        fitting = math.ceil(self.time_s / sample_s) if sample_s > 0 else self.n_max
+        return max(self.n_min, min(self.n_max, fitting))
+
+
+def take_samples(
+    sample: Callable[[], tuple[Any, Any]], clock: Clock, budget: Budget
+) -> list[float]:
+    """Durations in seconds of repeated calls of `sample`, which returns its two marks.
+
+    The first call after the warm-up tells how many fit in the budget. Marks are read in batches,
+    so that a GPU's queue does not run dry between samples.
+    """
+    for _ in range(budget.n_warm_up):
+        sample()
+    clock.settle()
+    before = clock.mark()
+    durations = _read(clock, [sample()])
+    after = clock.mark()
+    clock.settle()
+    n_samples = budget.count(clock.seconds_at(after) - clock.seconds_at(before))
+    while len(durations) < n_samples:
+        n_batch = min(16, n_samples - len(durations))
+        durations += _read(clock, [sample() for _ in range(n_batch)])
+    return durations
+
+
+def _read(clock: Clock, marks: list[tuple[Any, Any]]) -> list[float]:
+    clock.settle()
+    return [clock.seconds_at(end) - clock.seconds_at(start) for start, end in marks]
+
+
+def quota_period_s() -> float:
+    """Period of this process's CPU quota; 0 without one."""
+    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if file is None:
+        return 0.0
+    if file.name == "cpu.max":
+        quota, period = file.read_text().split()
+    else:
+        quota, period = file.read_text(), file.with_name("cpu.cfs_period_us").read_text()
+    return 0.0 if quota.strip() in ("max", "-1") else float(period) * 1e-6
+
+
+def shortest_sample_s(device_type: str) -> float:
+    """How long a sample of computation must be to read a steady rate; 0 where any will do."""
+    if device_type != "cpu":
+        return 0.0
+    return min(_N_PERIODS * quota_period_s(), _LONGEST_SAMPLE_S)

@@ -1,0 +1,1 @@
+"""The engine interface, plain PyTorch with DDP, DeepSpeed, and the optimizers."""

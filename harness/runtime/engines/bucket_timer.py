@@ -1,0 +1,46 @@
+"""Reduce DDP's gradient buckets and mark when each was under way.
+
+DDP checks a hook's annotations as objects, so this module does without postponed ones.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.measure.recorder import Recorder
+from harness.runtime.engines.aside import Aside
+from harness.runtime.ranks.world import World
+
+
+class BucketTimer:
+    """DDP's communication hook: all-reduces each bucket and marks when it was under way."""
+
+    def __init__(self, recorder: Recorder, world: World) -> None:
+        self._recorder, self._aside = recorder, Aside(world)
+        self.n_buckets = 0
+        self.last_ready: Any = None
+        self.last_done: Any = None
+
+    def start_step(self) -> None:
+        """Forget the buckets of the step before."""
+        self.n_buckets = 0
+
+    def all_reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Sum a bucket over ranks; DDP calls it when the bucket's gradients are there."""
+        clock = self._recorder.clock
+        start = self.last_ready = clock.mark()
+        self.n_buckets += 1
+        buffer = bucket.buffer()
+        name, n_bytes = f"bucket{bucket.index()}", buffer.numel() * buffer.element_size()
+        work: Any = dist.all_reduce(buffer, async_op=True)
+
+        def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            # Runs when the bucket is reduced: in gloo's thread, or on a stream that waits for NCCL.
+            end = self.last_done = self._aside.mark(work, clock)
+            self._recorder.add_marks("communication", start, end, name=name, n_bytes=n_bytes)
+            return future.value()[0]
+
+        done: torch.futures.Future[Tensor] = work.get_future().then(finish)
+        return done

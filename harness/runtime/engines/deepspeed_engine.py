@@ -1,0 +1,219 @@
+"""Training by DeepSpeed: ZeRO stages 0, 1 and 2 around the same model, data and torch optimizer.
+
+Collectives here block the rank that calls them, so compute is what lies between them:
+
+    backward ---| communication |--- backward --| communication |-- optimizer --| communication |--
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.domain.record import SpanKind
+from harness.errors import ConfigError
+from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.models.task import Task
+from harness.runtime.ranks.world import World
+
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "all_to_all_single",
+)
+_MOMENTS = {"sgd": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+_INPUTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _n_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """Bytes of the largest tensor among a collective's arguments."""
+    tensors: list[Tensor] = []
+    for value in (*arguments, *named.values()):
+        tensors += [
+            t for t in (value if isinstance(value, list) else [value]) if torch.is_tensor(t)
+        ]
+    return max((t.numel() * t.element_size() for t in tensors), default=0)
+
+
+class TimedBackend:
+    """Stands in for DeepSpeed's backend and notes when each collective was under way."""
+
+    def __init__(self, backend: Any, recorder: Recorder) -> None:
+        self._backend = backend
+        self._recorder = recorder
+        self.intervals: list[tuple[Any, Any]] = []
+        self.n_collectives = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if name not in _COLLECTIVES:
+            return found
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = self._recorder.clock.mark()
+            result = found(*arguments, **named)
+            end = self._recorder.clock.mark()
+            self.intervals.append((start, end))
+            self.n_collectives += 1
+            self._recorder.add_marks(
+                "communication", start, end, name=name, n_bytes=_n_bytes(arguments, named)
+            )
+            return result
+
+        return timed
+
+    def add_compute(self, kind: SpanKind, start: Any, end: Any) -> None:
+        """Record what lies between `start`, the collectives since the last call, and `end`."""
+        for collective_start, collective_end in self.intervals:
+            self._recorder.add_marks(kind, start, collective_start)
+            start = collective_end
+        self._recorder.add_marks(kind, start, end)
+        self.intervals.clear()
+
+
+def _import_deepspeed(world: World) -> Any:
+    """Import it quietly, without its just-in-time compiler and its own idea of the launcher."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)
+    # It drives the device of this number, and refuses a launcher's that differs; this process is
+    # the run's alone.
+    os.environ["LOCAL_RANK"] = str(world.device.index or 0)
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        import deepspeed
+        import deepspeed.ops
+    except ImportError as error:
+        raise ConfigError(f"--engine deepspeed: {error}; run setup/install.sh") from error
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # On CPUs it would compile a shared-memory all-reduce for a minute; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _settings(options: EngineOptions) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": options.batch,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {
+            "stage": options.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": options.bucket_bytes // 4,
+            "allgather_bucket_size": options.bucket_bytes // 4,
+        },
+        "gradient_clipping": 0.0,  # its default is 1: another training than the other engines'
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if options.dtype in _INPUTS:
+        settings[options.dtype] = {"enabled": True}
+    return settings
+
+
+class DeepSpeedEngine:
+    """ZeRO by DeepSpeed; bf16 and fp16 are its own mixed precision, not autocast."""
+
+    def __init__(
+        self, task: Task, world: World, recorder: Recorder, options: EngineOptions
+    ) -> None:
+        if options.dtype == "fp16" and world.device.type == "cpu":
+            raise ConfigError("--engine deepspeed has no fp16 on CPUs: use --dtype bf16 or fp32")
+        deepspeed = _import_deepspeed(world)
+        deepspeed.init_distributed(
+            dist_backend=world.backend, auto_mpi_discovery=False, verbose=False
+        )
+        self._task = task
+        self._world = world
+        self._recorder = recorder
+        self._moments = _MOMENTS[options.optimizer.name]
+        self._input_dtype = _INPUTS.get(options.dtype)
+        optimizer = make_optimizer(task.model, options.optimizer, world.device)
+        self._engine, *_ = deepspeed.initialize(
+            model=task.model, optimizer=optimizer, config=_settings(options)
+        )
+        self._timer = TimedBackend(deepspeed.comm.comm.cdb, recorder)
+        deepspeed.comm.comm.cdb = self._timer
+
+    @property
+    def model(self) -> nn.Module:
+        model: nn.Module = self._engine.module
+        return model
+
+    @property
+    def n_synchronisations(self) -> int:
+        return self._timer.n_collectives
+
+    @property
+    def can_be_muted(self) -> bool:
+        """ZeRO reduces gradients where they are kept in parts: there is no step without."""
+        return False
+
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
+        mark, add = self._recorder.clock.mark, self._recorder.add_marks
+        self._timer.n_collectives = 0
+        self._timer.intervals.clear()
+        begin = self._recorder.reached.begin
+        begin("data")
+        at_start = mark()
+        batch = fetch()
+        at_data = mark()
+        n_bytes = batch.n_bytes
+        add("data", at_start, at_data, n_bytes=n_bytes)
+        batch = batch.to(self._world.device)
+        at_copy = mark()
+        add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+        begin("forward")
+        loss = self._forward(batch, share)
+        at_forward = mark()
+        self._timer.add_compute("forward", at_copy, at_forward)
+        begin("backward")
+        # DeepSpeed averages gradients over ranks; their sum is wanted.
+        self._engine.backward(loss * self._world.size)
+        at_backward = mark()
+        self._timer.add_compute("backward", at_forward, at_backward)
+        begin("optimizer")
+        self._engine.step()
+        self._timer.add_compute("optimizer", at_backward, mark())
+        return loss.detach()
+
+    def _forward(self, batch: Batch, share: Share) -> Tensor:
+        inputs = [
+            t.to(self._input_dtype) if self._input_dtype and t.is_floating_point() else t
+            for t in batch.inputs
+        ]
+        return self._task.sum_loss(self._engine(*inputs), batch.targets) * share.weight
+
+    def model_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.model.state_dict()
+        return state
+
+    def full_state(self) -> dict[str, Any]:
+        return {"model": self.model_state(), "optimizer": self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """As the torch optimizer gives it; ZeRO gathers its parts, so all ranks must call it."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            plain: dict[str, Any] = optimizer.state_dict()
+            return plain
+        return {"state": dict(enumerate(map(self._gather_state, self.model.parameters())))}
+
+    def _gather_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """One parameter's moments, whole."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        found = {name: safe_get_full_optimizer_state(parameter, name) for name in self._moments}
+        return {name: moment.clone() for name, moment in found.items()}

@@ -1,0 +1,152 @@
+"""Training by plain PyTorch: on one device, or data parallel by DistributedDataParallel.
+
+    data | host_to_device | forward | backward .......| communication | backward | optimizer
+                                       bucket0 |----|   exposed part    finish
+                                            bucket1 |-----------------|
+
+Gradients are summed over ranks and the loss is divided by the global batch, so that uneven shares
+train exactly what one device would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.domain.sharding import BUCKET_BYTES
+from harness.measure.recorder import Recorder
+from harness.runtime.data.batch import Batch
+from harness.runtime.devices.precision import Precision
+from harness.runtime.engines.bucket_timer import BucketTimer
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.models.task import Task
+from harness.runtime.ranks.world import World
+
+
+def without_buffer_sync() -> dict[str, Any]:
+    """DDP's argument that leaves running statistics alone; newer versions of torch renamed it.
+
+    They do not enter training, and rank 0's count in the end either way; DDP's default would send
+    them before every forward.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def _distribute(
+    model: nn.Module, device: torch.device, bucket_bytes: int, timer: BucketTimer
+) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        # Its first bucket is small only where the size is left to it.
+        bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / (1 << 20),
+        gradient_as_bucket_view=True,
+        **without_buffer_sync(),
+    )
+    ddp.register_comm_hook(None, timer.all_reduce)
+    return ddp
+
+
+class TorchEngine:
+    """One replica of the model on each rank; one rank alone has no communication."""
+
+    def __init__(
+        self, task: Task, world: World, recorder: Recorder, options: EngineOptions
+    ) -> None:
+        self._task = task
+        self._device = world.device
+        self._recorder = recorder
+        self._precision = Precision(options.dtype, world.device)
+        self._timer: BucketTimer | None = None
+        self._forward_model: nn.Module = task.model
+        if world.size > 1:
+            self._timer = BucketTimer(recorder, world)
+            self._forward_model = _distribute(
+                task.model, world.device, options.bucket_bytes, self._timer
+            )
+        self._optimizer = make_optimizer(task.model, options.optimizer, world.device)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._task.model
+
+    @property
+    def n_synchronisations(self) -> int:
+        return self._timer.n_buckets if self._timer else 0
+
+    @property
+    def can_be_muted(self) -> bool:
+        return self._timer is not None
+
+    def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
+        mark, add = self._recorder.clock.mark, self._recorder.add_marks
+        begin = self._recorder.reached.begin
+        begin("data")
+        at_start = mark()
+        batch = fetch()
+        at_data = mark()
+        n_bytes = batch.n_bytes
+        add("data", at_start, at_data, n_bytes=n_bytes)
+        batch = batch.to(self._device)
+        at_copy = mark()
+        add("host_to_device", at_data, at_copy, n_bytes=n_bytes)
+        begin("forward")
+        with self._synchronising(is_muted=is_muted):
+            loss = self._forward(batch, share)
+            at_forward = mark()
+            add("forward", at_copy, at_forward)
+            if self._timer:
+                self._timer.start_step()
+            begin("backward")
+            self._precision.scaler.scale(loss).backward()
+        at_backward = mark()
+        begin("optimizer")
+        self._add_backward(at_forward, at_backward)
+        self._update()
+        add("optimizer", at_backward, mark())
+        return loss.detach()
+
+    def _synchronising(self, *, is_muted: bool) -> contextlib.AbstractContextManager[Any]:
+        if is_muted and isinstance(self._forward_model, DistributedDataParallel):
+            return self._forward_model.no_sync()
+        return contextlib.nullcontext()
+
+    def _forward(self, batch: Batch, share: Share) -> Tensor:
+        with self._precision.autocast():
+            outputs = self._forward_model(*batch.inputs)
+            return self._task.sum_loss(outputs, batch.targets) * share.weight
+
+    def _add_backward(self, start: Any, end: Any) -> None:
+        """Backward computes until the last bucket's gradients are there; what follows until it is
+        reduced is exposed communication, and handing the sums back is backward again."""
+        add, timer = self._recorder.add_marks, self._timer
+        if timer is None or timer.n_buckets == 0:
+            add("backward", start, end)
+            return
+        add("backward", start, timer.last_ready)
+        add("backward", timer.last_done, end, name="finish")
+
+    def _update(self) -> None:
+        scaler = self._precision.scaler
+        scaler.step(self._optimizer)
+        scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def model_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._task.model.state_dict()
+        return state
+
+    def full_state(self) -> dict[str, Any]:
+        return {
+            "model": self.model_state(),
+            "optimizer": self._optimizer.state_dict(),
+        }

@@ -1,0 +1,1 @@
+"""Parts, slices and shapes of values at any batch size; no communication."""

@@ -1,0 +1,396 @@
+"""Who computes what, who wants what, and what travels, at one size of microbatch.
+
+    part    one block of one operator on one device
+    want    a region of a value that a device needs, for one or several of its tasks
+    piece   what one part contributes to a want
+    copies  devices that compute one block alike
+
+Values are nodes of the captured graph; an operator may give several (a tuple's elements). Pieces
+of one want tile it, or are added where the operator's parts hold partial sums. Every rank computes
+the layout of all of them, so that sender and receiver agree on what travels without a word.
+
+Every copy has the whole value, and the whole gradient of it:
+
+    forward    a want takes each block from one copy, its own device's if there is one
+    backward   a part takes gradients from everyone who reads its block, wherever, but of readers
+               that are copies of each other from one, its own device's if there is one
+
+Without copies backward is the reverse of forward. Wants of readers with copies are apart from
+others of the same region, since their gradients go other ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.partition import (
+    SAMPLE,
+    Block,
+    Interval,
+    cut_dim,
+    intersect,
+    nearest,
+)
+from harness.domain.sharding import (
+    full_blocks,
+    full_shape,
+    has_tasks,
+    input_block,
+    is_partial,
+    output_sizes,
+)
+from harness.domain.strategy import OperatorPlan, Strategy, copies_of
+from harness.errors import ModelError, StrategyError
+from harness.runtime.capture.capture import Captured
+from harness.runtime.executor.geometry.values import MetaModel, TensorMeta, Values
+
+# The name under which the loss asks for its targets, which no node computes.
+TARGETS = "targets"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block of an operator.
+
+    Attributes:
+        block: over all dims that may be cut, partial ones included.
+        copies: all devices that compute this block, ascending; empty if this is the only one.
+    """
+
+    operator: str
+    index: int
+    device: int
+    stage: int
+    block: Block
+    copies: tuple[int, ...] = ()
+
+    def nearest_to(self, device: int) -> int:
+        """Which of its copies serves a device."""
+        return nearest(self.copies or (self.device,), device)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a value that one part holds: all of the truth there, or a partial sum."""
+
+    part: Part
+    region: Block
+
+
+@dataclass(frozen=True)
+class Want:
+    """A region of a value that a device needs.
+
+    Attributes:
+        number: unique over all devices; equal on every rank.
+        value: the node's name.
+        copies: the devices of the readers that it serves, if they are copies of each other.
+        pieces: what it is made of, in order of the parts.
+        returns: the parts that its gradient goes to.
+        is_sum: pieces overlap and are to be added.
+        first_consumer: position of the first operator on this device that reads it.
+        stage: that operator's.
+    """
+
+    number: int
+    value: str
+    device: int
+    block: Block
+    copies: tuple[int, ...]
+    pieces: tuple[Piece, ...] = field(compare=False)
+    returns: tuple[Piece, ...] = field(compare=False)
+    is_sum: bool = field(compare=False)
+    first_consumer: int = field(compare=False)
+    stage: int = field(compare=False)
+
+    @cached_property
+    def is_exchanged(self) -> bool:
+        """Whether another device has part in it, forward or backward."""
+        both = (*self.pieces, *self.returns)
+        return any(piece.part.device != self.device for piece in both)
+
+
+class Layout:
+    """The geometry of a strategy for microbatches of `samples`.
+
+    Args:
+        gathered: operators that the executor cannot cut as the strategy says: each task computes
+            all of them for its samples and keeps its block.
+        whole: operators whose tasks compute all samples too.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        meta: MetaModel,
+        strategy: Strategy,
+        samples: int,
+        gathered: frozenset[str] = frozenset(),
+        whole: frozenset[str] = frozenset(),
+    ) -> None:
+        self.captured, self.strategy, self.samples = captured, strategy, samples
+        self.values: Values = meta.at(samples)
+        self._at_twice = meta.at_twice(samples)
+        self.gathered, self.whole = gathered, whole
+        self.graph: Graph = captured.graph
+        self.position = self.graph.index()
+        self.operators = {op.name: op for op in self.graph.operators}
+        self.owner = owners(captured)
+        self._nodes = {node.name: node for node in self.owner}
+        self.differentiable = frozenset(
+            node.name for node, meta in self.values.tensors.items() if meta.is_differentiable
+        )
+        self.shapes = {
+            op.name: full_shape(op, batch=samples, graph_batch=self.graph.batch)
+            for op in self.graph.operators
+        }
+        self.parts = {name: self._parts_of(name) for name in strategy.operators}
+        self.wants: list[Want] = []
+        self._numbers: dict[tuple[str, int, Block, tuple[int, ...]], int] = {}
+        for operator in self.graph.operators:
+            if has_tasks(operator):
+                self._add_wants(operator)
+
+    def plan(self, operator: str) -> OperatorPlan:
+        return self.strategy.operators[operator]
+
+    def sizes_of(self, value: str, region: Block) -> tuple[int, ...]:
+        """The shape of a region of a value; dims that it does not name are whole."""
+        sizes = tuple(stop - start for start, stop in region)
+        return (*sizes, *self.tensor(value).shape[len(sizes) :])
+
+    def node(self, value: str) -> fx.Node:
+        """The node of a value."""
+        return self._nodes[value]
+
+    def tensor(self, value: str) -> TensorMeta:
+        """What is known of a value as a whole."""
+        return self.values.tensors[self._nodes[value]]
+
+    def _parts_of(self, name: str) -> list[Part]:
+        operator, plan = self.operators[name], self.plan(name)
+        found = full_blocks(
+            operator, plan.partition, batch=self.samples, graph_batch=self.graph.batch
+        )
+        return [
+            Part(name, k, device, plan.stage, block, copies_of(plan, k))
+            for k, (block, device) in enumerate(zip(found, plan.devices, strict=True))
+        ]
+
+    def arguments(self, operator: str) -> list[fx.Node]:
+        """The tensor nodes that an operator reads, in the order of its `inputs`."""
+        if operator not in self.captured.nodes:
+            return [self._output_node()]
+        found: list[fx.Node] = []
+        node = self.captured.nodes[operator]
+        fx.node.map_arg((node.args, node.kwargs), found.append)
+        return [argument for argument in found if argument in self.owner]
+
+    def _output_node(self) -> fx.Node:
+        (output,) = self.captured.module.graph.find_nodes(op="output")
+        found: fx.Node = next(n for n in output.all_input_nodes if n in self.owner)
+        return found
+
+    def value_shape(self, node: fx.Node) -> dict[str, int]:
+        """Named sizes of a value, without partial dims.
+
+        Of a tuple's elements, those like the first have its names, others only one for samples; so
+        have values whose sizes do not say what the names do, such as products over samples.
+        """
+        operator = self.operators[self.owner[node]]
+        shown = output_sizes(operator, self.shapes[operator.name])
+        sizes = self.values.tensors[node].shape
+        if sizes == tuple(shown.values()):
+            return shown
+        twice = sizes if self._at_twice is None else self._at_twice.tensors[node].shape
+        growing = [k for k, (now, then) in enumerate(zip(sizes, twice, strict=True)) if then > now]
+        return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
+
+    def region(self, node: fx.Node, part: Part) -> Block:
+        """What of a value a part holds: a tuple's elements are cut where its first one is."""
+        own = dict(zip(self.shapes[part.operator], part.block, strict=True))
+        sizes = self.shapes[part.operator]
+        return tuple(
+            own[dim] if dim in own and sizes[dim] == size else (0, size)
+            for dim, size in self.value_shape(node).items()
+        )
+
+    def wanted(self, part: Part, argument: int, node: fx.Node) -> Block:
+        """What of a value a task reads."""
+        operator, shape = self.operators[part.operator], self.shapes[part.operator]
+        block = self.computed(part)
+        return input_block(operator, shape, block, self.value_shape(node), argument=argument)
+
+    def computed(self, part: Part) -> Block:
+        """What a task computes to get its block."""
+        if part.operator in self.whole:
+            return tuple((0, size) for size in self.shapes[part.operator].values())
+        if part.operator not in self.gathered:
+            return part.block
+        return tuple(
+            interval if dim == SAMPLE else (0, size)
+            for (dim, size), interval in zip(
+                self.shapes[part.operator].items(), part.block, strict=True
+            )
+        )
+
+    def _add_wants(self, operator: Operator) -> None:
+        for argument, node in enumerate(self.arguments(operator.name)):
+            for part in self.parts[operator.name]:
+                block = self.wanted(part, argument, node)
+                key = node.name, part.device, block, part.copies
+                if key not in self._numbers:
+                    self._numbers[key] = len(self.wants)
+                    self.wants.append(self._want(node, part, block, operator))
+
+    def _want(self, node: fx.Node, part: Part, block: Block, consumer: Operator) -> Want:
+        owner = self.operators[self.owner[node]]
+        pieces: list[Piece] = []
+        returns: list[Piece] = []
+        for producer in self.parts[owner.name] if has_tasks(owner) else ():
+            common = intersect(self.region(node, producer), block)
+            if common is None:
+                continue
+            piece = Piece(producer, common)
+            if producer.nearest_to(part.device) == producer.device:
+                pieces.append(piece)
+            if part.nearest_to(producer.device) == part.device:
+                returns.append(piece)
+        return Want(
+            number=len(self.wants),
+            value=node.name,
+            device=part.device,
+            block=block,
+            copies=part.copies,
+            pieces=tuple(pieces),
+            returns=tuple(returns),
+            is_sum=len(pieces) > 1 and self._is_partial(owner),
+            first_consumer=self.position[consumer.name],
+            stage=part.stage,
+        )
+
+    def _is_partial(self, operator: Operator) -> bool:
+        cuts = self.plan(operator.name).partition
+        return any(is_partial(operator, dim) for dim in cuts)
+
+    def want_of(self, part: Part, argument: int, node: fx.Node) -> Want:
+        """The want that serves one argument of a task."""
+        block = self.wanted(part, argument, node)
+        return self.wants[self._numbers[node.name, part.device, block, part.copies]]
+
+    def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
+        """What a task reads, argument by argument, and the wants that serve it."""
+        return [
+            (node, self.want_of(part, argument, node))
+            for argument, node in enumerate(self.arguments(part.operator))
+        ]
+
+    def sample_interval(self, part: Part) -> Interval:
+        """Which samples of the microbatch a task computes."""
+        shape = self.shapes[part.operator]
+        own = dict(zip(shape, self.computed(part), strict=True))
+        if SAMPLE not in own:
+            return 0, self.samples
+        (start, stop), size = own[SAMPLE], shape[SAMPLE]
+        if start * self.samples % size or stop * self.samples % size:
+            raise StrategyError(
+                f"operator {part.operator!r} has {size} rows for {self.samples} samples, and its "
+                f"block {start} to {stop} splits a sample: cut it into whole samples"
+            )
+        return start * self.samples // size, stop * self.samples // size
+
+    def tasks(self, device: int, stage: int) -> Iterator[Part]:
+        """A device's tasks of a stage, in topological order."""
+        for operator in self.graph.operators:
+            if has_tasks(operator) and self.plan(operator.name).stage == stage:
+                yield from (p for p in self.parts[operator.name] if p.device == device)
+
+
+def owners(captured: Captured) -> dict[fx.Node, str]:
+    """Which operator gives each tensor node."""
+    names = {node: name for name, node in captured.nodes.items()}
+    known = set(captured.graph.index())
+    found: dict[fx.Node, str] = {}
+    for node in captured.module.graph.nodes:
+        if node in names:
+            found[node] = names[node]
+        elif node.op == "placeholder" and node.name in known:
+            found[node] = node.name
+        elif node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+            source = node.args[0]
+            if source in found and getattr(node.target, "__name__", "") == "getitem":
+                found[node] = found[source]
+    return found
+
+
+def check_samples(layout: Layout, meta: MetaModel) -> None:
+    """Refuse to cut an operator by samples whose values do not grow with them.
+
+    Raises:
+        ModelError: names the operator.
+    """
+    more = meta.at_twice(layout.samples)
+    for node, name in layout.owner.items():
+        if name not in layout.strategy.operators or node not in layout.values.tensors:
+            continue
+        if SAMPLE not in layout.plan(name).partition or len(layout.parts[name]) == 1:
+            continue
+        if more is None:
+            raise ModelError(
+                f"operator {name!r} is cut by samples, but the model takes batches of "
+                f"{layout.samples} samples alone: read the batch size from the input (-1, "
+                "x.shape[0]) where it is written out, or give every device the whole batch"
+            )
+        now, then = layout.values.tensors[node].shape, more.tensors[node].shape
+        names = list(layout.value_shape(node))
+        at = names.index(SAMPLE) if SAMPLE in names else None
+        if at is None or then[at] != 2 * now[at]:
+            raise ModelError(
+                f"operator {name!r} is cut by samples, but its output {now} does not grow with "
+                f"them (twice as many give {then}): leave it whole, on one device"
+            )
+
+
+def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
+    """Which of the global batch a device must be fed, one interval for each microbatch.
+
+    From the first to the last sample that any of its tasks reads of the inputs or the targets;
+    empty where nothing is read.
+    """
+    index = graph.index()
+    readers = [
+        op
+        for op in graph.operators
+        if has_tasks(op)
+        and (op.kind == "loss" or any(not has_tasks(graph.operators[index[n]]) for n in op.inputs))
+    ]
+    found: list[Interval] = []
+    for start, stop in cut_dim(strategy.batch, strategy.n_microbatches):
+        needed = [
+            _read_samples(op, plan.partition, k, graph, stop - start)
+            for op in readers
+            for plan in (strategy.operators[op.name],)
+            for k, held_by in enumerate(plan.devices)
+            if held_by == device
+        ]
+        low = min((interval[0] for interval in needed), default=0)
+        high = max((interval[1] for interval in needed), default=0)
+        found.append((start + low, start + high))
+    return found
+
+
+def _read_samples(
+    operator: Operator, cuts: dict[str, int | list[int]], k: int, graph: Graph, samples: int
+) -> Interval:
+    shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
+    block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
+    own = dict(zip(shape, block, strict=True))
+    if SAMPLE not in own:
+        return 0, samples
+    (low, high), size = own[SAMPLE], shape[SAMPLE]
+    return low * samples // size, -(-high * samples // size)

@@ -1,0 +1,145 @@
+"""The values between a captured model's operators: shapes, dtypes and constants at a batch size."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.errors import ModelError, first_line
+from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.meta_copy import meta_copy
+from harness.runtime.models.task import InputSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What is known of a tensor before it exists.
+
+    Attributes:
+        is_differentiable: whether a gradient flows back to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_differentiable: bool
+
+
+@dataclass(frozen=True)
+class Values:
+    """What every node of a captured model gives for one number of samples.
+
+    Attributes:
+        tensors: nodes that give a tensor.
+        constants: nodes that give anything else but tensors, such as a size.
+        writes: nodes that change a buffer of their own, and which; not batch and instance norms.
+    """
+
+    tensors: dict[fx.Node, TensorMeta]
+    constants: dict[fx.Node, Any]
+    writes: dict[fx.Node, str]
+
+
+class _Recording(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, Any] = {}
+        self.last: fx.Node | None = None
+        self.writes: dict[fx.Node, str] = {}
+
+    def _buffers(self, n: fx.Node) -> dict[str, Tensor]:
+        if n.op != "call_module":
+            return {}
+        return dict(self.module.get_submodule(str(n.target)).named_buffers())
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.last = n
+        buffers = self._buffers(n)
+        before = {name: buffer._version for name, buffer in buffers.items()}
+        value = super().run_node(n)
+        changed = [name for name, buffer in buffers.items() if buffer._version != before[name]]
+        if changed:
+            self.writes[n] = changed[0]
+        self.found[n] = _summary(value)
+        return value
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return TensorMeta(tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(_summary(part) for part in value)
+    return value
+
+
+class MetaModel:
+    """A copy of a captured model without memory, to ask for its values at any batch size."""
+
+    def __init__(
+        self, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device
+    ) -> None:
+        self._nodes = list(captured.module.graph.nodes)
+        self.module: fx.GraphModule = meta_copy(captured.module)
+        for module in self.module.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()  # refuses single values in training, which shapes do not care about
+        self._inputs = inputs
+        self._device = device
+        self._known: dict[int, Values] = {}
+
+    def at(self, samples: int) -> Values:
+        """The values for a number of samples, kept."""
+        if samples not in self._known:
+            self._known[samples] = self._run(samples)
+        return self._known[samples]
+
+    def _inputs_of(self, samples: int) -> list[Tensor]:
+        return [
+            torch.empty(samples, *spec.shape, dtype=spec.dtype, device="meta")
+            for spec in self._inputs
+        ]
+
+    def at_twice(self, samples: int) -> Values | None:
+        """The values for twice as many samples; None where the model takes no such batch."""
+        try:
+            return self.at(2 * samples)
+        except ModelError as error:
+            _log.info("%s", error)
+            return None
+
+    def _run(self, samples: int) -> Values:
+        recording = _Recording(self.module)
+        try:
+            with torch.device("meta"):  # of tensors that modules make
+                recording.run(*self._inputs_of(samples))
+        except Exception as error:
+            raise ModelError(
+                f"operator {recording.last} does not take a batch of {samples} samples, as its "
+                f"strategy asks ({first_line(error)}): read the batch size from the input (-1, "
+                "x.shape[0]) where it is written out, or give every device the whole batch, "
+                "without microbatches"
+            ) from error
+        tensors: dict[fx.Node, TensorMeta] = {}
+        constants: dict[fx.Node, Any] = {}
+        for node, twin in zip(self._nodes, self.module.graph.nodes, strict=True):
+            value = recording.found.get(twin)
+            if isinstance(value, TensorMeta):
+                tensors[node] = value
+            elif isinstance(value, torch.device):
+                constants[node] = self._device
+            elif not _has_tensors(value):
+                constants[node] = value
+        twins = zip(self._nodes, self.module.graph.nodes, strict=True)
+        writes = {node: recording.writes[t] for node, t in twins if t in recording.writes}
+        return Values(tensors, constants, writes)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, TensorMeta):
+        return True
+    return isinstance(value, (tuple, list)) and any(_has_tensors(part) for part in value)

@@ -1,0 +1,221 @@
+"""Sum the gradients of weights that several devices hold, in buckets, beside backward.
+
+    backward  |--- p5 p4 ---|--- p3 p2 ---|-- p1 --|
+    bucket 0  (p5 p4)        |--- sum over devices ---|
+    bucket 1  (p3 p2)                      |--- sum ---|
+
+A bucket holds weights of one set of devices in the order in which backward reaches them. It starts
+when its gradients are there and all earlier buckets of the same devices have started, so that every
+device of the set starts them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.domain.sharding import first_bucket_bytes
+from harness.errors import PeerError
+from harness.measure.recorder import Recorder
+from harness.runtime.engines.aside import Aside
+from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.world import World
+
+Group = tuple[int, ...]
+
+
+class _Bucket:
+    """Gradients that are summed together."""
+
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.name, self.parameters = name, list(parameters)
+        first = self.parameters[0]
+        n = sum(p.numel() for p in self.parameters)
+        self.flat = torch.zeros(n, dtype=first.dtype, device=first.device)
+        self.views: dict[nn.Parameter, Tensor] = {}
+        at = 0
+        for parameter in self.parameters:
+            self.views[parameter] = _laid_out_as(parameter, self.flat, at)
+            at += parameter.numel()
+        self.n_missing = 0
+        self.work: Any = None
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move one gradient into the buffer, while the cache has it, and free its own memory."""
+        view = self.views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def collect(self) -> None:
+        """Move what is not in the buffer yet; what backward did not reach is zero."""
+        for parameter in self.parameters:
+            if parameter.grad is not self.views[parameter]:
+                self.take(parameter)
+
+
+def _laid_out_as(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
+    """A view of a buffer in the order of a parameter's memory, as fused optimizers want gradients.
+
+    channels_last is another order than that of the dims.
+    """
+    orders = (torch.contiguous_format, torch.channels_last)
+    if parameter.dim() == 4 and any(parameter.is_contiguous(memory_format=o) for o in orders):
+        return flat.as_strided(parameter.shape, parameter.stride(), at)
+    return flat[at : at + parameter.numel()].view_as(parameter)
+
+
+class GradientSync:
+    """Sums gradients over the devices that hold the same weights.
+
+    Args:
+        parameters: this device's, each with its name and the devices that hold it, in the order of
+            the model.
+        groups: process groups by their devices.
+        n_uses: how often backward reaches each parameter in a step, over all microbatches.
+        homes: told where in the buckets gradients may be written straight away.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[tuple[str, nn.Parameter, Group]],
+        groups: Mapping[Group, Any],
+        n_uses: Mapping[nn.Parameter, int],
+        recorder: Recorder,
+        bucket_bytes: int,
+        homes: GradientHomes,
+    ) -> None:
+        self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
+        self._is_nccl = world.backend == "nccl"
+        self._queues: dict[Group, list[_Bucket]] = {}
+        shared: dict[tuple[Group, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+        self._name_of = {parameter: name for name, parameter, _ in parameters}
+        for _, parameter, devices in parameters:
+            if len(devices) > 1:
+                shared[devices, parameter.dtype].append(parameter)
+        self._bucket_of: dict[nn.Parameter, tuple[Group, _Bucket]] = {}
+        n_made = 0
+        for (devices, _), members in shared.items():
+            for chunk in bucketed(members[::-1], bucket_bytes):
+                bucket = _Bucket(f"bucket{n_made}", chunk)
+                n_made += 1
+                self._queues.setdefault(devices, []).append(bucket)
+                for parameter in chunk:
+                    self._bucket_of[parameter] = devices, bucket
+                    homes.settle(parameter, bucket.views[parameter])
+        self._asides = {devices: Aside(world) for devices in self._queues}
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self.reached)
+        self._n_left: dict[nn.Parameter, int] = {}
+        self._next: dict[Group, int] = {}
+        self._is_muted = False
+        self.n_buckets = n_made
+
+    def start_step(self, *, is_muted: bool = False) -> None:
+        """Forget the step before.
+
+        Args:
+            is_muted: fills the buckets and sums nothing.
+        """
+        self._is_muted = is_muted
+        self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
+        for devices, queue in self._queues.items():
+            self._next[devices] = 0
+            for bucket in queue:
+                bucket.n_missing = len(bucket.parameters)
+                bucket.work = None
+
+    def reached(self, parameter: nn.Parameter) -> None:
+        """Backward has added to a gradient; the last time, it may travel."""
+        if parameter not in self._n_left:
+            return
+        self._n_left[parameter] -= 1
+        if self._n_left[parameter] == 0:
+            devices, bucket = self._bucket_of[parameter]
+            bucket.take(parameter)
+            bucket.n_missing -= 1
+            if bucket.n_missing == 0:
+                self._start_ready(devices)
+
+    def _start_ready(self, devices: Group) -> None:
+        queue = self._queues[devices]
+        while self._next[devices] < len(queue) and queue[self._next[devices]].n_missing == 0:
+            self._start(devices, queue[self._next[devices]])
+            self._next[devices] += 1
+
+    def _start(self, devices: Group, bucket: _Bucket) -> None:
+        bucket.collect()
+        if self._is_muted:
+            return
+        clock, recorder = self._recorder.clock, self._recorder
+        start = clock.mark()
+        n_bytes = bucket.flat.numel() * bucket.flat.element_size()
+        work = dist.all_reduce(bucket.flat, group=self._groups[devices], async_op=True)
+
+        def note_end() -> None:
+            end = self._asides[devices].mark(work, clock)
+            recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
+
+        bucket.work = self._with_end(work, note_end)
+
+    def _with_end(self, work: Any, note_end: Callable[[], None]) -> Any:
+        """Have the end of a sum noted; returns what to wait for."""
+        if self._is_nccl:  # it would call back at once, on a stream that one of its groups may have
+            note_end()
+            return work
+
+        def finish(future: Any) -> Any:
+            note_end()
+            return future.value()
+
+        return work.get_future().then(finish)
+
+    def finish(self) -> None:
+        """Start what backward did not complete, and wait for all sums; all devices call it.
+
+        Raises:
+            PeerError: another device died or hangs; NCCL ends this process instead.
+        """
+        for devices, queue in self._queues.items():
+            for bucket in queue:
+                bucket.n_missing = 0
+            self._start_ready(devices)
+        if self._is_muted:
+            return
+        for devices, queue in self._queues.items():
+            for bucket in queue:
+                try:
+                    bucket.work.wait()
+                except RuntimeError as error:
+                    raise PeerError(
+                        f"the sum of the gradients of {self._words(bucket)} over ranks "
+                        f"{list(devices)} failed ({gist(error)}): one of them died or hangs, "
+                        "look at their logs",
+                        devices,
+                    ) from error
+
+    def _words(self, bucket: _Bucket) -> str:
+        names = [self._name_of[parameter] for parameter in bucket.parameters]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
+
+
+def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in the order of backward, by bucket: one ends with the parameter that fills it."""
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        if room <= 0:
+            room = n_bytes if found else first_bucket_bytes(n_bytes)
+            found.append([])
+        found[-1].append(parameter)
+        room -= parameter.numel() * parameter.element_size()
+    return found

@@ -1,0 +1,1 @@
+"""Tasks of one device as segments, and segments as torch.fx graphs."""

@@ -1,0 +1,396 @@
+"""Emit the tasks of one segment into a torch.fx graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.domain.partition import SAMPLE, Block
+from harness.runtime.executor.geometry.layout import Layout, Part, Want
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.gradients.deferred import (
+    AtOnce,
+    WeightQueue,
+    defer,
+    is_large_linear,
+)
+from harness.runtime.executor.gradients.joining import Joining
+from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.program.program import (
+    DataKey,
+    InputKey,
+    PartKey,
+    TargetKey,
+    WantKey,
+)
+from harness.runtime.executor.shards.assemble import Kept, Place, Relative, assembled
+from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
+from harness.runtime.executor.shards.dropout import RandomState
+from harness.runtime.executor.shards.forms import (
+    Forms,
+    attribute_of,
+    node_sources,
+    norm_devices,
+    norm_of,
+    shard_of,
+    wanted_of,
+)
+from harness.runtime.executor.shards.inplace import COPIES, out_of_place
+from harness.runtime.executor.shards.kinds import make_dropout
+from harness.runtime.executor.state.weights import Weights
+from harness.runtime.models.task import Task
+
+
+class LossPart(nn.Module):
+    """A task of the loss: the sum over its samples by `mean_over`."""
+
+    def __init__(self, task: Task, mean_over: int) -> None:
+        super().__init__()
+        self._sum_loss = task.sum_loss
+        self._weight = 1.0 / mean_over
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._sum_loss(outputs, targets) * self._weight
+
+
+class KeepsBuffers(nn.Module):
+    """A module whose forward may assign buffers: what it assigns is written into those it has."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = [(m, dict(m._buffers)) for m in self.module.modules()]
+        output = self.module(*args, **kwargs)
+        for module, buffers in held:
+            for name, buffer in buffers.items():
+                assigned = module._buffers.get(name)
+                if buffer is not None and assigned is not None and assigned is not buffer:
+                    with torch.no_grad():
+                        buffer.copy_(assigned)
+                    module._buffers[name] = buffer
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTasks:
+    """One device, and all that its tasks are made of at one size of microbatch.
+
+    Attributes:
+        weights: of this device, shared by its programs.
+        reduce_over: gives an operator's sum over devices, for batch norm over all samples.
+        random: what exact dropout draws from.
+        mean_over: samples that the loss is divided by.
+        homes: where gradients of large weights stay.
+        at_once: computes those of large linear layers; None where autograd does.
+        joining: what joins microbatches for gradients of weights.
+        joined: by stage, where joined gradients wait until others have what they wait for.
+    """
+
+    task: Task
+    forms: Forms
+    meta: MetaModel
+    device: int
+    weights: Weights
+    reduce_over: Callable[[str, tuple[int, ...]], Reduce]
+    random: RandomState
+    mean_over: int
+    homes: GradientHomes
+    at_once: AtOnce | None
+    joining: Joining
+    joined: Mapping[int, WeightQueue]
+
+    @property
+    def layout(self) -> Layout:
+        return self.forms.layout
+
+    @property
+    def root(self) -> fx.GraphModule:
+        """The captured model."""
+        return self.layout.captured.module
+
+    def block_of(self, key: PartKey) -> Block:
+        """The region that a value of a part covers."""
+        if key.value == "loss":
+            return ()
+        part = self.layout.parts[key.operator][key.part]
+        return self.layout.region(self.layout.node(key.value), part)
+
+
+class SegmentBuilder:
+    """Builds the graph of one segment, task by task."""
+
+    def __init__(self, device: DeviceTasks, needed: set[PartKey]) -> None:
+        self._device, self._needed = device, needed
+        self._layout, self._forms = device.layout, device.forms
+        self._graph = fx.Graph()
+        self._owned: dict[str, Any] = {}
+        self._placeholders: dict[InputKey, fx.Node] = {}
+        self._regions: dict[int, fx.Node] = {}
+        self._operator_of: dict[str, str] = {}  # by path of a module
+        self.values: dict[PartKey, fx.Node] = {}
+
+    @property
+    def inputs(self) -> list[InputKey]:
+        return list(self._placeholders)
+
+    def add(self, part: Part) -> None:
+        """Emit one task."""
+        wants = self._layout.reads(part)
+        if part.operator not in self._layout.captured.nodes:
+            self._add_loss(part, self._region(wants[0][1]))
+            return
+        form = self._forms.of[part.operator]
+        if form in ("native", "gathered"):
+            untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
+            self._add_native(part, untrimmed, is_gathered=form == "gathered")
+            return
+        # One value may be wanted twice in different regions: an attention's queries and keys.
+        in_order = [self._region(want) for _, want in wants]
+        shard = self._shard(part, form)
+        if isinstance(shard, BatchNormShard):
+            self._count_once(part, shard)
+        self._device.weights.share(shard, shard.sources)
+        node = self._layout.captured.nodes[part.operator]
+        emitted = self._call(f"{part.operator}.{part.index}", shard, tuple(in_order))
+        self._operator_of[str(emitted.target)] = part.operator
+        self.values[self._first_key(part, node)] = emitted
+
+    def _first_key(self, part: Part, node: fx.Node) -> PartKey:
+        """A shard gives one tensor: the node's own, or a tuple's first element."""
+        if node in self._layout.values.tensors:
+            return PartKey(node.name, part.operator, part.index)
+        first = next(user for user in node.users if user.args[1:] == (0,))
+        return PartKey(first.name, part.operator, part.index)
+
+    def _shard(self, part: Part, form: str) -> Any:
+        device, layout = self._device, self._layout
+        node = layout.captured.nodes[part.operator]
+        if form == "dropout":
+            operator = layout.operators[part.operator]
+            index = layout.position[part.operator]
+            shape = layout.shapes[part.operator]
+            return make_dropout(
+                operator, node, device.root, shape, part.block,
+                wanted_of(layout, part), index, device.random,
+            )  # fmt: skip
+        if form == "shard":
+            return shard_of(layout, part, node, device.root)
+        shard = norm_of(layout, part, node, device.root)
+        assert shard is not None, "only batch norms have this form"
+        shard.reduce = device.reduce_over(part.operator, norm_devices(layout, part))
+        return shard
+
+    def _earlier(self, part: Part) -> list[Part]:
+        """Tasks of the same operator that this device runs before."""
+        parts = self._layout.parts[part.operator]
+        return [p for p in parts if p.device == part.device and p.index < part.index]
+
+    def _count_once(self, part: Part, shard: BatchNormShard) -> None:
+        """Tasks that share running statistics, or their counter, are one batch, not several."""
+        earlier = self._earlier(part)
+        at = list(self._layout.shapes[part.operator]).index("feature")
+        shard.is_counting = not earlier
+        shard.track_running_stats = all(p.block[at] != part.block[at] for p in earlier)
+
+    def _call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> fx.Node:
+        path = name.replace(".", "_")
+        while path in self._owned:
+            path += "_"
+        self._owned[path] = module
+        return self._graph.call_module(path, arguments)
+
+    def _add_loss(self, part: Part, outputs: fx.Node) -> None:
+        targets = self._input(TargetKey(self._layout.sample_interval(part)))
+        loss = LossPart(self._device.task, self._device.mean_over)
+        emitted = self._call(f"loss.{part.index}", loss, (outputs, targets))
+        self.values[PartKey("loss", part.operator, part.index)] = emitted
+
+    def _add_native(
+        self, part: Part, arguments: dict[fx.Node, fx.Node], *, is_gathered: bool
+    ) -> None:
+        node = self._layout.captured.nodes[part.operator]
+        start, stop = self._layout.sample_interval(part)
+        constants = self._device.meta.at(stop - start).constants
+        weights = self._device.weights
+        root = self._device.root
+        sources = node_sources(node, root)
+
+        def mapped(argument: fx.Node) -> Any:
+            if argument in arguments:
+                return arguments[argument]
+            if argument.op == "get_attr":
+                return self._tensor(str(argument.target), sources[str(argument.target)])
+            return constants[argument]
+
+        emitted = self._graph.node_copy(node, mapped)
+        if node.op == "call_module":
+            path = str(node.target)
+            module = root.get_submodule(path)
+            weights.share(module, {
+                name.removeprefix(f"{path}."): piece
+                for name, piece in sources.items() if name.startswith(f"{path}.")
+            })  # fmt: skip
+            if isinstance(module, _BatchNorm) and self._earlier(part):
+                module = copy.copy(module)
+                module.track_running_stats = False
+                emitted.target = path = f"{path}.{part.index}".replace(".", "_")
+            if self._layout.operators[part.operator].attrs.get("writes_buffers"):
+                module = KeepsBuffers(module)
+            self._owned[path] = module
+            self._operator_of[path] = part.operator
+        if self._must_copy(part, node, arguments):
+            emitted = out_of_place(self._graph, emitted, self._owned)
+        self._keep(part, node, emitted, is_gathered=is_gathered)
+
+    def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
+        """A parameter or constant of the model itself, as a node."""
+        held = self._device.weights.hold(piece, attribute_of(self._device.root, name))
+        path = name.replace(".", "_")
+        self._owned[path] = held
+        return self._graph.get_attr(path)
+
+    def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
+        """Whether working in place would change what somebody else still reads.
+
+        A region cut out of a value is a view, and other tasks of the operator may be given others.
+        """
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source not in arguments:
+            return False
+        if node.meta.get(COPIES):
+            return True
+        given = arguments[source]
+        own = [key for key, value in self.values.items() if value is given]
+        is_read = not own or any(key in self._needed for key in own)
+        n_tasks = sum(p.device == part.device for p in self._layout.parts[part.operator])
+        return is_read or len(given.users) > 1 or n_tasks > 1
+
+    def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
+        """Name the values of a task; those of a tuple are the elements that anybody reads."""
+        if node in self._layout.values.tensors:
+            self._name(part, node, emitted, is_gathered=is_gathered)
+            return
+        copies = {node: emitted}
+        for user in self._layout.captured.module.graph.nodes:
+            if user.op == "call_function" and user.args and user.args[0] in copies:
+                if self._layout.owner.get(user) != part.operator or user in copies:
+                    continue
+                copies[user] = self._graph.node_copy(user, lambda a: copies[a])
+                if user in self._layout.values.tensors:
+                    self._name(part, user, copies[user], is_gathered=is_gathered)
+
+    def _name(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
+        if is_gathered:
+            emitted = self._kept(part, node, emitted)
+        self.values[PartKey(node.name, part.operator, part.index)] = emitted
+
+    def _kept(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
+        """The block of a gathered task; of partial sums the first part has all, others nothing."""
+        layout = self._layout
+        computed = Part(part.operator, part.index, part.device, part.stage, layout.computed(part))
+        shape = layout.shapes[part.operator]
+        shown = layout.value_shape(node)
+        is_first = all(
+            start == 0
+            for dim, (start, _) in zip(shape, part.block, strict=True)
+            if dim not in shown
+        )
+        region = layout.region(node, part)
+        kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
+        return self._call(f"{part.operator}.kept", kept, (emitted,))
+
+    def _region(self, want: Want) -> fx.Node:
+        """A want as a node of this graph."""
+        if want.number not in self._regions:
+            self._regions[want.number] = self._make_region(want)
+        return self._regions[want.number]
+
+    def _untrimmed(self, node: fx.Node, want: Want) -> fx.Node:
+        """A want of an operator that runs as the model has it: a value that is here, as it is.
+
+        Its windows may leave last rows out. To cut those off would cost copies, and another layout
+        rounds otherwise.
+        """
+        shape = self._layout.value_shape(node).items()
+        whole = tuple(
+            interval if dim == SAMPLE else (0, size)
+            for (dim, size), interval in zip(shape, want.block, strict=True)
+        )
+        if not want.pieces:
+            return self._input(DataKey(want.value, whole))
+        part = want.pieces[0].part
+        key = PartKey(want.value, part.operator, part.index)
+        if len(want.pieces) > 1 or want.is_exchanged or self._device.block_of(key) != whole:
+            return self._region(want)
+        return self.values.get(key) or self._input(key)
+
+    def _make_region(self, want: Want) -> fx.Node:
+        if want.is_exchanged:
+            return self._input(WantKey(want.number))
+        if not want.pieces:
+            return self._input(DataKey(want.value, want.block))
+        places: list[Place] = []
+        nodes: list[fx.Node] = []
+        for piece in want.pieces:
+            key = PartKey(want.value, piece.part.operator, piece.part.index)
+            nodes.append(self.values.get(key) or self._input(key))
+            held = self._device.block_of(key)
+            places.append(
+                Place(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
+            )
+        if len(nodes) == 1 and places[0].source.is_all:
+            return nodes[0]
+        module = assembled(places, want.block, is_sum=want.is_sum)
+        return self._call(f"want_{want.number}", module, tuple(nodes))
+
+    def _input(self, key: InputKey) -> fx.Node:
+        if key not in self._placeholders:
+            # Placeholders stand before everything else, in order.
+            last = next(reversed(self._placeholders.values()), None)
+            if last is not None:
+                with self._graph.inserting_after(last):
+                    node = self._graph.placeholder(f"x{len(self._placeholders)}")
+            else:
+                first = next(iter(self._graph.nodes), None)
+                if first is None or first.op == "root":
+                    node = self._graph.placeholder("x0")
+                else:
+                    with self._graph.inserting_before(first):
+                        node = self._graph.placeholder("x0")
+            self._placeholders[key] = node
+        return self._placeholders[key]
+
+    def finish(
+        self, outputs: list[PartKey], queue: WeightQueue | None, stage: int
+    ) -> fx.GraphModule:
+        """Close the graph."""
+        self._graph.output(tuple(self.values[key] for key in outputs))
+        for path, module in self._owned.items():
+            if isinstance(module, nn.Module):
+                self._owned[path] = self._with_own_backward(path, module, queue, stage)
+        return fx.GraphModule(self._owned, self._graph, class_name="Segment")
+
+    def _with_own_backward(
+        self, path: str, module: nn.Module, queue: WeightQueue | None, stage: int
+    ) -> nn.Module:
+        """The module with its weights' gradients computed by us, where there is a reason."""
+        device, operator = self._device, self._operator_of.get(path)
+        if device.at_once is not None and operator is not None:
+            sink, joining = queue or device.joined.get(stage) or device.at_once, device.joining
+            if joining.includes(operator, path, module):
+                n, calls = joining.n_microbatches, joining.calls(path)
+                return defer(module, sink, device.homes, n_joined=n, calls=calls) or module
+        if queue is not None:
+            return defer(module, queue, device.homes) or module
+        if device.at_once is not None and is_large_linear(module):
+            return defer(module, device.at_once, device.homes) or module
+        return module

@@ -1,0 +1,82 @@
+"""Lower a strategy to the program of one device: tasks into segments, segments into graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.runtime.executor.gradients.deferred import WeightQueue
+from harness.runtime.executor.program.drafts import Draft, draft_segments
+from harness.runtime.executor.program.emit import DeviceTasks, SegmentBuilder
+from harness.runtime.executor.program.program import PartKey, Program, Segment
+
+
+class Lowering:
+    """Makes the program of one device for one size of microbatch.
+
+    Args:
+        queues: by stage, where the gradients of weights wait; none when nothing is deferred.
+    """
+
+    def __init__(self, tasks: DeviceTasks, queues: Mapping[int, WeightQueue]) -> None:
+        self._tasks, self._queues = tasks, queues
+        self._layout, self._device = tasks.layout, tasks.device
+
+    def program(self) -> Program:
+        """Lower all stages that this device has."""
+        drafts = draft_segments(self._tasks.forms, self._device)
+        needed = self._needed_outside([d for own in drafts.values() for d in own])
+        stages = {
+            stage: tuple(self._segment(draft, needed) for draft in own)
+            for stage, own in drafts.items()
+        }
+        blocks = {
+            key: self._tasks.block_of(key)
+            for own in stages.values()
+            for s in own
+            for key in s.outputs
+        }
+        counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
+        weight = self._tasks.mean_over / self._layout.strategy.batch
+        return Program(stages, self._layout.differentiable, blocks, counted, weight)
+
+    def _is_counted(self, key: PartKey) -> bool:
+        copies = self._layout.parts[key.operator][key.part].copies
+        return not copies or self._device == copies[0]
+
+    def _needed_outside(self, drafts: list[Draft]) -> set[PartKey]:
+        """Values that leave the segment that computes them."""
+        needed = {send.key for draft in drafts for send in draft.sends}
+        for draft in drafts:
+            inside = {(part.operator, part.index) for part in draft.parts}
+            for part in draft.parts:
+                for _, want in self._layout.reads(part):
+                    needed |= {
+                        PartKey(want.value, p.part.operator, p.part.index)
+                        for p in want.pieces
+                        if p.part.device == self._device
+                        and (want.is_exchanged or (p.part.operator, p.part.index) not in inside)
+                    }
+        return needed
+
+    def _segment(self, draft: Draft, needed: set[PartKey]) -> Segment:
+        builder = SegmentBuilder(self._tasks, needed)
+        stage = draft.parts[0].stage
+        for part in draft.parts:
+            builder.add(part)
+        inside = {(part.operator, part.index) for part in draft.parts}
+        is_norm = self._tasks.forms.of[draft.parts[0].operator] == "norm"  # by itself, then
+        outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
+        outputs += [
+            key for key in builder.values if key.value == "loss" or (is_norm and key not in needed)
+        ]
+        return Segment(
+            module=builder.finish(outputs, self._queues.get(stage), stage),
+            inputs=tuple(builder.inputs),
+            outputs=tuple(outputs),
+            fetches=tuple(sorted(draft.fetches, key=lambda w: w.number)),
+            sends=tuple(draft.sends),
+            is_norm=is_norm,
+            is_differentiable=any(
+                key.value == "loss" or key.value in self._layout.differentiable for key in outputs
+            ),
+        )

@@ -1,0 +1,113 @@
+"""What one device executes: segments of tasks, each one graph, and what goes in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from harness.domain.partition import Block, Interval
+from harness.runtime.executor.geometry.layout import Piece, Want
+
+
+class PartKey(NamedTuple):
+    """A value of one of this device's parts; the loss has the value `loss`."""
+
+    value: str
+    operator: str
+    part: int
+
+
+class WantKey(NamedTuple):
+    """A want that other devices contribute to, assembled before the segment."""
+
+    number: int
+
+
+class DataKey(NamedTuple):
+    """A region of one input of the model, by samples of the microbatch."""
+
+    value: str
+    block: Block
+
+
+class TargetKey(NamedTuple):
+    """The targets of some samples of the microbatch."""
+
+    samples: Interval
+
+
+InputKey = PartKey | WantKey | DataKey | TargetKey
+
+
+@dataclass(frozen=True)
+class Send:
+    """A piece of one of this device's parts that another device reads.
+
+    Attributes:
+        goes: it is sent there; false where that device has a copy of its own.
+        returns: its gradient comes back.
+    """
+
+    want: Want
+    piece: Piece
+    goes: bool = True
+    returns: bool = True
+
+    @property
+    def key(self) -> PartKey:
+        return PartKey(self.want.value, self.piece.part.operator, self.piece.part.index)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tasks that run without waiting for anybody.
+
+    Attributes:
+        module: called with the inputs in order; returns the outputs as a tuple.
+        fetches: wants that must have arrived before it, first used here.
+        sends: pieces of its outputs that other devices read, in order.
+        is_norm: it is a batch norm by statistics of all samples: others wait for it, forward and
+            backward, also where nobody reads it.
+        is_differentiable: whether a gradient flows back through it.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[InputKey, ...]
+    outputs: tuple[PartKey, ...]
+    fetches: tuple[Want, ...]
+    sends: tuple[Send, ...]
+    is_norm: bool
+    is_differentiable: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A device's segments by stage, for one size of microbatch.
+
+    Attributes:
+        differentiable: values that a gradient flows back to.
+        blocks: what each part of this device holds of each of its values.
+        counted: parts of the loss that are this device's to report; copies are counted once.
+        loss_weight: of a microbatch's loss in that of the step.
+    """
+
+    stages: dict[int, tuple[Segment, ...]]
+    differentiable: frozenset[str]
+    blocks: dict[PartKey, Block] = field(default_factory=dict)
+    counted: frozenset[PartKey] = frozenset()
+    loss_weight: float = 1.0
+
+    def modules(self) -> Iterator[fx.GraphModule]:
+        """Of all segments."""
+        for segments in self.stages.values():
+            yield from (segment.module for segment in segments)
+
+    def differentiable_modules(self) -> list[list[fx.GraphModule]]:
+        """By stage, those that a gradient flows back through."""
+        return [
+            [segment.module for segment in segments if segment.is_differentiable]
+            for segments in self.stages.values()
+        ]

@@ -1,0 +1,1 @@
+"""Actions of a schedule, and one step of them."""

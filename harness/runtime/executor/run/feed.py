@@ -1,0 +1,48 @@
+"""Which samples of a global batch a device reads, and dealing them to its microbatches."""
+
+from __future__ import annotations
+
+from harness.domain.graph import Graph
+from harness.domain.partition import cut_dim
+from harness.domain.strategy import Strategy
+from harness.runtime.data.batch import Batch
+from harness.runtime.executor.geometry.layout import sample_intervals
+from harness.runtime.executor.run.flight import Flight
+
+
+class Feed:
+    """One device's part of every batch.
+
+    Args:
+        input_names: the model's inputs, in the order of a batch's.
+
+    Attributes:
+        samples: positions within the global batch, in the order in which the device is fed them.
+    """
+
+    def __init__(
+        self, graph: Graph, strategy: Strategy, device: int, input_names: tuple[str, ...]
+    ) -> None:
+        self._intervals = sample_intervals(graph, strategy, device)
+        self._microbatches = cut_dim(strategy.batch, strategy.n_microbatches)
+        self._input_names = input_names
+        self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
+
+    def deal(self, batch: Batch | None) -> list[Flight]:
+        """One flight for each microbatch.
+
+        Args:
+            batch: this device's samples, in order; None where it reads none.
+        """
+        flights = []
+        at = 0
+        for (start, stop), (first, _) in zip(self._intervals, self._microbatches, strict=True):
+            n = stop - start
+            part = None
+            if batch is not None and n:
+                part = Batch(
+                    tuple(x[at : at + n] for x in batch.inputs), batch.targets[at : at + n]
+                )
+            flights.append(Flight(part, (start - first, stop - first), self._input_names))
+            at += n
+        return flights

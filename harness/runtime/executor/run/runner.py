@@ -1,0 +1,381 @@
+"""Carry out one step's actions on one device: segments forward and backward, pieces in and out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.domain.schedule import Action
+from harness.runtime.devices.precision import Precision
+from harness.runtime.executor.gradients.deferred import WeightQueue, backward_calls
+from harness.runtime.executor.program.program import PartKey, Program, Segment
+from harness.runtime.executor.run.flight import Flight
+from harness.runtime.executor.run.phases import Phases
+from harness.runtime.executor.run.randomness import random_state, repeated
+from harness.runtime.executor.run.stash import Stash, call_with
+from harness.runtime.executor.shards.assemble import Relative
+from harness.runtime.executor.shards.dropout import RandomState
+from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.executor.transport.messages import Place
+from harness.runtime.executor.transport.moves import (
+    Carried,
+    Departure,
+    Fetch,
+    Held,
+    Moves,
+    Placement,
+)
+from harness.runtime.executor.transport.partial_sums import Sums
+from harness.runtime.executor.transport.receives import Receives
+
+
+class Runner:
+    """Runs programs on one device.
+
+    Args:
+        programs: by size of microbatch, each with its moves.
+        sizes: samples of each of a step's microbatches.
+        recompute: by stage, whether its forward is run again before its backward.
+        queues: by stage, gradients of weights that wait for an action of their own.
+        joined: by stage, those of joined microbatches, which wait for the end of a backward.
+        reached: called with parameters whose weight gradients were computed apart.
+        stash: gives each microbatch its version of the weights; None without versions.
+        update: called after each microbatch's backward when there are versions.
+    """
+
+    def __init__(
+        self,
+        programs: dict[int, tuple[Program, Moves]],
+        sizes: Sequence[int],
+        channels: Channels,
+        phases: Phases,
+        precision: Precision,
+        recompute: Sequence[bool],
+        queues: Mapping[int, WeightQueue],
+        joined: Mapping[int, WeightQueue],
+        random: RandomState,
+        reached: Callable[[nn.Parameter], None],
+        stash: Stash | None,
+        update: Callable[[], None],
+    ) -> None:
+        self._stash, self._update = stash, update
+        self._programs, self._sizes = programs, list(sizes)
+        self._channels, self._phases, self._precision = channels, phases, precision
+        self._recompute, self._queues, self._reached = recompute, queues, reached
+        self._joined, self._is_keeping = joined, self._keeps_fetched()
+        self._random = random
+        self._device = channels.buffers.device
+        self._sums = Sums(channels, phases)
+        self._receives: Receives
+        self._receives_of: dict[tuple[Action, ...], Receives] = {}
+        self._flights: dict[int, Flight] = {}
+        self.loss: Tensor | None = None
+
+    def run(self, actions: tuple[Action, ...], fed: Sequence[Flight], first: int = 0) -> None:
+        """Carry out every action in order.
+
+        Args:
+            actions: their microbatches are numbered from the step's first.
+            fed: the step's microbatches.
+            first: how many microbatches have gone before while the pipeline was not empty.
+
+        Raises:
+            PeerError: another rank died or hangs.
+        """
+        self.loss = None
+        if actions not in self._receives_of:
+            self._receives_of[actions] = self._make_receives(actions)
+        self._receives = self._receives_of[actions]
+        self._receives.start(first)
+        for action in (one._replace(microbatch=first + one.microbatch) for one in actions):
+            number = self._number(action.microbatch)
+            name = f"stage{action.stage} #{number}"
+            self._random.microbatch = number
+            if action.kind == "forward":
+                self._phases.begin("forward", name)
+                self._flights[action.microbatch] = fed[number]
+                if self._stash is not None:
+                    fed[number].version = self._stash.newest()
+                self._forward(action)
+            elif action.kind == "backward":
+                self._phases.begin("backward", name)
+                self._backward(action, name)
+                for parameter in self._joined_gradients(action.stage):
+                    self._reached(parameter)
+                self._apply(self._flights[action.microbatch])
+                if self._stash is not None:
+                    del self._flights[action.microbatch]
+            else:
+                self._phases.begin("backward", f"{name} weights")
+                for parameter in self._queues[action.stage].flush(action.microbatch):
+                    self._reached(parameter)
+        self._receives.finish()
+        if self._stash is None:
+            self._flights.clear()
+
+    def _keeps_fetched(self) -> bool:
+        """Whether what was sent here is needed after its backward, for gradients of weights."""
+        programs = [program for program, _ in self._programs.values()]
+        return any(stage in self._queues for one in programs for stage in one.stages) or any(
+            backward_calls(module).joined for one in programs for module in one.modules()
+        )
+
+    def forget(self) -> None:
+        """Let go of microbatches whose backward never comes."""
+        self._flights.clear()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """What a step may change besides weights: statistics."""
+        for program, _ in self._programs.values():
+            for module in program.modules():
+                yield from module.buffers()
+
+    def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
+        """Compute those that are due; the parameters that have them now."""
+        return self._joined[stage].flush() if stage in self._joined else []
+
+    def _apply(self, flight: Flight) -> None:
+        """With versions, update the weights by this microbatch alone."""
+        if self._stash is not None and flight.version is not None:
+            self._stash.hand_over(flight.version)
+            flight.version = None
+            self._update()
+            self._stash.updated()
+
+    # Messages
+
+    def _number(self, microbatch: int) -> int:
+        """Its number within its step."""
+        return microbatch % len(self._sizes)
+
+    def _at(self, microbatch: int) -> tuple[Program, Moves]:
+        return self._programs[self._sizes[self._number(microbatch)]]
+
+    def _make_receives(self, actions: Sequence[Action]) -> Receives:
+        n_microbatches = len(self._sizes)
+        return Receives(
+            actions, self._at, n_microbatches, self._channels, self._phases, self._dtype
+        )
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What a value travels as: under autocast in autocast's dtype."""
+        return self._precision.transfer_dtype(dtype)
+
+    def _send(
+        self, flight: Flight, departure: Departure, microbatch: int, *, is_backward: bool
+    ) -> None:
+        """Send pieces of outputs, or of gradients of what was fetched."""
+        dtype = self._dtype(departure.message.dtype)
+        pieces: list[Tensor] = []
+        for key, region in departure.cuts:
+            held = flight.gradient(key) if is_backward else flight.leaves[key].detach()
+            pieces.append(region.of_tensor(held).to(dtype))
+        joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
+        self._channels.send(joined, departure.message, microbatch, is_backward=is_backward)
+
+    # Forward
+
+    def _forward(self, action: Action) -> None:
+        microbatch, stage = action.microbatch, action.stage
+        program, moves = self._at(microbatch)
+        flight = self._flights[microbatch]
+        for position, segment in enumerate(program.stages[stage]):
+            place = stage, position
+            for fetch in moves.fetches[place]:
+                self._assemble(flight, fetch, microbatch)
+            outputs = self._compute(flight, segment, place)
+            flight.outputs[place] = outputs
+            for key, output in zip(segment.outputs, outputs, strict=True):
+                self._cut_off(flight, program, key, output)
+            self._start_sums(flight, moves, segment, microbatch)
+            for departure in moves.leaving.get(place, ()):
+                self._send(flight, departure, microbatch, is_backward=False)
+            if self._recompute[stage] and segment.is_differentiable:
+                flight.outputs[place] = ()
+
+    def _compute(
+        self, flight: Flight, segment: Segment, place: tuple[int, int]
+    ) -> tuple[Tensor, ...]:
+        inputs = [flight.input(key) for key in segment.inputs]
+        is_kept = not self._recompute[place[0]]
+        if not is_kept:
+            flight.random[place] = random_state(self._device)
+        with contextlib.nullcontext() if is_kept else torch.no_grad(), self._precision.autocast():
+            return _call(segment, flight, inputs)
+
+    def _cut_off(self, flight: Flight, program: Program, key: PartKey, output: Tensor) -> None:
+        """Keep an output as a leaf for whoever reads it after its segment."""
+        leaf = output.detach()
+        if key.value == "loss":
+            if key in program.counted:
+                weighed = leaf * program.loss_weight
+                self.loss = weighed if self.loss is None else self.loss + weighed
+        elif key.value in program.differentiable and leaf.is_floating_point():
+            leaf.requires_grad_()
+        flight.leaves[key] = leaf
+
+    def _start_sums(self, flight: Flight, moves: Moves, segment: Segment, microbatch: int) -> None:
+        for key in segment.outputs:
+            for fetch in (fetch for fetch in moves.sums.get(key, ()) if fetch.goes_summed):
+                whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+                whole.copy_(flight.leaves[key].detach())
+                self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
+
+    def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
+        """Make a want of what other devices sent and what is here."""
+        source = fetch.placements[0].source if fetch.is_whole else None
+        if fetch.goes_summed:
+            whole = self._sums.take(fetch, self._number(microbatch), is_backward=False)
+        elif isinstance(source, Carried):
+            whole = self._receives.take(microbatch, source, is_backward=False)
+        elif isinstance(source, Held) and fetch.is_borrowed:
+            whole = flight.leaves[source.key]
+        else:
+            whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
+            is_added = fetch.want.is_sum and not fetch.placements[0].in_want.is_all
+            if is_added:
+                whole.zero_()
+            for placement in fetch.placements:
+                self._place(flight, placement, whole, microbatch, is_added=is_added)
+                is_added = fetch.want.is_sum
+        leaf = whole.detach()
+        if fetch.is_differentiable:
+            leaf.requires_grad_()
+        flight.leaves[fetch.key] = leaf
+
+    def _place(
+        self,
+        flight: Flight,
+        placement: Placement,
+        whole: Tensor,
+        microbatch: int,
+        *,
+        is_added: bool,
+    ) -> None:
+        target = placement.in_want.of_tensor(whole)
+        if isinstance(placement.source, Carried):
+            piece = self._receives.take(microbatch, placement.source, is_backward=False)
+        else:
+            key, region = placement.source
+            piece = region.of_tensor(flight.leaves[key].detach())
+        if is_added:
+            target.add_(piece)
+        else:
+            target.copy_(piece)
+        if isinstance(placement.source, Carried):
+            self._channels.buffers.give_back(piece)
+
+    # Backward
+
+    def _backward(self, action: Action, name: str) -> None:
+        microbatch, stage = action.microbatch, action.stage
+        program, moves = self._at(microbatch)
+        flight = self._flights[microbatch]
+        for position in reversed(range(len(program.stages[stage]))):
+            place = stage, position
+            segment = program.stages[stage][position]
+            if self._recompute[stage] and segment.is_differentiable:
+                self._phases.begin("forward", f"{name} recompute")
+                self._repeat(flight, segment, place)  # meanwhile its gradients are on their way
+                self._phases.begin("backward", name)
+            self._collect(flight, moves, place, segment, microbatch)
+            if segment.is_differentiable:
+                self._differentiate(flight, segment, place, action)
+            flight.outputs.pop(place, None)
+            self._return(flight, moves, place, microbatch)
+            for key in segment.outputs:
+                flight.leaves.pop(key, None)
+
+    def _collect(
+        self, flight: Flight, moves: Moves, place: Place, segment: Segment, microbatch: int
+    ) -> None:
+        """Add the gradients that other devices send to those of the outputs."""
+        for key in segment.outputs:  # a part of a sum has the gradient of all who read the sum
+            for fetch in moves.sums.get(key, ()):
+                if not (fetch.returns_summed and fetch.is_differentiable):
+                    continue
+                number = self._number(microbatch)
+                gradient = self._sums.take(fetch, number, is_backward=True)
+                flight.add_gradient(key, Relative.of(fetch.want.block, fetch.want.block), gradient)
+        for key, region, carried in moves.collected[place]:
+            gradient = self._receives.take(microbatch, carried, is_backward=True)
+            leaf = flight.leaves[key]
+            if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
+                # Not given back: gradients further back may be views of it, and on their way.
+                leaf.grad = gradient
+            else:
+                flight.add_gradient(key, region, gradient)
+                self._channels.buffers.give_back(gradient)
+
+    def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
+        """Run a segment's forward again, this time for its gradients."""
+        with repeated(flight.random.pop(place), self._device), _on_copies(segment.module):
+            inputs = [flight.input(key) for key in segment.inputs]
+            with torch.enable_grad(), self._precision.autocast():
+                flight.outputs[place] = _call(segment, flight, inputs)
+
+    def _differentiate(
+        self, flight: Flight, segment: Segment, place: tuple[int, int], action: Action
+    ) -> None:
+        outputs: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for key, output in zip(segment.outputs, flight.outputs[place], strict=True):
+            if not output.requires_grad:
+                continue
+            if key.value == "loss":
+                outputs.append(output)
+                gradients.append(None)
+            elif flight.leaves[key].grad is not None or segment.is_norm:
+                outputs.append(output)
+                gradients.append(flight.gradient(key))
+        if not outputs:
+            return
+        queue = self._queues.get(action.stage)
+        with contextlib.nullcontext() if queue is None else queue.filling(action.microbatch):
+            torch.autograd.backward(outputs, gradients)
+
+    def _return(self, flight: Flight, moves: Moves, place: Place, microbatch: int) -> None:
+        """Send the gradients of what a segment fetched back to those who contributed to it."""
+        for fetch in moves.fetches[place]:
+            if fetch.is_differentiable:
+                self._give_local(flight, fetch, microbatch)
+        for departure in moves.returning.get(place, ()):
+            self._send(flight, departure, microbatch, is_backward=True)
+        for fetch in moves.fetches[place]:
+            leaf = flight.leaves.pop(fetch.key)
+            if not (fetch.is_borrowed or self._is_keeping):
+                self._channels.buffers.give_back(leaf.detach())
+
+    def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
+        """Pass a gradient on to a sum, or to the parts of this device."""
+        gradient = flight.gradient(fetch.key)
+        if fetch.returns_summed:
+            number = self._number(microbatch)
+            self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
+        for in_want, held in fetch.kept:
+            flight.add_gradient(*held, in_want.of_tensor(gradient))
+
+
+def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    if flight.version is not None:
+        return call_with(segment.module, flight.version, inputs)
+    # Called as a module, it would drop the line that raised from an error's traceback.
+    found: tuple[Tensor, ...] = segment.module.forward(*inputs)
+    return found
+
+
+@contextlib.contextmanager
+def _on_copies(module: fx.GraphModule) -> Iterator[None]:
+    """Let a forward that is repeated track running statistics in copies of them."""
+    tracked = [m._buffers for m in module.modules() if getattr(m, "track_running_stats", False)]
+    kept = [dict(buffers) for buffers in tracked]
+    for buffers in tracked:
+        buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+    try:
+        yield
+    finally:
+        for buffers, own in zip(tracked, kept, strict=True):
+            buffers.update(own)

@@ -1,0 +1,1 @@
+"""How one block of one operator is computed, by kind of operator."""

@@ -1,0 +1,128 @@
+"""Shards of nn.MultiheadAttention: some heads, each a partial sum, and some queries."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from harness.domain.partition import Interval
+from harness.runtime.executor.shards.base import Given, Part, Shard
+from harness.runtime.executor.shards.regions import Region, region
+
+_ROLES = ("query", "key", "value")
+
+
+class AttentionShard(Shard):
+    """Some heads of an attention for some queries over whole sequences of keys and values.
+
+    Args:
+        heads: the block's; of the parts of one sum, the one with head 0 adds the output's bias.
+        sources: which input is the query, the key and the value.
+        inward: one region per input.
+    """
+
+    out_weight: nn.Parameter
+    out_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        part: Part,
+        module: nn.MultiheadAttention,
+        heads: Interval,
+        roles: tuple[int, ...],
+        inward: list[Region],
+    ) -> None:
+        super().__init__()
+        self._head_dim, self._dropout = module.head_dim, module.dropout
+        self._roles, self._inward = roles, inward
+        own = heads[0] * module.head_dim, heads[1] * module.head_dim
+        for position, role in enumerate(_ROLES):
+            self._own_projection(part, module, role, position, own)
+        width = (0, module.embed_dim)
+        self.own(part, "out_weight", part.held("out_proj.weight"), (width, own))
+        bias = part.held("out_proj.bias") if heads[0] == 0 else None
+        self.own(part, "out_bias", bias, (width,))
+
+    def _own_projection(
+        self, part: Part, module: nn.MultiheadAttention, role: str, position: int, own: Interval
+    ) -> None:
+        shift = position * module.embed_dim
+        stacked = own[0] + shift, own[1] + shift
+        bias = part.held("in_proj_bias")
+        self.own(part, f"{role}_bias", bias, (stacked,))
+        if module.in_proj_weight is not None:
+            weight, rows = part.held("in_proj_weight"), stacked
+        else:
+            weight, rows = part.held(f"{role[0]}_proj_weight"), own
+        assert weight is not None
+        columns = (0, part.tensor(weight).shape[1])
+        self.own(part, f"{role}_weight", weight, (rows, columns))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
+        query, key, value = (
+            self._heads(role, taken[source])
+            for role, source in zip(_ROLES, self._roles, strict=True)
+        )
+        dropout = self._dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
+
+    def _heads(self, role: str, x: Tensor) -> Tensor:
+        """(n, heads, sequence, features of a head) of an input's projection."""
+        weight, bias = getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias")
+        heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (-1, self._head_dim))
+        return heads.transpose(1, 2)
+
+
+def make_attention(part: Part) -> AttentionShard | None:
+    """nn.MultiheadAttention over whole sequences without masks, cut along heads and queries."""
+    module = part.module
+    if not isinstance(module, nn.MultiheadAttention) or not _is_plain(module):
+        return None
+    roles = _roles(part, module)
+    heads = part.partial("heads")
+    if roles is None or heads is None or not _is_output_alone(part.node):
+        return None
+    if len(part.output) != 3 or not part.is_whole(2):
+        return None
+    inward: list[Region | None] = []
+    for index, wanted in enumerate(part.wanted):
+        sequence = part.output[1] if index == roles[0] else (0, list(wanted.shape.values())[1])
+        needed = (part.output[0], sequence, (0, list(wanted.shape.values())[-1]))
+        inward.append(region(wanted, needed))
+    regions = [each for each in inward if each is not None]
+    if len(regions) < len(inward):
+        return None
+    return AttentionShard(part, module, heads, roles, regions)
+
+
+def _is_plain(module: nn.MultiheadAttention) -> bool:
+    """Whether it attends to what it is given and to nothing else, samples first."""
+    has_more = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
+    return module.batch_first and not has_more
+
+
+def _roles(part: Part, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
+    """Which inputs are query, key and value; None for a masked attention."""
+    read = part.arguments()
+    if read is None or len(part.wanted) != len(_ROLES):
+        return None
+    bound: dict[str, Any] = inspect.signature(module.forward).bind(*read[0], **read[1]).arguments
+    masks = (bound.get(name) for name in ("key_padding_mask", "attn_mask"))
+    if any(mask is not None for mask in masks) or bound.get("is_causal"):
+        return None
+    sources = [bound.get(role) for role in _ROLES]
+    found = tuple(source.index for source in sources if isinstance(source, Given))
+    return found if len(found) == len(_ROLES) else None
+
+
+def _is_output_alone(node: fx.Node) -> bool:
+    """Whether nothing reads the attention weights, which no part has."""
+    return all(
+        user.op == "call_function" and len(user.args) == 2 and (user.args[1] == 0 or not user.users)
+        for user in node.users
+    )

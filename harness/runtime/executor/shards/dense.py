@@ -1,0 +1,158 @@
+"""Shards of linear layers, embeddings and layer normalisation.
+
+Dims are told by their position, whatever a graph calls them: the last is that of the features, and
+all others pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.domain.partition import Interval
+from harness.runtime.executor.shards.base import Given, Held, Part, Shard
+from harness.runtime.executor.shards.regions import Region, region
+
+# Multiplies an input by weight and bias, as F.linear does.
+Linear = Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
+
+
+class LinearShard(Shard):
+    """Some output features of a linear layer, or a partial sum over some of its input features."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, part: Part, weight: Held, bias: Held | None, summed: Interval, inward: Region
+    ) -> None:
+        super().__init__()
+        self._inward = inward
+        rows = part.output[-1]
+        self.own(part, "weight", weight, (rows, summed))
+        # Of the parts of one sum, one adds the bias.
+        self.own(part, "bias", bias if summed[0] == 0 else None, (rows,))
+
+    def compute(self, inputs: tuple[Tensor, ...], linear: Linear) -> Tensor:
+        """The block, with the product done by `linear`."""
+        return linear(self._inward.take(inputs[0]), self.weight, self.bias)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.compute(inputs, F.linear)
+
+
+def make_linear(part: Part) -> LinearShard | None:
+    """nn.Linear or F.linear, cut along features, contraction and what passes through."""
+    weight, bias = part.held("weight"), part.held("bias")
+    if part.module is None:
+        named = part.named_arguments("input", "weight", "bias")
+        weight, bias = (named or {}).get("weight"), (named or {}).get("bias")
+    is_held = isinstance(weight, Held) and (bias is None or isinstance(bias, Held))
+    if not is_held or len(part.wanted) != 1:
+        return None
+    assert weight is not None
+    summed = part.partial("contraction") or (0, part.tensor(weight).shape[1])
+    inward = region(part.wanted[0], (*part.output[:-1], summed))
+    return None if inward is None else LinearShard(part, weight, bias, summed, inward)
+
+
+class EmbeddingShard(Shard):
+    """Some columns of a table.
+
+    Args:
+        look_up: called with (indices, the columns, keywords), as F.embedding is.
+        options: further keywords of `look_up`.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, part: Part, look_up: Callable[..., Tensor], options: dict[str, Any], inward: Region
+    ) -> None:
+        super().__init__()
+        self._look_up, self._options, self._inward = look_up, options, inward
+        table = part.held("weight")
+        assert table is not None
+        rows = part.tensor(table).shape[0]
+        self.own(part, "weight", table, ((0, rows), part.output[-1]))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        indices = self._inward.take(inputs[0])
+        return self._look_up(indices, self.weight, **self._options)
+
+
+def make_embedding(part: Part) -> EmbeddingShard | None:
+    """nn.Embedding, or nn.EmbeddingBag over rows of indices, cut along columns."""
+    table = part.module
+    if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or len(part.wanted) != 1:
+        return None
+    # Both would need whole rows or the whole batch.
+    if table.max_norm is not None or table.scale_grad_by_freq:
+        return None
+    options: dict[str, Any] = {"padding_idx": table.padding_idx, "sparse": table.sparse}
+    rank = len(part.wanted[0].shape)
+    if isinstance(table, nn.Embedding):
+        inward = region(part.wanted[0], part.output[:-1])
+        return None if inward is None else EmbeddingShard(part, F.embedding, options, inward)
+    if rank != 2:
+        return None
+    options |= {"mode": table.mode, "include_last_offset": table.include_last_offset}
+    bags = list(part.wanted[0].shape.values())
+    inward = region(part.wanted[0], (part.output[0], (0, bags[1])))
+    return None if inward is None else EmbeddingShard(part, F.embedding_bag, options, inward)
+
+
+class LayerNormShard(Shard):
+    """Whole normalised dims of some of the rows."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        part: Part,
+        weight: Held | None,
+        bias: Held | None,
+        normalized: tuple[int, ...],
+        eps: float,
+        inward: Region,
+    ) -> None:
+        super().__init__()
+        self._normalized, self._eps, self._inward = normalized, eps, inward
+        self.own(part, "weight", weight)
+        self.own(part, "bias", bias)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x = self._inward.take(inputs[0])
+        return F.layer_norm(x, self._normalized, self.weight, self.bias, self._eps)
+
+
+def make_layer_norm(part: Part) -> LayerNormShard | None:
+    """nn.LayerNorm or F.layer_norm, cut along dims that it does not normalise over."""
+    module = part.module
+    if isinstance(module, nn.LayerNorm):
+        read: dict[str, Any] = {
+            "normalized_shape": module.normalized_shape,
+            "weight": part.held("weight"),
+            "bias": part.held("bias"),
+            "eps": module.eps,
+        }
+    elif part.function == "layer_norm":
+        names = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
+        read = part.named_arguments(*names) or {}
+    else:
+        return None
+    normalized = read.get("normalized_shape")
+    if len(part.wanted) != 1 or normalized is None:
+        return None
+    if any(isinstance(read.get(name), Given) for name in ("weight", "bias")):
+        return None
+    dims = range(len(part.output) - len(normalized), len(part.output))
+    inward = region(part.wanted[0], part.output)
+    if inward is None or not all(part.is_whole(dim) for dim in dims):
+        return None
+    weight, bias, eps = read.get("weight"), read.get("bias"), read.get("eps", 1e-5)
+    return LayerNormShard(part, weight, bias, tuple(normalized), eps, inward)

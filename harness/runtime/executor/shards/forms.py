@@ -1,0 +1,324 @@
+"""How each operator's tasks are computed; decided from the strategy alone, so equal on every rank.
+
+native    the model's own node: the operator is whole, or cut by samples alone
+shard     a module made for the block
+norm      batch norm by statistics of all samples
+dropout   dropout that draws what the whole would have drawn
+gathered  all of the operator for the task's samples, of which the block is kept (it warns)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.domain.partition import SAMPLE, count_parts, n_parts, n_replicas
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import Strategy
+from harness.errors import ModelError, StrategyError
+from harness.runtime.capture.capture import Captured
+from harness.runtime.capture.draws import draws, is_dropout
+from harness.runtime.capture.operators import function_name, is_frozen_norm
+from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.batch_norm import GlobalBatchNorm
+from harness.runtime.executor.shards.kinds import Shard, Wanted, make_batch_norm, make_shard
+from harness.runtime.executor.shards.running_state import check_shared_norms, check_writers
+from harness.runtime.executor.state.weights import Holders, canonical_names
+
+_log = logging.getLogger(__name__)
+
+Form = Literal["native", "shard", "norm", "dropout", "gathered"]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The form of every operator, the layout that follows, and who holds which weights."""
+
+    layout: Layout
+    of: dict[str, Form]
+    holders: Holders
+
+    def norm_groups(self) -> set[tuple[int, ...]]:
+        """The sets of devices that sum the statistics of a batch norm."""
+        return {
+            norm_devices(self.layout, part)
+            for name, form in self.of.items()
+            if form == "norm"
+            for part in self.layout.parts[name]
+        }
+
+
+def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
+    """The devices that normalise the same features as a task of a batch norm, ascending."""
+    dims = list(layout.shapes[part.operator])
+    at = dims.index("feature")
+    same = [p for p in layout.parts[part.operator] if p.block[at] == part.block[at]]
+    return tuple(sorted(p.device for p in same))
+
+
+def choose_forms(
+    captured: Captured, meta: MetaModel, plan: ExecutorPlan, sizes: Sequence[int]
+) -> dict[int, Forms]:
+    """Choose by size of microbatch; warns once for each operator that must be gathered.
+
+    What must be gathered at one size is gathered at all, so that weights are cut alike.
+
+    Raises:
+        ModelError, StrategyError: a cut that cannot be carried out at all.
+    """
+    check_shared_norms(captured, plan.strategy)
+    check_writers(captured, meta, plan.strategy)
+    gathered: set[str] = set()
+    while True:
+        choosers = [_Chooser(captured, meta, plan, size, gathered) for size in sizes]
+        found = {size: chooser.choose() for size, chooser in zip(sizes, choosers, strict=True)}
+        now = {n for forms in found.values() for n, form in forms.of.items() if form == "gathered"}
+        if now == gathered or len(found) == 1:
+            _warn(found[sizes[0]])
+            return found
+        gathered = now
+
+
+class _Chooser:
+    def __init__(
+        self,
+        captured: Captured,
+        meta: MetaModel,
+        plan: ExecutorPlan,
+        samples: int,
+        gathered: Collection[str],
+    ) -> None:
+        self._gathered = gathered
+        self._captured, self._meta, self._plan, self._samples = captured, meta, plan, samples
+        nodes = captured.module.graph.nodes
+        self._twin = dict(zip(nodes, meta.module.graph.nodes, strict=True))
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self._plan.strategy
+
+    def choose(self) -> Forms:
+        forms: dict[str, Form] = {
+            op.name: "gathered" if op.name in self._gathered else self._first_choice(op.name)
+            for op in self._captured.graph.operators
+            if has_tasks(op)
+        }
+        while True:
+            layout = self._layout(forms)
+            unable = {
+                name
+                for name, form in forms.items()
+                if form == "shard" and any(s is None for s in self._shards(layout, name))
+            }
+            holders = self._holders(layout, forms, unable)
+            for name in holders.conflicts():
+                unable |= self._users(name, forms)
+            unable = {name for name in unable if forms[name] not in ("gathered", "native")}
+            if not unable:
+                check_samples(layout, self._meta)
+                return Forms(layout, forms, holders)
+            forms |= dict.fromkeys(unable, "gathered")
+
+    def _layout(self, forms: dict[str, Form]) -> Layout:
+        gathered = frozenset(name for name, form in forms.items() if form == "gathered")
+        norms = (name for name in gathered if self._needs_global_statistics(name))
+        return Layout(
+            self._captured, self._meta, self._strategy, self._samples, gathered, frozenset(norms)
+        )
+
+    def _first_choice(self, name: str) -> Form:
+        node = self._captured.nodes.get(name)
+        if node is None:
+            return "native"
+        _check_is_of_its_devices(name, node, self._captured.module)
+        partition = self._strategy.operators[name].partition
+        has_copies = n_replicas(partition) > 1
+        if has_copies:
+            _check_has_no_weights(name, node, self._captured.module)
+        if self._plan.dropout == "exact" or has_copies:  # which must drop the same
+            if is_dropout(node, self._captured.module):
+                return "dropout"
+            _check_draws_nothing(name, node, self._captured.module)
+        if self._needs_global_statistics(name):
+            # Two tasks on one device would wait for each other in the same reduction.
+            devices = self._strategy.operators[name].devices
+            return "norm" if len(set(devices)) == len(devices) else "gathered"
+        n_alike = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
+        beside = count_parts(partition) // n_alike
+        return "native" if beside == 1 else "shard"
+
+    def _needs_global_statistics(self, name: str) -> bool:
+        operator = self._captured.graph.operators[self._captured.graph.index()[name]]
+        if self._plan.batch_norm != "global":
+            return False
+        cuts = self._strategy.operators[name].partition
+        if not any(n_parts(cut) > 1 for dim, cut in cuts.items() if dim != "feature"):
+            return False
+        if operator.kind != "batch_norm":
+            _check_is_no_norm(name, self._captured.nodes[name], self._captured.module)
+            return False
+        return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
+
+    def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
+        """The shards of all of an operator's tasks, without memory."""
+        node = self._twin[self._captured.nodes[name]]
+        return [shard_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
+
+    def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
+        holders = Holders(self._captured.module)  # which knows tied weights
+        for name, form in forms.items():
+            if name not in self._captured.nodes:
+                continue
+            whole = whole_sources(layout, name, self._meta.module)
+            shards: list[Shard | None] = [None] * len(layout.parts[name])
+            if name not in unable and form == "shard":
+                shards = self._shards(layout, name)
+            elif name not in unable and form == "norm":
+                node = self._twin[self._captured.nodes[name]]
+                shards = [
+                    norm_of(layout, part, node, self._meta.module) for part in layout.parts[name]
+                ]
+            for part, shard in zip(layout.parts[name], shards, strict=True):
+                sources = whole if shard is None else list(shard.sources.values())
+                holders.add(sources, part.device)
+        return holders
+
+    def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:
+        """Operators that use a tensor, under any of its names."""
+        names = canonical_names(self._captured.module)
+        return {
+            name
+            for name, node in self._captured.nodes.items()
+            if name in forms
+            and any(names.get(own) == tensor for own in node_sources(node, self._meta.module))
+        }
+
+
+def _warn(chosen: Forms) -> None:
+    layout = chosen.layout
+    for name, form in chosen.of.items():
+        if form != "gathered":
+            continue
+        operator, plan = layout.operators[name], layout.plan(name)
+        n = count_parts(plan.partition)
+        _log.warning(
+            "operator %s (%s) cannot be cut as %s: each of its %d tasks computes all of it for "
+            "its samples and keeps its block, %.3g FLOPs instead of %.3g",
+            name, operator.kind, plan.partition, n,
+            n / n_parts(plan.partition.get(SAMPLE, 1)) * operator.forward_flops,
+            operator.forward_flops,
+        )  # fmt: skip
+
+
+def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
+    if draws(node, root):
+        module = _module_of(node, root)
+        function = function_name(node.target) if module is None else type(module).__name__
+        raise ModelError(
+            f"operator {name!r} ({function}) draws random numbers, which exact dropout and copies "
+            "can repeat block by block for Dropout, Dropout2d and F.dropout alone: replace it by "
+            "one of these, set its probability to 0, or use local dropout without copies"
+        )
+
+
+def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse copies that would each add the same gradient to a weight, such as a tied one."""
+    tensors = {piece.name for piece in node_sources(node, root).values()}
+    weights = tensors & {name for name, _ in root.named_parameters(remove_duplicate=False)}
+    if weights:
+        raise StrategyError(
+            f"operator {name!r} has copies, but uses the weights {min(weights)}: cut it by samples"
+        )
+
+
+def _check_is_of_its_devices(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse a batch norm that meets all ranks by itself, also those that have other operators."""
+    if isinstance(_module_of(node, root), nn.SyncBatchNorm):
+        raise ModelError(
+            f"operator {name!r} (SyncBatchNorm) adds up over all ranks, whichever the strategy "
+            "gives it: make it a BatchNorm1d or 2d, and use --batch-norm global"
+        )
+
+
+def _check_is_no_norm(name: str, node: fx.Node, root: nn.Module) -> None:
+    """Refuse a batch norm that would train by the statistics of each block."""
+    module = _module_of(node, root)
+    if isinstance(module, _BatchNorm) and module.training:
+        raise ModelError(
+            f"operator {name!r} ({type(module).__name__}) is cut, and global statistics are of "
+            "BatchNorm1d and 2d alone: leave it whole, on one device, or use --batch-norm local"
+        )
+
+
+def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
+    """Whether a batch norm has statistics of what it is given; refuses one that is a function."""
+    module = _module_of(node, root)
+    is_training = not is_frozen_norm(node, module)
+    if is_training and not isinstance(module, _BatchNorm):
+        raise ModelError(
+            f"operator {name!r} is a batch norm by a function ({function_name(node.target)}), "
+            "whose statistics are of each block alone, but global ones are asked for: make it an "
+            "nn.BatchNorm module, or use --batch-norm local"
+        )
+    return is_training
+
+
+def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
+    """What a task is handed, argument by argument."""
+    return [
+        Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
+        for argument, node in enumerate(layout.arguments(part.operator))
+    ]
+
+
+def shard_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard | None:
+    """The shard of one task; None when there is none for this operator and cut."""
+    operator = layout.operators[part.operator]
+    shape = layout.shapes[part.operator]
+    return make_shard(operator, node, root, shape, part.block, wanted_of(layout, part))
+
+
+def norm_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> GlobalBatchNorm | None:
+    """The batch norm of one task; its `reduce` is set by the caller."""
+    operator = layout.operators[part.operator]
+    return make_batch_norm(operator, node, root, layout.shapes[part.operator], part.block)
+
+
+def whole_sources(layout: Layout, name: str, root: nn.Module) -> list[WeightSlice]:
+    """All tensors that an operator's own node uses."""
+    return list(node_sources(layout.captured.nodes[name], root).values())
+
+
+def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:
+    """The same by their names in the model."""
+    found: dict[str, WeightSlice] = {}
+    if node.op == "call_module":
+        path = str(node.target)
+        module = root.get_submodule(path)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[f"{path}.{name}"] = WeightSlice.whole(f"{path}.{name}", tensor)
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            name = str(source.target)
+            found[name] = WeightSlice.whole(name, attribute_of(root, name))
+    return found
+
+
+def attribute_of(root: nn.Module, name: str) -> nn.Parameter:
+    """A parameter or buffer by its full name."""
+    path, _, attribute = name.rpartition(".")
+    found: nn.Parameter = getattr(root.get_submodule(path), attribute)
+    return found

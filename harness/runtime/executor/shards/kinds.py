@@ -1,0 +1,90 @@
+"""The shard of any operator that can be cut along other dims than samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from harness.domain.graph import Operator
+from harness.domain.partition import Block
+from harness.runtime.executor.shards import dropout
+from harness.runtime.executor.shards.attention import make_attention
+from harness.runtime.executor.shards.base import Make, Part, Shard, Wanted, has_plain_weights
+from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
+from harness.runtime.executor.shards.conv import make_conv2d
+from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
+from harness.runtime.executor.shards.pointwise import make_pointwise
+from harness.runtime.executor.shards.pool import make_pool
+
+__all__ = ["Shard", "Wanted", "make_batch_norm", "make_dropout", "make_shard"]
+
+_MAKERS: dict[str, Make] = {
+    "linear": make_linear,
+    "conv2d": make_conv2d,
+    "pool": make_pool,
+    "batch_norm": make_batch_norm_shard,
+    "layer_norm": make_layer_norm,
+    "elementwise": make_pointwise,
+    "add": make_pointwise,
+    "embedding": make_embedding,
+    "attention": make_attention,
+}
+
+
+def make_shard(
+    operator: Operator,
+    node: fx.Node,
+    root: nn.Module,
+    shape: dict[str, int],
+    block: Block,
+    wanted: Sequence[Wanted],
+) -> Shard | None:
+    """What computes a block of an operator, with copies of its slices of the weights.
+
+    Args:
+        node: of the operator, in `root`.
+        root: the traced model.
+        shape: by `domain.sharding.full_shape` at the microbatch.
+        block: in the order of `shape`.
+        wanted: one per input of the operator.
+
+    Returns:
+        None for an operator or a cut that has no shard: compute the whole, and slice it.
+    """
+    make = _MAKERS.get(operator.kind)
+    part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
+    module = part.module
+    if make is None or (module is not None and not has_plain_weights(module)):
+        return None
+    shard = make(part)
+    if shard is not None and module is not None:
+        shard.train(module.training)
+    return shard
+
+
+def make_dropout(
+    operator: Operator,
+    node: fx.Node,
+    root: nn.Module,
+    shape: dict[str, int],
+    block: Block,
+    wanted: Sequence[Wanted],
+    index: int,
+    state: dropout.RandomState,
+) -> Shard | None:
+    """The shard of a dropout that drops what the whole would have dropped.
+
+    Args:
+        operator, node, root, shape, block, wanted: as `make_shard` takes them.
+        index: of the operator, the same on every rank.
+        state: that every dropout of this rank shares.
+
+    Returns:
+        None for what is no dropout.
+    """
+    part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
+    shard = dropout.make_dropout(part, index, state)
+    if shard is not None and part.module is not None:
+        shard.train(part.module.training)
+    return shard

@@ -1,0 +1,68 @@
+"""From the block of an input that a task is handed to the region that it computes with.
+
+handed      [lo ........ hi)          of an input of `size` rows
+needed   [a ....... b)                may reach beyond the input, into its padding
+region   |pad|......|crop|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.domain.partition import Interval
+from harness.runtime.executor.shards.base import Wanted
+
+
+@dataclass(frozen=True)
+class Region:
+    """Pads what is missing of a region and crops what is too much.
+
+    Attributes:
+        pads: before and after each dim, the last dim first, as `F.pad` takes them.
+        crops: (dim, start, length) of the padded tensor.
+    """
+
+    pads: tuple[int, ...] = ()
+    crops: tuple[tuple[int, int, int], ...] = ()
+
+    def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """The region of a handed block; a view where nothing is padded."""
+        if self.pads:
+            x = F.pad(x, self.pads, value=fill)
+        for dim, start, length in self.crops:
+            x = x.narrow(dim, start, length)
+        return x
+
+
+def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
+    """How to come from what is handed to what is needed; None where something is not handed."""
+    if len(needed) != len(wanted.block):
+        return None
+    pads: list[int] = []
+    crops: list[tuple[int, int, int]] = []
+    sides = zip(wanted.shape.values(), wanted.block, needed, strict=True)
+    for dim, (size, (low, high), (start, stop)) in enumerate(sides):
+        real = max(0, start), min(size, stop)
+        if real[0] < real[1] and not low <= real[0] < real[1] <= high:
+            return None
+        before, after = max(0, low - start), max(0, stop - high)
+        pads = [before, after, *pads]
+        skipped = start - (low - before)
+        if skipped or stop - start < before + (high - low) + after:
+            crops.append((dim, skipped, stop - start))
+    return Region(tuple(pads) if any(pads) else (), tuple(crops))
+
+
+def window(
+    output: Interval, *, kernel: int, stride: int, padding: int, dilation: int = 1
+) -> Interval:
+    """The rows that rows `output` of a convolution or pool read, padding included.
+
+    `domain.partition.input_interval` is this, clipped to the input.
+    """
+    start = output[0] * stride - padding
+    return start, (output[1] - 1) * stride - padding + dilation * (kernel - 1) + 1

@@ -1,0 +1,70 @@
+"""Buffers that forward changes: a strategy must change them as often, and in the order, as one
+device does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
+from harness.runtime.capture.capture import Captured
+from harness.runtime.executor.geometry.values import MetaModel
+
+
+def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
+    """Refuse to update running statistics in another order than one device does.
+
+    Operators of two devices would update statistics of their own, and a stage updates those of
+    several microbatches before the next stage begins.
+
+    Raises:
+        StrategyError: names the module and two of its operators.
+    """
+    callers: dict[int, list[str]] = defaultdict(list)
+    for name, node in captured.nodes.items():
+        if node.op != "call_module":
+            continue
+        module = captured.module.get_submodule(str(node.target))
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+            callers[id(module)].append(name)
+    for first, *others in callers.values():
+        own = strategy.operators[first]
+        for other in others:
+            plan = strategy.operators[other]
+            if (plan.stage, plan.devices, plan.partition) != (
+                own.stage,
+                own.devices,
+                own.partition,
+            ):
+                raise StrategyError(
+                    f"operators {first!r} and {other!r} call one batch norm, and strategy "
+                    f"{strategy.name!r} gives them unlike stages, devices or cuts (stages "
+                    f"{own.stage} and {plan.stage}, devices {own.devices} and {plan.devices}): "
+                    "plan them alike, or use --batch-norm frozen"
+                )
+
+
+def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> None:
+    """Refuse to run a module twice in a step that changes its buffers each time, such as the power
+    iteration of a spectral norm. Batch norms are known, and looked after.
+
+    Raises:
+        StrategyError: names the operator and the buffer.
+    """
+    writes = meta.at(max(strategy.microbatch_sizes())).writes
+    for name, node in captured.nodes.items():
+        if node not in writes:
+            continue
+        plan, n_runs = strategy.operators[name], strategy.n_microbatches
+        per_device = max(plan.devices.count(device) for device in plan.devices)
+        if n_runs * per_device == 1 and not strategy.stages[plan.stage].recompute:
+            continue
+        why = f"{n_runs} microbatches" if n_runs > 1 else "recomputation"
+        why = why if per_device == 1 else f"{per_device} parts of it on one device"
+        raise StrategyError(
+            f"operator {name!r} changes its buffer {writes[node]!r} in every forward, which one "
+            f"device runs once a step, and strategy {strategy.name!r} more often ({why}): use "
+            "--microbatches 1 without --recompute, or --engine torch"
+        )

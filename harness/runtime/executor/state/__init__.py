@@ -1,0 +1,1 @@
+"""Parameters, optimizer state and buffers: which slices a device has, and their files."""

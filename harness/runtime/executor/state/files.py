@@ -1,0 +1,270 @@
+"""A model's and its optimizer's state as files: each rank writes its own parts.
+
+Every file is named after its rank; its tensors are named `model INTERVALS NAME` and
+`optimizer KEY INTERVALS NAME`, where INTERVALS is such as `0:4,2:6`, or `-` for what is not cut as
+the parameter is. Metadata says which files there are, of which step, and what the model's state is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from harness.domain.files import decode
+from harness.errors import ResultsError
+from harness.inputs import find_int, one_line, open_regular, parse_int, shorten
+from harness.measure.store import replacing
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.state.state import OwnParts, StateGatherer
+from harness.runtime.ranks.world import World
+
+_FORMAT = "state shards 1"
+_UNCUT = "-"
+_MOST_RANKS = 2**16
+
+T = TypeVar("T")
+Pieces = list[tuple[WeightSlice, Tensor]]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all shards of a state say alike.
+
+    Attributes:
+        names: the tensor that stands for each name of the model's state.
+        parameters: of the model, in the order of the optimizer's numbers.
+    """
+
+    n_ranks: int
+    step: int
+    names: dict[str, str]
+    parameters: list[str]
+
+
+def save_sharded(
+    gatherer: StateGatherer, optimizer: Optimizer, step: int, world: World, directory: Path
+) -> None:
+    """Write this rank's parts as `shardRANK.safetensors`, whole or not at all."""
+    own = dict(_named(gatherer.own_parts(optimizer)))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+    told = {
+        "format": _FORMAT,
+        "ranks": str(world.size),
+        "step": str(step),
+        "names": json.dumps(gatherer.names),
+        "parameters": json.dumps(gatherer.parameters),
+    }
+    with replacing(directory / _file_name(world.rank)) as temporary:
+        save_file(tensors, str(temporary), metadata=told)
+
+
+def load_sharded(directory: Path) -> dict[str, Any]:
+    """The whole state that ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
+
+    Raises:
+        ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
+    """
+    paths, told = check_sharded(directory)
+    model, cut, single = _read(paths)
+    whole = {name: _join(name, parts, directory) for name, parts in model.items()}
+    numbers = {name: index for index, name in enumerate(told.parameters)}
+    state: dict[int, dict[str, Tensor]] = {}
+    for (key, name), parts in cut.items():
+        index = _known(numbers, name, "parameters", directory)
+        state.setdefault(index, {})[key] = _join(name, parts, directory)
+    for (key, name), value in single.items():
+        state.setdefault(_known(numbers, name, "parameters", directory), {})[key] = value
+    return {
+        "model": {
+            name: _known(whole, first, "tensors", directory) for name, first in told.names.items()
+        },
+        "optimizer": {"state": dict(sorted(state.items()))},
+        "step": told.step,
+    }
+
+
+def _known(found: dict[str, T], name: str, what: str, directory: Path) -> T:
+    if name not in found:
+        raise ResultsError(
+            f"{directory} has {shorten(name)}, which is not among its {len(found)} {what}: save "
+            "the state again"
+        )
+    return found[name]
+
+
+def check_sharded(directory: Path) -> tuple[list[Path], Told]:
+    """The shards of a state, and what all of them say alike; tensors are not read.
+
+    Raises:
+        ResultsError: a shard is missing or malformed, or shards are of different saves.
+    """
+    paths = sorted(directory.glob(_file_name("*")))
+    if not paths:
+        raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
+    told = _told(_common_metadata(paths), paths[0])
+    wanted, found = {_file_name(rank) for rank in range(told.n_ranks)}, {p.name for p in paths}
+    if not wanted <= found:
+        raise ResultsError(
+            f"{directory} holds {len(wanted & found)} of {told.n_ranks} shards, "
+            f"{min(wanted - found)} is missing: copy the shards of all nodes there"
+        )
+    if not found <= wanted:
+        raise ResultsError(
+            f"{directory} holds {min(found - wanted)} beside the {told.n_ranks} shards of its "
+            "ranks: move it elsewhere"
+        )
+    return paths, told
+
+
+def _file_name(rank: int | str) -> str:
+    return f"shard{rank}.safetensors"
+
+
+def _named(own: OwnParts) -> Iterator[tuple[str, Tensor]]:
+    for piece, tensor in own.model.items():
+        yield f"model {_text(piece)} {piece.name}", tensor
+    for key, parts in own.optimizer.items():
+        for piece, tensor in parts.items():
+            yield f"optimizer {key} {_text(piece)} {piece.name}", tensor
+    for name, values in own.single.items():
+        for key, value in values.items():
+            yield f"optimizer {key} {_UNCUT} {name}", torch.as_tensor(value)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; whatever its library makes of a broken one is one error."""
+    try:
+        open_regular(path).close()
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise ResultsError(
+            f"{path} is no safetensors file that can be read ({one_line(str(error))}): save the "
+            "state again"
+        ) from None
+
+
+def _common_metadata(paths: list[Path]) -> dict[str, str]:
+    """What all files say alike."""
+    found: list[dict[str, str]] = []
+    for path in paths:
+        with _opened(path) as file:
+            found.append(file.metadata() or {})
+        if found[-1].get("format") != _FORMAT:
+            raise ResultsError(
+                f"{path} has format {shorten(found[-1].get('format'))}, not {_FORMAT!r}: it is no "
+                "shard of this version"
+            )
+    for path, told in zip(paths, found, strict=True):
+        for key in found[0].keys() | told.keys():
+            here, there = found[0].get(key), told.get(key)
+            if here != there:
+                raise ResultsError(
+                    f"{paths[0]} and {path} are of different saves: their {shorten(key)} are "
+                    f"{shorten(here)} and {shorten(there)}; keep each in a directory of its own"
+                )
+    return found[0]
+
+
+def _told(metadata: dict[str, str], path: Path) -> Told:
+    missing = [key for key in ("ranks", "step", "names", "parameters") if key not in metadata]
+    if missing:
+        raise ResultsError(f"{path} does not say its {', '.join(missing)}: save the state again")
+    told = Told(
+        n_ranks=parse_int(
+            metadata["ranks"], f"{path}: ranks", at_least=1, at_most=_MOST_RANKS, error=ResultsError
+        ),
+        step=parse_int(metadata["step"], f"{path}: step", error=ResultsError),
+        names=_listed(metadata, "names", dict[str, str], path),
+        parameters=_listed(metadata, "parameters", list[str], path),
+    )
+    if len(set(told.parameters)) != len(told.parameters):
+        raise ResultsError(f"{path} has a name twice in its parameters: save the state again")
+    return told
+
+
+def _listed(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T:
+    data = metadata[key].encode(errors="replace")
+    return decode(data, type_, source=f"{path}: {key}", error=ResultsError)
+
+
+def _read(
+    paths: list[Path],
+) -> tuple[dict[str, Pieces], dict[tuple[str, str], Pieces], dict[tuple[str, str], Tensor]]:
+    """The pieces of the model, those of the optimizer's state, and what of it is not cut."""
+    model: dict[str, Pieces] = {}
+    cut: dict[tuple[str, str], Pieces] = {}
+    single: dict[tuple[str, str], Tensor] = {}
+    for path in paths:
+        with _opened(path) as file:
+            for stored in file.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = file.get_tensor(stored)
+                kind, *words = stored.split(" ", 3 if stored.startswith("optimizer") else 2)
+                if kind == "model" and len(words) == 2:
+                    piece = _piece(words[1], words[0], tensor, path)
+                    model.setdefault(piece.name, []).append((piece, tensor))
+                elif kind != "optimizer" or len(words) != 3:
+                    raise ResultsError(
+                        f"{path} holds {shorten(stored)}, which is no part of a model or an "
+                        "optimizer: save the state again"
+                    )
+                elif words[1] == _UNCUT:
+                    single[words[0], words[2]] = tensor
+                else:
+                    piece = _piece(words[2], words[1], tensor, path)
+                    cut.setdefault((words[0], piece.name), []).append((piece, tensor))
+    return model, cut, single
+
+
+def _join(name: str, parts: Pieces, directory: Path) -> Tensor:
+    """The whole tensor of parts that cover it, each element once."""
+    first = parts[0][1]
+    if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
+        raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
+    shape = [max(piece.intervals[dim][1] for piece, _ in parts) for dim in range(first.dim())]
+    n_found, n_wanted = sum(tensor.numel() for _, tensor in parts), math.prod(shape)
+    if n_found == n_wanted:
+        whole, is_found = first.new_empty(shape), first.new_zeros(shape, dtype=torch.bool)
+        for piece, tensor in parts:
+            piece.take(whole).copy_(tensor)
+            piece.take(is_found).fill_(True)
+        n_found = int(is_found.sum())
+    if n_found != n_wanted:
+        raise ResultsError(
+            f"{directory} holds {n_found} of the {n_wanted} elements of {shorten(name)}: save it "
+            "again"
+        )
+    return whole
+
+
+def _text(piece: WeightSlice) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in piece.intervals)
+
+
+def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
+    """Which part of a tensor it is, by a text such as `0:4,2:6`."""
+    intervals = []
+    for interval in filter(None, text.split(",")):
+        start, stop = (find_int(end) for end in interval.partition(":")[::2])
+        if start is None or stop is None:
+            break
+        intervals.append((start, stop))
+    else:
+        if [stop - start for start, stop in intervals] == list(tensor.shape):
+            return WeightSlice(name, tuple(intervals))
+    raise ResultsError(
+        f"{path} holds {shorten(text)} of {shorten(name)} with shape {tuple(tensor.shape)}: save "
+        "the state again"
+    )

@@ -1,0 +1,123 @@
+"""The parts of the model's weights that a device holds, and who else holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from harness.runtime.executor.geometry.slices import WeightSlice
+
+
+class Weights(nn.Module):
+    """One Parameter or buffer for each distinct slice on this device.
+
+    Args:
+        model: whose tensors are sliced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # Every name with the first name of the same tensor.
+        self.names = canonical_names(model)
+        self._order = {name: i for i, name in enumerate(self.names)}
+        self.held: dict[WeightSlice, Tensor] = {}
+
+    def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
+        """The tensor that is held for a slice: this one, if there is none yet."""
+        return self.held.setdefault(piece.renamed(self.names), tensor)
+
+    def share(self, module: nn.Module, sources: Mapping[str, WeightSlice]) -> None:
+        """Let a module use the tensors that are already held, and hold its others.
+
+        Args:
+            sources: the module's own parameter and buffer names.
+        """
+        for name, piece in sources.items():
+            path, _, attribute = name.rpartition(".")
+            owner = module.get_submodule(path)
+            held = self.hold(piece, getattr(owner, attribute))
+            table = owner._parameters if isinstance(held, nn.Parameter) else owner._buffers
+            table[attribute] = held  # type: ignore[assignment]
+
+    def release_others(self, model: nn.Module) -> None:
+        """Free what the model has beyond the held slices; the model is of no use afterwards."""
+        kept = {id(tensor) for tensor in self.held.values()}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in kept:
+                tensor.data = tensor.data.new_empty(0)
+
+    def slices(self) -> list[WeightSlice]:
+        """In the order of the model."""
+        return sorted(self.held, key=lambda piece: (self._order[piece.name], piece.intervals))
+
+    def trainable(self) -> dict[WeightSlice, nn.Parameter]:
+        """Parameters that are trained, in the order of the model."""
+        return {
+            piece: tensor
+            for piece in self.slices()
+            for tensor in (self.held[piece],)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        }
+
+    def parameters(self, recurse: bool = True) -> Iterable[nn.Parameter]:  # type: ignore[override]
+        """What the optimizer updates."""
+        return iter(self.trainable().values())
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer, with the first name of the same tensor."""
+    found: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        found[name] = first.setdefault(id(tensor), name)
+    return found
+
+
+class Holders:
+    """Which devices hold each slice, over all devices."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._canonical = canonical_names(model)
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        self._devices: dict[WeightSlice, set[int]] = {}
+
+    def add(self, pieces: Iterable[WeightSlice], device: int) -> None:
+        for piece in pieces:
+            self._devices.setdefault(piece.renamed(self._canonical), set()).add(device)
+
+    def merge(self, other: Holders) -> None:
+        """Take over who holds what by another layout."""
+        for piece, devices in other._devices.items():
+            self._devices.setdefault(piece, set()).update(devices)
+
+    def of(self, piece: WeightSlice) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self._devices[piece]))
+
+    def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
+        return [(piece, self.of(piece)) for piece in self._devices]
+
+    def trained(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names of parameters that are trained, and who holds them, slice by slice."""
+        return [
+            (piece.name, devices) for piece, devices in self.items() if piece.name in self._trained
+        ]
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Distinct sets of several devices, in an order that is the same on every rank."""
+        return sorted({self.of(piece) for piece in self._devices if len(self.of(piece)) > 1})
+
+    def conflicts(self) -> set[str]:
+        """Names of tensors whose slices overlap without being equal."""
+        found: set[str] = set()
+        by_name: dict[str, list[WeightSlice]] = {}
+        for piece in self._devices:
+            known = by_name.setdefault(piece.name, [])
+            if any(piece.overlaps(other) for other in known):
+                found.add(piece.name)
+            known.append(piece)
+        return found

@@ -1,0 +1,1 @@
+"""Pieces of values between devices: messages, process groups, receives and sums."""

@@ -1,0 +1,275 @@
+"""Move messages between devices: sends that never block, receives posted ahead, reused buffers.
+
+What a GPU sends over gloo is copied to the host first, and what it is sent is copied to it.
+
+gloo does not say when a send is done. But what another rank sends in an action tells that it has
+read all that earlier actions of its own waited for:
+
+    this rank     F0 -------> F1 ------->          the output of F0 may be forgotten
+    another rank      F0          B0 ---> here
+
+Muted, all ranks alike, nothing travels and nothing is waited for: a step then takes what its
+computing takes by itself, on whatever the buffers hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.errors import PeerError
+from harness.runtime.executor.run.timetable import Order
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.executor.transport.messages import Entry, Message
+from harness.runtime.executor.transport.transfers import transfers_of
+from harness.runtime.ranks.failures import gist
+from harness.runtime.ranks.world import World
+
+
+class _Done:
+    """Work that needs no waiting."""
+
+    def wait(self, *_: Any) -> None:
+        return
+
+
+_DONE = _Done()
+
+
+class Transfer:
+    """A receive that is under way, then what it brought; sent in the source's action `sent_at`."""
+
+    def __init__(
+        self,
+        work: Any,
+        buffer: Tensor,
+        source: int,
+        what: Callable[[], str],
+        entries: Sequence[Entry],
+        sent_at: int,
+    ) -> None:
+        self.work, self.buffer, self.source, self.what = work, buffer, source, what
+        self._entries, self.sent_at = entries, sent_at
+        self.is_here = False
+        self.n_left = len(entries)
+
+    def take(self, entry: Entry) -> Tensor:
+        """One piece; each may be taken once."""
+        self.n_left -= 1
+        if len(self._entries) == 1:
+            return self.buffer
+        flat = self.buffer.narrow(0, entry.offset, entry.n_elements)
+        return flat.view(entry.shape)
+
+
+class Buffers:
+    """Tensors for receiving, by size and dtype, used again when they are given back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        free = self._free[shape, dtype]
+        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self.device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let a whole buffer be used again; a piece of one is let go."""
+        if buffer.untyped_storage().nbytes() == buffer.nbytes:
+            self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
+
+
+class _Sent(NamedTuple):
+    """A send that is under way, read in the target's action `read_at`; keeps the tensor alive."""
+
+    work: Any
+    tensor: Tensor
+    what: Callable[[], str]
+    microbatch: int
+    read_at: int
+
+
+class Channels:
+    """This rank's transfers with all others; all ranks must make it, since NCCL makes groups.
+
+    Args:
+        messages: of all layouts, equal on every rank.
+    """
+
+    def __init__(
+        self, world: World, messages: Sequence[Message], groups: Groups, order: Order
+    ) -> None:
+        self._world, self._groups, self._order = world, groups, order
+        self.buffers = Buffers(world.device)
+        is_staged = world.wire != world.device
+        self._arriving = Buffers(world.wire) if is_staged else self.buffers
+        self._transfers = transfers_of(world, messages, groups)
+        self._sending: dict[int, list[_Sent]] = defaultdict(list)
+        self._sum_groups: dict[tuple[int, ...], Any] = {}
+        self._norm_groups: dict[tuple[int, ...], Any] = {}
+        self.is_muted = False
+
+    def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Let these sets of devices add up; all ranks must call it with the same sets."""
+        self._sum_groups = self._make_groups(sets)
+
+    def make_groups_of_norms(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """The same for the statistics of batch norms; a device by itself needs no group.
+
+        In groups of gradients they would meet buckets, which start when each device gets to them.
+        """
+        self._norm_groups = self._make_groups(one for one in sets if len(one) > 1)
+
+    def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+        return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
+
+    def add_up_norm(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> None:
+        """Sum statistics over devices, in place, and wait for them; each of them calls it.
+
+        Raises:
+            PeerError: as for `add_up`.
+        """
+        if self.is_muted:
+            return
+        with self._summing(what, devices):
+            dist.all_reduce(tensor, group=self._norm_groups[devices])
+
+    def add_up(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> Any:
+        """Start a sum over devices, in place; each of them calls it.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        if self.is_muted:
+            return _DONE
+        with self._summing(what, devices):
+            return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
+
+    def wait_for_sum(self, work: Any, what: str, devices: tuple[int, ...]) -> None:
+        """Wait until a sum is there.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        with self._summing(what, devices):
+            self._transfers.wait(work)
+
+    @contextmanager
+    def _summing(self, what: str, devices: tuple[int, ...]) -> Iterator[None]:
+        """Say which sum did not come about."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._world.rank} waited for the sum of {what} over ranks "
+                f"{list(devices)}, one of which died or did not answer within "
+                f"{self._groups.timeout_s:g} s ({gist(error)}): look at their logs, or raise "
+                "the timeout",
+                devices,
+            ) from error
+
+    def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> None:
+        """Start sending; the tensor must not change until the step ends.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        tensor = tensor.contiguous()
+        if self.is_muted:
+            return
+        _, reader = message.ends(is_backward=is_backward)
+        tensor = tensor.to(self._world.wire)
+        what = partial(_words, message, microbatch, is_backward)
+        with self._exchanging(what, "to", reader.rank):
+            work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
+        read_at = self._order(reader.stage, microbatch, is_backward)
+        self._sending[reader.rank].append(_Sent(work, tensor, what, microbatch, read_at))
+
+    def receive(
+        self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
+    ) -> Transfer:
+        """Post a receive.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        sender, _ = message.ends(is_backward=is_backward)
+        buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
+        work: Any = _DONE
+        what = partial(_words, message, microbatch, is_backward)
+        if not self.is_muted:
+            with self._exchanging(what, "from", sender.rank):
+                work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
+        elif not buffer.is_floating_point():
+            buffer.zero_()  # indices must be some that exist
+        sent_at = self._order(sender.stage, microbatch, is_backward)
+        entries = message.carried(is_backward=is_backward)
+        return Transfer(work, buffer, sender.rank, what, entries, sent_at)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until what was sent is here; give pieces back to `buffers` when done with them.
+
+        Raises:
+            PeerError: the other rank died or took longer than the timeout. Under NCCL nothing is
+                raised: its watchdog ends this process.
+        """
+        with self._exchanging(transfer.what, "from", transfer.source):
+            self._transfers.wait(transfer.work)
+        transfer.buffer = self._brought(transfer.buffer)
+        transfer.is_here = True
+        self._finish_sends(transfer.source, lambda sent: sent.read_at < transfer.sent_at)
+
+    def _brought(self, buffer: Tensor) -> Tensor:
+        """What arrived, on the device."""
+        if self._arriving is self.buffers:
+            return buffer
+        found = self.buffers.take(tuple(buffer.shape), buffer.dtype)
+        found.copy_(buffer)
+        self._arriving.give_back(buffer)
+        return found
+
+    def finish_sends(self, before: float = math.inf) -> None:
+        """Wait until all that was sent of microbatches before one has left.
+
+        Raises:
+            PeerError: as for `wait`.
+        """
+        for target in self._sending:
+            self._finish_sends(target, lambda sent: sent.microbatch < before)
+
+    def _finish_sends(self, target: int, is_read: Callable[[_Sent], bool]) -> None:
+        """Wait for what a rank has read; let go of it."""
+        left: list[_Sent] = []
+        for sent in self._sending[target]:
+            if is_read(sent):
+                with self._exchanging(sent.what, "to", target):
+                    self._transfers.wait(sent.work)
+            else:
+                left.append(sent)
+        self._sending[target] = left
+
+    @contextmanager
+    def _exchanging(self, what: Callable[[], str], direction: str, peer: int) -> Iterator[None]:
+        """Say what did not travel."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self._world.rank} waited for {what()} {direction} rank {peer}, which died "
+                f"or did not answer within {self._groups.timeout_s:g} s ({gist(error)}): "
+                f"look at rank {peer}'s log, or raise the timeout",
+                [peer],
+            ) from error
+
+
+def _words(message: Message, microbatch: int, is_backward: bool) -> str:
+    kind = "the gradient of" if is_backward else "the output of"
+    return f"{kind} {message.words} (microbatch {microbatch})"

@@ -1,0 +1,255 @@
+"""How pieces travel: in which messages, and when; or added up by one all_reduce.
+
+    device 0  | table 0 | table 1 | table 2 |--- one message --->  device 1, before the interaction
+
+A message costs its ends some time beside its bytes. Small pieces that one segment of the receiver
+waits for leave together, once the last of them is there, if the sender waits for nobody from the
+first to the last (else two devices could wait for each other). Their gradients, of which the
+receiver's segment gives all at once, come back the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from harness.domain.sharding import FEWEST_SUMMED
+from harness.runtime.executor.geometry.layout import Layout, Piece, Want
+from harness.runtime.executor.options import LARGEST_JOINED_BYTES
+from harness.runtime.executor.program.drafts import Draft, draft_segments
+from harness.runtime.executor.program.program import Send
+from harness.runtime.executor.shards.forms import Forms
+
+Devices = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+class End(NamedTuple):
+    """A stage on a device."""
+
+    rank: int
+    stage: int
+
+
+class Entry(NamedTuple):
+    """A piece in a message, and the elements before it."""
+
+    want: Want
+    piece: Piece
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What goes from one device to another at once; backward, its gradients the other way.
+
+    Either way there may be nothing to carry: copies of a value have it already, or one of them
+    alone gives its gradient.
+
+    Attributes:
+        number: unique over all devices of a layout; equal on every rank.
+        after: position of the segment of the sender's stage after which it leaves.
+        last: position of the operator that gives the last of its pieces, those of which the
+            gradient alone travels included.
+        before: position of the segment of the receiver's stage that waits for it.
+        first: position of the first operator of that segment.
+        entries: what goes, in the order in which it is computed.
+        returning: that of which gradients come back, with their places in that message.
+    """
+
+    number: int
+    source: int
+    target: int
+    source_stage: int
+    target_stage: int
+    after: int
+    last: int
+    before: int
+    first: int
+    dtype: torch.dtype
+    entries: tuple[Entry, ...]
+    returning: tuple[Entry, ...]
+
+    def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
+        return self.returning if is_backward else self.entries
+
+    def ends(self, *, is_backward: bool) -> tuple[End, End]:
+        """Who sends and who reads."""
+        return self._ends[is_backward]
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[End, End], tuple[End, End]]:
+        source = End(self.source, self.source_stage)
+        target = End(self.target, self.target_stage)
+        return (source, target), (target, source)
+
+    def shape(self, *, is_backward: bool) -> Shape:
+        """Of what travels: a piece by itself keeps its shape, several are flat."""
+        return self._shapes[is_backward]
+
+    @cached_property
+    def _shapes(self) -> tuple[Shape, Shape]:
+        return _shape(self.entries), _shape(self.returning)
+
+    @cached_property
+    def words(self) -> str:
+        """Whose outputs it carries."""
+        carried = self.entries or self.returning
+        first, *rest = [entry.piece.part.operator for entry in carried]
+        return f"{first} and {len(rest)} more" if rest else first
+
+
+def _shape(entries: tuple[Entry, ...]) -> Shape:
+    return entries[0].shape if len(entries) == 1 else (sum(one.n_elements for one in entries),)
+
+
+Place = tuple[int, int]  # stage, position of a segment
+
+
+def find_messages(forms: Forms, n_devices: int) -> list[Message]:
+    """The messages of a layout; equal on every rank."""
+    drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
+    before = {
+        want.number: _Waiting((stage, position), forms.layout.position[draft.parts[0].operator])
+        for own in drafts.values()
+        for stage, segments in own.items()
+        for position, draft in enumerate(segments)
+        for want in draft.fetches
+    }
+    summed = shared_sums(forms.layout)
+    groups: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
+    for own in drafts.values():
+        for segments in own.values():
+            for leaving in _leaving(forms.layout, segments, summed):
+                groups[(*leaving.key, *before[leaving.send.want.number].place)].append(leaving)
+    return [
+        _message(forms.layout, number, pieces, before)
+        for number, pieces in enumerate(groups.values())
+    ]
+
+
+class _Waiting(NamedTuple):
+    """The segment that waits for a want, and the position of its first operator."""
+
+    place: Place
+    first: int
+
+
+class _Piece(NamedTuple):
+    """A piece to be sent; those with equal keys leave together if one segment waits for them."""
+
+    send: Send
+    after: int
+    key: tuple[object, ...]
+
+
+def _leaving(
+    layout: Layout, segments: list[Draft], summed: Mapping[int, SharedSum]
+) -> Iterator[_Piece]:
+    """What is sent by one stage of one device, but for what an all_reduce adds up."""
+    n_waits = 0
+    for position, draft in enumerate(segments):
+        n_waits += draft.waits
+        for send in draft.sends:
+            want, piece = send.want, send.piece
+            if want.number in summed:
+                continue
+            dtype = layout.tensor(want.value).dtype
+            n_bytes = math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
+            alone = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
+            key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, alone
+            yield _Piece(send, position, key)
+
+
+def _message(
+    layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, _Waiting]
+) -> Message:
+    first = pieces[0].send
+    waiting = before[first.want.number]
+    stage, position = waiting.place
+    return Message(
+        number=number,
+        source=first.piece.part.device,
+        target=first.want.device,
+        source_stage=first.piece.part.stage,
+        target_stage=stage,
+        after=pieces[-1].after,
+        last=layout.position[pieces[-1].send.piece.part.operator],
+        before=position,
+        first=waiting.first,
+        dtype=layout.tensor(first.want.value).dtype,
+        entries=_entries(layout, [one.send for one in pieces if one.send.goes]),
+        returning=_entries(
+            layout,
+            [
+                one.send
+                for one in pieces
+                if one.send.returns and one.send.want.value in layout.differentiable
+            ],
+        ),
+    )
+
+
+def _entries(layout: Layout, sends: list[Send]) -> tuple[Entry, ...]:
+    found: list[Entry] = []
+    offset = 0
+    for send in sends:
+        want, piece = send.want, send.piece
+        found.append(Entry(want, piece, layout.sizes_of(want.value, piece.region), offset))
+        offset += found[-1].n_elements
+    return tuple(found)
+
+
+class SharedSum(NamedTuple):
+    """One all_reduce that serves the wants of all devices that take part.
+
+    Attributes:
+        goes: of partial sums, forward.
+        returns: of gradients, backward; either way, else, each device has all of it already.
+    """
+
+    devices: Devices
+    goes: bool
+    returns: bool
+
+
+def shared_sums(layout: Layout) -> dict[int, SharedSum]:
+    """The wants that an all_reduce serves, by number."""
+    alike: dict[tuple[object, ...], list[Want]] = defaultdict(list)
+    for want in layout.wants:
+        alike[want.value, want.block, want.copies].append(want)
+    found = ((wants, _shared_sum(wants)) for wants in alike.values())
+    return {want.number: one for wants, one in found if one is not None for want in wants}
+
+
+def _shared_sum(wants: list[Want]) -> SharedSum | None:
+    """None unless each of some devices holds a part, and wants all of it at the same place."""
+    if len(wants) < FEWEST_SUMMED:
+        return None
+    devices = tuple(sorted(want.device for want in wants))
+    parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}
+    stages = {want.stage for want in wants} | {part.stage for part in parts}
+    is_alike = (
+        tuple(sorted(part.device for part in parts)) == devices
+        and all(region == wants[0].block for region in parts.values())
+        and len({want.first_consumer for want in wants}) == len(stages) == 1
+    )
+    if not is_alike:
+        return None
+    n_pieces = {len(want.pieces) for want in wants}
+    n_returns = {len(want.returns) for want in wants}
+    each, one = {len(devices)}, {1}
+    if n_pieces not in (each, one) or n_returns not in (each, one) or n_pieces == n_returns == one:
+        return None
+    return SharedSum(devices, n_pieces == each, n_returns == each)

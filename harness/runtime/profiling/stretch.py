@@ -1,0 +1,296 @@
+"""A stretch of a captured model: consecutive operators, run one by one, forward and then backward.
+
+Each operator is called on what the ones before it have just computed, cut off from how they did,
+and its backward gets the gradients that the ones after it have just handed back:
+
+    forward   a(x) -> y | b(y') -> z | c(z') -> loss          y' is y without its graph
+    backward  c: dz | b: dz -> dy | a: dy -> dx
+
+So it finds caches, allocator and code as it does in training, and can be timed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from harness.runtime.capture.capture import Captured
+from harness.runtime.executor.shards.inplace import works_in_place
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """An operator with what it is called on.
+
+    Attributes:
+        function: called with args and kwargs; parameters are its own.
+        args, kwargs: nested; tensors that carry gradients say so by `requires_grad`.
+        parameters: get gradients too.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parameters: tuple[Tensor, ...] = ()
+
+    def __call__(self) -> Any:
+        return self.function(*self.args, **self.kwargs)
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """What gets a gradient, each once: inputs first."""
+        leaves = [*tensors_in((self.args, self.kwargs)), *self.parameters]
+        unique = {id(tensor): tensor for tensor in leaves if tensor.requires_grad}
+        return list(unique.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One node of a model, or its loss.
+
+    Attributes:
+        node: by which later steps read its output.
+        name: of its operator; empty where it is none.
+        args, kwargs: nested, with nodes for what it reads.
+        is_attribute: a parameter or buffer that the model reads directly.
+        is_carrying: its output depends on parameters.
+        is_in_place: writes into its input.
+    """
+
+    node: fx.Node
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parameters: tuple[Tensor, ...]
+    is_attribute: bool
+    is_carrying: bool
+    is_in_place: bool
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        fx.node.map_arg((self.args, self.kwargs), lambda node: found.setdefault(node, None))
+        return list(found)
+
+    def called_on(self, values: Mapping[fx.Node, Any]) -> OperatorCall:
+        """How it is called on what others gave."""
+        args, kwargs = fx.node.map_arg((self.args, self.kwargs), values.__getitem__)
+        return OperatorCall(self.function, args, kwargs, self.parameters)
+
+
+def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]:
+    """A model's nodes in order, and last its loss."""
+    names = {node: name for name, node in captured.nodes.items()}
+    modules = dict(captured.module.named_modules())
+    carrying: set[fx.Node] = set()
+    found: list[Step] = []
+    for node in captured.module.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        is_loss, is_attribute = node.op == "output", node.op == "get_attr"
+        function: Callable[..., Any] = (
+            loss if is_loss else _function(node, captured.module, modules)
+        )
+        parameters = _parameters(node, modules)
+        trained = (function(),) if is_attribute else parameters
+        is_trained = any(isinstance(p, nn.Parameter) and p.requires_grad for p in trained)
+        if is_trained or any(before in carrying for before in node.all_input_nodes):
+            carrying.add(node)
+        found.append(
+            Step(
+                node=node,
+                name=LOSS if is_loss else names.get(node, ""),
+                function=function,
+                args=(node.all_input_nodes[0],) if is_loss else node.args,
+                kwargs={} if is_loss else node.kwargs,
+                parameters=parameters,
+                is_attribute=is_attribute,
+                is_carrying=node in carrying,
+                is_in_place=not is_loss and works_in_place(node, modules),
+            )
+        )
+    return found
+
+
+def _function(
+    node: fx.Node, module: fx.GraphModule, modules: Mapping[str, nn.Module]
+) -> Callable[..., Any]:
+    target: Any = node.target
+    if node.op == "get_attr":
+        parent, _, name = str(target).rpartition(".")
+        return lambda: getattr(module.get_submodule(parent), name)
+    if node.op == "call_module":
+        return modules[str(target)]
+    if node.op == "call_method":
+        return lambda x, *args, **kwargs: getattr(x, str(target))(*args, **kwargs)
+    function: Callable[..., Any] = target
+    return function
+
+
+def _parameters(node: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[Tensor, ...]:
+    if node.op != "call_module":
+        return ()
+    return tuple(p for p in modules[str(node.target)].parameters() if p.requires_grad)
+
+
+Values = dict[fx.Node, Any]
+
+
+def values_at(steps: Sequence[Step], start: int, fed: Values) -> Values:
+    """What the steps from `start` on read of the ones before: runs those, without gradients.
+
+    Args:
+        fed: the model's inputs, by node.
+
+    Returns:
+        Those that depend on parameters say so by `requires_grad`.
+    """
+    read = {node for step in steps[start:] for node in step.reads}
+    last = {node: k for k, step in enumerate(steps[:start]) for node in step.reads}
+    values = dict(fed)
+    with torch.no_grad():
+        for k, step in enumerate(steps[:start]):
+            output = step.called_on(values)()
+            values[step.node] = as_leaves(output, has_gradient=step.is_carrying)
+            for node in step.reads:
+                if last[node] == k and node not in read:
+                    del values[node]
+    return {node: value for node, value in values.items() if node in read}
+
+
+class Pending(NamedTuple):
+    """Outputs of a step, and the gradients of each that have come back, in parts."""
+
+    outputs: list[Tensor]
+    gradients: list[list[Tensor]]
+
+
+# Gives a step's output.
+Forward = Callable[[Step, OperatorCall], Any]
+# Gives the gradient of each tensor that is wanted, or None.
+Backward = Callable[[Step, Pending, list[Tensor]], Sequence[Tensor | None]]
+
+
+@dataclass
+class Flight:
+    """One microbatch between forward and backward.
+
+    Attributes:
+        values: what steps read; leaves.
+        outputs: of steps, with their graphs.
+    """
+
+    values: Values
+    outputs: Values
+
+
+class Stretch:
+    """Consecutive steps of a model.
+
+    Args:
+        inputs: what they read of others, from `values_at`.
+        read_later: nodes that steps after them read.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], inputs: Values, read_later: Collection[fx.Node] = ()
+    ) -> None:
+        self.steps = list(steps)
+        self._inputs = inputs
+        self._ends = {step.node for step in steps if step.name == LOSS} | set(read_later)
+
+    def forward(self, run: Forward) -> Flight:
+        """Run all on fresh leaves."""
+        flight = Flight({node: _cut_off(value) for node, value in self._inputs.items()}, {})
+        for step in self.steps:
+            if step.is_attribute:
+                flight.values[step.node] = step.function()
+                continue
+            call = step.called_on(flight.values)
+            if step.is_in_place:  # what it spoils would just have been written
+                call = written(call)
+            output = run(step, call)
+            flight.outputs[step.node] = output
+            flight.values[step.node] = _cut_off(output)
+        return flight
+
+    def backward(self, flight: Flight, run: Backward) -> None:
+        """Run all, the last one first; what is read later gets gradients of one."""
+        found: dict[int, list[Tensor]] = {}
+        for step in self.steps:
+            if step.node in self._ends:
+                for leaf in tensors_in(flight.values[step.node]):
+                    found[id(leaf)] = [torch.ones_like(leaf)]
+        for step in reversed(self.steps):
+            if step.is_attribute:
+                continue
+            leaves = tensors_in(flight.values.pop(step.node))
+            outputs = tensors_in(flight.outputs.pop(step.node))
+            reached = [
+                (output, found.pop(id(leaf)))
+                for output, leaf in zip(outputs, leaves, strict=True)
+                if output.requires_grad and id(leaf) in found
+            ]
+            call = step.called_on(flight.values)
+            if not reached or not call.wanted:
+                continue
+            pending = Pending([output for output, _ in reached], [parts for _, parts in reached])
+            del reached, outputs, leaves
+            for leaf, gradient in zip(call.wanted, run(step, pending, call.wanted), strict=True):
+                if gradient is not None:
+                    found.setdefault(id(leaf), []).append(gradient)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+def as_leaves(value: Any, *, has_gradient: bool) -> Any:
+    """Detach nested tensors, those of floating point with or without a gradient."""
+
+    def leaf(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.detach().requires_grad_(has_gradient and part.is_floating_point())
+
+    return fx.node.map_aggregate(value, leaf)
+
+
+def _cut_off(value: Any) -> Any:
+    """Leaves that carry a gradient where the nested tensors do."""
+
+    def leaf(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        return part.detach().requires_grad_(part.requires_grad)
+
+    return fx.node.map_aggregate(value, leaf)
+
+
+def written(call: OperatorCall) -> OperatorCall:
+    """A call on copies of its tensors, connected to them; one that stands twice stays one."""
+    known: dict[int, Tensor] = {}
+
+    def copied(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in known:
+            known[id(part)] = part.clone()
+        return known[id(part)]
+
+    args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), copied)
+    return OperatorCall(call.function, args, kwargs, call.parameters)

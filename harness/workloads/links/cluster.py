@@ -1,0 +1,148 @@
+"""From measured pairs and collectives to the Cluster file that planning reads."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import Cluster, CollectivePoint, Link, Node
+from harness.domain.run import RunHeader, device_names
+from harness.errors import ResultsError
+from harness.measure.derive import matmul_table
+from harness.measure.store import Results, read_header, read_run, write_atomically
+from harness.workloads.links.crossing import Crossing
+from harness.workloads.links.interference import Interference
+from harness.workloads.links.pairs import Pair, PairTimes
+
+_log = logging.getLogger(__name__)
+
+
+def fit_link(times: PairTimes) -> tuple[float, float]:
+    """Latency in s and bandwidth in bytes/s of t = latency + n_bytes / bandwidth.
+
+    The latency is the measured one; the seconds per byte are the weighted median of
+    (t - latency) / n_bytes with weights n_bytes, which has the least absolute deviation from the
+    measured times. So large messages count most, and one odd size does not move the line. A
+    message of less than two latencies cannot tell its bytes from noise: all of it counts as bytes.
+
+    Raises:
+        ValueError: no transfer was measured.
+    """
+    latency_s = times.latency_s
+    slopes = sorted(
+        ((time_s - latency_s if time_s > 2 * latency_s else time_s) / n_bytes, n_bytes)
+        for n_bytes, time_s in times.transfers.items()
+    )
+    if not slopes:
+        raise ValueError("a link needs the time of at least one message beside its latency")
+    passed = list(accumulate(n_bytes for _, n_bytes in slopes))
+    middle = bisect_left(passed, passed[-1] / 2)
+    return latency_s, 1.0 / slopes[middle][0]
+
+
+def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
+    links = []
+    for (source, target), times in sorted(pairs.items()):
+        if times.transfers:
+            latency_s, bandwidth = fit_link(times)
+            links.append(
+                Link(
+                    source=names[source],
+                    target=names[target],
+                    latency_s=latency_s,
+                    bandwidth_bytes_per_s=bandwidth,
+                )
+            )
+    return links
+
+
+def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
+    """The fastest link to or from another node; None when all devices share the node.
+
+    A NIC is at least as fast as the fastest of its links, and with one pair at a time that link
+    has the NIC for itself.
+    """
+    inside = {device.name for device in node.devices}
+    crossing = [
+        link.bandwidth_bytes_per_s
+        for link in links
+        if (link.source in inside) != (link.target in inside)
+    ]
+    return max(crossing, default=None)
+
+
+def _places(header: RunHeader) -> list[tuple[str, str]]:
+    return [(info.hostname, info.device_kind) for info in header.ranks]
+
+
+def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
+    """Best matmul rate by dtype of each rank, from the newest matmul run on these devices.
+
+    Empty for every rank when the directory holds none.
+    """
+    newest: tuple[str, Path] | None = None
+    for path in results.iterdir() if results.is_dir() else []:
+        try:
+            other = read_header(path)
+        except ResultsError:
+            continue
+        is_usable = other.workload == "matmul" and other.status == "ok"
+        if is_usable and _places(other) == _places(header):
+            newest = max(newest or ("", path), (other.start_utc, path))
+    rates: list[dict[str, float]] = [{} for _ in header.ranks]
+    if newest is None:
+        return rates
+    found = Results()
+    read_run(newest[1], found)
+    for row in (row for run in found.runs for row in matmul_table(run)):
+        mine = rates[row.rank]
+        mine[row.dtype] = max(mine.get(row.dtype, 0.0), row.flops_per_s)
+    return rates
+
+
+def build_cluster(
+    header: RunHeader,
+    pairs: dict[Pair, PairTimes],
+    collectives: list[CollectivePoint],
+    flops: list[dict[str, float]],
+    interference: list[Interference],
+    crossing: Crossing | None = None,
+) -> Cluster:
+    """The launch's nodes and devices with what was measured about them, by rank.
+
+    Args:
+        interference: of each rank; empty where it was not measured.
+    """
+    names = [*device_names(header.ranks).values()]
+    costs = [asdict(one) for one in interference] or [{} for _ in names]
+    measured = {
+        name: {"flops_per_s": rates, **own}
+        for name, rates, own in zip(names, flops, costs, strict=True)
+    }
+    links = _links(pairs, names)
+    nodes = [
+        msgspec.structs.replace(
+            node,
+            devices=[
+                msgspec.structs.replace(device, **measured.get(device.name, {}))
+                for device in node.devices
+            ],
+            nic_bytes_per_s=_nic_bytes_per_s(node, links),
+        )
+        for node in header.cluster.nodes
+    ]
+    crowding = 1.0 if crossing is None else crossing.crowding(names, links)
+    return Cluster(nodes=nodes, links=links, collectives=collectives, crowding=crowding)
+
+
+def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
+    """Write the same file to each place; rank 0 only."""
+    for path in paths:
+        write_atomically(path, cluster.to_json())
+        _log.info("wrote %s", path)

@@ -1,0 +1,136 @@
+"""Collectives over sizes and transports, one sample per iteration, results checked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from harness.domain.cluster import CollectivePoint
+from harness.errors import VerificationError
+from harness.measure.statistics import summarize
+from harness.runtime.devices.sampling import Budget
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import World
+from harness.units import format_bytes, format_duration
+from harness.workloads.links.operations import CollectiveTrial, Transport, make_trial, time_trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What keeps a sweep over sizes short.
+
+    Attributes:
+        budget: of each operation at each size.
+        longest_s: iterations that are predicted to take longer are left out; infinite for sizes
+            that were asked for.
+    """
+
+    budget: Budget
+    longest_s: float
+
+
+def measure_collective(
+    operation: str, n_bytes: int, transport: Transport, context: Context, budget: Budget
+) -> CollectivePoint:
+    """Time, check and record one operation at one size; all ranks must call it.
+
+    Raises:
+        VerificationError: a result is wrong, on every rank.
+    """
+    trial = make_trial(operation, n_bytes, transport)
+    n = _count_iterations(trial, transport, context.world, budget)
+    _require_everywhere(trial, context.world)
+    durations = time_trial(trial, transport, n)
+    _require_everywhere(trial, context.world)
+    for step, duration_s in enumerate(durations):
+        context.recorder.sample(
+            "collective_s", duration_s, step=step,
+            operation=operation, transport=transport.name, n_bytes=trial.n_bytes,
+        )  # fmt: skip
+    context.flush()
+    slowest = agree_on_maximum(durations, context.world)
+    return CollectivePoint(
+        operation=operation,
+        transport=transport.name,
+        n_ranks=transport.size,
+        n_bytes=trial.n_bytes,
+        duration_s=summarize(slowest).median,
+    )
+
+
+def _count_iterations(
+    trial: CollectiveTrial, transport: Transport, world: World, budget: Budget
+) -> int:
+    """Warm up; iterations that fit in the budget with their barriers, the same on every rank."""
+    time_trial(trial, transport, 1)  # opens connections
+    start_ns = time.perf_counter_ns()
+    time_trial(trial, transport, budget.n_warm_up)
+    iteration_s = (time.perf_counter_ns() - start_ns) * 1e-9 / budget.n_warm_up
+    return budget.count(agree_on_maximum([iteration_s], world)[0])
+
+
+def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
+    """Check on all ranks and fail on all."""
+    failure: VerificationError | None = None
+    try:
+        trial.check()
+    except VerificationError as error:
+        failure = error
+    what = f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name}"
+    raise_everywhere(failure, what, world)
+
+
+def raise_everywhere(failure: VerificationError | None, what: str, world: World) -> None:
+    """Fail on all ranks where one did: one that fails alone leaves the others waiting.
+
+    All ranks must call it.
+
+    Args:
+        what: is wrong, for the ranks that saw nothing wrong themselves.
+
+    Raises:
+        VerificationError: this rank's failure, or that another rank has one.
+    """
+    is_wrong_anywhere = agree_on_maximum([float(failure is not None)], world)[0] > 0
+    if failure is not None:
+        raise failure
+    if is_wrong_anywhere:
+        raise VerificationError(f"{what} is wrong on another rank: its message says where")
+
+
+def measure_collectives(
+    operations: list[str],
+    sizes: list[int],
+    transport: Transport,
+    context: Context,
+    limits: Limits,
+) -> tuple[list[CollectivePoint], list[str]]:
+    """Every operation at every size; all ranks must call it.
+
+    Returns:
+        The points, equal on all ranks, and what was left out, in words.
+    """
+    points: list[CollectivePoint] = []
+    left_out: list[str] = []
+    what = f"collectives over {transport.name}"
+    total = len(operations) * len(sizes)
+    for at, operation in enumerate(operations):
+        if operation == "send_recv" and transport.size == 1:
+            left_out.append("send_recv: one rank has nobody to send to")
+            continue
+        last: CollectivePoint | None = None
+        for i, n_bytes in enumerate(sorted(sizes)):
+            note = f"{operation} {format_bytes(n_bytes)}"
+            context.progress.update(what, at * len(sizes) + i, total, note)
+            predicted_s = last.duration_s * n_bytes / last.n_bytes if last else 0.0
+            if last and n_bytes > 1 << 20 and predicted_s > limits.longest_s:
+                left_out.append(
+                    f"{note} over {transport.name}: about {format_duration(predicted_s)} an "
+                    "iteration; ask for it by --sizes"
+                )
+                continue
+            last = measure_collective(operation, n_bytes, transport, context, limits.budget)
+            points.append(last)
+    context.progress.update(what, total, total)
+    return points, left_out

@@ -1,0 +1,283 @@
+"""Communication to be timed: transports, and operations whose result can be checked exactly.
+
+An operation names its sizes as nccl-tests does (doc/PERFORMANCE.md): S is the whole n-rank buffer
+for all_gather, reduce_scatter and all_to_all. Every element is a small whole number that depends
+on its rank and place, so that a sum is exact in float32 and a misplaced block shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.errors import VerificationError
+from harness.measure.clock import Clock, HostClock
+from harness.runtime.ranks.world import World
+from harness.units import format_bytes
+
+ELEMENT_BYTES = 4
+# Prime, so that shifts by whole chunks are seen; sums over 65000 ranks stay exact in float32.
+_PERIOD = 251
+
+
+class Transport(Protocol):
+    """How ranks talk: point to point and collectively, on float32 tensors of one dimension.
+
+    Calls block, or queue on the device where the transport is NCCL; `clock` marks fit either way.
+
+    Attributes:
+        device: where buffers must be.
+    """
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    clock: Clock
+
+    def barrier(self) -> None: ...
+    def send(self, data: torch.Tensor, target: int) -> None: ...
+    def receive(self, data: torch.Tensor, source: int) -> None: ...
+    def all_reduce(self, data: torch.Tensor) -> None: ...
+    def all_gather(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
+    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
+    def broadcast(self, data: torch.Tensor) -> None: ...
+    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
+    def ring(self, out: torch.Tensor, data: torch.Tensor) -> None: ...
+
+
+class TorchTransport:
+    """torch.distributed's default group: gloo on the host's memory, NCCL on the GPU's."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.name: str = dist.get_backend()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device, self.clock = device, clock
+
+    @classmethod
+    def of(cls, world: World, clock: Clock) -> TorchTransport:
+        """The transport of a run's world; `clock` is the one that fits its device."""
+        if world.backend == "nccl":
+            return cls(world.device, clock)
+        return cls(torch.device("cpu"), clock if world.device.type == "cpu" else HostClock())
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def send(self, data: torch.Tensor, target: int) -> None:
+        dist.send(data, target)
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        dist.recv(data, source)
+
+    def all_reduce(self, data: torch.Tensor) -> None:
+        dist.all_reduce(data)
+
+    def all_gather(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        _all_gather()(out, data)
+
+    def reduce_scatter(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        _reduce_scatter()(out, data)
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        dist.broadcast(data, 0)
+
+    def all_to_all(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        dist.all_to_all_single(out, data)
+
+    def ring(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        moves = [
+            dist.P2POp(dist.isend, data, following),
+            dist.P2POp(dist.irecv, out, previous),
+        ]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+
+
+def _all_gather() -> Callable[..., Any]:
+    """Newer releases of torch renamed it, and warn about the old name."""
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def pattern(rank: int, n: int, device: torch.device) -> torch.Tensor:
+    """What a rank puts into a collective: float32, (n,)."""
+    return ((torch.arange(n, device=device) + 31 * rank) % _PERIOD).float()
+
+
+def _sum_of_patterns(size: int, n: int, device: torch.device) -> torch.Tensor:
+    total = torch.zeros(n, device=device)
+    for rank in range(size):
+        total += pattern(rank, n, device)
+    return total
+
+
+class Trial(Protocol):
+    """One operation at one size: `reset` before and `check` after, both untimed."""
+
+    n_bytes: int
+
+    def reset(self) -> None: ...
+    def run(self) -> None: ...
+    def check(self) -> None: ...
+
+
+@dataclass
+class CollectiveTrial:
+    """A collective with its buffers.
+
+    Attributes:
+        n_bytes: S, after rounding up to whole elements on every rank.
+        source: what this rank puts in.
+        out: what it gets; all_reduce and broadcast work in place on it.
+        expected: what it must get.
+    """
+
+    name: str
+    n_bytes: int
+    transport: Transport
+    source: torch.Tensor
+    out: torch.Tensor
+    expected: torch.Tensor
+    is_in_place: bool
+    operation: Callable[[], None]
+
+    def reset(self) -> None:
+        if self.is_in_place:
+            self.out.copy_(self.source)
+        else:
+            self.out.fill_(-1.0)
+
+    def run(self) -> None:
+        self.operation()
+
+    def check(self) -> None:
+        """Compare every element.
+
+        Raises:
+            VerificationError: names the first element that is wrong.
+        """
+        wrong = self.out != self.expected
+        if not bool(wrong.any()):
+            return
+        at = int(wrong.nonzero()[0])
+        raise VerificationError(
+            f"{self.name} of {format_bytes(self.n_bytes)} over {self.transport.name}: element {at} "
+            f"of rank {self.transport.rank} is {self.out[at].item():g} instead of "
+            f"{self.expected[at].item():g} ({int(wrong.sum())} of {wrong.numel()} wrong): "
+            "the network or the library corrupts data"
+        )
+
+
+def _chunk(whole: torch.Tensor, transport: Transport) -> torch.Tensor:
+    return whole.chunk(transport.size)[transport.rank].clone()  # the whole need not stay
+
+
+def _make_all_reduce(t: Transport, n: int) -> CollectiveTrial:
+    out = torch.empty(n, device=t.device)
+    expected = _sum_of_patterns(t.size, n, t.device)
+    return _trial("all_reduce", t, n, pattern(t.rank, n, t.device), out, expected,
+                  lambda: t.all_reduce(out), is_in_place=True)  # fmt: skip
+
+
+def _make_all_gather(t: Transport, n: int) -> CollectiveTrial:
+    part = n // t.size
+    data, out = pattern(t.rank, part, t.device), torch.empty(n, device=t.device)
+    expected = torch.cat([pattern(rank, part, t.device) for rank in range(t.size)])
+    return _trial("all_gather", t, n, data, out, expected, lambda: t.all_gather(out, data))
+
+
+def _make_reduce_scatter(t: Transport, n: int) -> CollectiveTrial:
+    data, out = pattern(t.rank, n, t.device), torch.empty(n // t.size, device=t.device)
+    expected = _chunk(_sum_of_patterns(t.size, n, t.device), t)
+    return _trial("reduce_scatter", t, n, data, out, expected, lambda: t.reduce_scatter(out, data))
+
+
+def _make_broadcast(t: Transport, n: int) -> CollectiveTrial:
+    out, expected = torch.empty(n, device=t.device), pattern(0, n, t.device)
+    source = expected if t.rank == 0 else torch.full_like(expected, -1.0)
+    return _trial("broadcast", t, n, source, out, expected,
+                  lambda: t.broadcast(out), is_in_place=True)  # fmt: skip
+
+
+def _make_all_to_all(t: Transport, n: int) -> CollectiveTrial:
+    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
+    expected = torch.cat([_chunk(pattern(rank, n, t.device), t) for rank in range(t.size)])
+    return _trial("all_to_all", t, n, data, out, expected, lambda: t.all_to_all(out, data))
+
+
+def _make_send_recv(t: Transport, n: int) -> CollectiveTrial:
+    data, out = pattern(t.rank, n, t.device), torch.empty(n, device=t.device)
+    expected = pattern((t.rank - 1) % t.size, n, t.device)
+    return _trial("send_recv", t, n, data, out, expected, lambda: t.ring(out, data))
+
+
+def _trial(
+    name: str,
+    transport: Transport,
+    n: int,
+    source: torch.Tensor,
+    out: torch.Tensor,
+    expected: torch.Tensor,
+    operation: Callable[[], None],
+    *,
+    is_in_place: bool = False,
+) -> CollectiveTrial:
+    return CollectiveTrial(
+        name=name,
+        n_bytes=ELEMENT_BYTES * n,
+        transport=transport,
+        source=source,
+        out=out,
+        expected=expected,
+        is_in_place=is_in_place,
+        operation=operation,
+    )
+
+
+_MAKE: dict[str, Callable[[Transport, int], CollectiveTrial]] = {
+    "all_reduce": _make_all_reduce,
+    "all_gather": _make_all_gather,
+    "reduce_scatter": _make_reduce_scatter,
+    "broadcast": _make_broadcast,
+    "all_to_all": _make_all_to_all,
+    "send_recv": _make_send_recv,
+}
+OPERATIONS = tuple(_MAKE)
+
+
+def make_trial(operation: str, n_bytes: int, transport: Transport) -> CollectiveTrial:
+    """Buffers and expectation of an operation; S is rounded up to whole elements on every rank.
+
+    send_recv is nccl-tests': every rank sends to the next and receives from the one before.
+    """
+    quantum = ELEMENT_BYTES * transport.size
+    n = max(1, -(-n_bytes // quantum)) * transport.size
+    return _MAKE[operation](transport, n)
+
+
+def time_trial(trial: Trial, transport: Transport, n: int) -> list[float]:
+    """Seconds on this rank of n iterations; all ranks must call it.
+
+    A barrier precedes each, untimed, so that no iteration pays for the one before; the time of the
+    iteration is the maximum over ranks.
+    """
+    clock, durations = transport.clock, []
+    for _ in range(n):
+        trial.reset()
+        transport.barrier()
+        clock.settle()
+        start = clock.mark()
+        trial.run()
+        end = clock.mark()
+        clock.settle()
+        durations.append(clock.seconds_at(end) - clock.seconds_at(start))
+    return durations

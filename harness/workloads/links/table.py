@@ -1,0 +1,115 @@
+"""What rank 0 prints after links: collectives by size, and the matrix of pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from harness.measure.derive import (
+    CollectiveRow,
+    LinkMatrix,
+    best_link_bytes_per_s,
+    collective_table,
+    interference_table,
+    jitter_table,
+    link_matrices,
+    nic_limit_bytes_per_s,
+)
+from harness.measure.derive.spans import samples_of
+from harness.measure.store import Run
+from harness.measure.text import columns
+from harness.units import format_bandwidth, format_bytes, format_duration
+
+
+def links_text(runs: list[Run]) -> str:
+    """The tables of every run, one after another."""
+    return "\n\n".join(part for run in runs for part in _parts(run) if part)
+
+
+def _parts(run: Run) -> list[str]:
+    if run.header.status != "ok":
+        return [f"{run.header.run_id}: {run.header.ending}"]
+    left_out = run.header.texts("left_out")
+    return [
+        *(_matrix(matrix) for matrix in link_matrices(run)),
+        _collectives(run),
+        _interference(run),
+        _jitter(run),
+        _crowding(run),
+        "\n".join(f"left out: {text}" for text in left_out),
+    ]
+
+
+def _matrix(matrix: LinkMatrix) -> str:
+    heads = [f"{matrix.transport} from \\ to", *matrix.names]
+    rows = [
+        [name, *(_pair(matrix, source, target) for target in range(len(matrix.names)))]
+        for source, name in enumerate(matrix.names)
+    ]
+    title = f"half round trip, and bandwidth at {format_bytes(matrix.n_bytes)}, one pair at a time:"
+    return f"{title}\n{columns(heads, rows)}"
+
+
+def _pair(matrix: LinkMatrix, source: int, target: int) -> str:
+    latency_s = float(matrix.latency_s[source, target])
+    bandwidth = float(matrix.bandwidth_bytes_per_s[source, target])
+    if np.isnan(latency_s):
+        return "-"
+    rate = "-" if np.isnan(bandwidth) else format_bandwidth(bandwidth)
+    return f"{format_duration(latency_s)}, {rate}"
+
+
+def _collectives(run: Run) -> str:
+    limit, name = nic_limit_bytes_per_s(run), "of NIC limit"
+    if limit is None:
+        limit, name = best_link_bytes_per_s(run), "of best link"
+    heads = ["operation", "transport", "size", "time", "CV", "algbw", "busbw", name]
+    return columns(heads, [_cells(row, limit) for row in collective_table(run)])
+
+
+def _interference(run: Run) -> str:
+    rows = interference_table(run)
+    if not rows:
+        return ""
+    cells = [
+        [row.name, row.operation, f"{row.pace:.0%}", f"each {row.unit}", _taken(row.taken_s)]
+        for row in rows
+    ]
+    return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
+
+
+def _jitter(run: Run) -> str:
+    table = jitter_table(run)
+    if not table:
+        return ""
+    lengths = sorted({length for by_length in table.values() for length in by_length})
+    cells = [
+        [name, *(f"+- {format_duration(own[s])}" if s in own else "-" for s in lengths)]
+        for name, own in table.items()
+    ]
+    return columns(["deviation on", *(f"of {format_duration(s)}" for s in lengths)], cells)
+
+
+def _crowding(run: Run) -> str:
+    found = samples_of(run.ranks.get(0, []), "crowding")
+    return "\n".join(
+        f"everyone to everyone, {format_bytes(int(sample.labels['n_bytes']))} each: "
+        f"{sample.value:.2f} times as long as one by one"
+        for sample in found
+    )
+
+
+def _taken(seconds: float) -> str:
+    return f"{seconds * 1e9:.2f} ns" if seconds < 1e-6 else format_duration(seconds)
+
+
+def _cells(row: CollectiveRow, limit: float | None) -> list[str]:
+    return [
+        row.operation,
+        row.transport,
+        format_bytes(row.n_bytes),
+        format_duration(row.time.median),
+        f"{row.time.cv:.0%}",
+        format_bandwidth(row.algbw),
+        format_bandwidth(row.busbw),
+        f"{row.busbw / limit:.0%}" if limit else "-",
+    ]

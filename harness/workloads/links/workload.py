@@ -1,0 +1,207 @@
+"""The links workload: how fast is every link, and every collective over all of them?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from harness.domain.cluster import CollectivePoint
+from harness.errors import ConfigError
+from harness.measure.store import check_place, read_header
+from harness.runtime.devices.sampling import Budget
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import World
+from harness.units import parse_bytes
+from harness.workloads.common.contract import Workload
+from harness.workloads.common.number_flags import check_above_zero, check_at_least
+from harness.workloads.links.cluster import build_cluster, measured_flops, write_cluster
+from harness.workloads.links.collectives import Limits, measure_collectives
+from harness.workloads.links.crossing import Crossing, measure_crossing
+from harness.workloads.links.interference import Interference, measure_interference
+from harness.workloads.links.mpi import MpiTransport
+from harness.workloads.links.operations import OPERATIONS, TorchTransport, Transport
+from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
+from harness.workloads.links.table import links_text
+from harness.workloads.planning.files import CLUSTER_FILE, is_whole
+
+_LARGEST_BYTES = 8 << 30
+_LONGEST_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """How fast each link is, and each collective over all of them; writes the cluster file."""
+
+    operations: tuple[str, ...] = OPERATIONS
+    """Any of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv."""
+    sizes: tuple[str, ...] = ()
+    """Message sizes of the collectives, such as 4KiB 16MiB (for all_gather, reduce_scatter and
+    all_to_all the whole buffer of all ranks, as in nccl-tests); by default 4KiB to 16MiB, on GPUs
+    to 256MiB, less those that would take over 0.5 s an iteration."""
+    pair_sizes: tuple[str, ...] = ()
+    """Message sizes between pairs of ranks, beside the smallest; by default 256KiB and 4MiB, on
+    GPUs 1MiB and 64MiB, and none above the first that takes over 0.5 s."""
+    measure: Literal["all", "pairs", "collectives"] = "all"
+    """Only the links between pairs of ranks, only the collectives, or both, and what they take from
+    computing."""
+    transport: Literal["all", "torch", "mpi"] = "all"
+    """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
+    time_budget_s: float = 0.1
+    """Sample each operation at each size for about this long, but --min-iterations at least."""
+    min_iterations: int = 4
+    """Fewest samples of each operation at each size."""
+    max_iterations: int = 100
+    """Most samples of each operation at each size."""
+    warm_up: int = 1
+    """Iterations that are thrown away before the samples; the first opens connections."""
+    cluster_file: str = ""
+    """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
+    directory of results, which only a run of all that planning prices replaces."""
+
+
+def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
+    """One run; checks the flags.
+
+    Raises:
+        ConfigError: an operation, size or count that makes no sense.
+    """
+    unknown = [name for name in config.operations if name not in OPERATIONS]
+    if unknown or not config.operations:
+        raise ConfigError(
+            f"operations {unknown or 'none'} are not among {', '.join(OPERATIONS)}: choose some"
+        )
+    for text in (*config.sizes, *config.pair_sizes):
+        if not 0 < parse_bytes(text) <= _LARGEST_BYTES:
+            raise ConfigError(f"message size {text!r} is outside 1 B to 8GiB: write it like 16MiB")
+    check_at_least(config, {"min_iterations": 1, "warm_up": 1})
+    check_above_zero(config, ("time_budget_s",))
+    if config.max_iterations < config.min_iterations:
+        raise ConfigError(
+            f"--min-iterations {config.min_iterations} and --max-iterations "
+            f"{config.max_iterations}: the first must be no larger than the second"
+        )
+    return [config]
+
+
+def _sizes(asked: tuple[str, ...], by_default: tuple[str, ...]) -> list[int]:
+    return sorted({parse_bytes(text) for text in asked or by_default})
+
+
+def _transports(config: LinksConfig, context: Context) -> list[Transport]:
+    """Those asked for, torch's first.
+
+    Raises:
+        ConfigError: MPI was asked for, and this launch has none.
+    """
+    world, clock = context.world, context.recorder.clock
+    if config.transport == "mpi" and world.mpi is None:
+        raise ConfigError("--transport mpi needs ranks that mpirun started: use mpirun, or torch")
+    found: list[Transport] = []
+    if config.transport in ("all", "torch"):
+        found.append(TorchTransport.of(world, clock))
+    if config.transport in ("all", "mpi") and world.mpi is not None:
+        found.append(MpiTransport(world.mpi))
+    return found
+
+
+def _limits(config: LinksConfig, is_asked: bool) -> Limits:
+    budget = Budget(
+        time_s=config.time_budget_s,
+        n_min=config.min_iterations,
+        n_max=config.max_iterations,
+        n_warm_up=config.warm_up,
+    )
+    return Limits(budget=budget, longest_s=float("inf") if is_asked else _LONGEST_S)
+
+
+def _collective_sizes(config: LinksConfig, world: World) -> list[int]:
+    larger = ("64MiB", "256MiB") if world.backend == "nccl" else ()
+    return _sizes(config.sizes, ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", *larger))
+
+
+def _pair_sizes(config: LinksConfig, world: World) -> list[int]:
+    return _sizes(
+        config.pair_sizes, ("1MiB", "64MiB") if world.backend == "nccl" else ("256KiB", "4MiB")
+    )
+
+
+def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
+    """Measure pairs, then collectives, over each transport, then what they take from computing.
+
+    Rank 0 writes the cluster file.
+
+    Raises:
+        VerificationError: data arrived wrong.
+    """
+    world = context.world
+    pairs: dict[str, dict[Pair, PairTimes]] = {}
+    points: list[CollectivePoint] = []
+    left_out: list[str] = []
+    transports = _transports(config, context)
+    for transport in transports:
+        if config.measure in ("all", "pairs"):
+            sizes, limits = _pair_sizes(config, world), _limits(config, bool(config.pair_sizes))
+            pairs[transport.name], slow = measure_pairs(sizes, transport, context, limits)
+            left_out += slow
+        if config.measure in ("all", "collectives"):
+            sizes, limits = _collective_sizes(config, world), _limits(config, bool(config.sizes))
+            found = measure_collectives(list(config.operations), sizes, transport, context, limits)
+            points += found[0]
+            left_out += found[1]
+    costs, crossing = _between(config, context)
+    if world.is_first:
+        first = pairs.get(transports[0].name, {})
+        _write_cluster(config, context, first, points, costs, crossing)
+    return {"left_out": left_out}
+
+
+def _between(config: LinksConfig, context: Context) -> tuple[list[Interference], Crossing | None]:
+    """What communication takes from computing, and flows from each other, where all is measured."""
+    if config.measure != "all":
+        return [], None
+    return measure_interference(context), measure_crossing(context)
+
+
+def _write_cluster(
+    config: LinksConfig,
+    context: Context,
+    pairs: dict[Pair, PairTimes],
+    points: list[CollectivePoint],
+    costs: list[Interference],
+    crossing: Crossing | None,
+) -> None:
+    """Links by the first transport, which is what training uses; collectives by all."""
+    results = context.run_dir.parent
+    header = read_header(context.run_dir)
+    rates = measured_flops(results, header)
+    cluster = build_cluster(header, pairs, points, rates, costs, crossing)
+    if crossing is not None:
+        context.recorder.sample("crowding", cluster.crowding, n_bytes=crossing.n_bytes)
+    written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
+    if config.cluster_file:
+        written.append(Path(config.cluster_file))
+    elif pairs and (is_whole(asdict(config)) or not shared.exists()):
+        written.append(shared)
+    write_cluster(cluster, written)
+
+
+def check_links(config: LinksConfig) -> None:
+    """Refuse a cluster file that cannot be written.
+
+    Raises:
+        ResultsError: names it.
+    """
+    if config.cluster_file:
+        check_place("--cluster-file", Path(config.cluster_file))
+
+
+LINKS = Workload(
+    summary="latency and bandwidth of every link and collective; writes the cluster file",
+    config=LinksConfig,
+    cases=links_cases,
+    body=run_links,
+    table=links_text,
+    check=check_links,
+    is_isolated=False,
+)

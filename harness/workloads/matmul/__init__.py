@@ -1,0 +1,1 @@
+"""The matmul workload: products on each device and over all of them."""

@@ -1,0 +1,189 @@
+"""One product distributed over 1, 2, ... all ranks: strong and weak scaling of SUMMA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from harness.domain.record import Span
+from harness.errors import ConfigError, VerificationError
+from harness.measure.clock import Clock, HostClock
+from harness.measure.derive.spans import covered_s
+from harness.runtime.ranks.agreement import gather_numbers
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import World
+from harness.units import format_bytes
+from harness.workloads.matmul.local import precision_of
+from harness.workloads.matmul.product import Check, check_block, torch_dtype
+from harness.workloads.matmul.summa import Marks, Summa, split_square
+
+Scaling = Literal["strong", "weak"]
+
+# Operands, product, panels on their way and the check's strips, in units of one matrix.
+_MATRICES_HELD = 4
+_N_PANELS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One product to distribute."""
+
+    scaling: Scaling
+    n_ranks: int
+    size: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.size**3
+
+
+def rank_counts(size: int) -> list[int]:
+    """How many ranks to try: every number to 8, then powers of two, and all."""
+    powers = [2**i for i in range(4, size.bit_length())]
+    return sorted({*range(1, min(size, 8) + 1), *(p for p in powers if p < size), size})
+
+
+def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[Point]:
+    """Strong: the same size on any number of ranks. Weak: a cube root that keeps work per rank."""
+    sizes = [size if scaling == "strong" else 2 * round(size * n ** (1 / 3) / 2) for n in counts]
+    return [Point(scaling=scaling, n_ranks=n, size=s) for n, s in zip(counts, sizes, strict=True)]
+
+
+def check_memory(points: list[Point], dtype: str, world: World) -> None:
+    """Refuse products that do not fit on the smallest device; all ranks must call it.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    smallest = min(gather_numbers(world.memory_bytes, world))
+    for point in points:
+        held = _MATRICES_HELD * point.size**2 * torch_dtype(dtype).itemsize / point.n_ranks
+        if held > smallest:
+            raise ConfigError(
+                f"a distributed product of size {point.size} on {point.n_ranks} rank(s) needs "
+                f"{format_bytes(held)} each, the smallest device has {format_bytes(smallest)}: "
+                "lower --strong-size or --weak-size"
+            )
+
+
+def measure_point(
+    point: Point, dtype: str, speeds: list[float], context: Context, n_repeats: int
+) -> dict[str, Any]:
+    """Distribute one product, verify and record it; all ranks must call it.
+
+    Ranks beyond `point.n_ranks` wait without computing.
+
+    Returns:
+        The row for the summary: median seconds of the slowest rank, rate and efficiency.
+
+    Raises:
+        VerificationError: a block is wrong, on every rank.
+    """
+    world = context.world
+    group = dist.new_group(list(range(point.n_ranks)))
+    takes_part = world.rank < point.n_ranks
+    own = speeds[: point.n_ranks]
+    part = _Part(point, dtype, own, context, group) if takes_part else None
+    times: list[float] = []
+    with precision_of(dtype):
+        for repeat in range(-1, n_repeats):
+            dist.barrier()
+            mine = part.multiply(repeat) if part else 0.0
+            if repeat >= 0:
+                times.append(max(gather_numbers(mine, world)))
+    check = part.check() if part else None
+    _require_everywhere(check, point, world)
+    context.flush()
+    rate = point.flops / median(times)
+    return {
+        "scaling": point.scaling,
+        "n_ranks": point.n_ranks,
+        "size": point.size,
+        "dtype": dtype,
+        "time_s": median(times),
+        "flops_per_s": rate,
+        "efficiency": rate / sum(own),
+    }
+
+
+class _Part:
+    """This rank's part of one point."""
+
+    def __init__(
+        self, point: Point, dtype: str, speeds: list[float], context: Context, group: Any
+    ) -> None:
+        world = context.world
+        self._point, self._dtype, self._context = point, dtype, context
+        # A transfer that the host carries can only be marked on the host's clock.
+        is_staged = world.device.type == "cuda" and world.backend != "nccl"
+        self._clock: Clock = HostClock() if is_staged else context.recorder.clock
+        self._summa = Summa(
+            split_square(speeds, point.size),
+            rank=world.rank,
+            size=point.size,
+            panel_width=max(32, -(-point.size // _N_PANELS)),
+            dtype=torch_dtype(dtype),
+            device=world.device,
+            group=group,
+            clock=self._clock,
+        )
+
+    def multiply(self, repeat: int) -> float:
+        """One product, recorded unless it is the warm-up (-1); returns its seconds on this rank."""
+        start = self._clock.mark()
+        compute, communication = self._summa.multiply()
+        end = self._clock.mark()
+        self._clock.settle()
+        duration_s = self._clock.seconds_at(end) - self._clock.seconds_at(start)
+        if repeat >= 0:
+            self._record(repeat, duration_s, compute, communication)
+        return duration_s
+
+    def check(self) -> Check:
+        size, n_panels = self._point.size, len(self._summa.panels)
+        rows, columns = self._summa.block
+        return check_block(
+            self._summa.c, rows, columns, size, self._dtype, n_accumulations=n_panels
+        )
+
+    def _spans(self, kind: Literal["compute", "communication"], marks: Marks) -> list[Span]:
+        point, at = self._point, self._clock.seconds_at
+        name = f"summa {point.scaling} {point.n_ranks} ranks"
+        return [
+            Span(kind=kind, name=name, start_s=at(start), duration_s=at(end) - at(start))
+            for start, end in marks
+        ]
+
+    def _record(self, repeat: int, duration_s: float, compute: Marks, communication: Marks) -> None:
+        computing = self._spans("compute", compute)
+        moving = self._spans("communication", communication)
+        compute_s = covered_s(computing)
+        numbers = {
+            "summa_s": duration_s,
+            "summa_compute_s": compute_s,
+            "summa_communication_s": covered_s(moving),
+            "summa_exposed_communication_s": covered_s([*computing, *moving]) - compute_s,
+            "summa_received_bytes": float(self._summa.n_received_bytes),
+        }
+        size, recorder = self._point.size, self._context.recorder
+        for metric, value in numbers.items():
+            recorder.sample(
+                metric, value, step=repeat, m=size, n=size, k=size, dtype=self._dtype,
+                scaling=self._point.scaling, n_ranks=self._point.n_ranks,
+            )  # fmt: skip
+        for span in (*computing, *moving):
+            recorder.add(span)
+
+
+def _require_everywhere(check: Check | None, point: Point, world: World) -> None:
+    """Fail on all ranks when one's block is wrong: one that fails alone leaves others waiting."""
+    is_wrong = check is not None and not check.error <= check.tolerance
+    wrong = [rank for rank, flag in enumerate(gather_numbers(float(is_wrong), world)) if flag]
+    what = f"the distributed product of size {point.size} over {point.n_ranks} ranks"
+    if check is not None:
+        check.require(f"rank {world.rank}'s block of {what}")
+    if wrong:
+        raise VerificationError(f"{what} is wrong on ranks {wrong}: their messages say by how much")

@@ -1,0 +1,318 @@
+"""One product over all ranks: C = A B by panels (SUMMA), on any number of unlike ranks.
+
+van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; blocks in
+proportion to speed by columns of rectangles, as in Beaumont, Boudet, Rastello and Robert 2001,
+"Matrix multiplication on heterogeneous platforms", section 4. Rank r owns the same rectangle of
+A, B and C. For each panel of k it needs A[its rows, panel] and B[panel, its columns]:
+
+              panel            columns of r
+            +--|--|--+         +-----+----+
+    rows    |  |##|  |       --|-----|####|--  panel
+    of r    +--|--|--+         +-----+----+
+            |  A     |         |   B      |
+
+While a panel is multiplied the next three are on their way, each piece straight from its owner.
+A panel has few owners, so one panel at a time would leave most NICs idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.domain.partition import Block, Interval, cut_dim, intersect, volume
+from harness.measure.clock import Clock
+from harness.workloads.matmul.product import SEED_A, SEED_B, block
+
+# Panels that are in flight or being multiplied.
+_DEPTH = 4
+_SHARE_STEPS = 1_000_000
+
+Marks = list[tuple[Any, Any]]
+
+
+def split_square(speeds: Sequence[float], size: int) -> list[Block]:
+    """Tile a size x size matrix with one rectangle per rank, its area in proportion to its speed.
+
+    Ranks are sorted by speed and cut into columns of rectangles so that the sum of half perimeters,
+    which is what each rank receives, is smallest (exact for column-wise tilings, by dynamic
+    programming).
+
+    Returns:
+        (rows, columns) of each rank.
+
+    Raises:
+        StrategyError: the matrix is too small for a rank to get a row and a column.
+    """
+    order = sorted(range(len(speeds)), key=lambda rank: (speeds[rank], rank))
+    columns = _best_columns([speeds[rank] / sum(speeds) for rank in order])
+    groups = [order[start:stop] for start, stop in columns]
+    widths = cut_dim(size, _shares([sum(speeds[rank] for rank in group) for group in groups]))
+    tiles: dict[int, Block] = {}
+    for group, width in zip(groups, widths, strict=True):
+        heights = cut_dim(size, _shares([speeds[rank] for rank in group]))
+        tiles.update({rank: (rows, width) for rank, rows in zip(group, heights, strict=True)})
+    return [tiles[rank] for rank in range(len(speeds))]
+
+
+def _shares(speeds: Sequence[float]) -> list[int]:
+    return [max(1, round(_SHARE_STEPS * speed / sum(speeds))) for speed in speeds]
+
+
+def _best_columns(areas: Sequence[float]) -> list[Interval]:
+    """Cut ascending areas (sum 1) into columns; a column of q areas costs 1 + q x its width."""
+    best: list[tuple[float, list[Interval]]] = [(0.0, [])]
+    for stop in range(1, len(areas) + 1):
+        best.append(
+            min(
+                (
+                    best[start][0] + 1 + (stop - start) * sum(areas[start:stop]),
+                    [*best[start][1], (start, stop)],
+                )
+                for start in range(stop)
+            )
+        )
+    return best[-1][1]
+
+
+def cut_panels(blocks: Sequence[Block], size: int, width: int) -> list[Interval]:
+    """Panels of k, none wider than `width` nor across a border between owners.
+
+    They are ordered so that neighbours in time have different owners: else one rank would send
+    while all others wait. The order does not change the product.
+    """
+    borders = sorted({0, size, *(edge for tile in blocks for side in tile for edge in side)})
+    panels: list[tuple[float, int, Interval]] = []
+    for start, stop in pairwise(borders):
+        n_panels = -(-(stop - start) // width)
+        for i, (first, last) in enumerate(cut_dim(stop - start, n_panels)):
+            panels.append(((i + 0.5) / n_panels, start, (start + first, start + last)))
+    return [panel for _, _, panel in sorted(panels)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a panel that one rank holds and another needs; `part` in the whole matrix."""
+
+    source: int
+    target: int
+    matrix: int
+    part: Block
+
+
+def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[Piece]:
+    """What one panel needs from where, own parts too; in an order that all ranks share."""
+    for target, (rows, columns) in enumerate(blocks):
+        for source, held in enumerate(blocks):
+            for matrix, needed in ((SEED_A, (rows, panel)), (SEED_B, (panel, columns))):
+                part = intersect(held, needed)
+                if part is not None:
+                    yield Piece(source, target, matrix, part)
+
+
+def _view(tensor: torch.Tensor, origin: Block, part: Block) -> torch.Tensor:
+    """A part of the tensor that holds the block `origin` of a matrix."""
+    (row, _), (column, _) = origin
+    (r0, r1), (c0, c1) = part
+    return tensor[r0 - row : r1 - row, c0 - column : c1 - column]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Room for one panel: flat buffers for A's and B's part, which panels of any width share."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def shaped(self, rows: Interval, columns: Interval, panel: Interval) -> dict[int, torch.Tensor]:
+        height, width = rows[1] - rows[0], columns[1] - columns[0]
+        depth = panel[1] - panel[0]
+        return {
+            SEED_A: self.a[: height * depth].view(height, depth),
+            SEED_B: self.b[: depth * width].view(depth, width),
+        }
+
+
+class _Feed(Protocol):
+    """Brings panels in order, while others are multiplied."""
+
+    marks: Marks
+
+    def start(self, index: int) -> None: ...
+
+    def wait(self, index: int) -> dict[int, torch.Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+class Summa:
+    """One rank's part of C = A B over the ranks 0 to len(blocks) - 1 of `group`.
+
+    Operands are those of `product.block`. All of those ranks must construct it and call `multiply`
+    together.
+
+    Attributes:
+        c: this rank's block of the product, on its device.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        rank: int,
+        size: int,
+        panel_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Any,
+        clock: Clock,
+    ) -> None:
+        self.blocks, self.rank, self.block = list(blocks), rank, blocks[rank]
+        self.panels = cut_panels(blocks, size, panel_width)
+        self.group, self.clock, self.device = group, clock, device
+        rows, columns = self.block
+        # NCCL moves the device's own memory, gloo the host's.
+        self.wire = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        self.held = {
+            seed: block(seed, rows, columns, device).to(dtype).to(self.wire)
+            for seed in (SEED_A, SEED_B)
+        }
+        self.c = torch.zeros(rows[1] - rows[0], columns[1] - columns[0], dtype=dtype, device=device)
+        self.slots = [self._make_slot(dtype) for _ in range(_DEPTH)]
+        self.pieces = [
+            [p for p in pieces_of(panel, blocks) if rank in (p.source, p.target)]
+            for panel in self.panels
+        ]
+
+    def _make_slot(self, dtype: torch.dtype) -> _Slot:
+        widest = max(stop - start for start, stop in self.panels)
+        height, width = self.c.shape
+        return _Slot(
+            torch.empty(height * widest, dtype=dtype, device=self.wire),
+            torch.empty(widest * width, dtype=dtype, device=self.wire),
+        )
+
+    @property
+    def n_received_bytes(self) -> int:
+        """What one product brings to this rank over links."""
+        return self.c.element_size() * sum(
+            volume(piece.part)
+            for pieces in self.pieces
+            for piece in pieces
+            if piece.target == self.rank != piece.source
+        )
+
+    def multiply(self) -> tuple[Marks, Marks]:
+        """Compute C; returns the marks of the local products and of the panels' transfers.
+
+        The marks can be read once the clock has settled. Where the host carries what a GPU
+        multiplies, each local product is waited for, and the clock must be the host's.
+        """
+        feed: _Feed = StreamFeed(self) if self.wire.type == "cuda" else ThreadFeed(self)
+        compute: Marks = []
+        self.c.zero_()
+        try:
+            for index in range(min(_DEPTH - 1, len(self.panels))):
+                feed.start(index)
+            for index in range(len(self.panels)):
+                operands = feed.wait(index)
+                if index + _DEPTH - 1 < len(self.panels):
+                    feed.start(index + _DEPTH - 1)
+                a, b = (operands[seed].to(self.device) for seed in (SEED_A, SEED_B))
+                start = self.clock.mark()
+                self.c.addmm_(a, b)
+                if self.device != self.wire:
+                    torch.cuda.synchronize(self.device)
+                compute.append((start, self.clock.mark()))
+        finally:
+            feed.close()
+        return compute, feed.marks
+
+    def transfer(self, index: int) -> dict[int, torch.Tensor]:
+        """Fill the panel's slot; blocks until it is there (on the stream, with NCCL)."""
+        panel, (rows, columns) = self.panels[index], self.block
+        panels = self.slots[index % _DEPTH].shaped(rows, columns, panel)
+        origins = {SEED_A: (rows, panel), SEED_B: (panel, columns)}
+        moves = []
+        for piece in self.pieces[index]:
+            if piece.source == self.rank:
+                mine = _view(self.held[piece.matrix], self.block, piece.part)
+            if piece.target == self.rank:
+                place = _view(panels[piece.matrix], origins[piece.matrix], piece.part)
+            if piece.source != self.rank:
+                moves.append(dist.P2POp(dist.irecv, place, piece.source, self.group, index))
+            elif piece.target != self.rank:
+                mine = mine.contiguous()
+                moves.append(dist.P2POp(dist.isend, mine, piece.target, self.group, index))
+            elif piece.part == origins[piece.matrix]:
+                panels[piece.matrix] = mine  # the whole panel is here already
+            else:
+                place.copy_(mine)
+        for work in dist.batch_isend_irecv(moves) if moves else []:
+            work.wait()
+        return panels
+
+
+class ThreadFeed:
+    """Transfers in threads, so that their start and end are seen as they happen.
+
+    Panels overtake one another: their index is the tag of their messages.
+    """
+
+    def __init__(self, summa: Summa) -> None:
+        self.marks: Marks = []
+        self._summa = summa
+        self._pool = ThreadPoolExecutor(max_workers=_DEPTH - 1, thread_name_prefix="panels")
+        self._futures: dict[int, Future[dict[int, torch.Tensor]]] = {}
+
+    def start(self, index: int) -> None:
+        self._futures[index] = self._pool.submit(self._transfer, index)
+
+    def wait(self, index: int) -> dict[int, torch.Tensor]:
+        return self._futures.pop(index).result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _transfer(self, index: int) -> dict[int, torch.Tensor]:
+        start = self._summa.clock.mark()
+        panels = self._summa.transfer(index)
+        if len(self._summa.blocks) > 1:
+            self.marks.append((start, self._summa.clock.mark()))
+        return panels
+
+
+class StreamFeed:
+    """Transfers on a CUDA stream beside the one that computes."""
+
+    def __init__(self, summa: Summa) -> None:
+        self.marks: Marks = []
+        self._summa = summa
+        self._stream = torch.cuda.Stream(summa.device)
+        self._ready: dict[int, tuple[torch.cuda.Event, dict[int, torch.Tensor]]] = {}
+
+    def start(self, index: int) -> None:
+        # Work that was queued before reads the slot that this panel goes to.
+        self._stream.wait_stream(torch.cuda.current_stream(self._summa.device))
+        with torch.cuda.stream(self._stream):
+            start = self._summa.clock.mark()
+            panels = self._summa.transfer(index)
+            if len(self._summa.blocks) > 1:
+                self.marks.append((start, self._summa.clock.mark()))
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._ready[index] = (done, panels)
+
+    def wait(self, index: int) -> dict[int, torch.Tensor]:
+        done, panels = self._ready.pop(index)
+        torch.cuda.current_stream(self._summa.device).wait_event(done)
+        return panels
+
+    def close(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,1 @@
+"""Inputs and files of planning, which profile, search and train share."""

@@ -1,0 +1,152 @@
+"""What planning reads: the model's graph, the measured cluster and the measured operators."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import MadeFor, fingerprint
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.run import RunHeader
+from harness.errors import ConfigError, HarnessError, PlanError
+from harness.measure.store import read_header
+from harness.plan.find import knows
+from harness.plan.simulate.simulator import Simulator
+from harness.runtime.capture.capture import Captured, capture
+from harness.runtime.executor.gradients.deferred import in_place_bytes, joined_bytes
+from harness.runtime.faithfulness.held import hold_once
+from harness.runtime.models import Task, build_task, fit_options
+from harness.units import parse_bytes
+from harness.workloads.common.model_flags import flag_words
+from harness.workloads.planning.files import find_cluster, find_failure
+from harness.workloads.planning.needs import profiled_of
+from harness.workloads.planning.profile_config import ProfileConfig
+from harness.workloads.planning.search_config import SearchConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """All that a plan is made from."""
+
+    graph: Graph
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def made_for(self) -> MadeFor:
+        """What a strategy that is planned with these carries."""
+        return fingerprint(self.graph, self.cluster, self.profile)
+
+    def simulator(
+        self,
+        question: SearchConfig,
+        optimizer_s_per_byte: tuple[float, ...],
+        device: torch.device | None,
+    ) -> Simulator:
+        """Prices strategies for this question.
+
+        Args:
+            optimizer_s_per_byte: as for `simulator_options`.
+            device: where the executor trains; None for an engine that leaves all to autograd.
+        """
+        options = question.simulator_options(
+            optimizer_s_per_byte,
+            in_place_bytes=math.inf if device is None else in_place_bytes(device),
+            joined_weight_bytes=math.inf if device is None else joined_bytes(device),
+        )
+        return Simulator(
+            self.graph,
+            self.profile,
+            self.cluster,
+            options=options,
+            memory_bytes=parse_bytes(question.memory) if question.memory else None,
+        )
+
+
+def capture_graph(question: SearchConfig, results: Path | None = None) -> Graph:
+    """The model's graph for the global batch; without its weights where it can be built so.
+
+    Args:
+        results: where graphs that were held to their models are remembered: the graph is held to
+            its model, on the host, unless it is one of them. None holds it to nothing.
+
+    Raises:
+        ModelError: no such model, or it cannot be captured, or its graph does not train what the
+            model does.
+    """
+    try:
+        with torch.device("meta"):
+            task, captured = _captured(question)
+    except HarnessError:
+        raise
+    except Exception:  # a factory that needs memory for its weights
+        task, captured = _captured(question)
+    if results is not None:
+        make = partial(_captured, question)
+        hold_once(captured, task, question.model, question.dtype, results, make)
+    return captured.graph
+
+
+def _captured(question: SearchConfig) -> tuple[Task, Captured]:
+    task = build_task(question.model, fit_options(question.model, question.model_options()))
+    return task, capture(task, question.batch_size, question.model)
+
+
+def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
+    """Capture the model, and read what was measured beside this run; rank 0 only.
+
+    Raises:
+        PlanError: links or operators of these devices have not been measured; where the run that
+            was to measure them failed, it gives that run's reason.
+        ConfigError: the ranks are not in the order of their nodes.
+        ModelError: no such model, or it cannot be captured.
+    """
+    results, header = run_dir.parent, read_header(run_dir)
+    _check_order(header)
+    # One device has no links to measure.
+    is_alone = header.cluster.n_devices == 1
+    cluster = find_cluster(results, header.cluster) or (header.cluster if is_alone else None)
+    if cluster is None:
+        failure = find_failure(results, "links", {}, header.cluster)
+        raise PlanError(
+            failure
+            or f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
+            "ranks are: run ./entry.sh links on them"
+        )
+    graph = capture_graph(question, results)
+    config = question.profile_config()
+    path = config.path(results)
+    profile = Profile.load(path) if path.is_file() else None
+    if profile is None or not knows(profile, graph, cluster):
+        failure = find_failure(results, "profile", profiled_of(config), header.cluster)
+        raise PlanError(
+            failure
+            or f"{path} does not hold every operator of {question.model} on these devices: run "
+            f"{_profile_command(config)} on them"
+        )
+    return Inputs(graph=graph, cluster=cluster, profile=profile)
+
+
+def _profile_command(config: ProfileConfig) -> str:
+    """What profiles all that is missing."""
+    names = [field.name for field in fields(config)]
+    words = flag_words(asdict(config), names, ProfileConfig())
+    return shlex.join(["./entry.sh", "profile", *words])
+
+
+def _check_order(header: RunHeader) -> None:
+    """A strategy's device k is rank k, and a cluster lists devices node by node."""
+    by_rank = [info.hostname for info in header.ranks]
+    by_node = [node.name for node in header.cluster.nodes for _ in node.devices]
+    if by_rank != by_node:
+        raise ConfigError(
+            f"ranks are on {', '.join(by_rank)}, planning needs them node by node "
+            f"({', '.join(by_node)}): start them with mpirun --map-by slot"
+        )

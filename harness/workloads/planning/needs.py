@@ -1,0 +1,49 @@
+"""The runs that planning builds on: links between these nodes, operators on these devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.domain.cluster import Cluster
+from harness.workloads.common.contract import Need, config_json
+from harness.workloads.links.workload import LINKS, LinksConfig
+from harness.workloads.planning.files import find_cluster, has_profiled
+from harness.workloads.planning.profile_config import ProfileConfig
+from harness.workloads.planning.profile_points import part_sizes
+from harness.workloads.planning.search_config import SearchConfig
+from harness.workloads.profile.workload import PROFILE
+
+# How long to measure, and in how many parts, does not change what a profile is of.
+_HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
+
+
+def links_need() -> Need:
+    """The links between all ranks, measured once for a set of nodes."""
+
+    def is_met(results: Path, cluster: Cluster) -> bool:
+        return find_cluster(results, cluster) is not None
+
+    return Need(name="links", workload=LINKS, config=LinksConfig(), is_met=is_met)
+
+
+def profiled_of(config: ProfileConfig) -> dict[str, Any]:
+    """The settings that say what a profile is of."""
+    return {name: value for name, value in config_json(config).items() if name not in _HOW}
+
+
+def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
+    """The operators of a model on each kind of device.
+
+    Args:
+        n_parts: a number of parts that batches are cut into, beside the usual ones.
+    """
+    config = question.profile_config(n_parts)
+    wanted = profiled_of(config)
+
+    def is_met(results: Path, cluster: Cluster) -> bool:
+        file = config.path(results)
+        parts = part_sizes(config.batch_size, [1, n_parts])
+        return has_profiled(results, wanted, cluster, file=file, parts=parts)
+
+    return Need(name="profile", workload=PROFILE, config=config, is_met=is_met)

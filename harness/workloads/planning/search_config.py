@@ -1,0 +1,173 @@
+"""What is planned: the flags of the search workload, which every plan of a training run is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from harness.errors import ConfigError
+from harness.plan.simulate.options import SimulatorOptions
+from harness.runtime.data import entry_for
+from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
+from harness.runtime.engines.optimizers import OPTIMIZERS, OptimizerOptions
+from harness.runtime.executor.options import LARGEST_JOINED_BYTES
+from harness.runtime.models import ModelOptions, fit_options
+from harness.units import parse_bytes
+from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
+from harness.workloads.common.number_flags import check_above_zero, check_at_least
+from harness.workloads.planning.profile_config import ProfileConfig
+from harness.workloads.planning.profile_points import shard_counts
+from harness.workloads.train.config import TrainCase
+
+# What operators are profiled in, and so what can be planned.
+PlannedDtype = Literal["fp32", "tf32", "bf16"]
+PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
+
+# How often an optimizer's step, one operation after another, reads or writes each byte of the
+# parameters: p += g; m *= a, m += g, p += m; AdamW's decay, two moments, root and quotient.
+_STREAMS = {"sgd": 3, "momentum": 8, "adamw": 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(ModelFlags):
+    """Find the fastest strategy for a model on these ranks; `train --strategy searched` runs it."""
+
+    n_channels: int = 0
+    """Channels of the images; 0 is the model's own."""
+    batch_size: int = 64
+    """Samples of all ranks together in a step."""
+    dtype: PlannedDtype = "fp32"
+    """What training computes in."""
+    optimizer: str = "sgd"
+    """sgd or adamw: its state takes memory, its step takes time."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    bucket_mib: float = 25.0
+    """MiB of gradients that are reduced together."""
+    search_seconds: float = 120.0
+    """End the search after this long, with the best plan found."""
+    search_budget: int = 0
+    """Most plans that are judged; 0 is as many as take some seconds."""
+    trials: int = 4
+    """Best plans that are trained for some steps, in turn, so that the clock chooses among them; 1
+    trusts the prediction."""
+    memory: str = ""
+    """What each device may use, such as 12GB; by default all that it has."""
+    n_ranks: int = 0
+    """Plan for the first ranks only; 0 is all."""
+    seed: int = 0
+    """Seed of the search: equal seeds find equal plans, unless time ends it."""
+
+    def model_options(self) -> ModelOptions:
+        """What the model is built with.
+
+        Raises:
+            ModelError: an unknown model, or options that it cannot take.
+        """
+        return self.profile_config().model_options()
+
+    def optimizer_options(self) -> OptimizerOptions:
+        return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
+
+    def profile_config(self, n_parts: int = 1) -> ProfileConfig:
+        """What the profile workload is told.
+
+        Args:
+            n_parts: a number of parts that batches are cut into, beside the usual ones.
+        """
+        usual = shard_counts(max(1, self.n_ranks))
+        config = ProfileConfig(
+            **shared_flags(self, ProfileConfig),
+            shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
+        )
+        return config.of_a_device()
+
+    def simulator_options(
+        self,
+        optimizer_s_per_byte: tuple[float, ...],
+        *,
+        in_place_bytes: float,
+        joined_weight_bytes: float,
+    ) -> SimulatorOptions:
+        """The engine as the simulator knows it; buckets overlap with backward, as in DDP.
+
+        Args:
+            optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
+            in_place_bytes, joined_weight_bytes: see SimulatorOptions.
+        """
+        n_states = {"sgd": int(self.momentum > 0), "adamw": 2}
+        n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
+        return SimulatorOptions(
+            overlap=True,
+            batch_norm=self.norm_scope,
+            bucket_bytes=round(self.bucket_mib * (1 << 20)),
+            n_optimizer_states=n_states[self.optimizer],
+            optimizer_s_per_byte=optimizer_s_per_byte,
+            stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
+            in_place_bytes=in_place_bytes,
+            joined_weight_bytes=joined_weight_bytes,
+            joined_bytes=LARGEST_JOINED_BYTES,
+            wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
+        )
+
+
+def question_of(case: TrainCase) -> SearchConfig:
+    """What planning is asked for a training run: all that a plan depends on, and nothing else.
+
+    Raises:
+        ConfigError: a dtype that is not profiled.
+        ModelError, DataError: the model cannot take the data, or the data is not there.
+    """
+    entry = entry_for(case.data, case.model)
+    options = case.asked_options()
+    if not options.n_classes:
+        options = replace(options, n_classes=entry.n_classes(case.data_dir))
+    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
+    return replace(
+        SearchConfig(**shared_flags(case, SearchConfig)),
+        dtype=_planned_dtype(case.dtype),
+        batch_size=case.batch,
+        **fitted_flags(fitted),
+    )
+
+
+def _planned_dtype(name: str) -> PlannedDtype:
+    for dtype in PLANNED_DTYPES:
+        if dtype == name:
+            return dtype
+    raise ConfigError(
+        f"--dtype {name} cannot be planned: operators are profiled in {', '.join(PLANNED_DTYPES)}"
+    )
+
+
+def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
+    """One run, with what was left to the model and the launch filled in, so that equal questions
+    have equal configurations.
+
+    Raises:
+        ConfigError: a number that makes no sense.
+        ModelError: an unknown model, or options that it cannot take.
+    """
+    _check(config, n_ranks)
+    flags = fitted_flags(config.model_options())
+    return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]
+
+
+_AT_LEAST = {"batch_size": 1, "n_channels": 0, "momentum": 0, "search_budget": 0, "trials": 1}
+
+
+def _check(config: SearchConfig, n_ranks: int) -> None:
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    check_above_zero(config, ("search_seconds", "bucket_mib"))
+    if config.memory and parse_bytes(config.memory) < 1:
+        raise ConfigError(f"--memory {config.memory} must be above 0")
+    if config.optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+    if not 0 <= config.n_ranks <= n_ranks:
+        raise ConfigError(
+            f"--n-ranks {config.n_ranks} needs as many ranks, {n_ranks} were started: lower it or "
+            "start more (mpirun -np)"
+        )

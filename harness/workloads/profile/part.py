@@ -1,0 +1,68 @@
+"""Which part of a model is run at a time to time its operators, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from harness.domain.graph import Graph
+from harness.runtime.profiling.stretch import Step, Stretch, values_at
+
+
+def is_microbatch(graph: Graph, samples: int, n_devices: int) -> bool:
+    """Whether so many samples are fewer than each device's part of the batch."""
+    assert graph.batch is not None, "a captured graph has a batch"
+    return samples < graph.batch // n_devices
+
+
+def stage_bounds(steps: Sequence[Step], graph: Graph, n_stages: int) -> list[tuple[int, int]]:
+    """Cut a model's steps into stages of about as many FLOPs: first and last but one of each."""
+    flops = {op.name: max(op.forward_flops + op.backward_flops, 1.0) for op in graph.operators}
+    own = [flops.get(step.name, 0.0) for step in steps]
+    total, passed = sum(own), 0.0
+    stages: list[int] = []
+    for one in own:
+        stages.append(min(n_stages - 1, int(n_stages * (passed + one / 2) / total)))
+        passed += one
+    begins = [k for k, stage in enumerate(stages) if k == 0 or stage != stages[k - 1]]
+    return list(zip(begins, [*begins[1:], len(steps)], strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive steps of a model, on what it is fed.
+
+    Attributes:
+        n_in_flight: microbatches that are between forward and backward at a time.
+        is_added: gradients of weights are, to those of earlier microbatches.
+    """
+
+    steps: list[Step]
+    fed: dict[fx.Node, Tensor]
+    begin: int
+    end: int
+    n_in_flight: int
+    is_added: bool
+
+    @property
+    def n_steps(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def names(self) -> set[str]:
+        return {step.name for step in self.steps[self.begin : self.end]}
+
+    def cut(self, begin: int, end: int) -> Part:
+        return replace(self, begin=begin, end=end)
+
+    def halves(self) -> tuple[Part, Part]:
+        middle = (self.begin + self.end) // 2
+        return self.cut(self.begin, middle), self.cut(middle, self.end)
+
+    def stretch(self) -> Stretch:
+        """With what the steps before it give."""
+        inputs = values_at(self.steps, self.begin, self.fed)
+        later = {node for step in self.steps[self.end :] for node in step.reads}
+        return Stretch(self.steps[self.begin : self.end], inputs, later)

@@ -1,0 +1,155 @@
+"""What rank 0 prints after profiling: the sums, the heaviest operators, and what was left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile, WholeStep
+from harness.domain.record import Sample
+from harness.domain.sharding import has_tasks
+from harness.errors import GraphError
+from harness.measure.store import Run
+from harness.measure.text import columns
+from harness.plan.fit import OperatorTime, OperatorTimes
+from harness.units import format_bytes, format_duration
+from harness.workloads.profile.store import fit_errors
+
+_N_HEAVIEST = 12
+# Beyond these the operators, run alone, do not explain the step: docs/profile.md says what may.
+_FAITHFUL = (0.8, 1.25)
+
+
+def profile_text(runs: list[Run]) -> str:
+    """Three tables for each run that wrote a profile, and a line for each that did not or whose
+    files are gone."""
+    return "\n\n".join(_run_text(run) for run in runs)
+
+
+def _run_text(run: Run) -> str:
+    header = run.header
+    if header.status != "ok":
+        return f"{header.config.get('model')}: {header.ending}"
+    try:
+        profile = Profile.load(_file_of(run, "profile"))
+        graph = Graph.load(_file_of(run, "graph"))
+    except GraphError as error:
+        return f"{header.config.get('model')}: {error}"
+    if not profile.measurements:
+        return _skipped(run)
+    parts = [_sums(profile, graph), _heaviest(profile, graph), _skipped(run), _files(run, graph)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _file_of(run: Run, what: str) -> Path:
+    """A file that the run wrote: where it did, or beside the run, should results have moved."""
+    path = Path(str(run.header.summary.get(what, "")))
+    beside = run.path.parent / path.name
+    return beside if beside.exists() and not path.exists() else path
+
+
+def _dtype(profile: Profile) -> str:
+    return profile.measurements[0].dtype
+
+
+def _times(profile: Profile, graph: Graph, kind: str) -> list[tuple[str, OperatorTime]]:
+    """Each measured operator's time at the graph's batch."""
+    times, dtype = OperatorTimes(profile), _dtype(profile)
+    return [
+        (op.name, times.lookup(op, kind, dtype=dtype))
+        for op in filter(has_tasks, graph.operators)
+        if times.is_measured(op, kind, op.shape, dtype)
+    ]
+
+
+def _sums(profile: Profile, graph: Graph) -> str:
+    own = graph.content_hash()
+    known = [s for s in profile.whole_steps if s.graph_hash == own]
+    steps = {s.device_kind: s for s in known if s.batch == graph.batch}
+    rows, doubts = [], []
+    for kind in profile.device_kinds:
+        found = [time for _, time in _times(profile, graph, kind)]
+        errors = sorted(fit_errors(profile, graph, kind, _dtype(profile)).values())
+        step = steps.get(kind)
+        rows.append(
+            [
+                kind,
+                f"{len(found)} of {sum(map(has_tasks, graph.operators))}",
+                format_duration(sum(time.forward_s for time in found)),
+                format_duration(sum(time.backward_s for time in found)),
+                "-" if step is None else format_duration(step.operators_s),
+                "-" if step is None else format_duration(step.step_s),
+                "-" if step is None else f"{step.ratio:.2f}",
+                _by_samples([(s, s.pace) for s in known if s.device_kind == kind], graph),
+                _by_samples([(s, s.alone_ratio) for s in known if s.device_kind == kind], graph),
+                f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
+            ]
+        )
+        if step is not None and not _FAITHFUL[0] <= step.ratio <= _FAITHFUL[1]:
+            doubts.append(
+                f"{kind}: the operators add up to {step.ratio:.2f} of the whole step; "
+                "docs/profile.md says what may be why"
+            )
+    heads = ["device", "operators", "forward", "backward", "sum", "whole step", "sum/step",
+             "pace", "alone", "error of fits"]  # fmt: skip
+    return "\n".join([columns(heads, rows), *doubts])
+
+
+def _by_samples(told: list[tuple[WholeStep, float | None]], graph: Graph) -> str:
+    """Of the graph's batch, and of other sizes with their number of samples."""
+    found = [
+        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{value:.2f}"
+        for step, value in sorted(told, key=lambda one: -one[0].batch)
+        if value is not None
+    ]
+    return ", ".join(found) or "-"
+
+
+def _heaviest(profile: Profile, graph: Graph) -> str:
+    saved = {
+        (point.device_kind, point.operator, tuple(point.shape.items())): point.saved_bytes
+        for point in profile.measurements
+    }
+    by_name = {op.name: op for op in graph.operators}
+    rows = []
+    for kind in profile.device_kinds:
+        found = _times(profile, graph, kind)
+        total_s = sum(time.total_s for _, time in found) or 1.0
+        for name, time in sorted(found, key=lambda row: -row[1].total_s)[:_N_HEAVIEST]:
+            op = by_name[name]
+            kept = saved.get((kind, op.profile_key, tuple(op.shape.items()))) or 0
+            rows.append(
+                [
+                    kind,
+                    name,
+                    "x".join(str(size) for size in op.shape.values()),
+                    format_duration(time.forward_s),
+                    format_duration(time.backward_s),
+                    f"{time.total_s / total_s:.0%}",
+                    format_bytes(op.parameter_bytes),
+                    format_bytes(kept),
+                ]
+            )
+    heads = ["device", "heaviest operators", "output", "forward", "backward", "share",
+             "parameters", "kept for backward"]  # fmt: skip
+    return columns(heads, rows)
+
+
+def _skipped(run: Run) -> str:
+    rows = []
+    for rank, records in sorted(run.ranks.items()):
+        for record in records:
+            if isinstance(record, Sample) and record.metric == "operator_skipped":
+                labels = record.labels
+                rows.append([str(rank), *(str(labels[k]) for k in ("operator", "shape", "reason"))])
+    return columns(["rank", "not measured", "shape", "reason"], rows)
+
+
+def _files(run: Run, graph: Graph) -> str:
+    path = _file_of(run, "profile")
+    n_measured, n_known = (run.header.summary.get(n, "?") for n in ("n_measured", "n_known"))
+    return (
+        f"{n_measured} measured, {n_known} taken from {path}\n"
+        f"plan with: python -m harness.plan search --profile {path} "
+        f"--cluster FILE --batch {graph.batch}"
+    )

@@ -1,0 +1,274 @@
+"""The profile workload: how long does each operator of a model take on each kind of device?
+
+Ranks that drive the same kind of device share its operators out; every kind is measured by itself.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import torch
+
+from harness.domain.profile import Measurement, MeasurementKey, Profile
+from harness.errors import first_line
+from harness.measure.store import write_atomically
+from harness.plan.find import graph_beside
+from harness.runtime.capture.capture import Captured, capture
+from harness.runtime.devices.memory import is_out_of_memory, peak_bytes, reset_peak
+from harness.runtime.devices.precision import set_tensor_cores
+from harness.runtime.faithfulness.held import hold_once
+from harness.runtime.models import Task, build_task
+from harness.runtime.ranks.agreement import gather_bytes
+from harness.runtime.ranks.broadcast import from_first, wait_for_all
+from harness.runtime.ranks.context import Context
+from harness.workloads.common.contract import Workload
+from harness.workloads.planning.profile_config import ProfileConfig, check_profile, profile_cases
+from harness.workloads.planning.profile_points import Point, points_of
+from harness.workloads.profile.alone import AloneRatios, alone_ratios
+from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
+from harness.workloads.profile.step import StepSampler, gather_steps
+from harness.workloads.profile.store import (
+    StepValues,
+    fit_errors,
+    knows_alone,
+    missing_points,
+    read_profile,
+    with_alone,
+    with_measurements,
+    with_whole_steps,
+    without_drift,
+    write_profile,
+)
+from harness.workloads.profile.table import profile_text
+
+# Samples of the whole step, at least; as many on each rank, so that all are at work meanwhile.
+_N_STEPS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharing:
+    """Which ranks drive the same kind of device as this one."""
+
+    kinds: list[str]
+    index: int
+    n_ranks: int
+
+    @classmethod
+    def of(cls, context: Context) -> _Sharing:
+        world = context.world
+        kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
+        mine = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
+        return cls(kinds=kinds, index=mine.index(world.rank), n_ranks=len(mine))
+
+
+class _Profiling:
+    """One run on one rank; all ranks call the same methods."""
+
+    def __init__(self, config: ProfileConfig, context: Context) -> None:
+        self._config = config
+        self._context = context
+        self._dtype = DTYPE_NAMES[config.dtype]
+        self._path = config.path(context.run_dir.parent)
+        self._sharing = _Sharing.of(context)
+        self._kind = context.world.device_kind
+        self._task, self._captured = _prepare(config, context)
+        _hold(self._task, self._captured, config, context)
+        self.graph = self._captured.graph
+        self.profile = self._read()
+        self._new: dict[MeasurementKey, Measurement] = {}
+        counts = config.counts(context.world.size)
+        self._points = points_of(self.graph, counts, counts)
+
+    def _read(self) -> Profile:
+        """Rank 0's file, on every rank."""
+        world, data = self._context.world, b""
+        if world.is_first:
+            data = read_profile(self._path, self._config.model, self._dtype).to_json()
+        return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
+
+    def run(self) -> dict[str, Any]:
+        """Measure what the file lacks, and write it after each size of batch in each round.
+
+        The whole step is taken in between: where the file has it already, it says how fast the
+        devices are now.
+        """
+        steps = self._step_sampler()
+        measurer = PointMeasurer(
+            self._task,
+            self._captured,
+            self._config.dtype,
+            self._context,
+            self._config.budget(),
+            between=steps.take_when_due if steps is not None else lambda: None,
+        )
+        sizes = dict.fromkeys(point.samples for point in self._points)
+        batches = [self._mine([p for p in self._points if p.samples == size]) for size in sizes]
+        seconds = {} if steps is None else steps.seconds
+        for _ in range(self._config.rounds):
+            for batch in batches:
+                self._take_in(measurer.measure(batch).measurements, seconds)
+                self._write()
+        while steps is not None and steps.n_taken < _N_STEPS:
+            steps.take()
+        self._compare(steps, self._time_alone(steps))
+        return self._summary()
+
+    def _time_alone(self, steps: StepSampler | None) -> AloneRatios:
+        """What this rank finds of the step alone; nothing where the file knows it."""
+        kinds = self._sharing.kinds
+        if len(kinds) == 1 or knows_alone(self.profile, self.graph, kinds, self._dtype):
+            return AloneRatios()
+        return alone_ratios(steps, kinds, self._context)
+
+    def _mine(self, points: list[Point]) -> list[Point]:
+        missing = missing_points(
+            self.profile, self._kind, self._dtype, points, self._config.min_samples
+        )
+        return missing[self._sharing.index :: self._sharing.n_ranks]
+
+    def _take_in(self, found: list[Measurement], mine: dict[int, list[float]]) -> StepValues:
+        """Gather all ranks' measurements, at the pace of the profile's first.
+
+        Args:
+            mine: seconds of whole steps on this rank so far, by samples.
+
+        Returns:
+            Those of all ranks.
+        """
+        world = self._context.world
+        wait_for_all(world)  # some kinds of device are done long before others
+        for part in gather_bytes(msgspec.json.encode(found), world):
+            new = msgspec.json.decode(part, type=list[Measurement])
+            self._new |= {point.key: point for point in new}
+        seconds = self._gathered(mine)
+        paced = without_drift(self.profile, self.graph, list(self._new.values()), seconds)
+        self.profile = with_measurements(self.profile, paced)
+        return seconds
+
+    def _gathered(self, mine: dict[int, list[float]]) -> StepValues:
+        return gather_steps(mine, self._sharing.kinds, self._context.world)
+
+    def _write(self) -> None:
+        if self._context.world.is_first:
+            told = _with_provenance(self.profile, self._context.world.hostnames)
+            write_profile(self._path, told)
+            write_atomically(graph_beside(self._path), self.graph.to_json())
+
+    def _step_sampler(self) -> StepSampler | None:
+        """Takes whole steps; None when they need too much memory."""
+        self._context.progress.update("whole step", 0, 1, self._config.model)
+        task, config = self._task, self._config
+        try:
+            device, recorder = self._context.world.device, self._context.recorder
+            sampler = StepSampler(task, config.batch_size, config.dtype, device, recorder)
+            for _ in range(config.warm_up):
+                sampler.take()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            task.model.zero_grad(set_to_none=True)
+            reason = first_line(error)
+            self._context.recorder.sample("model_step_skipped", 1, reason=reason)
+            return None
+        sampler.restart()
+        return sampler
+
+    def _compare(self, steps: StepSampler | None, alone: AloneRatios) -> None:
+        """The whole step beside the operators' sum, by kind of device and samples; and alone."""
+        seconds = self._take_in([], {} if steps is None else steps.seconds)
+        forward_shares = self._gathered({} if steps is None else steps.forward_shares)
+        self.profile = with_whole_steps(
+            self.profile, self.graph, self._dtype, seconds, forward_shares
+        )
+        factors = [self._gathered(alone.processor), self._gathered(alone.rest)]
+        n_devices = self._context.world.size
+        self.profile = with_alone(self.profile, self.graph, self._dtype, factors, n_devices)
+        self._write()
+        if self._context.world.is_first:
+            self._record_comparison()
+
+    def _record_comparison(self) -> None:
+        recorder, own = self._context.recorder, self.graph.content_hash()
+        for step in self.profile.whole_steps:
+            if step.graph_hash == own and step.dtype == self._dtype:
+                told: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
+                recorder.sample("profile_pace", step.pace, **told)
+                if step.batch == self.graph.batch:
+                    recorder.sample("profile_sum_over_step_ratio", step.ratio, **told)
+                if step.alone_ratio is not None:
+                    recorder.sample("profile_alone_ratio", step.alone_ratio, **told)
+        for kind in dict.fromkeys(self._sharing.kinds):
+            errors = fit_errors(self.profile, self.graph, kind, self._dtype)
+            for key, error in errors.items():
+                recorder.sample("profile_fit_error", error, device_kind=kind, signature=key)
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "profile": str(self._path),
+            "graph": str(graph_beside(self._path)),
+            "n_measured": len(self._new),
+            "n_known": len(self.profile.measurements) - len(self._new),
+        }
+
+
+def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
+    """Say where and when the newest measurements were made."""
+    told = {
+        "source": "measured",
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "hosts": " ".join(dict.fromkeys(hostnames)),
+        "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return msgspec.structs.replace(profile, provenance=told)
+
+
+def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
+    """The model on this rank's device, and its graph."""
+    set_tensor_cores(config.dtype)
+    task = build_task(config.model, config.model_options())
+    device = context.world.device
+    task.model.to(device)  # before it is exported, which writes down where tensors are made
+    captured = capture(task, config.batch_size, config.model)
+    captured.module.to(device)  # constants too
+    return task, captured
+
+
+def _hold(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
+    """Rank 0 holds the graph to the model, on its device; what it refuses, all refuse."""
+
+    def hold() -> bytes:
+        hold_once(captured, task, config.model, config.dtype, context.run_dir.parent)
+        return b""
+
+    from_first(hold, context.world)
+
+
+def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
+    """Measure every operator that the profile file lacks; rank 0 writes file and graph.
+
+    Raises:
+        VerificationError: an operator's result is not finite.
+        ModelError: the captured graph does not train what the model does.
+        ConfigError: the file is of another model or dtype.
+    """
+    reset_peak(context.world.device)
+    try:
+        return _Profiling(config, context).run()
+    finally:
+        for kind, n_bytes in peak_bytes(context.world.device).items():
+            context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
+
+
+PROFILE = Workload(
+    summary="time every operator of a model on each kind of device; planning reads the file",
+    config=ProfileConfig,
+    cases=profile_cases,
+    body=run_profile,
+    table=profile_text,
+    check=check_profile,
+)

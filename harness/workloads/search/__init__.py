@@ -1,0 +1,1 @@
+"""The search workload: the fastest strategy for a model on these ranks."""

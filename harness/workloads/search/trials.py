@@ -1,0 +1,255 @@
+"""Trial steps: the best few plans of a search, trained in turn, so that one of them is chosen by
+the clock.
+
+A search takes the least of thousands of predictions, and so one that errs on the low side. Between
+plans of other kinds that are predicted about as fast, a few steps of each decide, and more of those
+that are near each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
+from harness.measure.race import MOST_ROUNDS, places, race
+from harness.measure.recorder import Recorder
+from harness.measure.text import table
+from harness.plan.portfolio import Searched
+from harness.plan.search.objective import Candidate
+from harness.runtime.data import DataOptions, open_data
+from harness.runtime.data.batch import Batch
+from harness.runtime.devices.cuda_clock import clock_for
+from harness.runtime.devices.precision import set_tensor_cores
+from harness.runtime.engines.engine import EngineOptions, Share
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.broadcast import from_first, wait_for_all
+from harness.runtime.ranks.context import Context
+from harness.units import format_duration
+from harness.workloads.planning.search_config import SearchConfig
+
+_log = logging.getLogger(__name__)
+
+# A plan that is predicted to take longer than this many times the best is not tried.
+_WORTH_TRYING = 1.3
+_STEPS_A_ROUND = 2
+# Plans that the first rounds do not tell apart go on until so long after the first step.
+_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A plan that was trained for some steps.
+
+    Attributes:
+        measured_s: seconds of a step beside the others'; see `harness.measure.race.Place`.
+        n_rounds: of steps that it was trained for.
+    """
+
+    candidate: Candidate
+    name: str
+    measured_s: float
+    n_rounds: int
+
+
+class _ToTry(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others."""
+
+    strategies: list[Strategy]
+
+
+def worth_trying(found: Searched, most: int) -> list[Candidate]:
+    """The best plan, and others of other searches that may be faster, by prediction; as many as
+    fit into memory side by side, `most` at most."""
+    chosen: list[Candidate] = []
+    room = found.simulator.limits.copy()
+    for candidate in found.ranked():
+        needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
+        if candidate.step_s > _WORTH_TRYING * found.best.step_s or len(chosen) == most:
+            break
+        if np.all(needed <= room):
+            room -= needed
+            chosen.append(candidate)
+    return chosen
+
+
+def try_out(question: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:
+    """Train the best plans for a few steps each, in turn; all ranks must call it.
+
+    Args:
+        found: rank 0's search; the others' is ignored.
+
+    Returns:
+        On rank 0 what was tried, the fastest first; nothing where a single plan is worth trying,
+        where the backend can carry out none, and on the other ranks.
+
+    Raises:
+        PeerError: another rank died or hangs in a step.
+    """
+    candidates: list[Candidate] = []
+
+    def tell() -> bytes:
+        nonlocal candidates
+        assert found is not None
+        candidates = worth_trying(found, question.trials)
+        return msgspec.json.encode(_ToTry([found.strategy(c) for c in candidates]))
+
+    told = msgspec.json.decode(from_first(tell, context.world), type=_ToTry)
+    if len(told.strategies) < 2:
+        return []
+    seconds = _measure(question, told.strategies, context)
+    if found is None or not seconds:
+        return []
+    known = list(seconds)
+    tried = [
+        Tried(
+            candidate=candidates[known[place.index]],
+            name=told.strategies[known[place.index]].name,
+            measured_s=place.duration_s,
+            n_rounds=place.n_rounds,
+        )
+        for place in places(list(seconds.values()))
+    ]
+    for one in tried:
+        context.recorder.sample("trial_step_s", one.measured_s, plan=one.name)
+    return tried
+
+
+def _measure(
+    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+) -> dict[int, list[float]]:
+    """Seconds of a step of each strategy on the slowest rank, by round; by place among those given,
+    of those that the backend can carry out."""
+    set_tensor_cores(question.dtype)
+    built = _build(question, strategies, context)
+    if not built:
+        return {}
+    trials = list(built.values())
+    for trial in trials:
+        trial.run(1)  # warms up
+    start_s, n_timed = time.monotonic(), [0] * len(trials)
+
+    def time_one(k: int) -> float:
+        n_timed[k] += 1
+        context.progress.update("trial steps, round", max(n_timed), MOST_ROUNDS, "at most")
+        return agree_on_maximum([trials[k].run(_STEPS_A_ROUND)], context.world)[0]
+
+    def is_late() -> bool:
+        (elapsed_s,) = agree_on_maximum([time.monotonic() - start_s], context.world)
+        return elapsed_s > _SECONDS
+
+    rounds = dict(zip(built, race(time_one, len(trials), is_late), strict=True))
+    # Nobody is in a step any more: the ranks have agreed on the time of the last.
+    for trial in trials:
+        trial.close()
+    trials.clear()
+    built.clear()
+    _free_memory(context.world.device)
+    return rounds
+
+
+def _build(
+    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+) -> dict[int, _Trial]:
+    """Engines by place of their strategy; what one refuses, all ranks refuse alike."""
+    built: dict[int, _Trial] = {}
+    for place, strategy in enumerate(strategies):
+        try:
+            built[place] = _Trial(question, strategy, context)
+        except StrategyError as error:
+            if context.world.is_first:
+                _log.warning("%s is not tried: %s", strategy.name, error)
+        wait_for_all(context.world)  # ranks take unlike time to build their parts
+    return built
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back what engines held that are of no more use, for training to come."""
+    gc.collect()  # their parts refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def trial_lines(tried: Sequence[Tried]) -> list[str]:
+    """What was tried, for people; nothing where nothing was."""
+    rows = [
+        [
+            one.candidate.method,
+            format_duration(one.candidate.step_s),
+            format_duration(one.measured_s),
+            f"{one.candidate.step_s / one.measured_s - 1:+.1%}",
+            str(one.n_rounds),
+        ]
+        for one in tried
+    ]
+    heads = ["tried for some steps", "predicted", "measured", "error", "rounds"]
+    return ["", *table(heads, rows)] if rows else []
+
+
+class _Trial:
+    """One strategy on this rank, on a batch of synthetic samples."""
+
+    def __init__(self, question: SearchConfig, strategy: Strategy, context: Context) -> None:
+        self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
+        task = _task(question, context)
+        self._engine = ExecutorEngine(
+            task, context.world, self._recorder, _options(question),
+            ExecutorPlan(
+                strategy=strategy, batch_norm=question.norm_scope, seed=question.seed,
+                timeout_s=context.collective_timeout_s, is_held=True,
+            ),
+        )  # fmt: skip
+        data = DataOptions(
+            data_dir=Path(), n_samples=strategy.batch, seed=question.seed,
+            dlrm=question.dlrm_options(),
+        )  # fmt: skip
+        own = self._engine.samples
+        self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(own)
+        self._share = Share(n_local=len(own), n_global=strategy.batch)
+
+    def run(self, n_steps: int) -> float:
+        """Seconds of a step on this rank; all must call it.
+
+        One more step comes first, after all ranks have met: in a pipeline the next one begins on
+        some ranks while it ends on others, and so takes less time than a step alone.
+        """
+        dist.barrier()
+        self._train(1)
+        start_s = time.perf_counter()
+        self._train(n_steps)
+        return (time.perf_counter() - start_s) / n_steps
+
+    def close(self) -> None:
+        """Let go of what ranks share; all must call it, when all are done with its steps."""
+        self._engine.close()
+
+    def _train(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            self._engine.step(lambda: self._batch, self._share)
+        self._recorder.discard()  # waits for the device
+
+
+def _task(question: SearchConfig, context: Context) -> Task:
+    fitted = fit_options(question.model, question.model_options())
+    task = build_task(question.model, fitted, question.seed)
+    return replace(task, model=task.model.to(context.world.device))
+
+
+def _options(question: SearchConfig) -> EngineOptions:
+    # Weights that stay as they are: what is timed must not depend on where training leads.
+    still = replace(question.optimizer_options(), learning_rate=0.0)
+    bucket_bytes = round(question.bucket_mib * (1 << 20))
+    return EngineOptions(dtype=question.dtype, optimizer=still, bucket_bytes=bucket_bytes)

@@ -1,0 +1,283 @@
+"""From the flags of training to its runs: what is refused, and the sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+from harness.domain.schedule import check_schedule
+from harness.errors import ConfigError, StrategyError
+from harness.inputs import read_file
+from harness.runtime.data import entry_for
+from harness.runtime.devices.precision import DTYPES
+from harness.runtime.engines.optimizers import OPTIMIZERS
+from harness.runtime.models import fit_options
+from harness.units import parse_bytes
+from harness.workloads.common.number_flags import check_above_zero, check_at_least, flag
+from harness.workloads.train.config import (
+    STRATEGIES,
+    EngineName,
+    TrainCase,
+    TrainConfig,
+    TrainSettings,
+    is_file,
+)
+
+# Strategies that give every rank a sample.
+_BY_SAMPLES = ("ddp", "zero1", "zero2")
+
+# Flags that one strategy alone follows; a strategy's file says itself how a pipeline is shaped.
+_FOLLOWED_BY = {
+    "pipeline": ("stages", "recompute", "schedule", "microbatches"),
+    "searched": ("search_seconds", "search_budget", "trials", "memory"),
+}
+
+_AT_LEAST = {
+    "steps": 1,
+    "epochs": 0,
+    "warm_up": 0,
+    "no_sync_steps": 0,
+    "n_samples": 0,
+    "n_workers": 0,
+    "repeats": 1,
+    "stages": 0,
+    "search_budget": 0,
+    "trials": 1,
+    "momentum": 0,
+    "weight_decay": 0,
+    "batch_size": 1,
+    "per_device_batch": 1,
+    "rank_counts": 1,
+    "microbatches": 0,
+}
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    config.check()
+    check_at_least(config, _AT_LEAST)
+    check_above_zero(config, ("learning_rate", "bucket_mib", "search_seconds"))
+    if config.memory and parse_bytes(config.memory) < 1:
+        raise ConfigError(f"--memory {config.memory} must be above 0")
+
+
+def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
+    """The engine that carries a strategy out.
+
+    Args:
+        engine: as asked for, or `auto`.
+        is_exact: dropout must be that of one device, which the executor alone can do.
+
+    Raises:
+        ConfigError: no such strategy, or this engine does not have it.
+    """
+    known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
+    if is_file(strategy):
+        known = ["executor"]
+    if not known:
+        every = dict.fromkeys(name for names in STRATEGIES.values() for name in names)
+        raise ConfigError(
+            f"there is no strategy {strategy!r}: choose from {', '.join(every)}, or give a "
+            "strategy's file, FILE.json"
+        )
+    if engine not in ("auto", *STRATEGIES):
+        raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")
+    if engine == "auto":
+        return "executor" if is_exact and "executor" in known else known[0]
+    for name in known:
+        if name == engine:
+            return name
+    raise ConfigError(
+        f"--engine {engine} does not train {strategy!r}: choose --engine {' or '.join(known)}"
+    )
+
+
+def _check_names(config: TrainConfig) -> None:
+    for dtype in config.dtype:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
+    if config.optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
+        )
+
+
+def _check_unused(config: TrainConfig) -> None:
+    """Refuse flags that none of the strategies follows."""
+    words = " ".join(config.strategy)
+    for strategy, names in _FOLLOWED_BY.items():
+        for name in names if strategy not in config.strategy else ():
+            _check_followed(config, name, strategy)
+    is_pipelined = "pipeline" in config.strategy or any(map(is_file, config.strategy))
+    if config.asynchronous and not is_pipelined:
+        raise ConfigError(
+            f"--asynchronous is for --strategy pipeline or a strategy's file, not {words}: drop "
+            "it, or add one of them"
+        )
+
+
+def _check_followed(config: TrainConfig, name: str, strategy: str) -> None:
+    """Refuse a flag that is set, and is for a strategy that is not trained."""
+    value = getattr(config, name)
+    if value != getattr(TrainConfig(), name):
+        given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        raise ConfigError(
+            f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy {strategy}, "
+            f"which {' '.join(config.strategy)} does not follow: drop the flag, or add {strategy}"
+        )
+
+
+def _check(config: TrainConfig, n_ranks: int) -> None:
+    _check_numbers(config)
+    _check_names(config)
+    _check_unused(config)
+    if config.batch_size and config.per_device_batch:
+        raise ConfigError(
+            f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
+            "both set the batch: give one of them"
+        )
+    for count in config.rank_counts:
+        if count > n_ranks:
+            raise ConfigError(
+                f"--rank-counts {count} needs {count} ranks, {n_ranks} were started: lower it or "
+                "start more (mpirun -np)"
+            )
+
+
+def _check_pipeline(case: TrainCase) -> None:
+    """Refuse flags that a pipeline cannot follow, or that the engine does not know."""
+    if case.asynchronous and case.strategy == "pipeline":
+        if case.schedule != "1f1b":
+            raise ConfigError(
+                f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
+            )
+        if case.recompute:
+            raise ConfigError("--asynchronous keeps what it computed: drop --recompute")
+    if case.strategy == "pipeline":
+        _check_flow(case)
+    if case.microbatches > case.batch:
+        raise ConfigError(
+            f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
+            "lower it"
+        )
+    if case.exact_dropout and case.engine != "executor":
+        raise ConfigError(
+            f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
+            "--engine executor"
+        )
+    for name, is_set in (("save-sharded", case.save_sharded), ("load-state", case.load_state)):
+        if is_set and case.engine != "executor":
+            raise ConfigError(
+                f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
+                "--engine executor"
+            )
+    if case.engine == "executor" and case.dtype == "fp16":
+        raise ConfigError(
+            f"--dtype fp16 needs losses that are scaled, {case.strategy} is trained by the "
+            "executor, which does not scale those of parts of a model: use --dtype bf16"
+        )
+    if case.engine == "executor" and case.balance == "speed":
+        raise ConfigError(
+            f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
+            "drop it; searched and pipeline balance by the profile"
+        )
+
+
+def _check_flow(case: TrainCase) -> None:
+    """Refuse stages and microbatches that the schedule cannot serve on these ranks.
+
+    Raises:
+        ConfigError, StrategyError: says which two numbers disagree.
+    """
+    n_stages = case.stages or case.n_ranks * (2 if case.schedule == "interleaved" else 1)
+    if n_stages > case.n_ranks and case.schedule != "interleaved":
+        raise ConfigError(
+            f"--stages {n_stages} need a rank each under {case.schedule}, the run has "
+            f"{case.n_ranks}: lower it, or use --schedule interleaved"
+        )
+    check_schedule(
+        case.schedule,
+        n_stages=n_stages,
+        n_microbatches=case.microbatches or min(case.n_ranks, case.batch),
+        n_ranks=min(n_stages, case.n_ranks),
+    )
+
+
+def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
+    if config.batch_size:
+        return list(config.batch_size)
+    return [batch * n_ranks for batch in config.per_device_batch or (32,)]
+
+
+def _flows(config: TrainConfig) -> list[dict[str, Any]]:
+    """How microbatches flow through a pipeline."""
+    return [
+        {"schedule": schedule, "microbatches": n}
+        for schedule in config.schedule
+        for n in config.microbatches
+    ]
+
+
+def _digest(strategy: str) -> str:
+    """Of a strategy's file, so that runs by another content are no repeats; empty without one."""
+    if not is_file(strategy) or not Path(strategy).is_file():
+        return ""
+    data = read_file(Path(strategy), "strategy file", StrategyError)
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
+    names = [field.name for field in dataclasses.fields(TrainSettings)]
+    shared: dict[str, Any] = {name: getattr(config, name) for name in names}
+    cases: list[TrainCase] = []
+    for strategy in config.strategy:
+        engine = engine_of(strategy, config.engine, is_exact=config.exact_dropout)
+        for count in (1,) if strategy == "single" else config.rank_counts or (n_ranks,):
+            cases += [
+                TrainCase(
+                    strategy=strategy,
+                    strategy_digest=_digest(strategy),
+                    engine=engine,
+                    dtype=dtype,
+                    batch=batch,
+                    n_ranks=count,
+                    **flow,
+                    **shared,
+                )
+                for dtype in config.dtype
+                for batch in _batches(config, count)
+                for flow in (_flows(config) if strategy == "pipeline" else [{}])
+            ]
+    return cases
+
+
+def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
+    """Every combination of the swept flags, each repeat in a random order of its own.
+
+    Raises:
+        ConfigError: flags that contradict each other, or the ranks.
+        ModelError: an unknown model, or options that it cannot take.
+        StrategyError: a pipeline that its schedule cannot serve.
+    """
+    _check(config, n_ranks)
+    combinations = _combinations(config, n_ranks)
+    if config.predict and all(case.engine == "deepspeed" for case in combinations):
+        raise ConfigError(
+            f"--predict does not know how deepspeed trains {' '.join(config.strategy)}: drop it"
+        )
+    entry = entry_for(config.data, config.model)
+    fit_options(config.model, combinations[0].asked_options(), entry.image_size, entry.n_channels)
+    order = random.Random(config.seed)
+    cases: list[TrainCase] = []
+    for _ in range(config.repeats):
+        cases += order.sample(combinations, len(combinations))
+    for case in combinations:
+        _check_pipeline(case)
+        if case.batch < case.n_ranks and case.strategy in _BY_SAMPLES:
+            raise ConfigError(
+                f"a global batch of {case.batch} leaves some of {case.n_ranks} ranks without a "
+                f"sample: raise --batch-size to {case.n_ranks} or more"
+            )
+    return cases

@@ -1,0 +1,48 @@
+"""Files that a training run names, looked at before a sweep begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.domain.strategy import Strategy
+from harness.errors import StrategyError
+from harness.runtime.data import DATA, DataOptions
+from harness.workloads.train.config import TrainCase, is_file
+
+
+def data_options(case: TrainCase) -> DataOptions:
+    """Where a run's data is."""
+    return DataOptions(
+        data_dir=case.data_dir, n_samples=case.n_samples, seed=case.seed, dlrm=case.dlrm_options()
+    )
+
+
+def load_for(case: TrainCase) -> Strategy:
+    """Read the strategy's file that a run names, for its batch.
+
+    Raises:
+        StrategyError: missing, malformed, or of another batch.
+    """
+    path = Path(case.strategy)
+    strategy = Strategy.load(path)
+    if strategy.batch != case.batch:
+        raise StrategyError(
+            f"{path} is for a batch of {strategy.batch}, the run has {case.batch}: give "
+            f"--batch-size {strategy.batch}, or search again"
+        )
+    return strategy
+
+
+def check_files(case: TrainCase) -> None:
+    """Refuse a run whose files are missing or of another kind.
+
+    Raises:
+        StrategyError, DataError, ResultsError: names the file.
+    """
+    if is_file(case.strategy):
+        load_for(case)
+    DATA[case.data].check(data_options(case))
+    if case.load_state is not None:
+        from harness.runtime.executor.state.files import check_sharded
+
+        check_sharded(case.load_state)

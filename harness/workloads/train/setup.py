@@ -1,0 +1,240 @@
+"""Everything that stands before the first step: model, data, shares of the ranks, engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from harness.domain.strategy import Strategy, samples_per_device
+from harness.errors import ConfigError
+from harness.measure.recorder import Recorder
+from harness.runtime.data import (
+    Batch,
+    BatchPlan,
+    entry_for,
+    load_batches,
+    open_data,
+    split_by_weight,
+)
+from harness.runtime.devices.flops import step_flops
+from harness.runtime.devices.precision import set_tensor_cores
+from harness.runtime.engines.balance import measure_speeds
+from harness.runtime.engines.engine import Engine, EngineOptions
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.ranks.agreement import gather_bytes
+from harness.runtime.ranks.broadcast import wait_for_all
+from harness.runtime.ranks.world import World
+from harness.workloads.train.check import data_options
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.engines import ENGINES, Trainer
+from harness.workloads.train.plan import Planned
+
+_log = logging.getLogger(__name__)
+
+# The operator that capture adds to every graph.
+LOSS = "loss"
+# Every rank holds every parameter, and all gradients are reduced over all ranks.
+_DATA_PARALLEL = ("single", "ddp", "zero1", "zero2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the steps need.
+
+    Attributes:
+        plan: which samples each rank takes in each step.
+        batches: this rank's, step by step, without end.
+        flops: of this rank's whole share; None when they cannot be counted.
+        n_parameters: of the whole model, those that are trained.
+        gradient_bytes: what data parallelism must reduce; None where not all ranks hold all.
+    """
+
+    trainer: Trainer
+    plan: BatchPlan
+    batches: Iterator[Batch]
+    flops: float | None
+    n_parameters: int
+    gradient_bytes: int | None
+
+    @property
+    def engine(self) -> Engine:
+        return self.trainer.engine
+
+
+def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
+    """Return the model with statistics of each rank's samples (`local`) or of all (`global`).
+
+    Raises:
+        ConfigError: normalising over all ranks on a CPU, which PyTorch does not offer.
+    """
+    if scope == "global":
+        if device.type != "cuda":
+            raise ConfigError(
+                "--batch-norm global needs GPUs: PyTorch's SyncBatchNorm has no CPU version; add "
+                "--engine executor, or use local (each rank's own statistics) or frozen (running "
+                "statistics)"
+            )
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+    return model
+
+
+def make_task(case: TrainCase) -> Task:
+    """Build the model of a run on the current default device; equal on every rank."""
+    entry = entry_for(case.data, case.model)
+    options = case.asked_options()
+    if not options.n_classes:
+        options = replace(options, n_classes=entry.n_classes(case.data_dir))
+    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
+    return build_task(case.model, fitted, case.seed)
+
+
+def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
+    order = torch.channels_last if case.channels_last else torch.preserve_format
+    model = task.model
+    # The executor normalises over what its plan says by itself.
+    if case.engine != "executor":
+        model = set_norm_scope(model, case.norm_scope, device)
+    return replace(task, model=model.to(device, memory_format=order))  # type: ignore[call-overload]
+
+
+def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
+    """Samples of each rank in a whole batch; every rank gets at least one."""
+    equal = split_by_weight(case.batch, [1.0] * world.size)
+    if case.balance == "equal" or world.size == 1:
+        return tuple(equal)
+    speeds = measure_speeds(task, equal[world.rank], case.dtype, world)
+    extra = split_by_weight(case.batch - world.size, speeds)
+    return tuple(1 + n for n in extra)
+
+
+def _counted(strategy: Strategy, n_ranks: int) -> tuple[int, ...]:
+    """Samples of a batch whose loss each rank computes: each sample counts once."""
+    by_device = samples_per_device(strategy, LOSS)
+    return tuple(by_device.get(rank, 0) for rank in range(n_ranks))
+
+
+def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | None:
+    """What every rank is fed, by rank."""
+    if trainer.samples is None:
+        return None
+    wait_for_all(world)  # ranks take unlike time to build their parts
+    parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
+    return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
+
+
+def _engine_options(case: TrainCase, n_local: int) -> EngineOptions:
+    return EngineOptions(
+        dtype=case.dtype,
+        optimizer=case.optimizer_options(),
+        bucket_bytes=round(case.bucket_mib * (1 << 20)),
+        zero_stage=case.zero_stage,
+        batch=n_local,
+    )
+
+
+def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
+    """What the executor is told beside the strategy."""
+    return ExecutorPlan(
+        strategy=strategy,
+        batch_norm=case.norm_scope,
+        dropout="exact" if case.exact_dropout else "local",
+        is_asynchronous=case.is_asynchronous,
+        seed=case.seed,
+        timeout_s=timeout_s,
+    )
+
+
+def _make_trainer(
+    case: TrainCase,
+    task: Task,
+    world: World,
+    recorder: Recorder,
+    plan: ExecutorPlan | None,
+    n_local: int,
+) -> Trainer:
+    # Each rank draws dropout masks of its own, as independent samples need.
+    torch.manual_seed(case.seed * world.size + world.rank)
+    options = _engine_options(case, n_local)
+    trainer = ENGINES[case.engine](task, world, recorder, options, plan)
+    if case.load_state is not None:
+        assert trainer.load_sharded is not None, "other engines were refused"
+        trainer.load_sharded(case.load_state)
+    return trainer
+
+
+def _open(case: TrainCase, task: Task) -> Any:
+    return open_data(case.data, data_options(case), task, case.batch)
+
+
+def _batch_plan(
+    case: TrainCase, n_samples: int, shares: tuple[int, ...], trainer: Trainer, world: World
+) -> BatchPlan:
+    plan = BatchPlan(
+        n_samples=n_samples,
+        shares=shares,
+        positions=_positions(trainer, world),
+        is_shuffled=entry_for(case.data, case.model).is_shuffled,
+        seed=case.seed,
+    )
+    if plan.n_dropped and world.is_first:
+        _log.warning(
+            "whole batches only: the last %d of %d samples of each epoch are dropped",
+            plan.n_dropped, plan.n_samples,
+        )  # fmt: skip
+    return plan
+
+
+def _trained(task: Task) -> tuple[int, int]:
+    """Number and bytes of the parameters that are trained."""
+    trained = [p for p in task.model.parameters() if p.requires_grad]
+    return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
+
+
+def prepare(
+    case: TrainCase,
+    world: World,
+    recorder: Recorder,
+    planned: Planned | None = None,
+    timeout_s: float = 300.0,
+) -> Training:
+    """Build all that a run needs; all ranks must call it.
+
+    Args:
+        planned: what the executor carries out; the other engines need none.
+        timeout_s: how long the executor waits for another rank.
+
+    Raises:
+        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy do not
+            go together.
+    """
+    set_tensor_cores(case.dtype)
+    task = _place(case, make_task(case), world.device)
+    n_parameters, n_bytes = _trained(task)
+    told: ExecutorPlan | None = None
+    if planned is not None and case.engine == "executor":
+        told = executor_plan(case, planned.strategy, timeout_s)
+        shares = _counted(planned.strategy, world.size)
+        flops: float | None = planned.flops[world.rank]
+    else:
+        shares = _shares(case, task, world)
+        flops = step_flops(task, lambda: make_task(case), shares[world.rank])
+    data = _open(case, task)
+    trainer = _make_trainer(case, task, world, recorder, told, shares[world.rank])
+    plan = _batch_plan(case, len(data), shares, trainer, world)
+    batches = load_batches(data, plan, world.rank, n_workers=case.n_workers, device=world.device)
+    return Training(
+        trainer=trainer,
+        plan=plan,
+        batches=batches,
+        flops=flops,
+        n_parameters=n_parameters,
+        gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,
+    )

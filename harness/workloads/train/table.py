@@ -1,0 +1,155 @@
+"""What rank 0 prints after training: throughput, phases, communication, doubts; then one row for
+each strategy (`train_compared`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.measure.derive import (
+    TrainingSummary,
+    matmul_peaks,
+    training_summary,
+)
+from harness.measure.derive.devices import PeakKey
+from harness.measure.store import Results, Run, read_run
+from harness.measure.text import columns, duration_cell, percent_cell
+from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
+from harness.workloads.train.compared import compared_text
+
+_PHASES = {
+    "data": "data",
+    "host_to_device": "h2d",
+    "forward": "forward",
+    "backward": "backward",
+    "exposed_communication": "exposed comm",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+
+def train_text(runs: list[Run]) -> str:
+    """Four tables over all runs, what speaks against them, and one row for each strategy."""
+    peaks = _measured_peaks({run.path.parent for run in runs})
+    summaries = [training_summary(run, peaks) for run in runs]
+    rows = [(_name(run, summary), summary) for run, summary in zip(runs, summaries, strict=True)]
+    done = [(name, summary) for name, summary in rows if summary.duration is not None]
+    parts = [
+        _throughput(rows),
+        _phases(done),
+        _communication(done),
+        _device(done),
+        _doubts(rows),
+        compared_text(runs, summaries),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
+    """What the matmul runs beside these ones say that the devices can do, for MAMFU."""
+    beside = Results()
+    for directory in directories:
+        for path in directory.glob("*-matmul-*/run.json"):
+            read_run(path.parent, beside)
+    return matmul_peaks(beside.runs)
+
+
+def _name(run: Run, summary: TrainingSummary) -> str:
+    config = run.header.config
+    words = (
+        config.get("model"),
+        summary.strategy,
+        config.get("dtype"),
+        f"batch {config.get('batch')}",
+        f"on {len(run.header.ranks)}",
+        f"#{run.header.repeat}",
+    )
+    return " ".join(str(word) for word in words)
+
+
+def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss"]
+    return columns(heads, [[name, summary.status, *_rate(summary)] for name, summary in rows])
+
+
+def _rate(summary: TrainingSummary) -> list[str]:
+    step = summary.duration
+    if step is None:
+        return ["-"] * 5
+    return [
+        format_duration(step.median),
+        f"{format_duration(step.low)} to {format_duration(step.high)}",
+        _number(summary.throughput),
+        _number(summary.throughput_per_device),
+        f"{_number(summary.first_loss)} to {_number(summary.last_loss)}",
+    ]
+
+
+def _phases(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    cells = [
+        [name, *(format_duration(summary.phases.get(phase, 0.0)) for phase in _PHASES)]
+        for name, summary in rows
+        if summary.phases
+    ]
+    return columns(["mean step", *_PHASES.values()], cells)
+
+
+def _communication(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    heads = ["run", "communication", "overlapped", "exposed", "step - no_sync",
+             "compute slowed", "sync/s", "sent", "received", "ring needs"]  # fmt: skip
+    cells = [
+        [
+            name,
+            duration_cell(summary.communication_s),
+            percent_cell(summary.overlap),
+            duration_cell(summary.exposed_communication_s),
+            duration_cell(summary.no_sync_exposed_s),
+            duration_cell(summary.slowed_compute_s),
+            _number(summary.synchronisations_per_s),
+            _bandwidth(summary.sent_bytes_per_s),
+            _bandwidth(summary.received_bytes_per_s),
+            "-" if summary.ring_bytes is None else f"{format_bytes(summary.ring_bytes)}/step",
+        ]
+        for name, summary in rows
+        if summary.communication_s
+    ]
+    return columns(heads, cells)
+
+
+def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    cells = [
+        [
+            name,
+            "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
+            percent_cell(summary.mfu),
+            percent_cell(summary.mamfu),
+            ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
+        ]
+        for name, summary in rows
+    ]
+    return columns(["run", "rate", "MFU", "MAMFU", "memory peak"], cells)
+
+
+def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    """A line for each failure, and one for each doubt with the runs that it is of."""
+    lines = [
+        f"{name}: {summary.status}: {summary.reason.strip().splitlines()[0]}"
+        for name, summary in rows
+        if summary.reason.strip()
+    ]
+    doubts: dict[str, list[str]] = {}
+    for name, summary in rows:
+        for doubt in summary.warnings:
+            doubts.setdefault(doubt, []).append(name)
+    for doubt, names in doubts.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"{names[0]}{more}: {doubt}")
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _bandwidth(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else format_bandwidth(bytes_per_s)

@@ -1,0 +1,436 @@
+"""Hand-sized runs of two or three ranks, every derived number worked out beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.record import Record, Sample, Span
+from harness.domain.run import RankInfo, RunHeader
+from harness.measure import derive
+from harness.measure.derive import ScalingPoint
+from harness.measure.derive.spans import phase_table
+from harness.measure.store import Run
+
+
+def make_run(
+    ranks: list[list[Record]],
+    *,
+    workload: str = "train",
+    kind: str = "GPU",
+    peak: dict[str, float] | None = None,
+    nic_bytes_per_s: float | None = None,
+    config: dict[str, Any] | None = None,
+    status: str = "ok",
+) -> Run:
+    n = len(ranks)
+    nodes = [
+        Node(
+            name=f"node{r}",
+            devices=[Device(name=f"node{r}:0", kind=kind, memory_bytes=2**33)],
+            nic_bytes_per_s=nic_bytes_per_s,
+        )
+        for r in range(n)
+    ]
+    infos = [
+        RankInfo(
+            rank=r,
+            hostname=f"node{r}",
+            device="cuda:0",
+            device_kind=kind,
+            n_cores=4,
+            memory_bytes=2**33,
+            peak_flops_per_s=peak or {},
+        )
+        for r in range(n)
+    ]
+    header = RunHeader(
+        run_id="run",
+        workload=workload,
+        key="key",
+        repeat=0,
+        argv=[],
+        config=config or {"strategy": "ddp", "model": "lenet", "dtype": "fp32"},
+        cluster=Cluster(nodes=nodes),
+        ranks=infos,
+        versions={},
+        commit="",
+        start_utc="2026-01-01T00:00:00Z",
+        status=status,  # type: ignore[arg-type]
+    )
+    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
+
+
+def span(kind: str, start_s: float, end_s: float, step: int = 0, **more: Any) -> Span:
+    return Span(kind=kind, start_s=start_s, duration_s=end_s - start_s, step=step, **more)  # type: ignore[arg-type]
+
+
+def one_step(step: int = 0, *, stretch: float = 1.0) -> list[Record]:
+    """data 0-1, forward 1-3, backward 3-7, buckets 4-6, 5-8 and 9-10, optimizer 8-9, end 10.5."""
+    layout = [
+        ("step", 0, 10.5),
+        ("data", 0, 1),
+        ("forward", 1, 3),
+        ("backward", 3, 7),
+        ("communication", 4, 6),
+        ("communication", 5, 8),
+        ("communication", 9, 10),
+        ("optimizer", 8, 9),
+    ]
+    origin = 100.0 * step
+    return [
+        span(kind, origin + start * stretch, origin + end * stretch, step)
+        for kind, start, end in layout
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), max_size=12))
+def test_covered_length_counts_every_instant_once(intervals: list[tuple[int, int]]) -> None:
+    spans = [span("compute", start, start + length) for start, length in intervals]
+    instants = {t for start, length in intervals for t in range(start, start + length)}
+    assert derive.covered_s(spans) == len(instants)
+
+
+def test_covered_length_is_clipped_to_the_step() -> None:
+    assert (
+        derive.covered_s([span("compute", -5, 2), span("compute", 3, 99)], span("step", 0, 4)) == 3
+    )
+
+
+def test_exposed_communication_is_what_no_compute_covers() -> None:
+    (phases,) = derive.rank_phases(one_step())
+    assert phases.phases == {
+        "data": 1.0,
+        "host_to_device": 0.0,
+        "forward": 2.0,
+        "backward": 4.0,
+        "compute": 0.0,
+        "exposed_communication": 2.0,  # 7-8 and 9-10
+        "optimizer": 1.0,
+        "other": 0.5,
+    }
+    assert phases.communication_s == 5.0  # 4-8 and 9-10
+    assert phase_table(one_step()).overlapped_s == [3.0]
+    assert sum(phases.phases.values()) == phases.step_s
+
+
+def test_a_step_that_never_ended_is_not_counted() -> None:
+    assert derive.rank_phases([span("forward", 0, 1)]) == []
+
+
+def test_step_time_is_the_slowest_ranks() -> None:
+    run = make_run([[span("step", 0, 2)], [span("step", 50, 53)]])
+    assert derive.step_times(run) == {0: 3.0}
+
+
+def full_run() -> Run:
+    def extras(rank: int) -> list[Record]:
+        return [
+            *(Sample(metric="n_samples", value=10 + rank, step=s) for s in range(2)),
+            *(Sample(metric="model_flops", value=1e12, step=s) for s in range(2)),
+            *(Sample(metric="n_synchronisations", value=3, step=s) for s in range(2)),
+            *(Sample(metric="no_sync_step_s", value=8.0 + rank, step=s) for s in range(2)),
+            *(Sample(metric="no_sync_compute_s", value=5.0 + rank, step=s) for s in range(2)),
+            *(
+                Sample(metric="nic_sent_bytes", value=v, step=s, labels={"interface": i})
+                for s in range(2)
+                for i, v in (("eth0", 1000.0), ("eth1", 50.0))
+            ),
+            Sample(metric="gradient_bytes", value=4000),
+            Sample(metric="memory_peak_bytes", value=100 + rank, labels={"kind": "allocated"}),
+            Sample(metric="loss", value=2.0, step=0),
+            Sample(metric="loss", value=1.5, step=1),
+        ]
+
+    steps = [*one_step(0), *one_step(1)]
+    return make_run([[*steps, *extras(0)], [*steps, *extras(1)]], peak={"fp32": 1e12})
+
+
+def test_training_summary_of_a_hand_sized_run() -> None:
+    summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e12})
+    assert summary.duration is not None
+    assert summary.duration.median == 10.5
+    assert summary.n_samples == 21
+    assert summary.throughput == 2.0
+    assert summary.throughput_per_device == 1.0
+    assert summary.exposed_communication_s == 2.0
+    assert summary.overlap == pytest.approx(0.6)
+    assert summary.no_sync_exposed_s == 1.5
+    assert summary.slowed_compute_s == 1.5  # 7 - 5.5
+    assert summary.synchronisations_per_s == 3 / 10.5
+    assert summary.flops_per_s == 2e12 / 10.5
+    assert summary.mfu == pytest.approx(1 / 10.5)
+    assert summary.mamfu == pytest.approx(2 / 10.5)
+    assert summary.memory_bytes == {"allocated": 101}
+    assert summary.sent_bytes_per_s == 1050 / 10.5
+    assert summary.ring_bytes == 4000
+    assert (summary.first_loss, summary.last_loss) == (2.0, 1.5)
+    assert sum(summary.phases.values()) == pytest.approx(10.5)
+
+
+def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
+    run = full_run()
+    summary = derive.training_summary(make_run(list(run.ranks.values())))
+    assert summary.flops_per_s is not None
+    assert summary.mfu is None
+    assert summary.mamfu is None
+
+
+def test_a_run_out_of_memory_is_a_row_without_numbers() -> None:
+    summary = derive.training_summary(make_run([[], []], status="oom"))
+    assert (summary.status, summary.throughput, summary.duration) == ("oom", None, None)
+    assert summary.phases == {}
+
+
+def test_epochs_stand_in_when_no_steps_were_logged() -> None:
+    ranks: list[list[Record]] = [
+        [Sample(metric="epoch_s", value=100.0 + r, step=e) for e in range(3)] for r in range(2)
+    ]
+    for records in ranks:
+        records.extend(Sample(metric="n_samples", value=1010, step=e) for e in range(3))
+    summary = derive.training_summary(make_run(ranks))
+    assert (summary.unit, summary.n_samples, summary.throughput) == ("epoch", 2020, 20.0)
+
+
+def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
+    run = make_run([one_step(), one_step(stretch=1.3), one_step(stretch=1.4)])
+    summary = derive.training_summary(run)
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
+    assert any("node2" in warning for warning in summary.warnings)
+
+
+def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
+    steps = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]
+    ranks = [
+        [record for step, s in enumerate(steps) for record in one_step(step, stretch=s * slow)]
+        for slow in (1.0, 2.0)
+    ]
+    ended, failed = (
+        derive.training_summary(make_run(ranks, status=status)) for status in ("ok", "crash")
+    )
+    assert ended.outlier_steps
+    assert any("straggler" in warning for warning in ended.warnings)
+    assert failed.outlier_steps == failed.warnings == ()
+    assert not any(rank.is_straggler for rank in failed.ranks)
+    assert failed.duration == ended.duration
+
+
+def counted(flops: float, records: list[Record]) -> list[Record]:
+    return [*records, Sample(metric="model_flops", value=flops, step=0)]
+
+
+def test_a_straggler_is_slow_for_its_flops() -> None:
+    # The second takes a third longer for a quarter more, the third 1.4 times as long for as much.
+    ranks = [counted(4e9, one_step()), counted(5e9, one_step(stretch=1.3)),
+             counted(4e9, one_step(stretch=1.4))]  # fmt: skip
+    summary = derive.training_summary(make_run(ranks))
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
+
+
+def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
+    def stage(number: int, duration_s: float) -> list[Record]:
+        name = f"stage{number} #0"
+        return counted(
+            4e9,
+            [
+                Span(kind="step", step=0, start_s=0.0, duration_s=10.0),
+                Span(kind="forward", name=name, step=0, start_s=0.0, duration_s=duration_s),
+            ],
+        )
+
+    def left_out(duration_s: float) -> list[Record]:
+        spans: list[Record] = [
+            Span(kind=kind, step=0, start_s=0.0, duration_s=duration_s) for kind in ("step", "data")
+        ]
+        return counted(0.0, spans)
+
+    summary = derive.training_summary(
+        make_run([stage(0, 2.0), stage(1, 6.0), stage(1, 9.0), left_out(0.1), left_out(0.2)])
+    )
+    assert [rank.is_straggler for rank in summary.ranks] == [False, False, True, False, False]
+
+
+def test_means_are_over_the_ranks_that_compute() -> None:
+    idle: list[Record] = [Span(kind="step", step=0, start_s=0.0, duration_s=0.001)]
+    summary = derive.training_summary(make_run([one_step(), one_step(), idle]))
+    alone = derive.training_summary(make_run([one_step()]))
+    assert summary.phases == alone.phases
+    assert summary.exposed_communication_s == alone.exposed_communication_s == 2.0
+
+
+def test_outliers_are_far_beyond_the_quartiles() -> None:
+    times = dict(enumerate([1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.6]))
+    assert derive.outliers(times) == (7,)
+    assert derive.outliers(dict(enumerate([1.0] * 9 + [1.05]))) == ()
+
+
+def matmul(rank_times: list[dict[int, list[float]]], **more: Any) -> Run:
+    ranks: list[list[Record]] = [
+        [
+            Sample(metric="matmul_s", value=t, labels={"m": n, "n": n, "k": n, "dtype": "fp32"})
+            for n, times in sizes.items()
+            for t in times
+        ]
+        for sizes in rank_times
+    ]
+    return make_run(ranks, workload="matmul", **more)
+
+
+def test_matmul_rate_is_of_the_median_time() -> None:
+    (row,) = derive.matmul_table(matmul([{100: [1.0, 4.0, 2.0]}]))
+    assert row.flops_per_s == 2e6 / 2.0
+    assert (row.low, row.high, row.max_flops_per_s) == (2e6 / 4.0, 2e6, 2e6)
+    assert not row.is_above_peak
+
+
+def test_rate_above_the_published_peak_is_marked() -> None:
+    (row,) = derive.matmul_table(matmul([{100: [1.0]}], peak={"fp32": 1e6}))
+    assert row.is_above_peak
+
+
+def test_memory_bandwidth_counts_reads_and_writes() -> None:
+    samples: list[Record] = [
+        Sample(metric=metric, value=time_s, labels={"n_bytes": 600}, step=step)
+        for metric in ("memory_copy_s", "memory_triad_s")
+        for step, time_s in enumerate((1.0, 3.0, 2.0))
+    ]
+    copy, triad = derive.memory_table(make_run([samples], workload="matmul"))
+    assert (copy.kernel, copy.bytes_per_s, copy.low, copy.high) == ("copy", 600, 400, 1200)
+    assert (triad.kernel, triad.bytes_per_s) == ("triad", 900)
+
+
+def test_measured_peak_is_the_best_size_of_the_median_device() -> None:
+    run = matmul([{10: [1.0], 100: [1.0]}, {100: [2.0]}, {100: [4.0]}])
+    assert derive.matmul_peaks([run]) == {("GPU", 4, "fp32"): 1e6}
+    assert derive.matmul_peaks([matmul([{10: [1.0]}], status="invalid")]) == {}
+
+
+def test_summa_efficiency_is_against_the_sum_of_local_peaks() -> None:
+    labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
+    ranks: list[list[Record]] = [
+        [
+            Sample(metric="summa_s", value=1.0 + rank, labels=labels, step=0),
+            Sample(
+                metric="summa_exposed_communication_s", value=0.5 - rank / 4, labels=labels, step=0
+            ),
+        ]
+        for rank in range(2)
+    ]
+    (row,) = derive.summa_table(make_run(ranks, workload="matmul"), {("GPU", 4, "fp32"): 2e6})
+    assert (row.time.median, row.flops_per_s, row.efficiency) == (2.0, 2e6, 0.5)
+    assert row.exposed_communication_s == 0.25  # of the slowest rank, as the time is
+    assert row.compute_s is None
+    assert derive.low_peak_warnings([row]) == []
+
+
+def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
+    labels = {"m": 100, "n": 100, "k": 200, "dtype": "fp32", "scaling": "strong"}
+    ranks: list[list[Record]] = [[Sample(metric="summa_s", value=1.0, labels=labels, step=0)]]
+    run = make_run(ranks, workload="matmul")
+    (warning,) = derive.low_peak_warnings(derive.summa_table(run, {("GPU", 4, "fp32"): 2e6}))
+    assert "(most: 200%, n = 100 fp32 on 1)" in warning
+    summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
+    assert (
+        "MAMFU of 190%: the measured matmul peak is too low, measure it again" in summary.warnings
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor"),
+    [("all_reduce", 1.6), ("all_gather", 0.8), ("all_to_all", 0.8), ("broadcast", 1.0)],
+)
+def test_bus_factors_of_five_ranks(operation: str, factor: float) -> None:
+    assert derive.bus_factor(operation, 5) == pytest.approx(factor)
+
+
+def test_collective_iteration_takes_as_long_as_its_slowest_rank() -> None:
+    labels = {"operation": "all_reduce", "transport": "gloo", "n_bytes": 1000}
+    ranks: list[list[Record]] = [
+        [
+            Sample(metric="collective_s", value=v, labels=labels, step=i)
+            for i, v in enumerate(values)
+        ]
+        for values in ([1.0, 5.0, 2.0], [4.0, 1.0, 2.0])
+    ]
+    (row,) = derive.collective_table(make_run(ranks, workload="links"))
+    assert row.time.median == 4.0  # of 4, 5, 2
+    assert (row.algbw, row.busbw) == (250.0, 250.0)
+    assert (row.low, row.high) == (200.0, 500.0)
+
+
+def test_link_matrix_keeps_direction_and_leaves_gaps() -> None:
+    def pair(metric: str, value: float, source: int, target: int, n_bytes: int) -> Sample:
+        labels = {"source": source, "target": target, "transport": "gloo", "n_bytes": n_bytes}
+        return Sample(metric=metric, value=value, labels=labels)
+
+    ranks: list[list[Record]] = [
+        [
+            pair("link_transfer_s", 0.1, 0, 1, 10),
+            pair("link_transfer_s", 2.0, 0, 1, 1000),
+            pair("link_transfer_s", 4.0, 1, 0, 1000),
+            pair("link_latency_s", 1e-4, 0, 1, 1),
+        ],
+        [],
+    ]
+    run = make_run(ranks, workload="links", nic_bytes_per_s=600.0)
+    (matrix,) = derive.link_matrices(run)
+    assert (matrix.names, matrix.n_bytes) == (["node0", "node1"], 1000)
+    np.testing.assert_equal(matrix.bandwidth_bytes_per_s, [[np.nan, 500.0], [250.0, np.nan]])
+    assert matrix.latency_s[0, 1] == 1e-4
+    assert np.isnan(matrix.latency_s[1, 0])
+    assert derive.nic_limit_bytes_per_s(run) == 600.0
+    assert derive.best_link_bytes_per_s(run) == 500.0
+
+
+def point(n: int, work: float, time_s: float, **more: Any) -> ScalingPoint:
+    return ScalingPoint(
+        family="f",
+        series=more.pop("series", "ddp"),
+        n_devices=n,
+        work=work,
+        time_s=time_s,
+        low_s=time_s * 0.9,
+        high_s=time_s * 1.1,
+        **more,
+    )
+
+
+def test_strong_efficiency_holds_the_work_and_weak_the_work_per_device() -> None:
+    points = [point(1, 100, 10.0), point(2, 100, 8.0), point(2, 200, 12.5)]
+    (one, strong) = derive.scaling_table(points, "strong")
+    assert (one.efficiency, strong.efficiency) == (1.0, 10 / (2 * 8))
+    assert strong.speedup == 1.25
+    assert (strong.low, strong.high) == pytest.approx((0.625 * 0.9 / 1.1, 0.625 * 1.1 / 0.9))
+    (_, weak) = derive.scaling_table(points, "weak")
+    assert weak.efficiency == 10 / 12.5
+
+
+def test_single_device_run_is_the_baseline_of_every_strategy() -> None:
+    points = [
+        point(1, 100, 10.0, series="single", is_baseline=True),
+        point(2, 100, 5.0, series="ddp"),
+        point(2, 100, 8.0, series="pipeline"),
+    ]
+    rows = derive.scaling_table(points, "strong")
+    assert [(r.point.series, r.efficiency) for r in rows if r.point.n_devices == 2] == [
+        ("ddp", 1.0),
+        ("pipeline", 0.625),
+    ]
+
+
+def test_work_that_differs_by_rounding_is_equal() -> None:
+    # Weak scaling of products: sizes are whole, so that 2 x 1024^3 becomes 1290^3.
+    points = [point(1, 1024.0**3, 1.0), point(2, 1290.0**3, 1.25), point(2, 1.1 * 1290.0**3, 9.0)]
+    (one, two) = derive.scaling_table(points, "weak")
+    assert (one.low, one.efficiency, one.high) == (1.0, 1.0, 1.0)
+    assert two.efficiency == pytest.approx(0.8, rel=1e-3)
+
+
+def test_one_number_of_devices_has_no_scaling() -> None:
+    assert derive.scaling_table([point(2, 100, 5.0), point(2, 100, 6.0)], "strong") == []

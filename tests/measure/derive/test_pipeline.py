@@ -1,0 +1,153 @@
+"""Pipelines small enough to count their idle seconds by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.domain.cluster import Cluster, Device, Node
+from harness.domain.record import Record, Span
+from harness.domain.run import RunHeader
+from harness.measure.derive import pipeline_summary
+from harness.measure.derive.pipeline import idle_shares, pass_of
+from harness.measure.store import Run
+
+# GPipe on two ranks and two microbatches; backward takes twice as long as forward:
+#
+#             0   1   2   3   4   5   6   7   8   9   10
+#   rank 0    F0  F1  w   w   w   B0--B0  B1--B1  opt
+#   rank 1    w   F0  F1  B0--B0  B1--B1  opt .   .
+RANK0 = [
+    ("step", "", 0, 10),
+    ("forward", "stage0 #0", 0, 1),
+    ("forward", "stage0 #1", 1, 2),
+    ("communication", "wait fc #0 from rank 1", 2, 5),
+    ("backward", "stage0 #0", 5, 7),
+    ("backward", "stage0 #1", 7, 9),
+    ("optimizer", "", 9, 10),
+]
+RANK1 = [
+    ("step", "", 0, 10),
+    ("communication", "wait conv #0 from rank 0", 0, 1),
+    ("forward", "stage1 #0", 1, 2),
+    ("forward", "stage1 #1", 2, 3),
+    ("backward", "stage1 #0", 3, 5),
+    ("backward", "stage1 #1", 5, 7),
+    ("optimizer", "", 7, 8),
+]
+
+
+def spans(layout: list[Any], *, n_steps: int = 1) -> list[Record]:
+    return [
+        Span(kind=kind, name=name, step=step, start_s=50.0 * step + start, duration_s=stop - start)
+        for step in range(n_steps)
+        for kind, name, start, stop in layout
+    ]
+
+
+def make_run(*ranks: list[Record]) -> Run:
+    nodes = [
+        Node(name=f"node{r}", devices=[Device(name=f"node{r}:0", kind="cpu", memory_bytes=2**30)])
+        for r in range(len(ranks))
+    ]
+    header = RunHeader(
+        run_id="run",
+        workload="train",
+        key="key",
+        repeat=0,
+        argv=[],
+        config={},
+        cluster=Cluster(nodes=nodes),
+        ranks=[],
+        versions={},
+        commit="",
+        start_utc="2026-01-01T00:00:00Z",
+    )
+    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
+
+
+def test_bubble_is_the_idle_share_of_the_step_over_ranks() -> None:
+    summary = pipeline_summary(make_run(spans(RANK0, n_steps=2), spans(RANK1, n_steps=2)))
+    assert summary is not None
+    assert summary.bubble_by_rank == {0: pytest.approx(0.3), 1: pytest.approx(0.3)}
+    assert summary.bubble.median == pytest.approx(0.3)
+    assert summary.bubble.n == 2
+    assert (summary.n_stages, summary.n_microbatches) == (2, 2)
+
+
+def test_stage_times_are_those_of_one_microbatch() -> None:
+    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1)))
+    assert summary is not None
+    assert [stage.ranks for stage in summary.stages] == [(0,), (1,)]
+    assert [(stage.forward_s, stage.backward_s) for stage in summary.stages] == [(1, 2), (1, 2)]
+    assert summary.stages[0].total_s == 3
+
+
+def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
+    inside = [
+        ("step", "", 0, 10),
+        ("forward", "stage0 #0", 0, 4),
+        ("communication", "wait conv #0 from rank 1", 1, 3),
+        ("backward", "stage0 #0", 4, 10),
+        ("communication", "bucket0", 5, 9),  # beside backward, the rank does not stand still
+    ]
+    summary = pipeline_summary(make_run(spans(inside), spans(RANK1)))
+    assert summary is not None
+    assert summary.bubble_by_rank[0] == pytest.approx(0.2)
+    assert summary.stages[0].forward_s == 2
+    assert summary.stages[0].backward_s == 6
+
+
+def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
+    own = [
+        ("step", "", 0, 10),
+        ("forward", "stage0 #0", 0, 1),
+        ("forward", "stage0 #0 recompute", 3, 4),
+        ("backward", "stage0 #0", 4, 6),
+        ("backward", "stage0 #0 weights", 6, 9),
+    ]
+    summary = pipeline_summary(make_run(spans(own), spans(RANK1)))
+    assert summary is not None
+    stage = summary.stages[0]
+    assert (stage.forward_s, stage.recompute_s, stage.backward_s) == (1, 1, 5)
+    assert summary.bubble_by_rank[0] == pytest.approx(0.3)
+
+
+def test_the_slowest_replica_stands_for_its_stage() -> None:
+    slow = [("step", "", 0, 10), ("forward", "stage0 #0", 0, 3), ("backward", "stage0 #0", 3, 9)]
+    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(slow)))
+    assert summary is not None
+    assert summary.stages[0].ranks == (0, 2)
+    assert (summary.stages[0].forward_s, summary.stages[0].backward_s) == (3, 6)
+
+
+def test_a_rank_without_a_stage_does_not_count() -> None:
+    idle = [("step", "", 0, 10), ("optimizer", "", 0, 1)]
+    summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(idle)))
+    assert summary is not None
+    assert set(summary.bubble_by_rank) == {0, 1}
+
+
+def test_steps_that_a_rank_never_ended_are_left_out() -> None:
+    unfinished = spans([line for line in RANK1 if line[0] != "step"], n_steps=2)[-6:]
+    summary = pipeline_summary(make_run(spans(RANK0, n_steps=2), [*spans(RANK1), *unfinished]))
+    assert summary is not None
+    assert summary.bubble.n == 1
+
+
+def test_one_stage_is_no_pipeline() -> None:
+    assert pipeline_summary(make_run(spans(RANK0))) is None
+    assert pipeline_summary(make_run([])) is None
+
+
+def test_only_the_executors_names_are_passes() -> None:
+    assert pass_of(Span(kind="forward", name="stage12 #7", start_s=0, duration_s=1)) == (
+        12,
+        7,
+        "forward",
+    )
+    assert pass_of(Span(kind="backward", name="finish", start_s=0, duration_s=1)) is None
+    assert pass_of(Span(kind="communication", name="stage0 #1", start_s=0, duration_s=1)) is None
+    assert idle_shares([Span(kind="step", step=0, start_s=0, duration_s=1)]) == {}

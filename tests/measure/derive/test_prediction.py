@@ -1,0 +1,278 @@
+"""A simulated pipeline beside records written by hand: errors, parts, stages, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.profile import Measurement, Profile
+from harness.domain.record import Record, Sample, Span
+from harness.domain.run import RankInfo, RunHeader
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.errors import ResultsError, StrategyError
+from harness.measure.derive import (
+    PARTS,
+    predicted_run,
+    predicted_stages,
+    read_prediction,
+    read_strategy,
+)
+from harness.measure.derive.prediction import middle_steps
+from harness.measure.store import Run
+from harness.plan.simulate.report import spans as simulated_spans
+from harness.plan.simulate.simulator import Simulator
+
+
+def operator(name: str, inputs: list[str], kind: str = "linear") -> Operator:
+    return Operator(
+        name=name,
+        kind=kind,
+        inputs=inputs,
+        shape={"sample": 8, "feature": 4},
+        parameter_bytes=80 if kind == "linear" else 0,
+        activation_bytes=32,
+    )
+
+
+def simulated(*, recompute: bool = False) -> tuple[Strategy, Prediction]:
+    """a, b | c, d on two devices, two microbatches: forward 2 s, 2 s | 1 s, 1 s of the batch."""
+    graph = Graph(
+        name="chain",
+        batch=8,
+        operators=[
+            operator("x", [], "input"),
+            *(operator(n, [p]) for n, p in (("a", "x"), ("b", "a"), ("c", "b"), ("d", "c"))),
+        ],
+    )
+    profile = Profile(
+        model="chain",
+        measurements=[
+            Measurement(
+                device_kind="device",
+                operator=name,
+                shape={"sample": samples, "feature": 4},
+                forward_s=seconds * samples / 8,
+                backward_s=2 * seconds * samples / 8,
+            )
+            for name, seconds in {"a": 2, "b": 2, "c": 1, "d": 1}.items()
+            for samples in (4, 8)
+        ],
+    )
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**6)
+    strategy = Strategy(
+        name="pipeline of two",
+        batch=8,
+        n_microbatches=2,
+        stages=[Stage(recompute), Stage()],
+        operators={
+            name: OperatorPlan({}, [stage], stage)
+            for name, stage in {"a": 0, "b": 0, "c": 1, "d": 1}.items()
+        },
+    )
+    simulation = Simulator(graph, profile, cluster).simulate(strategy)
+    prediction = Prediction(
+        strategy=strategy.name,
+        method="builder",
+        step_s=simulation.step_s,
+        memory_bytes=simulation.memory_bytes,
+        spans={str(rank): spans for rank, spans in simulated_spans(simulation).items()},
+    )
+    return strategy, prediction
+
+
+def make_run(ranks: list[list[Record]], status: Any = "ok", hosts: tuple[str, ...] = ()) -> Run:
+    hosts = hosts or tuple(f"node{rank}" for rank in range(len(ranks)))
+    header = RunHeader(
+        run_id="run",
+        workload="train",
+        key="key",
+        repeat=0,
+        argv=[],
+        config={},
+        cluster=Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=10**6),
+        ranks=[
+            RankInfo(
+                rank=rank, hostname=host, device="cpu", device_kind="cpu", n_cores=1, memory_bytes=1
+            )
+            for rank, host in enumerate(hosts)
+        ],
+        versions={},
+        commit="",
+        start_utc="",
+        status=status,
+    )
+    return Run(path=Path("run"), header=header, ranks=dict(enumerate(ranks)))
+
+
+def step(number: int, stretch: float) -> list[Record]:
+    """data 0-1, forward 1-4 with a wait 2-3 in it, backward 4-8, bucket 6-10, optimizer 10-11,
+    end 12."""
+    layout = [
+        ("step", "", 0, 12),
+        ("data", "", 0, 1),
+        ("forward", "stage0 #0", 1, 4),
+        ("communication", "wait a #0 from rank 1", 2, 3),
+        ("backward", "stage0 #0", 4, 8),
+        ("communication", "bucket0", 6, 10),
+        ("optimizer", "", 10, 11),
+    ]
+    return [
+        Span(
+            kind=kind,  # type: ignore[arg-type]
+            name=name,
+            step=number,
+            start_s=1000.0 * number + start * stretch,
+            duration_s=(stop - start) * stretch,
+        )
+        for kind, name, start, stop in layout
+    ]
+
+
+def test_error_is_predicted_over_the_median_measured_step() -> None:
+    _, prediction = simulated()
+    records = [record for n, stretch in enumerate((1, 2, 50)) for record in step(n, stretch)]
+    found = predicted_run(make_run([records]), prediction)
+    assert found.measured is not None
+    assert found.measured.median == 24.0
+    assert found.error == pytest.approx(prediction.step_s / 24 - 1)
+
+
+def test_measured_parts_sum_to_the_middle_step_and_leave_waits_out_of_computing() -> None:
+    _, prediction = simulated()
+    # The middle half of 1, 1, 1 and 9 is the first three: the outlier weighs nothing.
+    records = [record for n, stretch in enumerate((1, 1, 1, 9)) for record in step(n, stretch)]
+    found = predicted_run(make_run([records]), prediction)
+    expected = dict(
+        zip(PARTS[:1] + PARTS[2:], (6, 3, 1, 2), strict=True)
+    )  # exposed: the wait, and 8-10
+    assert found.measured_parts == pytest.approx(expected)
+    assert sum(found.measured_parts.values()) == pytest.approx(12)
+    assert middle_steps({0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0}) == {0, 1, 2}
+
+
+def contending(prediction: Prediction, seconds: float) -> Prediction:
+    return msgspec.structs.replace(prediction, contention_s={"0": seconds, "1": seconds})
+
+
+def alone(seconds: float) -> list[Record]:
+    return [
+        Sample(metric="no_sync_compute_s", value=value, step=n)
+        for n, value in enumerate((seconds, seconds, 100 * seconds))
+    ]
+
+
+def test_contention_is_what_computing_takes_beyond_steps_without_communication() -> None:
+    prediction = contending(simulated()[1], 0.5)
+    found = predicted_run(make_run([[*step(0, 1), *alone(5.5)]]), prediction)
+    expected = dict(zip(PARTS, (4.5, 1.5, 3, 1, 2), strict=True))  # 6 + 1 s, alone 5.5 s
+    assert found.measured_parts == pytest.approx(expected)
+    assert found.predicted_parts["compute"] == pytest.approx(9 - 0.5)
+    assert found.predicted_parts["contention"] == 0.5
+    assert sum(found.predicted_parts.values()) == pytest.approx(prediction.step_s)
+
+
+@pytest.mark.parametrize(
+    ("is_predicted", "ranks"),
+    [
+        (True, [step(0, 1)]),
+        (False, [[*step(0, 1), *alone(5.5)]]),
+        (True, [[*step(0, 1), *alone(5.5)], step(0, 1)]),
+    ],
+    ids=["not measured", "not predicted", "not measured on one rank"],
+)
+def test_unknown_contention_is_a_part_of_compute_on_both_sides(
+    is_predicted: bool, ranks: list[list[Record]]
+) -> None:
+    prediction = simulated()[1]
+    told = contending(prediction, 0.5) if is_predicted else prediction
+    found = predicted_run(make_run(ranks), told)
+    assert found.measured_parts.keys() == found.predicted_parts.keys() == set(PARTS[:1] + PARTS[2:])
+    assert found.measured_parts["compute"] == pytest.approx(6)
+    assert found.predicted_parts["compute"] == pytest.approx(9)
+
+
+def test_predicted_parts_sum_to_the_predicted_step() -> None:
+    _, prediction = simulated()
+    found = predicted_run(make_run([[]]), prediction)
+    # Both ranks compute (4 + 8) and (2 + 4) seconds: the mean is 9.
+    assert found.predicted_parts["compute"] == pytest.approx(9)
+    assert found.predicted_parts["rest"] == 0
+    assert sum(found.predicted_parts.values()) == pytest.approx(prediction.step_s)
+    optimizer_s = found.predicted_parts["optimizer"]
+    idle = 1 - (9 + optimizer_s) / prediction.step_s
+    assert found.predicted_bubble == pytest.approx(idle)
+    assert found.measured is None
+    assert found.error is None
+
+
+def test_an_invalid_run_has_no_measured_number() -> None:
+    _, prediction = simulated()
+    found = predicted_run(make_run([step(0, 1)], status="invalid"), prediction)
+    assert (found.measured, found.measured_parts) == (None, {})
+
+
+def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
+    strategy, prediction = simulated()
+    first, second = predicted_stages(prediction, strategy)
+    assert (first.ranks, second.ranks) == ((0,), (1,))
+    # Half of the batch's seconds.
+    assert (first.forward_s, first.backward_s) == (pytest.approx(2), pytest.approx(4))
+    assert (second.forward_s, second.backward_s) == (pytest.approx(1), pytest.approx(2))
+    assert first.recompute_s == 0
+
+
+def test_predicted_recomputation_is_told_apart() -> None:
+    strategy, prediction = simulated(recompute=True)
+    first, second = predicted_stages(prediction, strategy)
+    assert (first.forward_s, first.recompute_s) == (pytest.approx(2), pytest.approx(2))
+    assert second.recompute_s == 0
+
+
+def test_memory_is_matched_by_host_and_place_on_it() -> None:
+    _, prediction = simulated()
+    peak = Sample(metric="memory_peak_bytes", value=500, labels={"kind": "rss"})
+    found = predicted_run(make_run([[peak], []], hosts=("node1", "node0")), prediction)
+    assert [m.predicted_bytes for m in found.memory] == [
+        prediction.memory_bytes["node1:0"],
+        prediction.memory_bytes["node0:0"],
+    ]
+    assert [m.measured_bytes for m in found.memory] == [{"rss": 500}, {}]
+
+
+def test_files_beside_a_run_may_be_absent_and_are_named_when_malformed(tmp_path: Path) -> None:
+    strategy, prediction = simulated()
+    assert read_prediction(tmp_path) is None
+    assert read_strategy(tmp_path) is None
+    (tmp_path / PREDICTION_FILE).write_bytes(prediction.to_json())
+    (tmp_path / STRATEGY_FILE).write_bytes(strategy.to_json())
+    assert read_prediction(tmp_path) == prediction
+    assert read_strategy(tmp_path) == strategy
+    (tmp_path / PREDICTION_FILE).write_text('{"strategy": ')
+    (tmp_path / STRATEGY_FILE).write_text('{"name": 3}')
+    with pytest.raises(ResultsError, match=r"prediction\.json"):
+        read_prediction(tmp_path)
+    with pytest.raises(StrategyError, match=r"strategy\.json"):
+        read_strategy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spans": {"rank0": []}}, "'rank0', which is not a rank"),
+        ({"step_s": 0.0}, "at least 1e-09 s"),
+    ],
+)
+def test_a_prediction_that_makes_no_sense_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    _, prediction = simulated()
+    changed = {**msgspec.json.decode(prediction.to_json()), **changes}
+    (tmp_path / PREDICTION_FILE).write_bytes(msgspec.json.encode(changed))
+    with pytest.raises(ResultsError, match=rf"prediction\.json.*{message}"):
+        read_prediction(tmp_path)

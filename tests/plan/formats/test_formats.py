@@ -1,0 +1,302 @@
+from pathlib import Path
+
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
+from harness.errors import StrategyError
+from harness.plan.formats.convert import (
+    describe_entries,
+    entries_from_strategy,
+    strategy_from_entries,
+)
+from harness.plan.formats.detect import detect, read_strategy_file
+from harness.plan.formats.flexflow import (
+    Entry,
+    parse_console,
+    parse_text,
+    print_console,
+    print_text,
+)
+from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
+from harness.plan.formats.pipedream_plan import PipeDreamPlan, from_strategy, to_strategy
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="published files are not here")
+
+LINES = """\
+[Dense_100] num_dims(2) dims[1,4] device_ids[0,1,2,3]
+[Embedding_103] num_dims(2) dims[1,1] device_ids[3]
+[Dense_112] num_dims(2) dims[1,4] device_ids[0,1,2,3]
+"""
+ENTRIES = [
+    Entry("conv1", (1, 1, 1, 2), (0, 1), 0),
+    Entry("fc", (2, 1), (1, 300), 0),
+    Entry("table", (1, 1), (0,), 1, (1, 0)),
+]
+
+
+def test_console_lines_print_back_identically():
+    assert print_console(parse_console(LINES)) == LINES
+
+
+def test_other_output_between_console_lines_is_skipped():
+    assert len(parse_console("iteration 3 best 1.5\n" + LINES)) == 3
+
+
+def test_the_order_of_dims_decides_what_a_strategy_is():
+    entries = parse_console("[Dense_1] num_dims(2) dims[1,4] device_ids[0,1,2,3]")
+    assert entries[0].cuts("innermost_first") == {"sample": 4, "feature": 1}
+    assert entries[0].cuts("samples_first") == {"sample": 1, "feature": 4}
+    assert describe_entries(entries) == "data-parallel MLPs"
+    assert describe_entries(entries, "samples_first") == "feature-parallel MLPs"
+
+
+def test_dlrm_lines_are_named_for_what_they_are():
+    assert describe_entries(parse_console(LINES)) == "data-parallel MLPs, whole tables on devices"
+
+
+def test_text_file_round_trips():
+    text = "2\nconv1\n0\n4\n1\t1\t1\t2\n2\n0\t1\nfc\n0\n2\n2\t1\n2\n1\t300\n"
+    assert parse_text(text) == ENTRIES[:2]
+    assert print_text(ENTRIES[:2]) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1\nfc\n0\n2\n1\t2\n2\n0\n", "devices of 'fc'.*expected 2"),
+        ("2\nfc\n0\n1\n1\n1\n0\n", "ends before operator 2"),
+        ("1\nfc\n0\n1\n1\n1\n0\nmore\n", "goes on with 'more'"),
+        ("one\n", "number of operators is 'one'"),
+        ("1\nfc\n0\n2\n1\t2\n1\n0\n", r"2 parts \(dims \[1, 2\]\) and 1 devices"),
+    ],
+)
+def test_broken_text_file_is_refused(text, message):
+    with pytest.raises(StrategyError, match=message):
+        parse_text(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[a] num_dims(3) dims[1,2] device_ids[0,1]", "num_dims is 3 and 2 dims follow"),
+        ("[a] num_dims(2) dims[1,2] device_ids[0]", "2 parts .* and 1 devices"),
+        ("[a] num_dims(2) dims[1,0] device_ids[]", "each must be >= 1"),
+        ("nothing here", "has no line like"),
+    ],
+)
+def test_broken_console_line_is_refused(line, message):
+    with pytest.raises(StrategyError, match=message):
+        parse_console(line)
+
+
+def test_both_protobuf_generations_round_trip():
+    v1 = [Entry(e.name, e.dims, e.devices) for e in ENTRIES]
+    assert parse_protobuf(print_protobuf(v1, "v1")) == ("v1", v1)
+    assert parse_protobuf(print_protobuf(ENTRIES, "r21")) == ("r21", ENTRIES)
+
+
+def test_packed_numbers_are_read_too():
+    packed = b"\x0a\x0c\x0a\x01a\x12\x02\x01\x02\x1a\x03\x00\xac\x02"
+    packed = b"\x0a" + bytes([len(packed) - 2]) + packed[2:]
+    assert parse_protobuf(packed) == ("v1", [Entry("a", (1, 2), (0, 300))])
+
+
+def test_v1_protobuf_refuses_what_it_cannot_hold():
+    with pytest.raises(StrategyError, match="v1 holds neither"):
+        print_protobuf(ENTRIES, "v1")
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 20])
+def test_truncated_protobuf_is_refused(cut):
+    with pytest.raises(StrategyError):
+        parse_protobuf(print_protobuf(ENTRIES, "r21")[:-cut])
+
+
+def make_dlrm():
+    def op(name, kind, inputs, features=4):
+        return Operator(
+            name=name, kind=kind, inputs=inputs, shape={"sample": 8, "feature": features}
+        )
+
+    return Graph(
+        name="dlrm",
+        batch=8,
+        operators=[
+            op("dense", "input", []),
+            op("sparse", "input", []),
+            op("bottom", "linear", ["dense"]),
+            op("relu", "elementwise", ["bottom"]),
+            op("table", "embedding", ["sparse"]),
+            op("cat", "cat", ["relu", "table"], 8),
+            op("top", "linear", ["cat"], 1),
+        ],
+    )
+
+
+def test_renamed_operators_are_matched_by_kind_and_order():
+    entries = parse_console(LINES + "[Concat-111] num_dims(2) dims[1,4] device_ids[0,1,2,3]\n")
+    strategy = strategy_from_entries(entries, make_dlrm(), batch=8)
+    assert strategy.operators["table"] == OperatorPlan({}, [3])
+    assert strategy.operators["relu"] == OperatorPlan({"sample": 4}, [0, 1, 2, 3])
+    kept = {e.name: e for e in entries_from_strategy(strategy, make_dlrm())}
+    assert kept["bottom"].dims == (1, 4)
+    assert kept["table"].devices == (3,)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [("seq", "feature"), ("sample", "heads", "seq", "feature"), ("sample", "seq", "feature")],
+)
+def test_dims_keep_the_operators_own_names(dims):
+    shape = dict.fromkeys(dims, 8)
+    graph = Graph(name="g", batch=8, operators=[Operator(name="a", kind="add", shape=shape)])
+    for dim in dims:
+        plans = {"a": OperatorPlan({dim: 2}, [0, 1])}
+        entries = entries_from_strategy(Strategy(name="s", batch=8, operators=plans), graph)
+        assert strategy_from_entries(entries, graph, batch=8).operators == plans
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "want"),
+    [
+        ("softmax", {"sample": 8, "feature": 4}, OperatorPlan({"sample": 2}, [0, 1])),
+        ("softmax", {"feature": 4, "sample": 8}, OperatorPlan({}, [0])),
+        ("softmax", {"sample": 1, "feature": 4}, OperatorPlan({}, [0])),
+        ("elementwise", {"sample": 8, "feature": 1}, OperatorPlan({"sample": 2}, [0, 1])),
+        ("elementwise", {"sample": 8, "feature": 4}, OperatorPlan({"feature": 2}, [0, 1])),
+    ],
+)
+def test_an_operator_that_no_entry_names_gets_a_plan_that_it_can_have(kind, shape, want):
+    linear = Operator(
+        name="fc", kind="linear", inputs=["x"], shape={"sample": 8, "feature": 4},
+        parameter_bytes=64,
+    )  # fmt: skip
+    rest = Operator(name="rest", kind=kind, inputs=["fc"], shape=shape)
+    inputs = Operator(name="x", kind="input", shape={"sample": 8, "feature": 4})
+    graph = Graph(name="g", batch=8, operators=[inputs, linear, rest])
+    strategy = strategy_from_entries([Entry("fc", (2, 1), (0, 1))], graph, batch=8)
+    assert strategy.operators["rest"] == want
+    validate(strategy, graph, Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=10**9))
+
+
+def test_entries_of_another_model_are_refused():
+    with pytest.raises(StrategyError, match=r"2 operators of kind linear.*has 1"):
+        strategy_from_entries(
+            parse_console(LINES),
+            Graph(name="g", operators=[Operator(name="l", kind="linear", shape={"sample": 4})]),
+            batch=8,
+        )
+
+
+def test_flexflow_cannot_hold_pipelines_or_shares():
+    graph = make_dlrm()
+    strategy = strategy_from_entries(
+        parse_console(LINES + "[Concat-1] num_dims(2) dims[1,1] device_ids[0]"), graph, batch=8
+    )
+    shares = {**strategy.operators, "top": OperatorPlan({"sample": [2, 1]}, [0, 1])}
+    for broken in (
+        Strategy(name="s", batch=8, operators=strategy.operators, n_microbatches=2),
+        Strategy(name="s", batch=8, operators=shares),
+    ):
+        with pytest.raises(StrategyError, match="FlexFlow's files hold"):
+            entries_from_strategy(broken, graph)
+
+
+def test_pipedream_plan_round_trips_through_a_strategy():
+    data = b"""{"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]},
+                "stage_to_depth_map": {"0": 1, "1": 0}}"""
+    plan = PipeDreamPlan.from_json(data)
+    assert PipeDreamPlan.from_json(plan.to_json()) == plan
+    graph = make_dlrm()
+    stage_of = {op.name: int(op.name in ("cat", "top")) for op in graph.operators}
+    strategy = to_strategy(plan, graph, stage_of, batch=8)
+    assert strategy.stage_devices() == [(0, 1, 2), (3,)]
+    assert strategy.stages == [Stage(), Stage()]
+    assert from_strategy(strategy) == plan
+
+
+def test_unequal_shares_do_not_become_equal_replicas():
+    plans = {"a": OperatorPlan({"sample": [3, 1]}, [0, 1])}
+    with pytest.raises(StrategyError, match=r"shares \[3, 1\]: a PipeDream plan holds equal"):
+        from_strategy(Strategy(name="s", batch=8, operators=plans))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            b'{"module_to_stage_map": [0], "stage_to_rank_map": {"00": [0]}}',
+            r"\['00'\]: they must be the same",
+        ),
+        (b'{"module_to_stage_map": [0, 2], "stage_to_rank_map": {"0": [0]}}', "without gaps"),
+        (b'{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0]}}', "must be the same"),
+        (
+            b'{"module_to_stage_map": [0, 1], "stage_to_rank_map": {"0": [0], "1": [0]}}',
+            "ranks of its own",
+        ),
+        (b'{"module_to_stage_map": "x"}', "Expected `array`"),
+        (b'{"module_to', "is not JSON"),
+    ],
+)
+def test_broken_pipedream_plan_is_refused(data, message):
+    with pytest.raises(StrategyError, match=message):
+        PipeDreamPlan.from_json(data)
+
+
+def test_a_format_is_told_by_content():
+    assert detect(LINES.encode(), source="x").format == "flexflow console"
+    assert detect(print_text(ENTRIES[:2]).encode(), source="x").format == "flexflow text"
+    assert detect(print_protobuf(ENTRIES, "r21"), source="x").format == "flexflow protobuf r21"
+    with pytest.raises(StrategyError, match="neither harness-strategy nor a PipeDream plan"):
+        detect(b'{"a": 1}', source="x")
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "format_name", "what"),
+    [
+        (
+            "flexflow_strategies/dlrm_4gpus.console.txt",
+            "flexflow console",
+            "data-parallel MLPs, whole tables on devices",
+        ),
+        (
+            "flexflow_strategies/alexnet_optimized.v1.strategy",
+            "flexflow protobuf v1",
+            "data-parallel convolutions, feature-parallel MLPs",
+        ),
+        (
+            "flexflow_strategies/dlrm_8embs_8gpus.r21.pb",
+            "flexflow protobuf r21",
+            "whole tables on devices, data-parallel MLPs",
+        ),
+        (
+            "pipedream_plans/vgg16_4gpus.json",
+            "pipedream plan",
+            "pipeline of 2 stages with 3-1 replicas",
+        ),
+        (
+            "pipedream_plans/resnet50_4gpus.json",
+            "pipedream plan",
+            "pipeline of 3 stages with 2-1-1 replicas",
+        ),
+    ],
+)
+def test_published_files_are_read_and_named(name, format_name, what):
+    imported = read_strategy_file(DATA / name)
+    assert (imported.format, imported.describe()) == (format_name, what)
+
+
+@needs_data
+def test_published_flexflow_files_print_back_byte_for_byte():
+    folder = DATA / "flexflow_strategies"
+    text = (folder / "dlrm_4gpus.console.txt").read_text()
+    assert len(parse_console(text)) == 16
+    assert print_console(parse_console(text)) == text
+    for name in ("alexnet_optimized.v1.strategy", "dlrm_8embs_8gpus.r21.pb"):
+        data = (folder / name).read_bytes()
+        generation, entries = parse_protobuf(data)
+        assert print_protobuf(entries, generation) == data

@@ -1,0 +1,196 @@
+"""The 2018 cost model: published figures, hand-worked steps, and kernels against plain Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from harness.errors import PlanError
+from harness.plan.published.flexflow2018.model import (
+    FLATTEN,
+    LINEAR,
+    POOL,
+    Cut,
+    Layer,
+    Machine,
+    Plan,
+    Problem,
+    alexnet,
+    part_ms,
+)
+from harness.plan.published.flexflow2018.reference import simulate, step_ms, synchronise
+from harness.plan.published.flexflow2018.tables import (
+    FINISH,
+    build_tables,
+    decode,
+    encode,
+    new_base,
+    new_events,
+    new_state,
+    new_work,
+)
+from harness.plan.published.flexflow2018.timeline import (
+    BY_LAYERS,
+    BY_PARTS,
+    BY_TRANSFERS,
+    simulate_fully,
+)
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "n_devices", "printed"),
+    [(1, 2, "102.147"), (1, 4, "218.664"), (2, 4, "451.692"), (4, 4, "917.718")],
+)
+def test_data_parallel_costs_the_published_step(n_nodes: int, n_devices: int, printed: str) -> None:
+    problem = Problem(Machine(n_nodes, n_devices))
+    assert f"{step_ms(problem, problem.data_parallel()):.3f}" == printed
+    assert f"{compiled_step_ms(problem, problem.data_parallel())[0]:.3f}" == printed
+
+
+def test_alexnet_has_the_sizes_of_the_text() -> None:
+    sizes = {layer.name: (layer.n_in, layer.n_out) for layer in alexnet()}
+    assert sizes["conv1"] == (3 * 224**2, 64 * 55**2)
+    assert sizes["pool2"] == (64 * 55**2, 64 * 27**2)
+    assert sizes["pool8"] == (256 * 13**2, 256 * 6**2)
+    assert sizes["linear9"] == (9216, 4096)
+    assert sizes["linear11"] == (4096, 1000)
+    assert alexnet()[-1].has_softmax
+
+
+def test_costs_of_parts_by_hand() -> None:
+    pool = Layer(name="p", kind=POOL, n_in=1_000_000, n_out=250_000)
+    assert part_ms(pool, 100, 0) == pytest.approx(1.0 + 0.01 + 2.0 + 0.01)  # 5e8 bytes, then 1e9
+    linear = Layer(name="l", kind=LINEAR, n_in=1000, n_out=3200)
+    # 6.4e9 FLOPs take 1 ms, the bytes a fraction of that; thrice, each with a launch
+    assert part_ms(linear, 1000, 3200) == pytest.approx(3 * 1.01)
+    assert part_ms(Layer(name="f", kind=FLATTEN, n_in=9, n_out=9), 64, 9) == 0.0
+
+
+def flat_then_linear() -> list[Layer]:
+    """Two layers whose transfers are of 4 * 2^20 / 64 bytes a sample."""
+    n = 2**20 // 64
+    return [
+        Layer(name="flat", kind=FLATTEN, n_in=n, n_out=n),
+        Layer(name="linear1", kind=LINEAR, n_in=n, n_out=64, n_weights=n * 64),
+    ]
+
+
+def test_timeline_of_two_layers_by_hand() -> None:
+    """All samples on device 0: device 1, in the other node, waits for 128 samples at 1 / 16 ms."""
+    problem = Problem(Machine(2, 1), flat_then_linear())
+    plan = (Cut(1, 1, (0,)), Cut(1, 2, (0, 1)))
+    tasks = {task.order: task for task in simulate(problem, plan)}
+    transfer = tasks[1, 1, 1, 0]
+    assert (transfer.start_ms, transfer.finish_ms) == (0.0, 8.0)
+    assert tasks[1, 0, 0].start_ms == 0.0
+    assert tasks[1, 0, 1].start_ms == 8.0
+    assert (1, 1, 0, 0) not in tasks  # no transfer on one device
+
+
+def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
+    """Part 1 sends to part 2 twice: into the second layer from 0 to 4 ms, then into the third."""
+    n = 2**14  # 64 samples of it are 2^22 bytes, 4 ms between nodes
+    layers = [
+        Layer(name="flat", kind=FLATTEN, n_in=n, n_out=n),
+        Layer(name="flat2", kind=FLATTEN, n_in=n, n_out=n),
+        Layer(name="linear1", kind=LINEAR, n_in=n, n_out=4, n_weights=4 * n),
+    ]
+    problem = Problem(Machine(4, 1), layers)
+    plan = (Cut(2, 1, (0, 1)), Cut(4, 1, (0, 0, 2, 2)), Cut(1, 4, (0, 1, 3, 3)))
+    tasks = {task.order: task for task in simulate(problem, plan)}
+    first, second, free = tasks[1, 1, 2, 1], tasks[2, 1, 2, 1], tasks[2, 1, 1, 1]
+    assert first.resource == second.resource == (1, 2)
+    assert (first.start_ms, first.finish_ms) == (0.0, 4.0)
+    assert (second.ready_ms, second.start_ms, second.finish_ms) == (0.0, 4.0, 8.0)
+    assert (free.resource, free.start_ms) == ((1, 1), 0.0)
+    cost_ms, way = compiled_step_ms(problem, plan)
+    assert way == BY_TRANSFERS
+    assert cost_ms == step_ms(problem, plan)
+
+
+def test_synchronisation_of_slices_by_hand() -> None:
+    """2 nodes x 2; a 4 x 1 linear layer on devices 0, 0, 1, 2: every slice is on all three."""
+    layer = Layer(name="l", kind=LINEAR, n_in=2**10, n_out=2**10, n_weights=2**20)
+    problem = Problem(Machine(2, 2), [layer])
+    found = synchronise(problem, layer, Cut(4, 1, (0, 0, 1, 2)))
+    # 4 slices of 2^20 bytes: 1/4 ms inside (two devices of node 0), 1 ms between (two nodes)
+    assert found.transfer_ms == 4 * (0.25 + 1.0)
+    assert found.squared_parts == 4 * (2**2 + 1 + 1)
+    by_feature = synchronise(problem, layer, Cut(2, 2, (0, 1, 0, 3)))
+    # block 0 (slices 0, 1) only on device 0; block 1 on devices 1 and 3, one in each node
+    assert by_feature.transfer_ms == 2 * 1.0
+    assert by_feature.squared_parts == 2 * 2**2 + 2 * (1 + 1)
+
+
+def compiled_step_ms(problem: Problem, plan: Plan) -> tuple[float, int]:
+    tables = build_tables(problem)
+    state = new_state(tables)
+    state.plan[:] = encode(tables, plan)
+    assert decode(tables, state.plan) == plan
+    cost_ms, way, _ = simulate_fully(
+        tables, state, new_work(tables), new_events(tables), new_base(tables)
+    )
+    return cost_ms, way
+
+
+def random_plan(problem: Problem, rng: random.Random) -> Plan:
+    """A standard plan with a few layers, or single parts, put anywhere."""
+    n = problem.machine.n_devices
+    plan = list(rng.choice([problem.data_parallel(), problem.linear_by_feature()]))
+    for _ in range(rng.choice([1, 1, 2, 3, 12])):
+        i = rng.randrange(len(plan))
+        n_samples, n_features = rng.choice(problem.choices(problem.layers[i]))
+        devices = [rng.randrange(n) for _ in range(n_samples * n_features)]
+        if rng.random() < 0.5:
+            n_samples, n_features = plan[i].n_samples, plan[i].n_features
+            devices = list(plan[i].devices)
+            devices[rng.randrange(len(devices))] = rng.randrange(n)
+        plan[i] = Cut(n_samples, n_features, tuple(devices))
+    return tuple(plan)
+
+
+def test_kernels_equal_plain_python_exactly_in_every_way() -> None:
+    rng = random.Random(7)
+    ways = set()
+    for n_nodes, n_devices in [(1, 1), (1, 2), (1, 4), (2, 4), (4, 1), (4, 4)]:
+        problem = Problem(Machine(n_nodes, n_devices))
+        for _ in range(120):
+            plan = random_plan(problem, rng)
+            cost_ms, way = compiled_step_ms(problem, plan)
+            assert cost_ms == step_ms(problem, plan), plan
+            ways.add(way)
+    assert ways == {BY_LAYERS, BY_PARTS, BY_TRANSFERS}
+
+
+def test_finish_of_every_part_equals_plain_python() -> None:
+    problem = Problem(Machine(2, 4))
+    tables = build_tables(problem)
+    state = new_state(tables)
+    plan = problem.linear_by_feature()
+    state.plan[:] = encode(tables, plan)
+    simulate_fully(tables, state, new_work(tables), new_events(tables), new_base(tables))
+    for task in simulate(problem, plan):
+        if len(task.order) == 3:
+            layer, _, part = task.order
+            assert state.times[FINISH, layer, part] == task.finish_ms
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Cut(3, 1, (0, 1, 0)), "conv1 cannot be cut into 3 x 1"),
+        (Cut(2, 1, (0,)), "conv1 has 2 parts and 1 devices"),
+        (Cut(2, 1, (0, 5)), "conv1 is on device 5, there are devices 0 to 1"),
+    ],
+)
+def test_an_impossible_plan_is_named(change: Cut, message: str) -> None:
+    problem = Problem(Machine(1, 2))
+    with pytest.raises(PlanError, match=message):
+        step_ms(problem, (change, *problem.data_parallel()[1:]))
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    problem = Problem(Machine(1, 2))
+    with pytest.raises(PlanError, match="the plan has 11 layers, the model 12"):
+        step_ms(problem, problem.data_parallel()[1:])

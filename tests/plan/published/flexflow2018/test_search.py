@@ -1,0 +1,291 @@
+"""The search on the 2018 cost model: exact deltas, the published bars, determinism, bad input."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.errors import PlanError
+from harness.plan.published.flexflow2018 import search as search_module
+from harness.plan.published.flexflow2018.explain import break_down, critical_path, memory_bytes
+from harness.plan.published.flexflow2018.model import (
+    CONV,
+    LINEAR,
+    Cut,
+    Layer,
+    Machine,
+    Plan,
+    Problem,
+)
+from harness.plan.published.flexflow2018.notation import format_plan, to_strategy
+from harness.plan.published.flexflow2018.proposals import draw_below, draw_unit
+from harness.plan.published.flexflow2018.reference import simulate, step_ms
+from harness.plan.published.flexflow2018.search import plan as plan_request
+from harness.plan.published.flexflow2018.search import schedule, search, tidy
+from harness.plan.published.flexflow2018.tables import build_tables, decode, encode
+from harness.plan.published.flexflow2018.walk import (
+    BEST,
+    CURRENT,
+    N_BY_WAY,
+    N_PROPOSED,
+    Chain,
+    new_chain,
+    restart,
+    walk,
+)
+from harness.plan.request import PlanRequest, Progress
+
+TOPOLOGIES = [(1, 2), (1, 4), (2, 4), (4, 4)]
+BARS_MS = {(1, 2): 47.304, (1, 4): 52.012, (2, 4): 64.615, (4, 4): 86.035}
+
+
+def request(n_nodes: int, n_devices: int, **changes: object) -> PlanRequest:
+    cluster = Cluster.uniform(n_nodes, n_devices, inside_bytes_per_s=4e9, memory_bytes=16 * 10**9)
+    return PlanRequest(**{"cluster": cluster, **changes})  # type: ignore[arg-type]
+
+
+def chain_at(problem: Problem, plan: Plan, seed: int) -> Chain:
+    tables = build_tables(problem)
+    chain = new_chain(tables, seed)
+    restart(chain, encode(tables, plan))
+    return chain
+
+
+@pytest.mark.parametrize("shape", TOPOLOGIES)
+@pytest.mark.parametrize("temperature_ms", [0.5, 50.0])
+def test_delta_simulation_equals_full_simulation_on_every_move(
+    shape: tuple[int, int], temperature_ms: float
+) -> None:
+    """Thousands of accepted moves: each current cost, found by deltas only, is costed anew."""
+    problem = Problem(Machine(*shape))
+    chain = chain_at(problem, problem.data_parallel(), seed=3)
+    fresh = new_chain(chain.tables, 0)
+    for i in range(1500):
+        walk(chain, 1, temperature_ms, False)
+        assert restart(fresh, chain.current.plan) == chain.cost_ms[CURRENT]
+        if i % 50 == 0:
+            assert (
+                step_ms(problem, decode(chain.tables, chain.current.plan)) == chain.cost_ms[CURRENT]
+            )
+    assert chain.tally[N_PROPOSED] == 1500
+    assert np.array_equal(chain.trial.plan, chain.current.plan)
+
+
+@pytest.mark.parametrize("shape", [*TOPOLOGIES, (8, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> None:
+    problem = Problem(Machine(*shape))
+    chains = [chain_at(problem, problem.data_parallel(), seed) for _ in range(2)]
+    for temperature_ms in (20.0, 5.0, 0.5, 0.05):
+        for chain, use_bound in zip(chains, (True, False), strict=True):
+            walk(chain, 1000, temperature_ms, use_bound)
+        assert chains[0].cost_ms[CURRENT] == chains[1].cost_ms[CURRENT]
+        assert np.array_equal(chains[0].current.plan, chains[1].current.plan)
+        assert np.array_equal(chains[0].best, chains[1].best)
+    assert chains[0].tally[N_BY_WAY + 3] > 0
+    assert chains[1].tally[N_BY_WAY + 3] == 0
+    assert chains[0].random[0] == chains[1].random[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("shape", TOPOLOGIES)
+def test_every_seed_finds_the_best_listed_step(shape: tuple[int, int], seed: int) -> None:
+    problem = Problem(Machine(*shape))
+    found = search(problem, request(*shape, seed=seed, budget=50_000))
+    assert round(step_ms(problem, found.plan), 3) <= BARS_MS[shape]
+
+
+def small_problems() -> list[Problem]:
+    """Three layers with time and traffic in balance, so that the best plan is not obvious."""
+
+    def layers(n_weights: int, n_out: int) -> list[Layer]:
+        conv = Layer(
+            name="conv1", kind=CONV, n_in=40_000, n_out=n_out, n_weights=n_weights, macs=10**6
+        )
+        linear = Layer(name="linear2", kind=LINEAR, n_in=n_out, n_out=256, n_weights=n_out * 256)
+        last = Layer(
+            name="linear3", kind=LINEAR, n_in=256, n_out=100, n_weights=25_600, has_softmax=True
+        )
+        return [conv, linear, last]
+
+    return [
+        Problem(machine, layers(n_weights, n_out))
+        for machine in (Machine(1, 2), Machine(2, 1))
+        for n_weights in (10**3, 10**6)
+        for n_out in (512, 20_000)
+    ]
+
+
+@pytest.mark.parametrize("problem", small_problems())
+def test_search_equals_exhaustive_search_on_small_problems(problem: Problem) -> None:
+    options = [
+        [
+            Cut(n_samples, n_features, devices)
+            for n_samples, n_features in problem.choices(layer)
+            for devices in itertools.product(range(2), repeat=n_samples * n_features)
+        ]
+        for layer in problem.layers
+    ]
+    best_ms = min(step_ms(problem, plan) for plan in itertools.product(*options))
+    chain = chain_at(problem, problem.data_parallel(), seed=1)
+    for temperature_ms in (10.0, 1.0, 0.1, 0.01):
+        walk(chain, 2000, temperature_ms, True)
+    assert chain.cost_ms[BEST] == best_ms
+
+
+def test_equal_seeds_give_equal_plans_and_other_seeds_other_walks() -> None:
+    problem = Problem(Machine(2, 4))
+    plans = [search(problem, request(2, 4, seed=s, budget=2000)).plan for s in (1, 1, 2)]
+    assert plans[0] == plans[1]
+    walks = [chain_at(problem, problem.data_parallel(), seed=s) for s in (1, 2)]
+    for chain in walks:
+        walk(chain, 200, 5.0, True)
+    assert not np.array_equal(walks[0].current.plan, walks[1].current.plan)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 999, 12_500, 30_001])
+def test_the_budget_is_spent_exactly(budget: int) -> None:
+    assert sum(size for _, size, _ in schedule(budget)) == budget
+    found = search(Problem(Machine(1, 2)), request(1, 2, budget=budget))
+    assert found.n_proposals == budget
+
+
+def test_a_result_says_what_the_plan_costs_and_why() -> None:
+    problem = Problem(Machine(2, 4))
+    result = plan_request(request(2, 4, budget=20_000, seed=1))
+    found = tuple(
+        Cut(plan.partition.get("sample", 1), plan.partition.get("feature", 1), tuple(plan.devices))
+        for plan in result.strategy.operators.values()
+    )
+    assert result.explanation[-13:-1] == format_plan(problem, found)
+    assert result.predicted_step_s == step_ms(problem, found) / 1e3
+    assert result.strategy == to_strategy(problem, found, "flexflow2018")
+    single_ms = step_ms(problem, problem.single_device())
+    step = result.predicted_step_s * 1e3
+    assert result.speedup_over_single == pytest.approx(single_ms / step, rel=1e-12)
+    assert result.speedup_over_ddp == pytest.approx(0.451692 / result.predicted_step_s, rel=1e-6)
+    assert [other.step_s for other in result.runners_up] == sorted(
+        other.step_s or 0.0 for other in result.runners_up
+    )
+    assert any("what binds: arithmetic" in line for line in result.explanation)
+    assert result.n_proposals == 20_000
+    assert not result.interrupted
+    msgspec.json.encode(result)
+
+
+def test_breakdown_sums_to_the_step_and_the_path_has_no_gap() -> None:
+    problem = Problem(Machine(4, 4))
+    found = search(problem, request(4, 4, budget=5000, seed=2)).plan
+    for plan in (found, problem.data_parallel(), problem.single_device()):
+        assert break_down(problem, plan).step_ms == pytest.approx(step_ms(problem, plan), abs=1e-9)
+        path = critical_path(simulate(problem, plan))
+        assert path[0].start_ms == 0.0
+        assert all(a.finish_ms == b.start_ms for a, b in itertools.pairwise(path))
+
+
+def test_memory_of_data_parallel_by_hand() -> None:
+    layers = [Layer(name="linear1", kind=LINEAR, n_in=10, n_out=6, n_weights=60)]
+    problem = Problem(Machine(1, 2), layers)
+    # 64 samples x 6 outputs, and 60 weights with their gradients, of 4 bytes
+    assert memory_bytes(problem, (Cut(2, 1, (0, 1)),)) == [4 * (64 * 6 + 2 * 60)] * 2
+    assert memory_bytes(problem, (Cut(1, 2, (1, 1)),)) == [0, 4 * (128 * 6 + 2 * 60)]
+
+
+def test_an_interrupt_returns_the_best_so_far() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.n_proposals > 0:
+            raise KeyboardInterrupt
+
+    result = plan_request(request(1, 4, progress=interrupt))
+    assert result.interrupted
+    assert 0 < result.n_proposals < 250_000
+    assert result.predicted_step_s <= 0.0520117  # the standard plans are still in the comparison
+
+
+def test_an_interrupt_while_kernels_load_returns_a_standard_plan() -> None:
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    result = plan_request(request(1, 4, progress=interrupt))
+    assert result.interrupted
+    assert result.n_proposals == 0
+    assert result.method == "convolutions by sample, linear layers by feature"
+
+
+def test_tidying_sorts_devices_where_that_costs_nothing() -> None:
+    problem = Problem(Machine(1, 2))
+    tables = build_tables(problem)
+    plan = problem.linear_by_feature()
+    shuffled = (*plan[:-1], Cut(1, 2, (1, 0)))
+    assert tidy(tables, shuffled) == plan
+    crossed = (Cut(2, 1, (1, 0)), *plan[1:])  # sorting the first layer spares its transfers
+    assert tidy(tables, crossed) == plan
+    chained = tuple(Cut(2, 1, (1, 0)) for _ in plan)  # sorting one alone would cost transfers
+    assert tidy(tables, chained)[0] == chained[0]
+
+
+def test_seconds_end_the_search() -> None:
+    result = plan_request(request(1, 2, seconds=0.2))
+    assert result.n_proposals > 0
+    assert result.search_cpu_s < 5.0
+
+
+def test_one_device_has_one_plan() -> None:
+    result = plan_request(request(1, 1, budget=1000))
+    assert result.n_proposals == 0
+    assert result.speedup_over_single == 1.0
+
+
+def test_a_plan_is_written_samples_first() -> None:
+    problem = Problem(Machine(1, 4))
+    lines = format_plan(problem, problem.linear_by_feature())
+    assert lines[0] == "op[0] conv1:\tdim(4 ) gpu(0 1 2 3 )"
+    assert lines[9] == "op[9] linear9:\tdim(1 4 ) gpu(0 1 2 3 )"
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "n_devices", "changes", "message"),
+    [
+        (1, 3, {}, "1 nodes of 3 devices make 3"),
+        (1, 2, {"batch": 100}, "128 on 2 devices, not 100"),
+        (1, 2, {"memory_bytes": 10**6}, "no plan fits: the leanest needs .* the limit is 977 KiB"),
+        (1, 2, {"graph": Graph(name="g", operators=[Operator(name="a", kind="other")])}, "not 'g'"),
+    ],
+)
+def test_bad_requests_are_named(
+    n_nodes: int, n_devices: int, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_request(request(n_nodes, n_devices, budget=10, **changes))
+
+
+def test_unequal_nodes_are_refused() -> None:
+    nodes = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=10**9).nodes
+    small = msgspec.structs.replace(nodes[1], devices=nodes[1].devices[:1])
+    with pytest.raises(PlanError, match="these have 1 to 2 devices"):
+        plan_request(PlanRequest(cluster=Cluster(nodes=[nodes[0], small])))
+
+
+def test_random_numbers_are_uniform_enough() -> None:
+    random = np.array([1], dtype=np.uint64)
+    counts = np.bincount([draw_below(random, 5) for _ in range(5000)], minlength=5)
+    assert counts.min() > 900  # 1000 expected, standard deviation 28
+    units = [draw_unit(random) for _ in range(5000)]
+    assert min(units) >= 0
+    assert max(units) < 1
+    assert abs(np.mean(units) - 0.5) < 0.02  # standard deviation 0.004
+
+
+def test_progress_tells_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "PROGRESS_INTERVAL_S", 0.0)
+    seen: list[Progress] = []
+    search(Problem(Machine(1, 2)), request(1, 2, budget=5000, progress=seen.append))
+    assert [p.best_step_s for p in seen] == sorted((p.best_step_s for p in seen), reverse=True)
+    assert seen[-1].fraction == 1.0
+    assert seen[-1].n_proposals == 5000
+    assert seen[0].n_proposals == 0

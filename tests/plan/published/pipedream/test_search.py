@@ -1,0 +1,320 @@
+"""The pipeline search against exhaustive enumeration by an independent reading of the formula."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.plan.published.pipedream.cost import Level, levels_of
+from harness.plan.published.pipedream.dynamic import Workers
+from harness.plan.published.pipedream.evaluate import device_stages, stage_costs
+from harness.plan.published.pipedream.lattice import Lattice
+from harness.plan.published.pipedream.search import Found, Problem, search
+from harness.plan.published.pipedream.workload import Workload, workload_from
+
+RELATIVE = 1e-9  # prefix sums and single sums round differently
+
+
+def random_workload(rng: random.Random, n: int) -> Workload:
+    """A DAG with branches; times in ms, sizes in kB; some operators cost nothing."""
+    operators, points = [], []
+    for i in range(n):
+        parents = [f"op{j}" for j in range(i) if rng.random() < (0.6 if j == i - 1 else 0.25)]
+        operators.append(
+            Operator(
+                name=f"op{i}",
+                kind="other",
+                inputs=parents,
+                parameter_bytes=rng.choice([0, 0, 1000, 20_000, 400_000]),
+                activation_bytes=rng.choice([100, 5_000, 30_000, 90_000]),
+            )
+        )
+        points.append(
+            Measurement(
+                device_kind="device",
+                operator=f"op{i}",
+                forward_s=rng.choice([0.0, 0.001, 0.002, 0.005]),
+                backward_s=rng.choice([0.0, 0.001, 0.007]),
+            )
+        )
+    graph = Graph(name="random", operators=operators)
+    return workload_from(graph, Profile(model="random", measurements=points), "device")
+
+
+class Oracle:
+    """Costs and enumerates plans over sets of operator positions."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        n = work.n_operators
+        self.below = [set() for _ in range(n)]
+        for i in range(n):
+            for p in work.producers[i]:
+                self.below[i] |= self.below[p] | {p}
+        self.cuts = [
+            frozenset(each)
+            for size in range(n + 1)
+            for each in itertools.combinations(range(n), size)
+            if all(self.below[i] <= set(each) for i in each)
+        ]
+        self.all = frozenset(range(n))
+
+    def crossing(self, cut: frozenset[int]) -> int:
+        """Bytes of PipeDream's augmented antichain."""
+        if cut == self.all:
+            return 0
+        tops = [i for i in cut if not any(i in self.below[j] for j in cut)]
+        sent = set(tops)
+        for top in tops:
+            for p in self.below[top]:
+                if any(c not in self.below[top] and c != top for c in self.work.consumers[p]):
+                    sent.add(p)
+        return sum(self.work.output_bytes[i] for i in sent)
+
+    def compute_s(self, a: frozenset[int], b: frozenset[int]) -> float:
+        return sum(self.work.compute_ticks[i] for i in b - a) * 1e-13
+
+    def parameters(self, a: frozenset[int], b: frozenset[int]) -> int:
+        return sum(self.work.parameter_bytes[i] for i in b - a)
+
+    def fits(self, a: frozenset[int], b: frozenset[int], r: int, after: int, limit: float) -> bool:
+        """Parameters, gradients, momentum, a stashed copy per extra minibatch, activations."""
+        in_flight = math.ceil(after / r) + 1
+        kept = sum(self.work.activation_bytes[i] for i in b - a) + self.crossing(a)
+        return (2 + in_flight) * self.parameters(a, b) + in_flight * kept <= limit
+
+    def chains(self, a: frozenset[int], b: frozenset[int], most: int) -> Iterator[list[frozenset]]:
+        """All chains of at most `most` stages from cut a to cut b."""
+        yield [a, b]
+        if most > 1:
+            for middle in self.cuts:
+                if a < middle < b:
+                    for rest in self.chains(middle, b, most - 1):
+                        yield [a, *rest]
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Ordered positive counts that sum to at most `total`."""
+    for counts in itertools.product(range(1, total + 1), repeat=parts):
+        if sum(counts) <= total:
+            yield counts
+
+
+def best_uniform(
+    oracle: Oracle,
+    levels: list[Level],
+    limit: float,
+    a: frozenset[int],
+    b: frozenset[int],
+    copies: int = 1,
+    after: int = 0,
+) -> float:
+    """Least bottleneck by trying everything; levels innermost first."""
+    level, inner = levels[-1], levels[:-1]
+    width = math.prod(each.n_workers for each in inner)
+    best = math.inf
+    for chain in oracle.chains(a, b, level.n_workers):
+        for counts in compositions(level.n_workers, len(chain) - 1):
+            worst, behind = 0.0, sum(counts)
+            for s, r in enumerate(counts):
+                start, end = chain[s], chain[s + 1]
+                behind -= r
+                n_after = behind * width * copies + after
+                if inner:
+                    compute = best_uniform(oracle, inner, limit, start, end, copies * r, n_after)
+                elif oracle.fits(start, end, r * copies, n_after, limit):
+                    compute = oracle.compute_s(start, end)
+                else:
+                    compute = math.inf
+                sync = 4 * (r - 1) * oracle.parameters(start, end) / (level.bandwidth * r)
+                worst = max(worst, (compute + sync / level.inner) / r)
+                if s > 0:
+                    carried = max(oracle.crossing(start), oracle.crossing(end))
+                    worst = max(worst, 2 * carried / (level.bandwidth * r))
+                if worst >= best:
+                    break
+            best = min(best, worst)
+    return best
+
+
+def solve(work: Workload, levels: list[Level], limit: float, unlike: Workers | None = None):
+    return search(Problem(work, levels, limit, unlike), Lattice(work))
+
+
+def check(found: Found | None, expected_s: float) -> None:
+    if expected_s == math.inf:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.is_exact
+        assert found.step_s == pytest.approx(expected_s, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_flat_search_equals_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.randint(1, 6))
+    levels = levels_of([rng.randint(1, 4)], [rng.choice([1e6, 1e7, 1e8])])
+    limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
+    oracle = Oracle(work)
+    expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
+    check(solve(work, levels, limit), expected_s)
+
+
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_hierarchical_search_equals_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.randint(2, 4))
+    counts = rng.choice([[2, 2], [3, 2], [2, 3]])
+    levels = levels_of(counts, [rng.choice([1e7, 1e8]), rng.choice([1e6, 1e7])])
+    limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
+    oracle = Oracle(work)
+    expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
+    check(solve(work, levels, limit), expected_s)
+
+
+def best_unlike(
+    oracle: Oracle, speeds: list[float], bandwidth: np.ndarray, memory: list[float]
+) -> float:
+    """Least bottleneck over stages on consecutive devices, any of the first ones idle."""
+    n, best = len(speeds), math.inf
+    for chain in oracle.chains(frozenset(), oracle.all, n):
+        for counts in compositions(n, len(chain) - 1):
+            worst, first = 0.0, n - sum(counts)
+            for s, r in enumerate(counts):
+                start, end, group = chain[s], chain[s + 1], range(first, first + r)
+                slowest = min(
+                    (bandwidth[x, y] for x in group for y in group if x != y), default=math.inf
+                )
+                sync = 4 * (r - 1) * oracle.parameters(start, end) / (slowest * r * r)
+                compute = oracle.compute_s(start, end) / sum(speeds[w] for w in group)
+                limit = min(memory[w] for w in group)
+                if not oracle.fits(start, end, r, n - first - r, limit):
+                    compute = math.inf
+                worst = max(worst, compute + sync)
+                if s > 0:
+                    link = min(bandwidth[first - 1, w] for w in group)
+                    worst = max(worst, 2 * oracle.crossing(start) / (link * r))
+                    if first + r < n:
+                        link = min(bandwidth[w, first + r] for w in group)
+                        worst = max(worst, 2 * oracle.crossing(end) / (link * r))
+                first += r
+            best = min(best, worst)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_search_on_unlike_devices_and_links_equals_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.randint(2, 6))
+    n = rng.randint(2, 4)
+    speeds = [rng.choice([0.25, 0.5, 1.0, 2.0]) for _ in range(n)]
+    bandwidth = np.array([[rng.choice([1e6, 1e7, 1e8]) for _ in range(n)] for _ in range(n)])
+    memory = [math.inf if seed % 2 else rng.uniform(2e5, 3e6) for _ in range(n)]
+    unlike = Workers.ordered(speeds, bandwidth, memory)
+    expected_s = best_unlike(Oracle(work), speeds, bandwidth, memory)
+    check(solve(work, [Level(n, 1.0)], math.inf, unlike), expected_s)
+
+
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_evaluation_of_the_plan_gives_the_searched_time(seed: int) -> None:
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.randint(3, 8))
+    levels = levels_of([3, 2], [1e8, 1e7])
+    limit = rng.choice([math.inf, 3e6])
+    found = solve(work, levels, limit)
+    if found is None:
+        return
+    lattice = Lattice(work)
+    costs = stage_costs(lattice, found.stages, levels)
+    assert max(cost.total_s for cost in costs) == pytest.approx(found.step_s, rel=RELATIVE)
+    placed = device_stages(lattice, found.stages, levels)
+    assert max(stage.memory_bytes for stage in placed) <= limit
+    assert sorted(i for stage in placed for i in stage.operators) == list(range(work.n_operators))
+    devices = [device for stage in placed for device in stage.devices]
+    assert len(set(devices)) == len(devices)
+    assert set(devices) <= set(range(6))
+
+
+def chain_workload(compute_s: list[float], parameters: list[int], outputs: list[int]) -> Workload:
+    n = len(compute_s)
+    return Workload(
+        names=[f"op{i}" for i in range(n)],
+        compute_ticks=[round(s * 1e13) for s in compute_s],
+        parameter_bytes=parameters,
+        activation_bytes=outputs,
+        output_bytes=outputs,
+        producers=[[i - 1] if i else [] for i in range(n)],
+        consumers=[[i + 1] if i < n - 1 else [] for i in range(n)],
+    )
+
+
+def test_balanced_chain_is_split_in_the_middle() -> None:
+    work = chain_workload([1.0, 1.0, 1.0, 1.0], [10**9] * 4, [0] * 4)
+    found = solve(work, levels_of([2], [1e6]), math.inf)
+    assert found is not None
+    assert found.step_s == 2.0
+    assert [(s.start, s.end, s.n_replicas) for s in found.stages] == [(0, 3, 1), (3, 15, 1)]
+
+
+def test_model_without_parameters_is_replicated() -> None:
+    work = chain_workload([3.0, 1.0], [0, 0], [10**9, 10**9])
+    found = solve(work, levels_of([4], [1e6]), math.inf)
+    assert found is not None
+    assert found.step_s == 1.0
+    assert [s.n_replicas for s in found.stages] == [4]
+
+
+def test_replicas_pay_for_gradients() -> None:
+    # (c + 4 (r - 1) P / (B r)) / r with c = 4, P = 8e6, B = 1e6, r = 2: (4 + 16) / 2
+    work = chain_workload([4.0], [8 * 10**6], [0])
+    levels = levels_of([2], [1e6])
+    found = solve(work, levels, math.inf)
+    assert found is not None
+    assert found.step_s == 4.0  # one device, the other idles: 10 s together
+    assert levels[0].sync_s_per_byte(2) * 8e6 == 8.0
+
+
+def test_device_with_too_little_memory_for_everything_makes_a_pipeline() -> None:
+    work = chain_workload([1.0, 1.0], [10**6, 10**6], [1000, 1000])
+    # Replicated: 3 x 2e6 of state and 2000 of activations. As a pipeline the first stage has two
+    # minibatches in flight: 4 x 1e6 + 2 x 1000, the second one: 3 x 1e6 + 1000 + 1000 received.
+    enough = 4 * 10**6 + 2000
+    found = solve(work, levels_of([2], [1e9]), enough)
+    assert found is not None
+    assert [s.n_replicas for s in found.stages] == [1, 1]
+    assert solve(work, levels_of([2], [1e9]), enough - 1) is None
+
+
+def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
+    """40 branches of 3 operators have 4**40 cuts; 4 devices can share them evenly."""
+    producers: list[list[int]] = [[]]
+    for _ in range(40):
+        for depth in range(3):
+            producers.append([0] if depth == 0 else [len(producers) - 1])
+    producers.append([i for i in range(1, 121) if i % 3 == 0])
+    consumers: list[list[int]] = [[] for _ in producers]
+    for i, sources in enumerate(producers):
+        for source in sources:
+            consumers[source].append(i)
+    n = len(producers)
+    work = Workload(
+        names=[f"op{i}" for i in range(n)],
+        compute_ticks=[10**10] * n,
+        parameter_bytes=[10**9] * n,
+        activation_bytes=[1] * n,
+        output_bytes=[1] * n,
+        producers=producers,
+        consumers=consumers,
+    )
+    found = solve(work, levels_of([4], [1e9]), math.inf)
+    assert found is not None
+    assert not found.is_exact
+    assert found.step_s <= 1.05 * n * 1e-3 / 4

@@ -1,0 +1,533 @@
+"""The command line as a user runs it: files in, JSON or text out, one line per mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile, WholeStep
+from harness.domain.strategy import Strategy, validate
+from harness.plan.__main__ import main
+from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+from harness.plan.report import ProgressLine
+from harness.plan.request import Progress
+
+DATA = Path(__file__).parents[3] / "shared/data"
+
+
+def node(name: str, ms: float, activation: int = 1000, parameters: int = 0) -> str:
+    return (
+        f"{name} -- Linear(in_features=8, out_features=8) -- forward_compute_time={ms:.3f}, "
+        f"backward_compute_time={2 * ms:.3f}, activation_size={activation}.000, "
+        f"parameter_size={parameters}.000"
+    )
+
+
+CHAIN = "\n".join(
+    [
+        node("a", 1, parameters=10**6),
+        node("b", 1, parameters=10**6),
+        node("c", 1, parameters=10**9),
+        node("d", 1, parameters=10**9),
+        "\ta -- b",
+        "\tb -- c",
+        "\tc -- d",
+    ]
+)
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    path = tmp_path / "chain.txt"
+    path.write_text(CHAIN)
+    return path
+
+
+def search(*flags: object) -> list[str]:
+    return ["search", *(str(flag) for flag in flags)]
+
+
+def test_json_is_one_object_with_every_field(
+    chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = search("--profile", chain, "--topology", "1x2", "--bandwidth", "1e9")
+    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    result = json.loads(out)
+    assert result["predicted_step_s"] == pytest.approx(6e-3)  # two stages of two operators
+    assert result["speedup_over_single"] == pytest.approx(2.0)
+    # Data parallel: (12 ms + 4 x 2.002e9 / (1e9 x 2)) / 2
+    assert result["speedup_over_ddp"] == pytest.approx((12e-3 + 4.004) / 2 / 6e-3)
+    assert result["n_proposals"] == 5
+    assert set(result["memory_bytes"]) == {"node0:0", "node0:1"}
+    assert min(result["memory_bytes"].values()) > 0
+    for field in ("search_cpu_s", "proposals_per_s", "peak_rss_bytes"):
+        assert result[field] > 0
+    assert result["strategy"]["operators"]["c"] == {
+        "partition": {"sample": 1},
+        "devices": [1],
+        "stage": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "note"),
+    [
+        ([], 4, "whose size is not known"),
+        (["--batch", "64"], 64, None),
+        (["--batch", "2"], 4, "a batch of 2 leaves replicas without a sample"),
+    ],
+)
+def test_strategy_has_a_batch_that_every_replica_can_share(
+    tmp_path: Path,
+    flags: list[str],
+    batch: int,
+    note: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text(node("a", 1))
+    flags = [*search("--profile", path, "--topology", "4", "--bandwidth", "1e9"), *flags]
+    assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["strategy"]["batch"] == batch
+    assert result["strategy"]["operators"]["a"]["partition"] == {"sample": 4}
+    assert any(note in line for line in result["explanation"]) if note else batch == 64
+
+
+def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "8gbit")
+    assert main([*flags, "--cost", "pipedream", "--batch", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "best plan by pipedream: 6 ms per step" in out
+    assert "2.00 times one device" in out
+    assert "stage 0: 2 operators on 1 device: compute 6 ms" in out
+    assert "sets the pace, by compute" in out
+    assert "data parallel" in out
+    assert "node0:1" in out
+
+
+def test_written_strategy_is_valid_for_the_graph(chain: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    flags = search("--profile", chain, "--topology", "2x2", "--bandwidth", "1e9,1e8")
+    flags += ["--batch", "64", "--cost", "pipedream", "--output", str(plan)]
+    assert main(flags) == 0
+    strategy = Strategy.load(plan)
+    assert strategy.batch == 64
+    cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e9, memory_bytes=2**40)
+    validate(strategy, parse_graph_txt(CHAIN, name="chain", batch=64)[0], cluster)
+
+
+def test_unlike_devices_of_a_cluster_file_get_work_by_their_speed(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = json.loads(
+        Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**40).to_json()
+    )
+    cluster["nodes"][0]["devices"][1]["speed"] = 3.0
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(cluster))
+    flags = search("--profile", chain, "--cluster", path, "--cost", "pipedream", "--json")
+    assert main(flags) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["predicted_step_s"] == pytest.approx(3e-3)  # 3 ms, and 9 ms at triple speed
+    assert result["strategy"]["operators"]["b"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bandwidth", "1e9"], "give either --cluster FILE or --topology"),
+        (["--topology", "2", "--cluster", "x.json"], "give either --cluster FILE or --topology"),
+        (["--topology", "2y2", "--bandwidth", "1e9"], "--topology '2y2' is not NODESxDEVICES"),
+        (["--topology", "0x2", "--bandwidth", "1e9"], "--topology '0x2' is not NODESxDEVICES"),
+        (["--topology", "2"], "--topology needs --bandwidth"),
+        (["--topology", "2", "--bandwidth", "1,2,3"], "is not INSIDE[,BETWEEN]"),
+        (["--topology", "2", "--bandwidth", "fast"], "'fast' is not a number"),
+        (["--topology", "2", "--bandwidth", "1e9", "--batch", "0"], "--batch 0 must be above 0"),
+        (["--topology", "2", "--bandwidth", "1e9", "--seconds", "-1"], "--seconds -1.0 must be"),
+        (["--topology", "2", "--bandwidth", "1e9", "--memory", "1kB"], "no plan fits"),
+        (["--topology", "2", "--bandwidth", "1e9", "--memory", "0"], "--memory 0 must be above 0"),
+        (["--cluster", "absent.json"], "absent.json: No such file"),
+        (["--topology", "2", "--bandwidth", "1e9", "--graph", "absent"], "absent: No such file"),
+    ],
+)
+def test_bad_flags_end_with_one_line_and_code_2(
+    chain: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(search("--profile", chain, "--cost", "pipedream", *flags)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_simulator_asks_for_memory_with_a_topology(
+    chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(search("--profile", chain, "--topology", "2", "--bandwidth", "1e9")) == 2
+    assert "--topology needs --memory BYTES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (CHAIN.replace("\tc -- d", "\tc -- d\n\td -- a"), "is cyclic"),
+        (CHAIN.replace("\tc -- d", "\tc -- x"), "unknown operator 'x'"),
+        (CHAIN.replace("time=1.000", "time=-1.000", 1), "a time is in milliseconds"),
+    ],
+)
+def test_bad_profile_ends_with_one_line_and_code_2(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    flags = search("--profile", path, "--topology", "2", "--bandwidth", "1e9")
+    assert main([*flags, "--cost", "pipedream"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_profile_without_its_graph_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, profile = parse_graph_txt(CHAIN, name="chain")
+    path = tmp_path / "chain.json"
+    path.write_bytes(profile.to_json())
+    flags = search("--profile", path, "--topology", "2", "--bandwidth", "1e9")
+    assert main([*flags, "--cost", "pipedream"]) == 2
+    assert "give --model or --graph FILE too" in capsys.readouterr().err
+
+
+def test_graph_and_profile_files_plan_like_the_graph_txt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, profile = parse_graph_txt(CHAIN, name="chain")
+    (tmp_path / "p.json").write_bytes(profile.to_json())
+    (tmp_path / "g.json").write_bytes(graph.to_json())
+    flags = search("--profile", tmp_path / "p.json", "--graph", tmp_path / "g.json")
+    flags += ["--topology", "2", "--bandwidth", "1e9", "--cost", "pipedream", "--json"]
+    assert main(flags) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(6e-3)
+
+
+def test_unprofiled_hardware_is_estimated_from_its_matmul_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [
+        Operator(name="x", kind="input"),
+        Operator(name="a", kind="linear", inputs=["x"], forward_flops=1e9, backward_flops=2e9),
+    ]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators).to_json())
+    cluster = json.loads(Cluster.uniform(1, 1, inside_bytes_per_s=1, memory_bytes=9**9).to_json())
+    (tmp_path / "c.json").write_text(json.dumps(cluster))
+    flags = search("--graph", tmp_path / "g.json", "--cluster", tmp_path / "c.json", "--json")
+    flags += ["--cost", "pipedream"]
+    assert main(flags) == 2  # neither profile nor model nor rate
+    cluster["nodes"][0]["devices"][0]["flops_per_s"] = {"float32": 1e12}
+    (tmp_path / "c.json").write_text(json.dumps(cluster))
+    capsys.readouterr()
+    assert main(flags) == 0
+    assert json.loads(capsys.readouterr().out)["predicted_step_s"] == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("flag", [[], ["--dot"]])
+def test_show_prints_a_graph(
+    chain: Path, flag: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", str(chain), *flag]) == 0
+    out = capsys.readouterr().out
+    assert ('"c" -> "d";' in out) == bool(flag)
+    assert ("graph chain: 4 operators" in out) == (not flag)
+
+
+def test_show_tells_files_by_their_content(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, profile = parse_graph_txt(CHAIN, name="chain")
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=2**30)
+    plan = tmp_path / "strategy"
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
+    main([*flags, "--cost", "pipedream"])
+    capsys.readouterr()
+    expected = {
+        "graph": (graph.to_json(), "graph chain: 4 operators"),
+        "profile": (profile.to_json(), "profile of chain: 4 measurements on device"),
+        "cluster": (cluster.to_json(), "link node0:0 -> node0:1: 1 GB/s"),
+        "strategy": (plan.read_bytes(), "strategy pipedream: batch"),
+    }
+    for name, (data, line) in expected.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        assert main(["show", str(path)]) == 0
+        assert line in capsys.readouterr().out
+
+
+def test_show_draws_a_strategy_over_its_graph(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
+    assert main([*flags, "--cost", "pipedream"]) == 0
+    capsys.readouterr()
+    assert main(["show", str(plan), "--dot", "--graph", str(chain)]) == 0
+    out = capsys.readouterr().out
+    assert '"c" [label="c\\nlinear\\nsample 1 on 1", style=filled, fillcolor=palegreen];' in out
+    other = tmp_path / "other.txt"
+    other.write_text(node("z", 1))
+    assert main(["show", str(plan), "--dot", "--graph", str(other)]) == 2
+    assert "places 'a', which graph 'other' does not have" in capsys.readouterr().err
+
+
+def test_show_refuses_what_it_cannot_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_bytes(Cluster.uniform(1, 2, inside_bytes_per_s=1, memory_bytes=1).to_json())
+    assert main(["show", str(path), "--dot"]) == 2
+    assert main(["show", str(tmp_path / "absent")]) == 2
+    err = capsys.readouterr().err
+    assert "is not a graph" in err
+    assert "No such file" in err
+
+
+def test_showing_does_not_load_compilers_or_torch(chain: Path) -> None:
+    code = (
+        "import sys; from harness.plan.__main__ import main; main(['show', sys.argv[1]]); "
+        "print({'torch', 'numba', 'scipy'} & set(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(chain)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.strip() == "set()"
+
+
+CONSOLE = "[Dense_100] num_dims(2) dims[1,2] device_ids[0,1]\n"
+
+
+def test_convert_carries_a_strategy_there_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    paths = {"--graph": tmp_path / "g.json"}
+    flags = [str(each) for pair in paths.items() for each in pair]
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
+    strategy = Strategy.load(tmp_path / "s")
+    assert strategy.operators["Dense_100"].partition == {"sample": 2}
+    assert strategy.batch == 8
+    out = capsys.readouterr().out
+    assert "as flexflow console, dims innermost first: data-parallel MLPs; wrote" in out
+    back = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt"), *flags]
+    assert main(["convert", str(tmp_path / "s"), *back]) == 0
+    assert (tmp_path / "b.txt").read_text() == CONSOLE
+
+
+def test_convert_reads_the_other_order_of_dims_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [Operator(name="Dense_100", kind="linear", shape={"sample": 8, "feature": 4})]
+    (tmp_path / "g.json").write_bytes(Graph(name="g", operators=operators, batch=8).to_json())
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    flags = ["--graph", str(tmp_path / "g.json"), "--dims", "samples_first"]
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s"), *flags]) == 0
+    assert Strategy.load(tmp_path / "s").operators["Dense_100"].partition == {"feature": 2}
+    assert "dims samples first: feature-parallel MLPs; wrote" in capsys.readouterr().out
+
+
+def test_convert_carries_dims_without_names_between_flexflows_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "[Reshape_1] num_dims(5) dims[1,1,2,1,1] device_ids[0,1]\n"
+    (tmp_path / "a.txt").write_text(line)
+    flags = ["--to", "flexflow-console", "--output", str(tmp_path / "b.txt")]
+    assert main(["convert", str(tmp_path / "a.txt"), *flags]) == 0
+    assert (tmp_path / "b.txt").read_text() == line
+    assert "dim2-parallel" in capsys.readouterr().out
+
+
+def test_convert_without_the_graph_asks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text(CONSOLE)
+    assert main(["convert", str(tmp_path / "a.txt"), "--output", str(tmp_path / "s")]) == 2
+    assert "needs --graph FILE" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_starts_from_a_file_of_another_project(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"[{name}] num_dims(2) dims[1,1] device_ids[1]\n" for name in "abcd"]
+    (tmp_path / "start.txt").write_text("".join(lines))
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch", "8",
+                   "--start", tmp_path / "start.txt", "--budget", "1", "--json")  # fmt: skip
+    assert main([*flags, "--memory", "100GB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
+
+
+def test_pipedream_plan_of_a_search_converts(chain: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--output", plan)
+    assert main([*flags, "--cost", "pipedream"]) == 0
+    to = ["--to", "pipedream", "--output", str(tmp_path / "conf.json")]
+    assert main(["convert", str(plan), *to]) == 0
+    ranks = json.loads((tmp_path / "conf.json").read_text())["stage_to_rank_map"]
+    assert ranks == {"0": [0], "1": [1]}
+
+
+class Terminal:
+    """A stream that claims to be a terminal."""
+
+    def __init__(self, is_live: bool) -> None:
+        self.is_live = is_live
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return self.is_live
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def test_progress_shows_on_a_terminal_only() -> None:
+    for is_live in (True, False):
+        stream = Terminal(is_live)
+        line = ProgressLine(stream, least_interval_s=0.0)  # type: ignore[arg-type]
+        line(Progress(n_proposals=10, best_step_s=0.25, phase="refining", fraction=0.5))
+        line.clear()
+        assert ("10 judged  best 250 ms  refining" in stream.text) == is_live
+        assert stream.text.endswith("\r") == is_live
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
+def test_interrupt_returns_the_best_plan_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGINT arrives when refinement begins, as from a terminal."""
+
+    def interrupt(self: ProgressLine, progress: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(1)
+
+    monkeypatch.setattr(ProgressLine, "__call__", interrupt)
+    profile = DATA / "pipedream_profiles/inception_v3.txt"
+    flags = search("--profile", profile, "--topology", "4", "--bandwidth", "1e10")
+    # What a shell starts in the background ignores SIGINT, and so would these tests there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main([*flags, "--cost", "pipedream", "--json"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    result = json.loads(capsys.readouterr().out)
+    assert result["interrupted"] is True
+    assert result["speedup_over_single"] > 3.9
+
+
+# Speed-up over one device that PipeDream's own optimizer finds, transfers counted.
+PIPEDREAM = {
+    "alexnet": (2.49, 3.84, 14.28, 5.65),
+    "vgg16": (3.27, 3.95, 15.17, 10.01),
+    "resnet18": (2.59, 3.94, 14.69, 11.05),
+    "resnet50": (2.72, 3.97, 14.52, 10.26),
+    "densenet121": (3.62, 3.97, 15.74, 13.25),
+    "gnmt": (3.45, 3.45, 8.06, 8.06),
+    "inception_v3": (3.03, 3.95, 14.90, None),
+}
+SETTINGS = (("4", "1e9"), ("4", "1e10"), ("16", "5e9"), ("4x4", "1e10,1.25e9"))
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the published profiles are not here")
+@pytest.mark.parametrize("name", PIPEDREAM)
+def test_plans_are_as_fast_as_those_of_pipedream(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for (topology, bandwidth), expected in zip(SETTINGS, PIPEDREAM[name], strict=True):
+        if expected is None:
+            continue
+        flags = search("--profile", DATA / f"pipedream_profiles/{name}.txt", "--json")
+        flags += ["--topology", topology, "--bandwidth", bandwidth, "--cost", "pipedream"]
+        assert main(flags) == 0
+        assert json.loads(capsys.readouterr().out)["speedup_over_single"] >= expected
+
+
+DLRM = ["search", "--dlrm-tables", "8x1000x64", "--batch", "64", "--topology", "1x2"]
+HARDWARE = ["--bandwidth", "1e9", "--memory", "1GB", "--rates", "9e12,5e11", "--budget", "50"]
+
+
+def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(capsys):
+    assert main([*DLRM, *HARDWARE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_step_s"] > 0
+    assert found["speedup_over_ddp"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dlrm-tables", "8x1000"], "NUMBERxROWSxCOLUMNS"),
+        (["--dlrm-top-mlp", "575-1"], "make 576"),
+        (["--dlrm-bottom-mlp", "64,64"], "64-512-512-64"),
+        (["--rates", "9e12"], "FLOPS,BYTES"),
+    ],
+)
+def test_sizes_or_rates_that_make_no_sense_are_refused(capsys, flags, message):
+    assert main([*DLRM, *HARDWARE, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_dtype_chooses_among_the_profiles_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operators = [
+        Operator(name="x", kind="input", shape={"sample": 4}),
+        Operator(name="a", kind="linear", inputs=["x"], shape={"sample": 4, "feature": 2}),
+    ]
+    graph = Graph(name="tiny", batch=4, operators=operators)
+    points = [
+        Measurement(
+            device_kind="d", operator="a", shape=operators[1].shape, dtype=dtype,
+            forward_s=seconds, backward_s=seconds,
+        )
+        for dtype, seconds in (("float32", 2.0), ("bfloat16", 1.0))
+    ]  # fmt: skip
+    steps = [
+        WholeStep(
+            device_kind="d", batch=4, dtype=dtype, step_s=1.0, operators_s=1.0, latest_s=pace,
+            graph_hash=graph.content_hash(),
+        )
+        for dtype, pace in (("float32", 3.0), ("bfloat16", 1.5))
+    ]  # fmt: skip
+    (tmp_path / "g.json").write_bytes(graph.to_json())
+    profile = Profile(model="tiny", measurements=points, whole_steps=steps)
+    (tmp_path / "p.json").write_bytes(profile.to_json())
+    flags = search(
+        "--graph", tmp_path / "g.json", "--profile", tmp_path / "p.json", "--topology", "1x1",
+        "--bandwidth", "1e9", "--memory", "1GB", "--device-kind", "d", "--json",
+    )  # fmt: skip
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        assert main([*flags, "--dtype", dtype]) == 0
+        found[dtype] = json.loads(capsys.readouterr().out)["predicted_step_s"]
+    assert found == {"fp32": 12.0, "bf16": 3.0}
+    assert main(flags) == 0  # the operators' own dtype, and its pace
+    assert json.loads(capsys.readouterr().out)["predicted_step_s"] == 12.0
+    assert main([*flags, "--dtype", "tf32"]) == 2
+    assert "has times of bfloat16, float32 only" in capsys.readouterr().err

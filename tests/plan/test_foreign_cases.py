@@ -1,0 +1,170 @@
+"""Graphs, plans and strategies as other tools and their forks write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.plan.commands import main
+from harness.plan.formats.detect import read_strategy_file
+from harness.plan.formats.flexflow import Entry, parse_text, print_text
+from harness.plan.formats.pipedream_plan import PipeDreamPlan
+from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+
+CASES = Path(__file__).parents[1] / "cases" / "graphs"
+
+
+def entries(name):
+    content = read_strategy_file(CASES / name).content
+    assert isinstance(content, list)
+    return {entry.name: entry for entry in content}
+
+
+def graph(name):
+    return parse_graph_txt((CASES / name).read_text(), name="g")
+
+
+def refusal(path, *words, capsys):
+    assert main([*words, str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("name", ["d01-ff-tutorial.txt", "d03-ff-old-names.txt"])
+def test_flexflows_names_of_operators_say_their_kinds(name):
+    found = entries(name)
+    assert len(found) == 16
+    imported = read_strategy_file(CASES / name)
+    assert imported.describe() == (
+        "data-parallel MLPs (3 of 7), whole MLPs (2 of 7) on devices, feature-parallel MLPs "
+        "(2 of 7), whole tables on devices"
+    )
+
+
+def test_the_tutorials_lines_mean_what_flexflow_means():
+    found = entries("d01-ff-tutorial.txt")
+    assert found["Dense_512_100"].cuts() == {"sample": 4, "feature": 1}
+    assert found["Dense_1024_114"].cuts() == {"sample": 1, "feature": 2}
+    assert found["Dense_1024_114"].devices == (1, 2)
+
+
+def test_operators_of_later_versions_are_shown():
+    found = entries("d05-ff-stage-names.txt")
+    assert found["Reshape_106"].shown_cuts()["sample"] == 4
+    described = read_strategy_file(CASES / "d05-ff-stage-names.txt").describe()
+    assert described == "data-parallel attention, data-parallel convolutions"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "described"),
+    [
+        ("d11-dp_conf.json", [[0, 1, 2, 3]], "pipeline of 1 stage with 4 replicas"),
+        ("d13-no-depth.json", [[0, 1, 2], [3]], "pipeline of 2 stages with 3-1 replicas"),
+    ],
+)
+def test_plans_without_depths_are_taken(name, ranks, described):
+    imported = read_strategy_file(CASES / name)
+    assert isinstance(imported.content, PipeDreamPlan)
+    assert imported.content.ranks() == ranks
+    assert imported.describe() == described
+
+
+def test_lists_of_activations_and_edges_by_blanks_are_taken():
+    found, profile = graph("d22-dapple-lists.txt")
+    assert [op.activation_bytes for op in found.operators] == [4816896, 50466816, 25690112]
+    assert [op.inputs for op in found.operators] == [[], ["node1"], ["node2"]]
+    assert profile.measurements[2].backward_s == pytest.approx(5.68e-3)
+
+
+def test_a_list_may_have_commas_too():
+    text = (CASES / "d22-dapple-lists.txt").read_text()
+    assert "; 12616704" in text
+    found, _ = parse_graph_txt(text.replace("; 12616704", ", 12616704"), name="g")
+    assert found.operators[1].activation_bytes == 50466816
+
+
+@pytest.mark.parametrize(
+    ("name", "names"), [("d24-crlf.txt", ["node1", "node2"]), ("d26-int-names.txt", ["1", "2"])]
+)
+def test_ends_of_lines_and_numbers_as_names_are_taken(name, names):
+    found, profile = parse_graph_txt((CASES / name).read_bytes().decode(), name="g")
+    assert [op.name for op in found.operators] == names
+    assert found.operators[1].inputs == names[:1]
+    assert found.operators[1].parameter_bytes == 80
+    assert profile.measurements[1].forward_s == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "d15-shared-rank.json",
+            "rank 0 is in stages 0 and 2 of stage_to_rank_map",
+        ),
+        ("d17-null.json", "has no stages (module_to_stage_map is null"),
+        ("d28-nan.txt", "d28-nan.txt:2: forward_compute_time of 'node2' is 'nan': write a number"),
+        ("d30-cycle.txt", "is cyclic: node1 -> node2 -> node1: remove one of these edges"),
+        ("d34-compression.txt", "'compression_ratio=0.5': remove it"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused_with_what_to_do(name, message, capsys):
+    assert message in refusal(CASES / name, "show", capsys=capsys)
+
+
+@pytest.mark.parametrize("name", ["d20-gpt2-no-backward.txt", "d32-all-zero.txt"])
+def test_a_profile_without_backward_is_shown_and_not_planned_by(name, capsys):
+    assert main(["show", str(CASES / name)]) == 0
+    capsys.readouterr()
+    flags = ["--topology", "1x2", "--bandwidth", "1e9", "--batch", "8", "--cost", "pipedream"]
+    said = refusal(CASES / name, "search", *flags, "--profile", capsys=capsys)
+    assert "has backward_compute_time=0 for every operator" in said
+    assert "profile it too" in said
+
+
+def test_a_stage_of_none_is_no_stage():
+    text = (CASES / "d34-compression.txt").read_text().replace(" -- compression_ratio=0.5", "")
+    found, _ = parse_graph_txt(text, name="g")
+    assert not any("stage_id" in op.attrs for op in found.operators)
+
+
+HAND_WRITTEN = (
+    b"2\nfc 1\n0\n 2\n1 4\n4\n0 1  2\t3\nemb\n1\n2\n1\t1\n1\n2\n\n\n",
+    b"\xef\xbb\xbf1\r\nfc\r\n0\r\n2\r\n1\t1 \r\n1\r\n0\r\n",
+    b"1\nfc\n0\n1\n01\n1\n0",
+)
+
+
+@pytest.mark.parametrize("data", HAND_WRITTEN)
+def test_hand_written_text_comes_back_byte_for_byte(data, tmp_path, capsys):
+    source, copy = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(data)
+    assert main(["convert", str(source), "--to", "flexflow-text", "--output", str(copy)]) == 0
+    assert copy.read_bytes() == data
+    assert print_text(parse_text(data.decode())) == data.decode()
+
+
+def test_changed_entries_are_written_as_they_are_now():
+    entries = parse_text("1\nfc\n0\n 2\n1 1\n1\n0\n")
+    entries[0] = Entry("fc", (1, 1), (3,), 0)
+    assert print_text(entries) == "1\nfc\n0\n2\n1\t1\n1\n3\n"
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+@pytest.mark.parametrize(
+    "numbers", [b"\x12" + varint(10**6) + b"\x02" * 10**6, b"\x10\x02" * 10**6, b"\x10\x01" * 10**6]
+)
+def test_a_protobuf_of_a_million_dims_is_refused(numbers, tmp_path):
+    message = b"\x0a\x01a" + numbers
+    path = tmp_path / "strategy.pb"
+    path.write_bytes(b"\x0a" + varint(len(message)) + message)
+    with pytest.raises(HarnessError, match=r"more than 65536 values|no FlexFlow strategy"):
+        read_strategy_file(path)

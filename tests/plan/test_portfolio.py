@@ -1,0 +1,580 @@
+import itertools
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph, Operator
+from harness.domain.profile import Measurement, Profile
+from harness.domain.strategy import (
+    Stage,
+    StaleStrategyError,
+    Strategy,
+    check_fresh,
+    validate,
+)
+from harness.errors import PlanError, StrategyError
+from harness.plan import builders
+from harness.plan.describe import describe_strategy
+from harness.plan.pipelines import balanced_pipeline
+from harness.plan.portfolio import plan_with_simulator, search_portfolio
+from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
+from harness.plan.report import result_lines
+from harness.plan.request import PlanRequest
+from harness.plan.search import objective as objective_module
+from harness.plan.search.objective import Objective
+from harness.plan.search.pipelines import Pipeline, PipelineSearch, schedules_for
+from harness.plan.search.space import Space, device_sets, proportional_shares
+from harness.plan.search.standard import microbatch_counts, standard_strategies
+from harness.plan.simulate.simulator import Simulator, Trial
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planner_cases import enumerated_step_s, random_request
+
+GB = 10**9
+
+
+def layers(n=4, *, batch=8, parameters=1000, seconds=1.0):
+    operators = [Operator(name="x", kind="input", shape={"sample": batch, "feature": 8})]
+    for i in range(n):
+        operators.append(
+            Operator(
+                name=f"fc{i}",
+                kind="linear",
+                inputs=[operators[-1].name],
+                shape={"sample": batch, "feature": 8},
+                parameter_bytes=parameters,
+                activation_bytes=32 * batch,
+            )
+        )
+    graph = Graph(name="layers", operators=operators, batch=batch)
+    points = [
+        Measurement(
+            device_kind="device",
+            operator=op.name,
+            shape=op.shape,
+            forward_s=seconds,
+            backward_s=2 * seconds,
+        )
+        for op in operators[1:]
+    ]
+    return graph, Profile(model="layers", measurements=points)
+
+
+def request_of(graph, profile, cluster=None, **changes):
+    cluster = cluster or Cluster.uniform(1, 4, inside_bytes_per_s=1e6, memory_bytes=GB)
+    return PlanRequest(graph=graph, profile=profile, cluster=cluster, budget=600, **changes)
+
+
+def test_balanced_stages_minimise_the_largest_sum():
+    names = list("abcdef")
+    seconds = [4.0, 1.0, 1.0, 3.0, 2.0, 2.0]
+    found = builders.balanced_stages(names, seconds, 3)
+    cost = dict(zip(names, seconds, strict=True))
+
+    def largest(parts):
+        return max(sum(cost[n] for n in part) for part in parts)
+
+    every = [[names[:i], names[i:j], names[j:]] for i, j in itertools.combinations(range(1, 6), 2)]
+    assert [n for part in found for n in part] == names
+    assert largest(found) == min(map(largest, every))
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(StrategyError, match="4 stages cannot be made of 3 operators"):
+        builders.balanced_stages(["a", "b", "c"], [1.0] * 3, 4)
+
+
+def test_builders_make_what_their_names_say():
+    graph, _ = layers()
+    cluster = Cluster.uniform(2, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    named = {
+        describe_strategy(s, graph)
+        for s in (
+            builders.single(graph, 8),
+            builders.ddp(graph, cluster, 8),
+            builders.tensor_parallel(graph, cluster, 8),
+        )
+    }
+    assert named == {"single device", "data-parallel MLPs", "feature-parallel MLPs"}
+    with pytest.raises(StrategyError, match="a sample per device: batch 3 on 4 devices"):
+        builders.ddp(graph, cluster, 3)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 4, 6])
+def test_every_standard_strategy_is_valid(n_devices):
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(1, n_devices, inside_bytes_per_s=1e6, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    found = list(standard_strategies(simulator, 32))
+    for strategy in found:
+        validate(strategy, graph, cluster)
+    assert len(found) == {1: 1, 2: 10, 4: 7, 6: 7}[n_devices]
+
+
+def test_shares_are_in_proportion_to_speed_and_sum_to_the_samples():
+    assert proportional_shares([1.0, 2.0], 30) == [20, 10]
+    assert proportional_shares([1.0, 1.0, 100.0], 8) == [4, 3, 1]
+    assert proportional_shares([1.0, 1.01], 8) is None
+
+
+def test_device_sets_of_many_devices_follow_nodes():
+    sets = device_sets(Cluster.uniform(4, 4, inside_bytes_per_s=1e9, memory_bytes=GB))
+    assert (0, 1, 2, 3) in sets
+    assert (0, 4, 8, 12) in sets
+    assert tuple(range(16)) in sets
+    assert len(sets) == len(set(sets)) < 60
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("n_ops", "n_devices"), [(4, 2), (3, 3)])
+def test_searches_find_what_enumeration_finds(seed, n_ops, n_devices):
+    request = random_request(seed, n_ops=n_ops, n_devices=n_devices)
+    want, _ = enumerated_step_s(request)
+    request = replace(request, budget=4000)
+    try:
+        found = plan_with_simulator(request, exhaustive_up_to=0).predicted_step_s
+    except PlanError:
+        found = math.inf
+    # Microbatches and pipelines may be better than all that was enumerated.
+    assert found <= want
+
+
+def every_pipeline(search, n_devices):
+    """All cuts into stages and all ordered choices of disjoint groups."""
+    n = len(search.segments)
+    subsets = [
+        s for k in range(1, n_devices + 1) for s in itertools.combinations(range(n_devices), k)
+    ]
+    for n_stages in range(2, n_devices + 1):
+        for cuts in itertools.combinations(range(1, n), n_stages - 1):
+            for groups in itertools.permutations(subsets, n_stages):
+                if len({d for g in groups for d in g}) == sum(map(len, groups)):
+                    yield Pipeline(0.0, (*cuts, n), groups)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+def test_pipeline_programme_finds_the_fastest_pipeline(seed, n_microbatches):
+    request = random_request(seed, n_ops=5, n_devices=3)
+    simulator = Simulator(request.graph, request.profile, request.cluster, memory_bytes=GB)
+    search = PipelineSearch(simulator, 8, n_microbatches)
+
+    def best(pipelines):
+        objective = Objective(simulator)
+        return min(
+            (
+                search.judge(p, objective, schedule)
+                for p in pipelines
+                for schedule in schedules_for(n_microbatches)
+                if all(len(g) <= search.fewest for g in p.groups)
+            ),
+        )
+
+    assert best(search.candidates(120)) == best(every_pipeline(search, 3))
+
+
+def strategy_of(search, pipeline):
+    """A pipeline as a file has it."""
+    operators = search.simulator.graph.operators
+    return Strategy(
+        name="pipeline",
+        batch=search.batch,
+        operators={operators[op].name: plan for op, plan in search.plans(pipeline).items()},
+        n_microbatches=search.n_microbatches,
+        schedule="1f1b",
+        stages=[Stage()] * len(pipeline.groups),
+    )
+
+
+def unlike_cluster(speeds):
+    """One node with a device of each speed."""
+    cluster = Cluster.uniform(1, len(speeds), inside_bytes_per_s=1e6, memory_bytes=GB)
+    devices = [
+        msgspec.structs.replace(device, speed=speed)
+        for device, speed in zip(cluster.devices, speeds, strict=True)
+    ]
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=devices)]
+    return msgspec.structs.replace(cluster, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("batch", "speeds"),
+    [
+        (20, [1.0, 1.0, 1.0, 1.0]),  # microbatches of 2 and 3: no group of three
+        (100, [1.0, 6.5, 6.5, 1.0]),  # of 12 and 13: [1, 6, 6] would leave a part of 12 empty
+    ],
+)
+def test_pipelines_suit_the_smallest_microbatch_too(batch, speeds):
+    graph, profile = layers(4, batch=batch)
+    cluster = unlike_cluster(speeds)
+    search = PipelineSearch(Simulator(graph, profile, cluster), batch, 8)
+    found = search.candidates(10_000)
+    near = [neighbour for pipeline in found for neighbour in search._neighbours(pipeline)]
+    assert found
+    assert near
+    for pipeline in (*found, *near):
+        validate(strategy_of(search, pipeline), graph, cluster)
+
+
+def merged_rows(*, batch=32, n_rows=16):
+    """Layers of which the second has a row for each step of each sample."""
+    graph, profile = layers(4, batch=batch)
+    shape = {"sample": batch * n_rows, "feature": 8}
+    operators = [
+        msgspec.structs.replace(op, shape=shape) if op.name == "fc1" else op
+        for op in graph.operators
+    ]
+    points = [
+        msgspec.structs.replace(p, shape=shape) if p.operator == "fc1" else p
+        for p in profile.measurements
+    ]
+    return (
+        msgspec.structs.replace(graph, operators=operators),
+        msgspec.structs.replace(profile, measurements=points),
+    )
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.6, 0.8)])
+def test_every_plan_cuts_merged_rows_between_samples(speeds):
+    graph, profile = merged_rows()
+    cluster = unlike_cluster(speeds)
+    simulator = Simulator(graph, profile, cluster)
+    op = graph.index()["fc1"]
+    for batch, samples in ((32, 32), (32, 2)):
+        costs = simulator.costs(samples)
+        menu = Space(costs, cluster, simulator.placed).menus[op]
+        blocks = [block for plan in menu for block in costs.blocks(op, plan)]
+        assert all(bound % 16 == 0 for (rows, *_) in blocks for bound in rows)
+        assert any(plan.partition == {"sample": 3} for plan in menu) == (samples >= 3)
+        search = PipelineSearch(simulator, batch, batch // samples)
+        for pipeline in search.candidates(1000):
+            validate(strategy_of(search, pipeline), graph, cluster)
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    validate(found.strategy, graph, cluster)
+
+
+def without_own_samples(positions, mixed):
+    """A model of 8 samples where a learned position has features and no samples, and what it is
+    added to has its samples second."""
+    second = {"seq": 4, "sample": 8, "feature": 8}
+    graph = Graph(
+        name="positions",
+        batch=8,
+        operators=[
+            Operator(name="x", kind="input", shape=second),
+            positions,
+            Operator(name="add", kind="add", inputs=["x", "position"], shape=second),
+            Operator(
+                name="fc", kind="linear", inputs=["add"], shape=second, parameter_bytes=1000,
+                attrs={"in_features": 8},
+            ),
+            mixed,
+        ],
+    )  # fmt: skip
+    times = [
+        Measurement(
+            device_kind="device", operator=op.name, shape=op.shape, forward_s=1.0, backward_s=2.0
+        )
+        for op in graph.operators[1:]
+    ]
+    return graph, Profile(model="positions", measurements=times)
+
+
+POSITIONS = [
+    Operator(
+        name="position", kind="embedding", shape={"seq": 4, "feature": 8}, parameter_bytes=128
+    ),
+    Operator(name="position", kind="elementwise", shape={"seq": 4, "feature": 8}),
+]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_plan_of_every_menu_is_valid_on_four_devices(position):
+    head = Operator(name="head", kind="linear", inputs=["fc"], shape={"sample": 8, "feature": 8},
+                    parameter_bytes=1000)  # fmt: skip
+    request = request_of(*without_own_samples(position, head))
+    simulator = Simulator(request.graph, request.profile, request.cluster)
+    menus = Space(simulator.costs(8), request.cluster, simulator.placed).menus
+    names = {op: request.graph.operators[op].name for op in menus}
+    whole = {names[op]: menu[0] for op, menu in menus.items()}
+    for op, menu in menus.items():
+        for plan in menu:
+            strategy = Strategy(name="s", batch=8, operators={**whole, names[op]: plan})
+            validate(strategy, request.graph, request.cluster)
+    found = plan_with_simulator(request)
+    validate(found.strategy, request.graph, request.cluster)
+    assert any(len(plan.partition) > 1 for plan in menus[4])
+
+
+def test_pipelines_leave_whole_what_cannot_be_cut_by_samples():
+    graph, profile = layers(4)
+    operators = [
+        msgspec.structs.replace(op, attrs={"is_cut_by_samples": False}) if op.name == "fc1" else op
+        for op in graph.operators
+    ]
+    graph = msgspec.structs.replace(graph, operators=operators)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    search = PipelineSearch(Simulator(graph, profile, cluster), 8, 2)
+    for pipeline in search.candidates(1000):
+        validate(strategy_of(search, pipeline), graph, cluster)
+
+
+def test_the_result_is_never_worse_than_a_standard_strategy():
+    for seed in range(8):
+        request = replace(random_request(100 + seed, n_ops=6, n_devices=4), budget=60)
+        simulator = Simulator(request.graph, request.profile, request.cluster)
+        standard = [simulator.step_s(s) for s in standard_strategies(simulator, 8)]
+        try:
+            found = plan_with_simulator(request)
+        except PlanError:
+            assert min(standard) == math.inf
+            continue
+        assert found.predicted_step_s <= min(standard)
+        validate(found.strategy, request.graph, request.cluster)
+        assert simulator.step_s(found.strategy) == found.predicted_step_s
+
+
+def test_equal_seeds_give_equal_plans():
+    request = replace(random_request(3, n_ops=6, n_devices=4), budget=500)
+    first, second = plan_with_simulator(request), plan_with_simulator(request)
+    assert first.strategy == second.strategy
+    assert first.n_proposals == second.n_proposals
+
+
+def test_memory_limits_are_respected():
+    graph, profile = layers(4, parameters=1000)
+    # One device would hold 4 x 3000 B; each of four has room for two layers only.
+    limit = 2 * 3000 + 900
+    found = plan_with_simulator(request_of(graph, profile, memory_bytes=limit))
+    assert max(found.memory_bytes.values()) <= limit
+    assert any(r.step_s is None and "out of memory" in r.note for r in found.runners_up)
+
+
+def test_memory_that_nothing_fits_is_one_error():
+    graph, profile = layers(4, parameters=10**6)
+    with pytest.raises(PlanError, match=r"no strategy of 'layers' fits: of \d+ tried"):
+        plan_with_simulator(request_of(graph, profile, memory_bytes=1000))
+
+
+def test_recomputation_is_used_when_activations_alone_do_not_fit():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1e6, memory_bytes=GB)
+    # Eight outputs of 256 B do not fit at once in the only device.
+    found = plan_with_simulator(request_of(graph, profile, cluster, memory_bytes=1000, batch=8))
+    assert found.strategy.n_microbatches > 1 or found.strategy.stages == [Stage(recompute=True)]
+
+
+def test_small_microbatches_one_by_one_cost_nothing_where_memory_binds():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 1, inside_bytes_per_s=1e6, memory_bytes=500)
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    assert found.predicted_step_s == 8 * 3.0
+    assert (found.strategy.n_microbatches, found.strategy.schedule) == (8, "1f1b")
+
+
+def test_recomputation_is_tried_where_something_slower_fits():
+    graph, profile = layers(8, batch=8, parameters=10)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=100, memory_bytes=200)
+    first = msgspec.structs.replace(cluster.devices[0], memory_bytes=GB)
+    nodes = [msgspec.structs.replace(cluster.nodes[0], devices=[first, *cluster.devices[1:]])]
+    cluster = msgspec.structs.replace(cluster, nodes=nodes)
+    simulator = Simulator(graph, profile, cluster)
+    assert simulator.step_s(builders.single(graph, 8)) == 24.0
+    found = plan_with_simulator(request_of(graph, profile, cluster))
+    assert any(stage.recompute for stage in found.strategy.stages)
+    assert found.predicted_step_s < 16
+
+
+@pytest.mark.parametrize("planner", [plan_with_simulator, plan_by_pipedream])
+def test_times_of_zero_are_refused(planner):
+    graph, profile = layers(seconds=0.0)
+    with pytest.raises(PlanError, match="all operators of 'layers' take 0 s on 'device'"):
+        planner(request_of(graph, profile))
+
+
+def test_without_a_sample_for_each_device_nothing_is_compared_with_data_parallel():
+    graph, profile = layers(batch=2)
+    found = plan_with_simulator(request_of(graph, profile))
+    assert math.isnan(found.speedup_over_ddp)
+    text = "\n".join(result_lines(found))
+    assert "times one device" in text
+    assert "data parallel" not in text
+
+
+def test_an_interrupt_returns_the_best_found():
+    graph, profile = layers(6)
+    calls = []
+
+    def interrupt(progress):
+        calls.append(progress)
+        raise KeyboardInterrupt
+
+    request = request_of(graph, profile, progress=interrupt)
+    request = replace(request, budget=10**6, seconds=60)
+    found = plan_with_simulator(request)
+    assert found.interrupted
+    assert len(calls) == 1
+    assert found.predicted_step_s <= calls[0].best_step_s
+
+
+def test_time_limit_ends_the_search():
+    graph, profile = layers(6)
+    request = replace(request_of(graph, profile), budget=10**7, seconds=0.5)
+    assert plan_with_simulator(request).n_proposals < 10**5
+
+
+def test_without_time_one_device_is_all_that_is_judged():
+    graph, profile = layers(6)
+    found = plan_with_simulator(request_of(graph, profile, seconds=1e-9))
+    assert (found.n_proposals, found.method) == (1, "single")
+    assert math.isnan(found.speedup_over_ddp)
+    with pytest.raises(PlanError, match=r"of 1 tried in the time given.*give more --seconds"):
+        plan_with_simulator(request_of(graph, profile, seconds=1e-9, memory_bytes=1))
+
+
+@pytest.mark.parametrize("last", ["ddp", "pipeline dynamic programming, 2 microbatches", "MCMC"])
+def test_nothing_is_begun_after_the_time_is_up(monkeypatch, last):
+    """The clock runs out as the named search begins."""
+    now, begun, judged = [0.0], [], []
+    start, judge = Objective.start, Objective.judge
+
+    def start_and_tell(objective, method, **changes):
+        begun.append(method)
+        now[0] = 100.0 if method == last else now[0]
+        start(objective, method, **changes)
+
+    def judge_and_tell(objective, trial):
+        judged.append(begun[-1])
+        return judge(objective, trial)
+
+    monkeypatch.setattr(objective_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Objective, "start", start_and_tell)
+    monkeypatch.setattr(Objective, "judge", judge_and_tell)
+    graph, profile = layers(6)
+    plan_with_simulator(request_of(graph, profile, seconds=10))
+    assert begun[-1] == last
+    assert judged.count(last) <= 1
+
+
+def test_the_plan_carries_hashes_and_explains_itself():
+    graph, profile = layers(4)
+    request = request_of(graph, profile)
+    found = plan_with_simulator(request)
+    check_fresh(found.strategy, graph, request.cluster, profile)
+    other, _ = layers(5)
+    with pytest.raises(StaleStrategyError, match="operator 'fc4' is new"):
+        check_fresh(found.strategy, other, request.cluster, profile)
+    text = "\n".join(found.explanation)
+    assert "the step is bound by" in text
+    assert "data parallel takes" in text
+    assert {"single", "ddp"} <= {r.name for r in found.runners_up} | {found.method}
+
+
+def test_an_imported_plan_is_a_start_and_one_that_does_not_fit_is_refused():
+    graph, profile = layers(4)
+    best = plan_with_simulator(request_of(graph, profile)).strategy
+    request = replace(request_of(graph, profile), budget=1, start=best)
+    again = plan_with_simulator(request)
+    assert again.predicted_step_s <= Simulator(graph, profile, request.cluster).step_s(best)
+    assert f"start: {best.name}" in {r.name for r in again.runners_up} | {again.method}
+    stale = msgspec.structs.replace(best.made_for, graph_hash="0")
+    for changes, message in (
+        ({"made_for": stale}, "is stale"),
+        ({"batch": 4}, "has a batch of 4, the search one of 8"),
+        ({"operators": {}}, "does not place operator 'fc0'"),
+    ):
+        start = msgspec.structs.replace(best, **changes)
+        with pytest.raises(StrategyError, match=message):
+            plan_with_simulator(replace(request, start=start))
+
+
+def test_a_start_called_ddp_is_not_what_data_parallel_is_compared_with():
+    graph, profile = layers(4)
+    request = request_of(graph, profile)
+    slow = msgspec.structs.replace(builders.single(graph, 8), name="ddp")
+    found = plan_with_simulator(replace(request, start=slow))
+    assert found.speedup_over_ddp == plan_with_simulator(request).speedup_over_ddp
+
+
+def test_missing_model_or_batch_is_one_error():
+    graph, profile = layers()
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e6, memory_bytes=GB)
+    with pytest.raises(PlanError, match="give a graph and its profile"):
+        plan_with_simulator(PlanRequest(cluster=cluster))
+    nameless = msgspec.structs.replace(graph, batch=None)
+    with pytest.raises(PlanError, match="give --batch"):
+        plan_with_simulator(PlanRequest(graph=nameless, profile=profile, cluster=cluster))
+
+
+def test_a_fast_network_makes_data_parallel_pay_and_a_slow_one_does_not():
+    graph, profile = layers(4, batch=32, parameters=10**5)
+    fast = Cluster.uniform(4, 1, inside_bytes_per_s=1e12, memory_bytes=GB)
+    slow = Cluster.uniform(4, 1, inside_bytes_per_s=1e2, memory_bytes=GB)
+    quick = plan_with_simulator(request_of(graph, profile, fast))
+    assert quick.speedup_over_single == pytest.approx(4, rel=0.01)
+    stuck = plan_with_simulator(request_of(graph, profile, slow))
+    assert stuck.speedup_over_ddp > 100
+
+
+def test_trial_of_a_strategy_with_stages_is_judged_like_the_strategy():
+    graph, profile = layers(4)
+    simulator = Simulator(graph, profile, request_of(graph, profile).cluster)
+    strategy = builders.pipeline(
+        graph, 8, [["fc0", "fc1"], ["fc2", "fc3"]], [[0, 1], [2]], n_microbatches=4
+    )
+    judged = Objective(simulator).judge(Trial.from_strategy(simulator, strategy))
+    assert judged.step_s == simulator.simulate(strategy).step_s
+
+
+def test_microbatches_are_searched_in_multiples_of_the_devices_too():
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(1, 3, inside_bytes_per_s=1e6, memory_bytes=GB)
+    simulator = Simulator(graph, profile, cluster)
+    assert microbatch_counts(simulator, 32) == [1, 2, 3, 4, 6, 8, 12]
+    assert microbatch_counts(simulator, 5) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("n_devices", [2, 3])
+def test_a_search_never_loses_to_the_pipelines_that_training_names(n_devices):
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(n_devices, 1, inside_bytes_per_s=1e6, memory_bytes=GB)
+    request = request_of(graph, profile, cluster)
+    found = search_portfolio(request)
+    named = [
+        found.simulator.step_s(balanced_pipeline(found.simulator, 32, n, schedule=schedule))
+        for n in (n_devices, 2 * n_devices, 4 * n_devices)
+        for schedule in ("1f1b", "interleaved")
+    ]
+    assert found.best.step_s <= min(named)
+
+
+def test_plans_of_unlike_numbers_of_microbatches_are_kept_apart():
+    graph, profile = layers(7, batch=32)
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=GB)
+    found = search_portfolio(request_of(graph, profile, cluster))
+    numbers = [
+        candidate.n_microbatches
+        for candidate in found.ranked()
+        if candidate.method.startswith("pipeline dynamic programming")
+    ]
+    assert len(numbers) == len(set(numbers)) > 1
+
+
+def test_under_a_profile_in_bf16_what_travels_is_priced_so():
+    graph, profile = layers()
+    points = [msgspec.structs.replace(one, dtype="bfloat16") for one in profile.measurements]
+    in_bf16 = msgspec.structs.replace(profile, measurements=points)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=GB, kind="device")
+    shares = [
+        search_portfolio(
+            PlanRequest(cluster=cluster, graph=graph, profile=one, budget=10)
+        ).simulator.options.wire_bytes_per_fp32_byte
+        for one in (profile, in_bf16)
+    ]
+    assert shares == [1.0, 0.5]

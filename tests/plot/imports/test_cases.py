@@ -1,0 +1,355 @@
+"""Logs as other people's programs write them: what each says, worked out by hand."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.domain.record import Sample, Span
+from harness.errors import ResultsError
+from harness.measure import derive
+from harness.measure.store import Run, read_results
+from harness.plot.imports import ImportFacts, import_logs
+from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
+from harness.plot.imports.epoch_csv import is_epoch_csv, parse_epoch_csv
+from harness.plot.imports.text import decode, plain, read_number
+
+LOGS = Path(__file__).parents[1] / "logs"
+FACTS = ImportFacts(device_kind="Card", device_memory="8GiB")
+HEADER = "Timestamp,Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Load,GPU_Used_Mem_MB"
+STEP = (
+    "time (ms) | fwd: 60.10 | bwd: 140.20 | bwd_inner: 100.10 | bwd_allreduce: 40.10 | step: 9.00"
+)
+
+
+def imported(tmp_path: Path, name: str, data: bytes) -> tuple[list[Run], list[str]]:
+    (tmp_path / name).write_bytes(data)
+    _, problems = import_logs([tmp_path / name], tmp_path / "results", FACTS)
+    (tmp_path / "results").mkdir(exist_ok=True)
+    return read_results(tmp_path / "results").runs, [reason for _, reason in problems]
+
+
+def values(run: Run, metric: str, rank: int = 0) -> list[float]:
+    return [r.value for r in run.ranks[rank] if isinstance(r, Sample) and r.metric == metric]
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("c*.csv")), ids=lambda path: path.stem)
+def test_each_epoch_csv_is_read_for_what_it_says(path: Path, tmp_path: Path) -> None:
+    (run,), problems = imported(tmp_path, path.name, path.read_bytes())
+    is_missing = "missing" in path.name
+    assert problems == (["no line of rank 1 of 3: the others are kept"] if is_missing else [])
+    steps = [r.step for r in run.ranks[0] if isinstance(r, Sample) and r.metric == "epoch_s"]
+    assert steps == [0, 1, 2]
+    assert values(run, "epoch_s") == ([100.0] * 3 if is_missing else [101.0, 102.0, 103.0])
+    assert values(run, "epoch_s", 2 if is_missing else 1) == (
+        [100.0] * 3 if is_missing else [102.0, 103.0, 104.0]
+    )
+    assert values(run, "memory_used_bytes") == [5000 * 2**20] * 3
+    assert values(run, "device_utilization_percent") == [97.0] * 3
+    assert values(run, "device_temperature_c") == [70.0] * 3
+    name = "NVIDIA GeForce RTX 3070" + (", 8GB" if "quoted" in path.name else "")
+    assert {device.kind for device in run.header.cluster.devices} == {name}
+    assert {device.memory_bytes for device in run.header.cluster.devices} == {8192 * 2**20}
+    assert len(run.header.ranks) == (3 if is_missing else 2)
+    assert derive.training_summary(run).n_samples == pytest.approx(50_000)
+
+
+# Steps by file; each is 209.3 ms and more by the numbers that its generator counts up.
+STEPS = {
+    "e01-old-names_4gpu.log": 12, "e03-2020_1gpu.log": 12, "e05-mpirun-tag_2gpu.log": 12,
+    "e07-tqdm_4gpu.log": 6, "e09-ansi_4gpu.log": 8, "e11-megatron-mixed_8gpu.log": 8,
+    "e15-zenflow_4gpu.log": 6, "e17-us-locale_2gpu.log": 6, "e19-crlf_2gpu.log": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_each_deepspeed_log_is_read_for_what_it_says(name: str, tmp_path: Path) -> None:
+    (run,), problems = imported(tmp_path, name, (LOGS / name).read_bytes())
+    spans = [record for record in run.ranks[0] if isinstance(record, Span)]
+    firsts = {span.kind: span.duration_s for span in spans if span.step == 0}
+    assert firsts == pytest.approx(
+        {"step": 0.2093, "forward": 0.0601, "backward": 0.1001, "communication": 0.0401,
+         "optimizer": 0.009}
+    )  # fmt: skip
+    assert [s.duration_s for s in spans if s.kind == "forward"] == pytest.approx(
+        [(60.1 + i % 3) * 1e-3 for i in range(STEPS[name])]
+    )
+    assert run.header.config["global_batch"] == 16 * len(run.header.ranks)
+    if "megatron" in name:
+        reason = "Megatron's own timers, which have no step"
+        assert problems == [
+            f"line 3: {reason}", f"line 6: {reason}", f"line 9: {reason}",
+            f"5 more lines: {reason}", "8 lines were skipped in all",
+        ]  # fmt: skip
+    else:
+        assert problems == []
+
+
+def test_micro_steps_alone_are_no_steps(tmp_path: Path) -> None:
+    name = "e13-micro-only_4gpu.log"
+    runs, (problem,) = imported(tmp_path, name, (LOGS / name).read_bytes())
+    assert runs == []
+    assert problem.endswith("8 lines: a micro-step without the line of its step (fwd, bwd, step)")
+
+
+def micro(text: str) -> str:
+    names = ("step", "fwd", "bwd_inner", "bwd_allreduce", "bwd")
+    for name in names:
+        text = text.replace(f"{name}:", f"{name}_microstep:")
+    return text
+
+
+def test_accumulation_is_the_number_of_micro_steps(tmp_path: Path) -> None:
+    text = "\n".join([*[micro(STEP)] * 4, STEP] * 3) + "\n"
+    (run,), problems = imported(tmp_path, "a_2gpu.log", text.encode())
+    assert problems == []
+    assert (run.header.config["accumulation"], run.header.config["global_batch"]) == (4, 128)
+    assert derive.training_summary(run).n_samples == 128
+    steps, _ = parse_deepspeed_log(STEP + "\n", Path("x"))
+    assert accumulation(steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        (f"worker-1: [2024-01-01 10:00:00,123] [INFO] [a.py:1:f] [Rank 3] {STEP}", 3),
+        (f"[1,2]<stdout>:{STEP}", 2),
+        (f"[1,2]<stderr>:[2024-01-01 10:00:00,1] [Rank 1] rank=1 {STEP}", 1),
+        (f"0: {STEP}", 0),
+        (f"\x1b[36m\x1b[1m[Rank 0] {STEP}\x1b[0m\x1b[K", 0),
+        (f"{STEP}Epoch 0:  5%|\u2588\u2588   | 5/743 [00:05<1:02:03, 1.2it/s]", 0),
+        (f"{STEP} | 5%|\u2588   | 5/743 [00:05<?, ?it/s]", 0),
+        (f"Epoch 0:  5%|\u2588\u2588   | 5/743 [00:05<?, ?it/s]\r{STEP}\rEpoch 0: 6%|", 0),
+        (STEP.replace("time (ms) |", "rank=5 time (ms) |"), 5),
+        (STEP.replace("time (ms) |", "time (ms) | moe: 1.00 |"), 0),
+        (STEP.replace(".", ","), 0),
+        (STEP.replace(" bwd_inner", " selective_optimizer_update: 1.00 | bwd_inner"), 0),
+    ],
+)
+def test_marks_of_launchers_and_terminals_change_nothing(line: str, rank: int) -> None:
+    steps, problems = parse_deepspeed_log(f"noise\n{line}\nnoise\n", Path("x"))
+    assert problems == []
+    (step,) = steps
+    assert step.rank == rank
+    assert (step.forward_s, step.step_s) == (pytest.approx(0.0601), pytest.approx(0.2093))
+
+
+def test_thousands_are_told_from_decimals() -> None:
+    text = STEP.replace("fwd: 60.10", "fwd: 1,060.10").replace("bwd: 140.20", "bwd: 1.140,20")
+    (step,), _ = parse_deepspeed_log(text + "\n", Path("x"))
+    assert (step.forward_s, step.step_s) == (pytest.approx(1.0601), pytest.approx(2.2093))
+    texts = ("1,5", "1,234", "1,234,567.5", "12,34.5", "\u00b2", "nan")
+    assert [read_number(text) for text in texts] == [1.5, None, 1234567.5, None, None, None]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        STEP.replace("9.00", "9.0012/743"),
+        STEP.replace("9.00", "1,234"),
+        STEP.replace("fwd: 60.10", "fwd: nan"),
+        STEP.replace("fwd: 60.10", "fwd: 60.10 | fwd: 60.10"),
+        STEP.replace("| bwd: 140.20", "| bwd 140.20"),
+        STEP.replace("fwd: 60.10", "fwd: " + "9" * 5000),
+        STEP.replace("fwd: 60.10", "fwd: \u0666\u0660.\u0661\u0660"),
+        "time (ms) | fwd: 1.00",
+    ],
+)
+def test_a_line_that_could_mean_another_time_is_skipped(line: str) -> None:
+    steps, problems = parse_deepspeed_log(f"{STEP}\n{line}\n", Path("x"))
+    assert (len(steps), problems) == (1, ["line 2: not fwd, bwd and step in milliseconds"])
+
+
+def test_lines_of_throughput_are_no_steps_and_said_so(tmp_path: Path) -> None:
+    text = (
+        "[Rank 0] step=10, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]\n"
+        "steps: 10 loss: 2.3026 iter time (s): 0.207 samples/sec: 618.4\n"
+        "epoch=0/micro_step=40/global_step=10, RunningAvgSamplesPerSec=123.4, "
+        "CurrSamplesPerSec=120.1, MemAllocated=1.2GB, MaxMemAllocated=2.3GB\n"
+    )
+    assert imported(tmp_path, "a.log", text.encode()) == (
+        [], ["neither a per-epoch CSV nor DeepSpeed step lines"],
+    )  # fmt: skip
+    steps, problems = parse_deepspeed_log(text + STEP + "\n" + text, Path("x"))
+    assert (len(steps), problems) == (1, [])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+def test_both_kinds_are_read_in_the_encodings_of_windows(encoding: str, tmp_path: Path) -> None:
+    csv = f"{HEADER}\r\n2024-03-01 10:00:00,0,1,5,0,G,97%,5000\r\n"
+    rows, _ = parse_epoch_csv(decode(csv.encode(encoding)), tmp_path)
+    assert [row.duration_s for row in rows] == [5.0]
+    steps, problems = parse_deepspeed_log(decode(f"{STEP}\r\n".encode(encoding)), tmp_path)
+    assert (len(steps), problems) == (1, [])
+
+
+def rows_of(*lines: str, header: str = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB"):
+    return parse_epoch_csv("\n".join([header, *lines]) + "\n", Path("x.csv"))
+
+
+@pytest.mark.parametrize(
+    ("header", "line"),
+    [
+        ("Rank;Epoch;Computation_Time;GPU_ID;GPU_Used_Mem_MB", "1;2;101,5;3;5000"),
+        ("Rank;Epoch;Computation_Time;GPU_ID;GPU_Used_Mem_MB", '1;2;"101,5";3;5000,0'),
+        ("Rank\tEpoch\tComputation_Time\tGPU_ID\tGPU_Used_Mem_MB", "1\t2\t101.5\t3\t5000"),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", '1,2,"101,5",3,5000'),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "1,2,101.5 s,3,5000 MiB"),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "1,2,101500ms,3,4.8828125GB"),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "1,2,0:01:41.5,3,5000,"),
+        ("Rank,Epoch,Computation_Time (ms),GPU_ID,GPU_Used_Mem [GiB]", "1,2,101500,3,4.8828125"),
+        ("rank, epoch, epoch_time_s, gpu_id, gpu_memory_used_mb", "1, 2, 101.5, 3, 5000"),
+        ("Rank,Epoch,Computation_Time,Total_Time,GPU ID,GPU_Used_Mem_MB", "1,2,90,101.5,3,5000"),
+        (",Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "0,1,2,101.5,3,5000"),
+        ("Unnamed: 0,Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "0,1,2,101.5,3,5000"),
+        ("Rank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", '"17",1,2,101.5,3,5000'),
+        ("sep=;\nRank;Epoch;Computation_Time;GPU_ID;GPU_Used_Mem_MB", "1;2.0;101.5;3;5000;"),
+        ("# by me\nRank,Epoch,Computation_Time,GPU_ID,GPU_Used_Mem_MB", "1,2,101.5,3,5000"),
+        ("Epoch,Computation_Time,Rank,GPU_ID,GPU_Used_Mem_MB", '2,"101.5",1,3,"5,000.0"'),
+    ],
+)
+def test_the_same_row_in_many_spellings(header: str, line: str) -> None:
+    (row,), problems = rows_of(line, header=header)
+    assert problems == []
+    assert (row.rank, row.epoch, row.duration_s, row.device_id) == (1, 2, 101.5, 3)
+    assert row.memory_used_bytes == 5000 * 2**20
+
+
+def test_a_restart_in_the_middle_is_a_repeat(tmp_path: Path) -> None:
+    lines = [f"{r},{e},{d},{r},5000" for e, d in ((1, 11), (2, 12), (3, 13)) for r in (0, 1)]
+    again = [f"{r},{e},{d},{r},5000" for e, d in ((2, 22), (3, 23), (4, 24)) for r in (0, 1)]
+    rows, problems = rows_of(*lines, *again)
+    assert problems == []
+    assert [(r.occurrence, r.epoch, r.duration_s) for r in rows if r.rank == 0] == [
+        (0, 1, 11), (0, 2, 12), (0, 3, 13), (1, 2, 22), (1, 3, 23), (1, 4, 24),
+    ]  # fmt: skip
+    assert [r.occurrence for r in rows if r.rank == 1] == [0, 0, 0, 1, 1, 1]
+
+
+def test_epochs_out_of_order_are_no_restart() -> None:
+    rows, _ = rows_of("0,3,13,0,1", "0,2,12,0,1", "0,1,11,0,1")
+    assert [row.occurrence for row in rows] == [0, 0, 0]
+
+
+def test_a_row_for_each_gpu_of_a_rank_is_one_epoch(tmp_path: Path) -> None:
+    header = "Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Used_Mem_MB,GPU_Total_Mem_MB"
+    lines = [f"0,{e},{10 + e},{g},G,{100 + g},8192" for e in (1, 2) for g in (0, 1, 2)]
+    (run,), problems = imported(tmp_path, "a.csv", "\n".join([header, *lines, ""]).encode())
+    assert problems == []
+    assert values(run, "epoch_s") == [11.0, 12.0]
+    assert values(run, "memory_used_bytes") == [n * 2**20 for n in (100, 101, 102)] * 2
+
+
+def test_a_row_for_each_gpu_without_a_rank_is_a_rank_each() -> None:
+    rows, _ = rows_of("1,11,0", "1,12,1", "2,13,0", "2,14,1", header="Epoch,Epoch_Time,GPU_ID")
+    assert [(r.rank, r.epoch, r.duration_s) for r in rows] == [
+        (0, 1, 11), (1, 1, 12), (0, 2, 13), (1, 2, 14),
+    ]  # fmt: skip
+
+
+def test_two_times_of_one_epoch_are_refused_by_line() -> None:
+    rows, problems = rows_of("0,1,10,0,1", "0,1,11,1,1", "0,2,12,0,1")
+    assert [row.duration_s for row in rows] == [10, 12]
+    assert problems == [
+        "line 3: a second time for the rank, the epoch and the GPU beside the first"
+    ]
+
+
+def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
+    with pytest.raises(
+        ResultsError, match="computation time and communicationtime, but no column Epoch_"
+    ):
+        rows_of("0,1,10,5", header="Rank,Epoch,Computation_Time,Communication_Time")
+    rows, _ = rows_of("0,1,10,5,16", header="Rank,Epoch,Computation_Time,Comm_Time,Epoch_Time")
+    assert rows[0].duration_s == 16
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("Total,,24,,", "rank, epoch or time is not a number"),
+        ("0,1,10,0,1,2,3", "7 of 5 columns"),
+        ("0,1,10", "3 of 5 columns"),
+        ("0,-1,10,0,1", "rank, epoch or time is not a number"),
+        ("0,1/90,10,0,1", "rank, epoch or time is not a number"),
+        ("0,1,10 parsecs,0,1", "rank, epoch or time is not a number"),
+        ("\u00b2,1,10,0,1", "rank, epoch or time is not a number"),
+        ("0,1,1e999,0,1", "rank, epoch or time is not a number"),
+        ("999999999,1,10,0,1", "rank, epoch or time is not a number"),
+        ("0,1,inf,0,1", "rank, epoch or time is not a number"),
+        ("0,1," + "9" * 5000 + ",0,1", "rank, epoch or time is not a number"),
+    ],
+)
+def test_a_row_that_says_nothing_is_skipped_with_its_reason(line: str, reason: str) -> None:
+    rows, problems = rows_of("0,1,10,0,1", line)
+    assert (len(rows), problems) == (1, [f"line 3: {reason}"])
+
+
+def test_many_lines_of_one_reason_are_counted() -> None:
+    _, problems = rows_of("0,1,10,0,1", *["x,1,1,1,1"] * 40, "0,2")
+    reason = "rank, epoch or time is not a number"
+    assert problems == [
+        f"line 3: {reason}", f"line 4: {reason}", f"line 5: {reason}", "line 43: 2 of 5 columns",
+        f"37 more lines: {reason}", "41 lines were skipped in all",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "blank", [" ", "\t", "|", "[", "\x1b[", ",", "(", ":", "time (ms) |", "1,"]
+)
+def test_a_million_of_anything_is_read_at_once(blank: str) -> None:
+    junk = blank * (10**6 // len(blank))
+    texts = (
+        junk,
+        f"time (ms){junk}",
+        f"{STEP}{junk}",
+        f"Rank,Epoch,Epoch_Time\n0,1,{junk}",
+        f"[2024-01-01 {junk}{STEP}",
+    )
+    for text in texts:
+        plain(text)
+        is_epoch_csv(text)
+        is_deepspeed_log(text)
+        for parse in (parse_epoch_csv, parse_deepspeed_log):
+            with suppress(ResultsError):
+                parse(text, Path("x"))
+
+
+_PIECES = [
+    *(
+        "time (ms) |",
+        "fwd: 1.00 |",
+        "bwd: 2.00 |",
+        "step: 3.00",
+        "[Rank ",
+        "\x1b[",
+        "\x00",
+        "\u00b2",
+    ),
+    *("Rank,Epoch,Epoch_Time", "0,1,5", ",", ";", "\t", '"', "\n", "\r", "9" * 5000, "1e999"),
+]
+
+
+@given(st.lists(st.sampled_from(_PIECES) | st.text(max_size=8), max_size=40).map("".join))
+def test_any_text_is_rows_or_one_line_of_error(text: str) -> None:
+    for parse in (parse_epoch_csv, parse_deepspeed_log):
+        problems: list[str] = []
+        try:
+            _, problems = parse(text, Path("x"))
+        except ResultsError as error:
+            problems = [str(error)]
+        assert not any("\n" in problem for problem in problems)
+
+
+def test_lines_are_written_at_the_pace_of_their_times(tmp_path: Path) -> None:
+    name = "e05-mpirun-tag_2gpu.log"
+    (run,), _ = imported(tmp_path, name, (LOGS / name).read_bytes())
+    ends = [
+        s.start_s + s.duration_s for s in run.ranks[0] if isinstance(s, Span) and s.kind == "step"
+    ]
+    assert [b - a for a, b in pairwise(ends)] == pytest.approx([1.001] * 11)

@@ -1,0 +1,242 @@
+"""Foreign logs: variants of both kinds, and the published ones where they are at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.domain.record import Sample, Span
+from harness.errors import ResultsError
+from harness.measure import derive
+from harness.measure.store import Run, find_runs, read_results
+from harness.plot.catalog import read_catalog
+from harness.plot.figures import load_figure
+from harness.plot.imports import ImportFacts, import_logs
+from harness.plot.imports.deepspeed_log import is_deepspeed_log, parse_deepspeed_log
+from harness.plot.imports.epoch_csv import is_epoch_csv, parse_epoch_csv
+from harness.plot.render import image_bytes
+
+HEADER = (
+    "Timestamp,Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Load,"
+    "GPU_Free_Mem_MB,GPU_Used_Mem_MB,GPU_Total_Mem_MB,GPU_Temp_C"
+)
+GPU = "NVIDIA GeForce RTX 3070"
+LOGS = Path(__file__).parents[4] / "shared" / "data" / "tesla_logs"
+STEP = (
+    "[2024-11-17 16:35:0{second},846] [INFO] [logging.py:128:log_dist] [Rank 0] time (ms) | "
+    "fwd: 60.00 | bwd: 640.00 | bwd_inner: 140.00 | bwd_allreduce: 500.00 | step: 20.00"
+)
+
+
+def row(rank: int, epoch: int, duration_s: float, at: str = "2024-11-17 20:00:00") -> str:
+    return f"{at},{rank},{epoch},{duration_s},0,{GPU},99.0%,4096.0,4096.0,8192.0,61.0"
+
+
+def csv_text(*rows: str) -> str:
+    return "\n".join([HEADER, *rows]) + "\n"
+
+
+def imported(tmp_path: Path, name: str, text: str, **facts: Any) -> list[Run]:
+    path = tmp_path / name
+    path.write_text(text)
+    _, problems = import_logs([path], tmp_path / "results", ImportFacts(**facts))
+    assert problems == []
+    return read_results(tmp_path / "results").runs
+
+
+def epoch_values(run: Run, rank: int) -> list[float]:
+    records = run.ranks[rank]
+    return [r.value for r in records if isinstance(r, Sample) and r.metric == "epoch_s"]
+
+
+def test_epochs_become_samples_and_the_header_says_what_is_known(tmp_path: Path) -> None:
+    text = csv_text(row(1, 1, 100.5), row(0, 1, 100.0), row(0, 2, 99.0), row(1, 2, 99.5))
+    (run,) = imported(tmp_path, "vit_b16_strong_2gpu.csv", text)
+    header = run.header
+    assert header.run_id == "imported-vit_b16_strong_2gpu"
+    assert (header.status, header.workload, header.commit) == ("ok", "train", "")
+    assert header.config["source"] == "vit_b16_strong_2gpu.csv"
+    assert (header.config["model"], header.config["global_batch"]) == ("vit_b_16", 32)
+    assert [info.device_kind for info in header.ranks] == [GPU, GPU]
+    assert header.ranks[0].memory_bytes == 8 * 2**30
+    assert [node.name for node in header.cluster.nodes] == ["node0", "node1"]
+    assert epoch_values(run, 1) == [100.5, 99.5]
+    summary = derive.training_summary(run)
+    assert (summary.unit, summary.n_samples) == ("epoch", 50_000)
+    assert summary.throughput == pytest.approx(50_000 / 100.0)  # median of 100.5 and 99.5
+    assert summary.memory_bytes == {"used": 4 * 2**30}
+
+
+def test_weak_scaling_logs_train_a_share_on_each_device(tmp_path: Path) -> None:
+    text = csv_text(row(0, 1, 71.0), row(1, 1, 72.0))
+    (run,) = imported(tmp_path, "vit_b16_weak_2gpu.csv", text)
+    assert derive.training_summary(run).n_samples == 10_000
+
+
+def test_columns_are_found_by_name_in_any_order(tmp_path: Path) -> None:
+    text = "note,epoch,RANK,computation time\n\n,1,0,5.5\nx,2,0,6.5\n"
+    facts = {"device_kind": "A100", "device_memory": "40GiB"}
+    (run,) = imported(tmp_path, "epochs.csv", text, **facts)
+    assert epoch_values(run, 0) == [5.5, 6.5]
+    assert run.header.ranks[0].device_kind == "A100"
+    assert run.header.start_utc == ""
+
+
+@pytest.mark.parametrize(
+    "at",
+    ["2024-11-17T20:00:00", "2024-11-17T20:00:00.000", "2024-11-17T20:00:00Z",
+     "2024-11-17T21:00:00+01:00"],
+)  # fmt: skip
+def test_iso_times_are_read(tmp_path: Path, at: str) -> None:
+    (run,) = imported(tmp_path, "a_1gpu.csv", csv_text(row(0, 1, 60.0, at=at)))
+    assert run.header.start_utc == "2024-11-17T19:59:00"
+    assert run.header.duration_s == 60.0
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_blank_lines_and_a_byte_order_mark_are_passed_over(ending: str, tmp_path: Path) -> None:
+    text = "\ufeff" + ending.join([HEADER, "", row(0, 1, 5.0), "   ", row(0, 2, 6.0), ""])
+    rows, problems = parse_epoch_csv(text, tmp_path)
+    assert ([r.duration_s for r in rows], problems) == ([5.0, 6.0], [])
+
+
+def test_a_truncated_last_line_loses_itself_and_nothing_else(tmp_path: Path) -> None:
+    whole = csv_text(row(0, 1, 5.0), row(0, 2, 712.5)).rstrip("\n")
+    start = whole.rindex("\n") + 1
+    for cut in range(start + 1, len(whole) + 1):
+        rows, problems = parse_epoch_csv(whole[:cut], tmp_path)
+        assert rows[0].duration_s == 5.0
+        # Only a line with every column counts; its last field may be cut and is not used.
+        if len(rows) == 2:
+            assert (rows[1].duration_s, rows[1].temperature_c) == (712.5, None)
+        else:
+            assert problems[0].startswith("line 3: ")
+
+
+def test_garbage_in_a_line_is_named_and_skipped(tmp_path: Path) -> None:
+    text = csv_text(row(0, 1, 5.0), "a,b,c,d,e,f,g,h,i,j,k", row(0, 2, -1.0), row(0, 3, 7.0))
+    rows, problems = parse_epoch_csv(text, tmp_path)
+    assert [r.epoch for r in rows] == [1, 3]
+    assert [p.partition(":")[0] for p in problems] == ["line 3", "line 4"]
+
+
+def test_an_appended_training_is_a_repeat(tmp_path: Path) -> None:
+    text = csv_text(row(0, 1, 5.0), row(0, 2, 6.0)) + csv_text(row(0, 1, 7.0), row(0, 2, 8.0))
+    runs = imported(tmp_path, "a_1gpu.csv", text)
+    by_repeat = {run.header.repeat: epoch_values(run, 0) for run in runs}
+    assert by_repeat == {0: [5.0, 6.0], 1: [7.0, 8.0]}
+    assert runs[0].header.key == runs[1].header.key
+    table = load_figure("throughput").table(read_catalog(*find_runs(tmp_path / "results")))
+    assert list(table["n_repeats"]) == [2]
+
+
+def test_importing_again_replaces_what_was_there(tmp_path: Path) -> None:
+    two = csv_text(row(0, 1, 5.0), row(1, 1, 5.0))
+    imported(tmp_path, "log.csv", two)
+    files = {p: p.read_bytes() for p in (tmp_path / "results").rglob("*") if p.is_file()}
+    imported(tmp_path, "log.csv", two)
+    assert {p: p.read_bytes() for p in (tmp_path / "results").rglob("*") if p.is_file()} == files
+    (run,) = imported(tmp_path, "log.csv", csv_text(row(0, 1, 5.0)))
+    assert sorted(run.ranks) == [0]
+
+
+def test_logs_of_one_name_in_two_folders_both_stand(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "log.csv").write_text(csv_text(row(0, 1, 5.0)))
+    written, _ = import_logs([tmp_path / "a", tmp_path / "b"], tmp_path / "r", ImportFacts())
+    assert [path.name for path in written] == ["imported-a-log", "imported-b-log"]
+
+
+def test_files_of_other_kinds_are_named_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("time,value\n1,2\n")
+    (tmp_path / "b.csv").write_text(csv_text(row(0, 1, 5.0)))
+    (tmp_path / "c.log").write_bytes(b"\xff\xfe\x00 nothing")
+    (tmp_path / "d.csv").write_text(HEADER + "\n")
+    written, problems = import_logs([tmp_path], tmp_path / "r", ImportFacts())
+    assert [path.name for path in written] == ["imported-b"]
+    assert [path.name for path, _ in problems] == ["a.csv", "c.log", "d.csv"]
+
+
+def deepspeed_text(n: int) -> str:
+    lines = [STEP.format(second=second) for second in range(n)]
+    noise = "[2024-11-17 16:35:03,846] [INFO] [Rank 0] step=10, skipped=0, lr=[0.001]"
+    return "\n".join([noise, *lines[:1], "", noise, *lines[1:]]) + "\n"
+
+
+def test_deepspeed_lines_become_spans_without_a_data_phase(tmp_path: Path) -> None:
+    facts = {"device_kind": GPU, "device_memory": "8GiB"}
+    (run,) = imported(tmp_path, "x_3gpu_steps.log", deepspeed_text(3), **facts)
+    spans = [r for r in run.ranks[0] if isinstance(r, Span)]
+    assert {span.kind for span in spans} == {
+        "step", "forward", "backward", "communication", "optimizer"
+    }  # fmt: skip
+    assert len(run.header.ranks) == 3
+    summary = derive.training_summary(run)
+    assert summary.duration is not None
+    assert summary.duration.median == pytest.approx(0.72)
+    assert summary.n_samples == 48
+    assert summary.phases["exposed_communication"] == pytest.approx(0.5)
+    assert summary.phases["data"] == 0
+    assert summary.phases["other"] == pytest.approx(0, abs=1e-9)
+    # A line is written when its step ends, a second after the one before.
+    starts = [span.start_s for span in spans if span.kind == "step"]
+    assert np.diff(starts) == pytest.approx([1.0, 1.0])
+
+
+def test_deepspeed_log_takes_its_gpu_from_the_csv_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "y_1gpu.csv").write_text(csv_text(row(0, 1, 5.0)))
+    (tmp_path / "y_1gpu_steps.log").write_text(deepspeed_text(2))
+    written, problems = import_logs([tmp_path], tmp_path / "r", ImportFacts())
+    assert (len(written), problems) == (2, [])
+    (tmp_path / "y_2gpu_steps.log").write_text(deepspeed_text(2))
+    _, problems = import_logs([tmp_path / "y_2gpu_steps.log"], tmp_path / "r", ImportFacts())
+    assert "give --device-kind and --device-memory" in problems[0][1]
+
+
+def test_a_cut_deepspeed_line_is_named(tmp_path: Path) -> None:
+    text = deepspeed_text(3).rstrip("\n")
+    for cut in (1, 5, 12, 40):
+        steps, problems = parse_deepspeed_log(text[:-cut], tmp_path)
+        assert len(steps) == 2
+        assert len(problems) == 1
+
+
+def test_microsteps_are_not_counted_beside_their_sum() -> None:
+    text = deepspeed_text(1) + STEP.format(second=1).replace("fwd:", "fwd_microstep:") + "\n"
+    steps, problems = parse_deepspeed_log(text, Path("x"))
+    assert (len(steps), problems) == (1, [])
+
+
+def test_kinds_are_told_by_content() -> None:
+    assert is_epoch_csv(csv_text())
+    assert not is_epoch_csv("")
+    assert is_deepspeed_log(deepspeed_text(1))
+    assert not is_deepspeed_log("fwd: 1")
+    with pytest.raises(ResultsError, match="no usable DeepSpeed step line"):
+        parse_deepspeed_log("", Path("x"))
+
+
+@pytest.mark.skipif(not LOGS.is_dir(), reason="the published logs are not at hand")
+def test_published_logs_stand_in_the_scaling_figure(tmp_path: Path) -> None:
+    written, problems = import_logs([LOGS], tmp_path, ImportFacts())
+    assert (len(written), problems) == (7, [])
+    catalog = read_catalog(*find_runs(tmp_path))
+    assert catalog.skipped == []
+    table = load_figure("scaling").table(catalog)
+    found = {(row.scaling, row.n_devices): round(row.efficiency, 2) for row in table.itertuples()}
+    # Medians of the files' own epochs: 712.9, 916.4, 743.6 s; 71.37, 177.6, 215.8 s.
+    assert found == {
+        ("strong", 1): 1.0, ("strong", 2): 0.39, ("strong", 3): 0.32,
+        ("weak", 1): 1.0, ("weak", 2): 0.40, ("weak", 3): 0.33,
+    }  # fmt: skip
+    breakdown = load_figure("step_breakdown").table(catalog)
+    (share,) = breakdown["exposed_communication_s"] / breakdown["step_s"]
+    assert 0.6 < share < 0.75
+    for name in ("scaling", "device_load"):
+        figure = load_figure(name)
+        drawn = figure.table(catalog)
+        assert image_bytes(figure, drawn, "svg")

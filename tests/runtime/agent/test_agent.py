@@ -1,0 +1,205 @@
+"""An agent passes everything through, ends what its program leaves, and closes the row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.runtime.agent import agent as agent_module
+from harness.runtime.agent import family
+from harness.runtime.agent.agent import RankAgent
+from harness.runtime.agent.row import OpenRun
+
+ROOT = Path(__file__).parents[3]
+AGENT = [sys.executable, "-SP", str(ROOT / "harness/runtime/agent/__main__.py")]
+
+
+def start(*argv, **options):
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+    return subprocess.Popen(
+        [*AGENT, *map(str, argv)],
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run(*argv, **options):
+    process = start(*argv, **options)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def is_alive(pid):
+    return family._stat(pid) is not None and family._stat(pid)[0] != "Z"
+
+
+def wait_until(is_so):
+    for _ in range(600):
+        if is_so():
+            return
+        time.sleep(0.05)
+    raise AssertionError("not within 30 s")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_exit_code_output_and_arguments_pass_through(code):
+    script = 'printf "<%s>" "$@"; echo oh >&2; exit $CODE'
+    argv = ["env", f"CODE={code}", "sh", "-c", script, "sh", "a b", "--name"]
+    assert run(*argv) == (code, "<a b><--name>", "oh\n")
+
+
+def test_a_program_that_is_not_there_is_said():
+    assert run("/nowhere/program") == (
+        127,
+        "",
+        "error: /nowhere/program: No such file or directory\n",
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_the_agent_dies_of_what_its_program_died_of_and_says_so(number):
+    code, _, err = run("sh", "-c", f"kill -{int(number)} $$")
+    assert code == -number
+    host = os.uname().nodename
+    assert err == f"error: rank 0 ({host}): its first process was killed by {number.name}\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_are_passed_on(number):
+    script = f"trap 'echo caught; exit 7' {int(number)}; echo ready; while :; do sleep 0.05; done"
+    # Under nohup, SIGHUP is ignored.
+    process = start("sh", "-c", script, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "caught\n")
+
+
+def test_what_nohup_ignores_stays_ignored():
+    script = "echo ready; sleep 1; exit 3"
+    process = start(
+        "sh", "-c", script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 3
+
+
+def test_processes_of_a_program_that_failed_end_also_stopped_and_orphaned_ones():
+    # The inner shell leaves an orphan in a session of its own.
+    orphans = "(setsid sh -c 'kill -STOP $$' & setsid sleep 600 & echo $!)"
+    script = f"{orphans}; sleep 600 & echo $!; kill -9 $$"
+    process = start("sh", "-c", script)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in out.split()))
+
+
+def test_the_program_dies_with_its_agent():
+    process = start("sh", "-c", "echo $$; sleep 600")
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(pid))
+
+
+PROGRAM = """
+import os, signal, sys, time
+from harness.runtime.agent.channel import Channel
+channel = Channel.from_environment()
+channel.begin_run("run1", sys.argv[1], float(sys.argv[3]), is_isolated=False)
+print("begun", flush=True)
+channel.end_part("run1")
+if sys.argv[2] == "close":
+    channel.end_run(); channel.close_run(); channel.leave()
+elif sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif sys.argv[2] == "exit":
+    sys.exit(3)
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"status": "running", "reason": "", "x": 1}))
+    (tmp_path / "rank0.jsonl").write_text('{"kind":"step"}\n{"kind":"data"}\n')
+    return tmp_path
+
+
+def program(run_dir, what, timeout_s=600.0):
+    return start(sys.executable, "-c", PROGRAM, run_dir, what, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("what", "timeout_s", "code", "status", "reason"),
+    [
+        ("kill", 600, -9, "crash", "its first process was killed by SIGKILL"),
+        ("exit", 600, 3, "crash", "its first process ended with exit code 3"),
+        ("hang", 1, 1, "timeout", "not done after 1 s"),
+    ],
+)
+def test_a_run_that_its_program_leaves_open_is_closed(
+    run_dir, what, timeout_s, code, status, reason
+):
+    process = program(run_dir, what, timeout_s)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    header = json.loads((run_dir / "run.json").read_text())
+    assert (header["status"], header["x"]) == (status, 1)
+    assert reason in header["reason"]
+    assert header["reason"].endswith("; recorded: rank0 2 records (1 steps)")
+    assert header["duration_s"] >= 0
+    assert sorted(path.name for path in run_dir.iterdir()) == ["rank0.jsonl", "run.json"]
+
+
+def test_what_was_recorded_stands_in_the_first_line_of_a_reason(run_dir):
+    run = OpenRun(run_dir, 10.0)
+    run.close("oom", "rank 1 (b): no memory\nTraceback", 12.5)
+    header = json.loads((run_dir / "run.json").read_text())
+    assert header["reason"] == (
+        "rank 1 (b): no memory; recorded: rank0 2 records (1 steps)\nTraceback"
+    )
+    assert (header["status"], header["duration_s"]) == ("oom", 2.5)
+
+
+def test_a_run_that_its_program_closes_is_left_alone(run_dir):
+    before = (run_dir / "run.json").read_text()
+    process = program(run_dir, "close")
+    assert process.wait(60) == 0
+    assert (run_dir / "run.json").read_text() == before
+    assert not (run_dir / "heartbeat").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number):
+    process = program(run_dir, "hang")
+    process.stdout.readline()
+    wait_until((run_dir / "heartbeat").exists)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    header = json.loads((run_dir / "run.json").read_text())
+    assert (header["status"], header["reason"].partition(";")[0]) == ("crash", "interrupted")
+
+
+def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
+    agent = RankAgent.__new__(RankAgent)
+    agent._who, agent._oom_kills = "rank 1 (b)", 2
+    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 3)
+    monkeypatch.setattr(agent_module, "cgroup_memory_bytes", lambda: 150 << 20)
+    killed = "the kernel killed its first process: the memory limit of 150 MiB was reached"
+    assert agent._fault_of(-9) == ("oom", f"rank 1 (b): {killed}", (), 137)
+    assert agent._fault_of(-11).status == "crash"
+    monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 2)
+    assert agent._fault_of(-9).reason == "rank 1 (b): its first process was killed by SIGKILL"

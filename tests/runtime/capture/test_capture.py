@@ -1,0 +1,287 @@
+"""Graphs say what the models are: parameters, FLOPs, branches, shapes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from harness.errors import ModelError
+from harness.runtime.capture.capture import capture, capture_model, trace
+from harness.runtime.faithfulness.comparison import hold_to_model
+from harness.runtime.models import (
+    MODELS,
+    DlrmOptions,
+    InputSpec,
+    ModelOptions,
+    Task,
+    build_task,
+    fit_options,
+)
+
+OPTIONS = ModelOptions(dlrm=DlrmOptions(table_rows=(100,) * 8))
+
+
+def meta_task(name):
+    with torch.device("meta"):
+        return build_task(name, fit_options(name, OPTIONS))
+
+
+def whole_flops(task, batch):
+    """Forward plus backward of the whole model, counted at once."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        inputs = [torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in task.inputs]
+        task.model(*inputs).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_and_parameters_are_the_models_own(name):
+    task = meta_task(name)
+    graph = capture_model(name, 4, OPTIONS)
+    flops = sum(o.forward_flops + o.backward_flops for o in graph.operators)
+    assert flops == whole_flops(task, 4)
+    assert graph.parameter_bytes == 4 * sum(p.numel() for p in task.model.parameters())
+    assert graph.operators[-1].kind == "loss"
+    assert all(o.kind != "other" or o.attrs["function"] for o in graph.operators)
+
+
+def test_the_same_model_gives_the_same_graph():
+    assert capture_model("resnet18", 4) == capture_model("resnet18", 4)
+
+
+def test_frozen_statistics_are_told_apart():
+    by_batch, frozen = (
+        capture_model("resnet18", 4, ModelOptions(has_frozen_norms=is_frozen)).operators
+        for is_frozen in (False, True)
+    )
+    changed = {a.kind for a, b in zip(by_batch, frozen, strict=True) if a != b}
+    assert changed == {"batch_norm"}
+    norms = [operator for operator in frozen if operator.kind == "batch_norm"]
+    assert {norm.attrs["statistics"] for norm in norms} == {"frozen"}
+    assert all("frozen" in norm.profile_key for norm in norms)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_frozen_statistics_of_a_function_are_told_too(is_training):
+    class Normalised(nn.Module):
+        def forward(self, images):
+            mean, variance = torch.zeros(3), torch.ones(3)
+            return F.batch_norm(images, mean, variance, training=is_training).flatten(1)
+
+    task = Task(
+        model=Normalised(),
+        inputs=(InputSpec(name="images", shape=(3, 4, 4)),),
+        loss="cross_entropy",
+        n_classes=48,
+    )
+    (norm,) = (o for o in capture(task, 4, "normalised").graph.operators if o.kind == "batch_norm")
+    assert ("statistics" in norm.attrs) != is_training
+
+
+def test_a_residual_block_keeps_its_branches():
+    graph = capture_model("resnet18", 2)
+    add = next(o for o in graph.operators if o.kind == "add")
+    assert len(set(add.inputs)) == 2
+    pool = next(o for o in graph.operators if o.name == "maxpool")
+    assert pool.attrs["kernel"] == [3, 3]
+    assert [i for i, c in enumerate(graph.consumers()) if len(c) == 2]
+
+
+def test_tables_and_mlps_of_dlrm_meet_in_one_cat():
+    graph = capture_model("dlrm", 4, OPTIONS)
+    (cat,) = [o for o in graph.operators if o.kind == "cat"]
+    assert len(cat.inputs) == 9
+    assert cat.shape == {"sample": 4, "feature": 576}
+    assert sum(o.kind == "embedding" for o in graph.operators) == 8
+
+
+def test_attention_is_one_operator_that_reads_its_input_three_times():
+    graph = capture_model("vit_b_16", 2)
+    attention = next(o for o in graph.operators if o.kind == "attention")
+    assert attention.attrs["n_heads"] == 12
+    assert len(attention.inputs) == 3
+    assert len(set(attention.inputs)) == 1
+
+
+class Twice(nn.Module):
+    """Uses one weight in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(torch.relu(self.linear(x)))
+
+
+def test_a_shared_weight_is_counted_once_and_named_twice():
+    task = Task(model=Twice(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    graph = capture(task, 2, "twice").graph
+    linears = [o for o in graph.operators if o.kind == "linear"]
+    assert [o.parameter_bytes for o in linears] == [80, 0]
+    assert {o.attrs["module"] for o in linears} == {"linear"}
+
+
+class Looping(nn.Module):
+    """Control flow over a tensor's rows, which symbolic tracing cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(torch.stack([row * 2 for row in x.unbind(1)], dim=1))
+
+
+def test_what_fx_cannot_trace_is_exported():
+    task = Task(model=Looping(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    graph = capture(task, 2, "looping").graph
+    assert graph.parameter_bytes == 80
+    assert sum(o.kind == "linear" for o in graph.operators) == 1
+
+
+def test_a_model_is_exported_on_the_device_that_it_is_on():
+    model = Looping().to("meta")
+    task = Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    assert capture(task, 2, "looping").module.linear.weight.device.type == "meta"
+
+
+class ByRows(nn.Module):
+    """A loop over samples, which exporting unrolls."""
+
+    def forward(self, x):
+        return torch.stack([row * 2 for row in x.unbind(0)])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_an_exported_model_takes_batches_of_any_size(batch):
+    module = trace(Looping(), (torch.ones(batch, 4),))
+    assert [module(torch.ones(n, 4)).shape[0] for n in (1, 3, 12)] == [1, 3, 12]
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_model_that_exporting_ties_to_a_batch_size_is_refused(batch):
+    task = Task(model=ByRows(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    with pytest.raises(ModelError, match="ByRows cannot be captured: forward loops"):
+        capture(task, batch, "rows")
+
+
+class Selecting(nn.Module):
+    def forward(self, x):
+        return x[torch.nonzero(x)]
+
+
+def test_an_operator_without_a_shape_is_named_with_its_model():
+    task = Task(model=Selecting(), inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+    message = r"^selecting cannot be captured: the shape of .* \(operator '\w+'\): .*--engine torch"
+    with pytest.raises(ModelError, match=message):
+        capture(task, 2, "selecting")
+
+
+class Construct(nn.Module):
+    """A linear layer, and then what a test gives."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.linear, self.after = nn.Linear(4, 4), after
+
+    def forward(self, x):
+        return self.after(self, self.linear(x))
+
+
+class OnTheCpu(nn.Module):
+    """Kept whole for its hook; makes tensors where PyTorch does by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        return x * torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.arange(4)
+
+
+def by_value(net, x):
+    return x if x.sum() > 0 else -x
+
+
+def of_a_slope(net, x):
+    return torch.autograd.grad(x.tanh().sum(), x, create_graph=True)[0]
+
+
+def of_a_pass(net, x):
+    x.sum().backward(retain_graph=True)
+    return x
+
+
+def task_of(model):
+    return Task(model=model, inputs=(InputSpec(name="x", shape=(4,)),), n_classes=4)
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        (by_value, "forward decides by the values of a tensor"),
+        (of_a_slope, r"forward calls torch\.autograd\.grad, which differentiates"),
+        (of_a_pass, r"forward calls backward\(\), which differentiates"),
+        (lambda net, x: x / len(x), r"forward takes len\(\) of a tensor"),
+        (lambda net, x: torch.stack([row for row in x]), "forward loops over the samples"),  # noqa: C416
+        (lambda net, x: sum(x[i] for i in range(x.shape[0])), "forward takes a size of a tensor"),
+        (lambda net, x: torch.from_numpy(x.detach().numpy()), "forward computes by numpy"),
+        (lambda net, x: x * x.new_tensor([1.0] * 4, device="cpu"), "makes a tensor on the CPU"),
+        (lambda net, x: x * x.max().item(), "forward reads the value of a tensor"),
+        (lambda net, x: x + torch.unique(x).sum(), "the shape of a tensor depends on values"),
+        (lambda net, x: x.reshape(7, -1), "RuntimeError: shape .* is invalid"),
+        (lambda net, x: {"a": x}["b"], "KeyError: 'b'"),
+    ],
+)
+def test_a_refusal_is_one_short_line_with_construct_place_and_remedy(after, words):
+    with pytest.raises(ModelError, match=rf"cannot be captured: .*{words}") as refused:
+        capture(task_of(Construct(after)), 6, "construct")
+    message = str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 300
+    assert "test_runtime_capture.py:" in message or "(operator '" in message
+    assert message.endswith("or train it by --engine torch, which needs no plan")
+
+
+def test_weights_without_a_shape_are_refused_by_their_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+    with pytest.raises(ModelError, match=r"^module '1' \(LazyLinear\) has no weights before"):
+        capture(task_of(model), 6, "lazy")
+
+
+class Loose(nn.Module):
+    """Takes whatever it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *tensors, scale=2.0, **others):
+        return self.linear(sum(tensors)) * scale * len(tensors) + len(others)
+
+
+@pytest.mark.parametrize("n_inputs", [1, 2])
+def test_arguments_without_names_are_what_is_fed(n_inputs):
+    model = Loose()
+    inputs = tuple(InputSpec(name=f"x{n}", shape=(4,)) for n in range(n_inputs))
+    found = capture(Task(model=model, inputs=inputs, n_classes=4), 6, "loose")
+    batch = [torch.rand(3, 4) for _ in range(n_inputs)]
+    assert torch.equal(found.module(*batch), model(*batch))
+
+
+def test_a_derivative_inside_a_module_of_its_own_is_kept_whole():
+    class Slope(nn.Module):
+        def forward(self, x):
+            return of_a_slope(self, x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Slope())
+    task = task_of(model)
+    found = capture(task, 6, "slope")
+    hold_to_model(task, found, "slope", "fp32")
+
+
+def test_tensors_that_a_whole_module_makes_are_of_no_device_while_it_is_captured():
+    task = task_of(nn.Sequential(nn.Linear(4, 4), OnTheCpu()))
+    hold_to_model(task, capture(task, 6, "on the cpu"), "on the cpu", "fp32")

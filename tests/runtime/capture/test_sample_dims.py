@@ -1,0 +1,84 @@
+"""Samples are named where they are, and cut only where they come apart."""
+
+import pytest
+import torch
+from torch import nn
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.capture.sample_dims import is_cut_by_samples, named_shape, sample_dims
+from harness.runtime.models import InputSpec, Task
+
+
+def test_a_dim_that_doubles_with_the_batch_counts_samples():
+    assert sample_dims((4, 3), (8, 3), 4) == (0,)
+    assert sample_dims((3, 4), (3, 8), 4) == (1,)
+    assert sample_dims((1, 4), (1, 4), 4) == ()
+    assert sample_dims((4, 4), (8, 8), 4) == (0, 1)
+
+
+def test_at_one_batch_size_the_first_dim_counts_samples_if_the_batch_divides_it():
+    assert sample_dims((8, 3), None, 4) == (0,)
+    assert sample_dims((6, 4), None, 4) == ()
+    assert sample_dims((), None, 4) == ()
+
+
+def test_samples_are_named_in_their_place():
+    assert named_shape((4, 5, 6), (0,)) == {"sample": 4, "seq": 5, "feature": 6}
+    assert list(named_shape((5, 4, 6), (1,)).items()) == [("seq", 5), ("sample", 4), ("feature", 6)]
+    assert named_shape((5, 6), ()) == {"seq": 5, "feature": 6}
+    assert named_shape((5,), ()) == {"feature": 5}
+    assert named_shape((4, 1, 1, 1, 1, 1), (0,)) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "output", "inputs", "expected"),
+    [
+        ("linear", "Linear", ((4, 3), (0,)), [((4, 2), (0,))], True),
+        ("other", "permute", ((5, 4), (1,)), [((4, 5), (0,))], True),
+        ("other", "view", ((20, 3), (0,)), [((4, 5, 3), (0,))], True),
+        ("other", "view", ((20, 3), (0,)), [((5, 4, 3), (1,))], False),
+        ("other", "view", ((5, 4, 3), (1,)), [((4, 5, 3), (0,))], False),
+        ("cat", "cat", ((8, 3), (0,)), [((4, 3), (0,)), ((4, 3), (0,))], False),
+        ("cat", "cat", ((4, 6), (0,)), [((4, 3), (0,)), ((4, 3), (0,))], True),
+        ("other", "chunk", ((2, 3), (0,)), [((4, 3), (0,))], False),
+        ("other", "matmul", ((4, 4), (0, 1)), [((4, 3), (0,)), ((3, 4), (1,))], False),
+        ("add", "add", ((4, 4), (0,)), [((4, 3), (0,)), ((4,), (0,))], False),
+        ("add", "add", ((4, 3), (0,)), [((4, 3), (0,)), ((3,), ())], True),
+        ("other", "mean", ((3,), ()), [((4, 3), (0,))], False),
+    ],
+)
+def test_what_can_be_cut_by_samples(kind, function, output, inputs, expected):
+    assert is_cut_by_samples(kind, function, output, inputs) is expected
+
+
+class Sequences(nn.Module):
+    """Computes with the sequence first, as recurrent models do, around a learned position."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(3, 1, 6))
+        self.conv = nn.Conv2d(1, 1, (2, 3), padding="same", padding_mode="circular")
+        self.norm = nn.LayerNorm([6])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.conv(x.unsqueeze(1)).squeeze(1)
+        x = x.permute(1, 0, 2) + self.position * 2
+        x = torch.cat([x, x], dim=1).mean(0)
+        return self.head(self.norm(x))[: x.size(0) // 2]
+
+
+def test_a_captured_graph_says_which_operators_have_their_samples_apart():
+    task = Task(model=Sequences(), inputs=(InputSpec(name="x", shape=(3, 6)),), n_classes=2)
+    found = {op.name: op for op in capture(task, 4, "sequences").graph.operators}
+    assert found["conv"].attrs["padding"] == [0, 1]
+    assert found["conv"].attrs["padding_mode"] == "circular"
+    assert found["norm"].attrs["n_normalized"] == 1
+    assert list(found["permute"].shape) == ["seq", "sample", "feature"]
+    assert found["mul"].shape == {"feature": 3, "height": 1, "width": 6}
+    assert list(found["add"].shape.items()) == [("seq", 3), ("sample", 4), ("feature", 6)]
+    assert found["cat"].shape["sample"] == 8
+    assert found["head"].shape == {"sample": 8, "feature": 2}
+    apart = {name for name, op in found.items() if op.attrs.get("is_cut_by_samples", True)}
+    assert {"conv", "permute", "add", "mean", "norm", "head"} <= apart
+    assert not {"mul", "cat", "getitem"} & apart

@@ -1,0 +1,41 @@
+"""How many samples are taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.measure.clock import FakeClock
+from harness.runtime.devices.caches import CacheFlush, last_cache_bytes
+from harness.runtime.devices.sampling import Budget, take_samples
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "expected"), [(0.1, 10), (0.3, 4), (2.0, 3), (1e-6, 50), (0.0, 50)]
+)
+def test_a_budget_holds_between_its_least_and_most(sample_s, expected):
+    assert Budget(time_s=1.0, n_min=3, n_max=50).count(sample_s) == expected
+
+
+def test_samples_are_durations_after_the_warm_up():
+    clock = FakeClock()
+    calls: list[float] = []
+
+    def sample():
+        calls.append(1.0 if len(calls) < 2 else 0.25)
+        start = clock.mark()
+        clock.advance(calls[-1])
+        return start, clock.mark()
+
+    found = take_samples(sample, clock, Budget(time_s=1.0, n_min=2, n_warm_up=2))
+    assert found == [0.25] * 4
+    assert len(calls) == 6
+
+
+def test_this_host_has_a_cache_to_flush():
+    import torch
+
+    n_bytes = last_cache_bytes(torch.device("cpu"))
+    assert 1 << 18 <= n_bytes <= 256 << 20
+    flush = CacheFlush(torch.device("cpu"))
+    flush()
+    assert flush.n_bytes == n_bytes

@@ -1,0 +1,105 @@
+"""Shares and checksums; engines on several ranks are tested with the train workload."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.errors import ConfigError
+from harness.measure.clock import FakeClock
+from harness.measure.recorder import Recorder
+from harness.runtime.devices.precision import Precision
+from harness.runtime.engines import replicas
+from harness.runtime.engines.deepspeed_engine import TimedBackend
+from harness.runtime.engines.engine import Share
+from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
+from harness.runtime.engines.replicas import digest, fingerprint
+
+
+def test_weights_make_the_ranks_parts_add_up_to_the_mean():
+    shares = [Share(n_local=n, n_global=6) for n in (3, 2, 1)]
+    assert sum(share.weight * share.n_local for share in shares) == pytest.approx(1.0)
+
+
+def test_a_stand_in_weighs_nothing():
+    assert Share(n_local=0, n_global=6).weight == 0.0
+
+
+def test_equal_models_have_equal_digests_and_one_bit_changes_them():
+    model = nn.Linear(3, 2)
+    before = digest(model)
+    with torch.no_grad():
+        model.weight.view(torch.int32)[0, 0] ^= 1
+    assert digest(model) != before
+    with torch.no_grad():
+        model.weight.view(torch.int32)[0, 0] ^= 1
+    assert digest(model) == before
+
+
+def test_exchanged_values_change_the_fingerprint():
+    model = nn.Linear(2, 1, bias=False)
+    before = fingerprint(model)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(1))
+    changed = fingerprint(model)
+    assert changed[0, 0] == before[0, 0]
+    assert changed[0, 1] != before[0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fingerprint_does_not_depend_on_how_much_is_summed_at_once(dtype, monkeypatch):
+    whole = torch.randn(7, 5).to(dtype)
+    words = whole.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])
+    bits = words.reshape(-1).tolist()
+    sums = [sum(bits), sum(place * word for place, word in enumerate(bits, 1))]
+    modulo = [(total + 2**63) % 2**64 - 2**63 for total in sums]
+    for n_at_once in (1, 4, 35, 1 << 20):
+        monkeypatch.setattr(replicas, "_N_AT_ONCE", n_at_once)
+        assert replicas.fingerprint_of(whole).tolist() == modulo
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "bf16", "fp16"])
+def test_only_narrow_dtypes_are_autocast(dtype):
+    layer, x = nn.Linear(2, 2), torch.randn(1, 2)
+    with Precision(dtype, torch.device("cpu")).autocast():
+        computed = layer(x).dtype
+    wide = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    assert computed == wide
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="choose one of sgd, adamw"):
+        make_optimizer(nn.Linear(1, 1), OptimizerOptions(name="lion"), torch.device("cpu"))
+
+
+class SlowBackend:
+    """A backend whose collective takes two seconds."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+
+    def all_reduce(self, tensor: torch.Tensor) -> str:
+        self._clock.advance(2.0)
+        return "done"
+
+    def get_rank(self) -> int:
+        return 7
+
+
+def test_compute_is_what_lies_between_blocking_collectives():
+    clock = FakeClock()
+    recorder = Recorder(clock)
+    backend = TimedBackend(SlowBackend(clock), recorder)
+    clock.advance(1.0)  # computes from 0 to 1
+    assert backend.all_reduce(torch.zeros(4)) == "done"
+    clock.advance(3.0)  # and from 3 to 6
+    backend.add_compute("backward", 0.0, clock.mark())
+    found = [(s.kind, s.name, s.start_s, s.duration_s, s.n_bytes) for s in recorder.collect()]
+    assert found == [
+        ("backward", "", 0.0, 1.0, None),
+        ("communication", "all_reduce", 1.0, 2.0, 16),
+        ("backward", "", 3.0, 3.0, None),
+    ]
+    assert backend.n_collectives == 1
+    assert backend.get_rank() == 7

@@ -1,0 +1,327 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.utils import parametrizations
+
+from harness.domain.graph import Operator
+from harness.runtime.executor.gradients.deferred import (
+    AtOnce,
+    WeightQueue,
+    backward_calls,
+    count_uses,
+    defer,
+    in_place,
+    inputs_only,
+    is_worth_joining,
+)
+from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.shards.kinds import Wanted, make_shard
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = [
+    (nn.Linear(6, 5), (4, 6)),
+    (nn.Linear(6, 5, bias=False), (4, 6)),
+    (nn.Linear(6, 5), (2, 3, 6)),
+    (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 7)),
+    (nn.Conv2d(4, 6, 3, stride=2, groups=2, dilation=2, padding=(2, 1)), (2, 4, 9, 8)),
+    (nn.Conv2d(4, 6, 1, bias=False), (2, 4, 5, 7)),
+]
+
+
+def trained(module, inputs, flush=lambda: None):
+    """Output, gradient of the first input, and gradients of the weights, over all inputs."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    for x in inputs:
+        output = module(x)
+        output.backward(torch.ones_like(output).cumsum(0))
+    flush()
+    return output, [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dtype):
+    module = copy.deepcopy(module).to(dtype)
+    inputs = [torch.randn(shape, dtype=dtype) for _ in range(3)]
+    expected = trained(module, inputs)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    queue = WeightQueue()
+    found = trained(defer(module, queue, GradientHomes()), inputs)
+    assert all(p.grad is None for p in module.parameters())
+    assert queue.flush() == list(module.parameters())
+    assert queue.flush() == []
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert torch.equal(a, b)
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_what_follows_a_deferred_layer_may_work_in_place():
+    module, queue, x = nn.Linear(6, 5), WeightQueue(), torch.randn(2, 3, 6)
+    F.relu(module(x), inplace=True).sum().backward()
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    F.relu(defer(module, queue, GradientHomes())(x), inplace=True).sum().backward()
+    queue.flush()
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_what_waits_keeps_no_gradient_of_its_input(module, shape):
+    x, calls = torch.randn(shape, requires_grad=True), []
+    own = defer(module, WeightQueue(), GradientHomes(), n_joined=2, calls=calls)
+    own(x).sum().backward()
+    assert not any(kept.requires_grad or kept.grad is not None for kept in calls[0])
+
+
+def test_flushing_a_microbatch_leaves_the_others():
+    module, queue = nn.Linear(3, 2), WeightQueue()
+    deferred = defer(module, queue, GradientHomes())
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    for microbatch, x in ((5, first), (6, second)):
+        with queue.filling(microbatch):
+            deferred(x).sum().backward()
+    queue.flush(6)
+    assert torch.equal(module.weight.grad, torch.ones(4, 2).t() @ second)
+    queue.flush(5)
+    both = torch.ones(4, 2).t() @ second + torch.ones(4, 2).t() @ first
+    assert torch.equal(module.weight.grad, both)
+
+
+def test_an_input_without_gradient_gets_none_and_the_weights_theirs():
+    module, queue = nn.Conv2d(1, 2, 3), WeightQueue()
+    x = torch.randn(1, 1, 5, 5)
+    defer(module, queue, GradientHomes())(x).sum().backward()
+    assert x.grad is None
+    assert queue.flush() == [module.weight, module.bias]
+
+
+def test_frozen_weights_are_not_touched():
+    module, queue = nn.Linear(3, 2), WeightQueue()
+    module.weight.requires_grad_(False)
+    x = torch.randn(1, 3, requires_grad=True)
+    defer(module, queue, GradientHomes())(x).sum().backward()
+    assert queue.flush() == [module.bias]
+    assert module.weight.grad is None
+    assert x.grad is not None
+
+
+def test_what_has_no_product_is_not_deferred():
+    queue = WeightQueue()
+    assert defer(nn.ReLU(), queue, GradientHomes()) is None
+    assert defer(nn.BatchNorm2d(3), queue, GradientHomes()) is None
+    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientHomes()) is None
+
+
+@pytest.mark.parametrize(
+    "normed", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm]
+)
+def test_a_weight_that_is_computed_is_left_to_autograd(normed):
+    for module in (nn.Linear(1024, 1024), nn.Conv2d(512, 512, 1)):
+        made = normed(module)
+        assert defer(made, WeightQueue(), GradientHomes()) is None
+        assert in_place(made, is_added=True) is None
+        assert inputs_only(made) is None
+
+
+def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
+    plain, waiting, called, joined = (nn.Linear(2, 2) for _ in range(4))
+    homes = GradientHomes()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for name in ("plain", "waiting", "called", "plain", "called", "joined"):
+        x = graph.call_module(name, (x,))
+    graph.output(x)
+    owned = {
+        "plain": plain,
+        "waiting": defer(waiting, WeightQueue(), homes),
+        "called": defer(called, AtOnce(lambda parameter: None), homes),
+        "joined": defer(joined, AtOnce(lambda parameter: None), homes, n_joined=3),
+    }
+    found = backward_calls(fx.GraphModule(owned, graph))
+    assert found.waiting == set(waiting.parameters())
+    assert found.each == {plain.weight: 1, plain.bias: 1, called.weight: 2, called.bias: 2}
+    assert found.joined == {joined.weight: 1, joined.bias: 1}
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_joined_calls_give_their_gradients_with_the_last(module, shape):
+    module, queue = copy.deepcopy(module).double(), WeightQueue()
+    inputs = [torch.randn(n, *shape[1:], dtype=torch.float64) for n in (2, 3, 2)]
+    expected = trained(module, inputs)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    own = defer(module, queue, GradientHomes(), n_joined=3)
+    trained(own, inputs[:2])
+    assert queue.flush() == []
+    found = trained(own, inputs[2:])
+    assert queue.flush() == list(module.parameters())
+    assert torch.equal(found[0], expected[0])
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_modules_of_several_sizes_of_microbatch_join_their_calls():
+    module, queue, calls = nn.Linear(4, 2).double(), WeightQueue(), []
+    inputs = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3, 2)]
+    trained(module, inputs)
+    expected = module.weight.grad
+    module.zero_grad()
+    large, small = (
+        defer(module, queue, GradientHomes(), n_joined=3, calls=calls) for _ in range(2)
+    )
+    trained(small, inputs[:1])
+    trained(large, inputs[1:2])
+    assert queue.flush() == []
+    trained(small, inputs[2:])
+    assert queue.flush() == list(module.parameters())
+    torch.testing.assert_close(module.weight.grad, expected)
+    graph = fx.Graph()
+    graph.output(graph.call_module("own", (graph.placeholder("x"),)))
+    segments = [fx.GraphModule({"own": own}, graph) for own in (large, small)]
+    uses = count_uses([(1, [[segments[0]]]), (2, [[segments[1]]])])
+    assert uses == {module.weight: 1, module.bias: 1}
+
+
+def test_what_is_large_beside_what_it_is_fed_is_worth_joining():
+    linear, conv = nn.Linear(512, 512), nn.Conv2d(256, 256, 3)
+    assert is_worth_joining(linear, linear.weight.nbytes)
+    assert not is_worth_joining(linear, linear.weight.nbytes + 1)
+    assert is_worth_joining(conv, 1)
+    assert not is_worth_joining(nn.Linear(511, 512), 1)
+    assert not is_worth_joining(nn.Linear(1024, 1024), 1)  # is added to in place
+    assert not is_worth_joining(nn.ReLU(), 1)
+
+
+def test_at_once_a_large_gradient_is_written_where_it_stays():
+    module, homes, reached = nn.Linear(1024, 1024), GradientHomes(), []
+    home = torch.zeros(2, 1024, 1024)[1]
+    homes.settle(module.weight, home)
+    own = defer(module, AtOnce(reached.append), homes)
+    inputs = [torch.randn(3, 1024) for _ in range(2)]
+    trained(module, inputs)
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    trained(own, inputs)
+    assert reached == 2 * [module.weight, module.bias]
+    assert module.weight.grad is home
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    module.zero_grad()
+    trained(own, inputs[:1])
+    assert module.weight.grad is home  # what the step before left there is gone
+    trained(module.requires_grad_(), inputs[1:])
+    torch.testing.assert_close(module.weight.grad, expected[0])
+
+
+@pytest.mark.parametrize(("is_added", "n"), [(False, 1), (True, 3)])
+def test_in_place_a_gradient_is_written_anew_or_added_to(is_added, n):
+    module, x = nn.Linear(1024, 1024), torch.randn(3, 1024)
+    trained(module, n * [x])
+    expected = module.weight.grad
+    module.zero_grad()
+    trained(in_place(module, is_added=is_added), 3 * [x])
+    if is_added:
+        torch.testing.assert_close(module.weight.grad, expected)
+    else:
+        assert module.weight.grad is None
+    assert in_place(nn.Linear(8, 8), is_added=is_added) is None
+
+
+def test_backward_to_inputs_alone_is_that_of_what_may_be_joined():
+    module, x = nn.Conv2d(512, 512, 1), torch.randn(2, 512, 3, 3, requires_grad=True)
+    module(x).sum().backward()
+    expected, x.grad = x.grad, None
+    module.zero_grad()
+    own = inputs_only(module)
+    for _ in range(2):
+        own(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * expected)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    # Too small to be joined, and large enough to be written in place instead.
+    assert inputs_only(nn.Conv2d(8, 8, 1)) is None
+    assert inputs_only(nn.Linear(1024, 1024)) is None
+
+
+def test_under_autocast_gradients_are_those_of_autograd():
+    module, queue = nn.Linear(6, 5), WeightQueue()
+    x = torch.randn(4, 6)
+
+    def run(called):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = called(own)
+        output.float().sum().backward()
+        return output, own.grad
+
+    expected = run(module)
+    gradients = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    found = run(defer(module, queue, GradientHomes()))
+    queue.flush()
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_under_autocast_another_use_of_the_weights_is_trained():
+    module, x = nn.Linear(5, 5), torch.randn(4, 5)
+    own = defer(module, WeightQueue(), GradientHomes())
+    with torch.autocast("cpu", torch.bfloat16):
+        module(own(x)).float().sum().backward()
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(module(x).detach()).float().sum().backward()
+    for parameter, gradient in zip(module.parameters(), found, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "input_shape"),
+    [
+        (nn.Linear(6, 5), {"sample": 4, "feature": 5}, {"sample": 4, "feature": 6}),
+        (
+            nn.Conv2d(3, 5, 3),
+            {"sample": 2, "feature": 5, "height": 3, "width": 3},
+            {"sample": 2, "feature": 3, "height": 5, "width": 5},
+        ),
+    ],
+)
+def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, input_shape):
+    root = fx.symbolic_trace(nn.Sequential(module))
+    node = next(n for n in root.graph.nodes if n.op == "call_module")
+    kind = "linear" if isinstance(module, nn.Linear) else "conv2d"
+    op = Operator(name="0", kind=kind, inputs=["x"], shape=shape)
+    block = tuple((0, 2) if dim == "feature" else (0, n) for dim, n in shape.items())
+    wanted = Wanted(input_shape, tuple((0, n) for n in input_shape.values()))
+    shard = make_shard(op, node, root, shape, block, [wanted])
+    queue = WeightQueue()
+    deferred = defer(shard, queue, GradientHomes())
+    shared = nn.Parameter(torch.randn_like(shard.weight))
+    shard.weight = shared
+    x = torch.randn(*input_shape.values())
+    deferred(x).sum().backward()
+    assert queue.flush() == [shared, shard.bias]
+    expected = torch.autograd.grad(shard(x).sum(), [shared])[0]
+    assert torch.equal(shared.grad, expected)
+
+
+@pytest.mark.parametrize(("module", "shape"), CASES)
+def test_backward_calls_no_hook_of_a_deferred_parameter(module, shape):
+    module, called = copy.deepcopy(module), []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    queue = WeightQueue()
+    trained(defer(module, queue, GradientHomes()), [torch.randn(shape)], queue.flush)
+    assert not called
+    assert all(parameter.grad is not None for parameter in module.parameters())

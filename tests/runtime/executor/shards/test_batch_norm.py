@@ -1,0 +1,247 @@
+import copy
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.domain.graph import Operator
+from harness.domain.partition import blocks
+from harness.domain.sharding import has_tasks
+from harness.domain.strategy import OperatorPlan, Strategy
+from harness.errors import ModelError
+from harness.runtime.capture.capture import capture
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.batch_norm import merge_statistics
+from harness.runtime.executor.shards.forms import choose_forms
+from harness.runtime.executor.shards.kinds import Wanted, make_batch_norm, make_shard
+from harness.runtime.models.task import InputSpec, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IMAGES = {"sample": 5, "feature": 4, "height": 6, "width": 3}
+ROWS = {"sample": 7, "feature": 4}
+
+
+class Meeting:
+    """Sums what several threads bring, as an all-reduce over their devices would."""
+
+    def __init__(self, n):
+        self.tensors = [None] * n
+        self.barrier = threading.Barrier(n, timeout=30)
+
+    def member(self, k):
+        def reduce(tensor):
+            self.tensors[k] = tensor
+            self.barrier.wait()
+            total = sum(self.tensors)
+            self.barrier.wait()
+            return total
+
+        return reduce
+
+
+def run_together(functions):
+    results = [None] * len(functions)
+
+    def run(k):
+        results[k] = functions[k]()
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def operator_of(shape):
+    return Operator(name="0", kind="batch_norm", inputs=["x"], shape=shape, attrs={"module": "0"})
+
+
+def traced(module):
+    root = fx.symbolic_trace(nn.Sequential(module))
+    return root, next(n for n in root.graph.nodes if n.op == "call_module")
+
+
+def global_shards(module, shape, cuts):
+    """(where, shard) of each block; those of equal features meet each other."""
+    root, node = traced(module)
+    cut = list(blocks(list(shape), list(shape.values()), cuts))
+    same = {f: [b for b in cut if b[1] == f] for f in {b[1] for b in cut}}
+    meetings = {f: Meeting(len(members)) for f, members in same.items()}
+    for block in cut:
+        reduce = meetings[block[1]].member(same[block[1]].index(block))
+        shard = make_batch_norm(operator_of(shape), node, root, shape, block, reduce=reduce)
+        yield tuple(slice(*interval) for interval in block), shard
+
+
+def step(shard, x, gradient):
+    x = x.clone().requires_grad_()
+    output = shard(x)
+    output.backward(gradient)
+    return output.detach(), x.grad
+
+
+def normalised(**options):
+    module = nn.BatchNorm2d(4, **options)
+    for name in ("weight", "bias"):
+        if getattr(module, name) is not None:
+            nn.init.normal_(getattr(module, name))
+    return module
+
+
+CASES = [
+    (normalised(), IMAGES, {"sample": [1, 2]}),
+    (normalised(), IMAGES, {"sample": 2, "feature": [1, 3]}),
+    (normalised(), IMAGES, {"height": [1, 4], "width": 3}),
+    (normalised(), IMAGES, {"sample": 2, "feature": 2, "height": 2}),
+    (normalised(momentum=None), IMAGES, {"sample": 3}),
+    (normalised(momentum=0.3, eps=1e-2), IMAGES, {"sample": 3}),
+    (normalised(affine=False), IMAGES, {"sample": 3}),
+    (normalised(track_running_stats=False), IMAGES, {"sample": 3}),
+    (nn.BatchNorm1d(4), ROWS, {"sample": [3, 4], "feature": 2}),
+    (nn.BatchNorm1d(4), ROWS, {"sample": 7}),
+]
+
+
+@pytest.mark.parametrize(("module", "shape", "cuts"), CASES)
+def test_blocks_by_global_statistics_are_the_whole(module, shape, cuts):
+    torch.manual_seed(5)
+    module = copy.deepcopy(module).double()
+    parts = list(global_shards(module, shape, cuts))
+    for _ in range(2):  # the second by running statistics that the first moved
+        x, gradient = (torch.randn(*shape.values(), dtype=torch.float64) for _ in range(2))
+        module.zero_grad()
+        for _, shard in parts:
+            shard.zero_grad()
+        output, of_x = step(module, x, gradient)
+        found = run_together([partial(step, shard, x[at], gradient[at]) for at, shard in parts])
+        sums = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+        for (at, shard), (part, of_part) in zip(parts, found, strict=True):
+            # Sums of up to 100 terms of size 1, in another order, in float64.
+            assert (part - output[at]).abs().max() < 1e-12
+            assert (of_part - of_x[at]).abs().max() < 1e-12
+            for name, parameter in shard.named_parameters():
+                shard.sources[name].take(sums[name]).add_(parameter.grad)
+            for name, buffer in shard.named_buffers():
+                whole = shard.sources[name].take(module.get_buffer(name))
+                assert (buffer - whole).abs().max() < 1e-12
+        for name, parameter in module.named_parameters():
+            assert (sums[name] - parameter.grad).abs().max() < 1e-12
+
+
+class _Seen(TorchDispatchMode):
+    """Notes what weights the backward of a batch norm is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            self.weights.append(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_without_weights_is_told_ones_which_cuda_needs():
+    shape = {"sample": 3, "feature": 4, "height": 2, "width": 2}
+    ((_, shard),) = global_shards(nn.BatchNorm2d(4, affine=False), shape, {})
+    x = torch.rand(*shape.values(), requires_grad=True)
+    with _Seen() as seen:
+        shard(x).sum().backward()
+    assert [weight.tolist() for weight in seen.weights] == [[1.0] * 4]
+
+
+def test_evaluation_goes_by_running_statistics():
+    module = normalised().double().eval()
+    module.running_mean.normal_()
+    x = torch.randn(*IMAGES.values(), dtype=torch.float64)
+    for at, shard in global_shards(module, IMAGES, {"feature": 2}):
+        assert not shard.training
+        # The kernel rounds otherwise where images do not lie side by side.
+        assert (shard(x[at]) - module(x)[at]).abs().max() < 1e-14
+
+
+def test_a_block_by_its_own_statistics_is_batch_norm_of_the_block():
+    module = normalised().double()
+    root, node = traced(module)
+    block = ((1, 4), (1, 3), (0, 2), (0, 3))
+    x = torch.randn(*IMAGES.values(), dtype=torch.float64)
+    shard = make_shard(operator_of(IMAGES), node, root, IMAGES, block, [Wanted(IMAGES, block)])
+    at = tuple(slice(*interval) for interval in block)
+    mean, variance = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    expected = F.batch_norm(
+        x[at], mean, variance, module.weight[1:3], module.bias[1:3], training=True
+    )
+    assert torch.equal(shard(x[at]), expected)
+    assert torch.equal(shard.running_mean, mean)
+    assert torch.equal(shard.running_var, variance)
+    assert shard.num_batches_tracked == 1
+
+
+def test_float32_loses_no_more_than_torch_where_the_mean_is_large():
+    torch.manual_seed(2)
+    x = torch.randn(16, 3, 8, 8) + 300
+    exact = F.batch_norm(x.double(), None, None, training=True)
+    by_torch = (F.batch_norm(x, None, None, training=True) - exact).abs().max()
+    module = nn.BatchNorm2d(3, affine=False)
+    shape = dict(zip(IMAGES, x.shape, strict=True))
+    parts = list(global_shards(module, shape, {"sample": 4}))
+    found = run_together([partial(shard, x[at]) for at, shard in parts])
+    ours = max((y - exact[at]).abs().max() for (at, _), y in zip(parts, found, strict=True))
+    # Both end in the same float32 kernel, which takes the mean off numbers near 300.
+    assert ours <= 1.5 * by_torch
+
+
+def test_merged_statistics_are_exact_for_blocks_of_unlike_size_and_mean():
+    x = torch.tensor([0.0, 2.0, 10.0, 10.0, 10.0, 16.0]).view(6, 1)
+    meeting = Meeting(2)
+    found = run_together(
+        [partial(merge_statistics, y, meeting.member(k)) for k, y in enumerate((x[:2], x[2:]))]
+    )
+    for mean, variance, n_values in found:
+        assert (mean.item(), variance.item(), n_values.item()) == (8.0, 176 / 6, 6)
+
+
+def test_one_value_per_feature_is_refused():
+    shape = {"sample": 1, "feature": 4}
+    ((_, shard),) = global_shards(nn.BatchNorm1d(4), shape, {})
+    with pytest.raises(ModelError, match="needs 2 values per feature, it gets 1: raise the batch"):
+        shard(torch.ones(1, 4))
+
+
+class NormByFunction(nn.Module):
+    """A batch norm that is no module."""
+
+    def __init__(self, is_training):
+        super().__init__()
+        self.is_training = is_training
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x):
+        return F.batch_norm(x, self.mean, self.variance, training=self.is_training).tanh()
+
+
+def norm_form(cuts, batch_norm, *, is_training=True):
+    task = Task(model=NormByFunction(is_training), inputs=(InputSpec(name="x", shape=(4,)),))
+    captured = capture(task, 6, "norm")
+    plans = {op.name: OperatorPlan({}, [0]) for op in captured.graph.operators if has_tasks(op)}
+    plans["batch_norm"] = OperatorPlan(cuts, [0, 1])
+    strategy = Strategy(name="norm", batch=6, operators=plans)
+    plan = ExecutorPlan(strategy=strategy, batch_norm=batch_norm)
+    meta = MetaModel(captured, task.inputs, torch.device("cpu"))
+    return choose_forms(captured, meta, plan, [6])[6].of["batch_norm"]
+
+
+def test_global_statistics_of_a_function_are_refused():
+    with pytest.raises(ModelError, match="'batch_norm' is a batch norm by a function"):
+        norm_form({"sample": 2}, "global")
+    assert norm_form({"sample": 2}, "local") == "native"
+    assert norm_form({"sample": 2}, "global", is_training=False) == "native"
+    assert norm_form({"feature": 2}, "global") != "norm"

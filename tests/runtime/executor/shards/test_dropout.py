@@ -1,0 +1,85 @@
+import pytest
+import torch
+from torch import fx, nn
+
+from harness.domain.graph import Operator
+from harness.domain.partition import blocks
+from harness.runtime.executor.shards.dropout import ExactDropout, RandomState
+from harness.runtime.executor.shards.kinds import Wanted, make_dropout
+
+SHAPE = {"sample": 4, "feature": 6, "height": 5, "width": 3}
+
+
+def make(module, block, state, index=2, shape=SHAPE):
+    root = fx.symbolic_trace(nn.Sequential(module))
+    node = next(n for n in root.graph.nodes if n.op == "call_module")
+    op = Operator(name="0", kind="elementwise", inputs=["x"], shape=SHAPE)
+    return make_dropout(op, node, root, shape, block, [Wanted(shape, block)], index, state)
+
+
+def whole(shape=SHAPE):
+    return tuple((0, n) for n in shape.values())
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.4), nn.Dropout2d(0.4)])
+@pytest.mark.parametrize("cuts", [{"sample": 2, "feature": [1, 2]}, {"height": 3, "width": 2}])
+def test_blocks_drop_what_the_whole_drops(module, cuts):
+    state = RandomState(seed=3, step=7, microbatch=1)
+    x = torch.rand(*SHAPE.values()) + 1
+    expected = make(module, whole(), state)(x)
+    for block in blocks(list(SHAPE), list(SHAPE.values()), cuts):
+        at = tuple(slice(*interval) for interval in block)
+        assert torch.equal(make(module, block, state)(x[at]), expected[at])
+
+
+def test_masks_come_from_the_hosts_generator_whatever_the_device():
+    x = torch.ones(4, 6, device="meta")
+    dropout = ExactDropout(0.25, x.shape, ((0, 4), (0, 6)), index=0, state=RandomState(0))
+    assert dropout(x).device == x.device
+
+
+def test_what_is_kept_is_scaled_and_its_gradient_too():
+    x = torch.ones(1000, 20, requires_grad=True)
+    dropout = ExactDropout(0.25, x.shape, ((0, 1000), (0, 20)), index=0, state=RandomState(0))
+    output = dropout(x)
+    output.sum().backward()
+    assert output.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert torch.equal(x.grad, output)
+    # 20000 draws: four standard deviations of the share are 0.012.
+    assert (output == 0).double().mean() == pytest.approx(0.25, abs=0.012)
+
+
+def test_computing_again_draws_the_same_and_moving_on_draws_anew():
+    state = RandomState(seed=1)
+    x = torch.ones(8, 6)
+
+    def draw(index=0):
+        shape = {"sample": 8, "feature": 6}
+        return ExactDropout(0.5, shape.values(), whole(shape), index=index, state=state)(x)
+
+    first = draw()
+    torch.rand(5)
+    assert torch.equal(draw(), first)
+    masks = [first, draw(index=1)]
+    state.microbatch = 1
+    masks.append(draw())
+    state.step, state.microbatch = 1, 0
+    masks.append(draw())
+    state.seed, state.step = 2, 0
+    masks.append(draw())
+    assert all(not torch.equal(a, b) for k, a in enumerate(masks) for b in masks[:k])
+
+
+def test_nothing_is_dropped_in_evaluation():
+    x = torch.rand(*SHAPE.values())
+    shard = make(nn.Dropout(0.5).eval(), whole(), RandomState(0))
+    assert torch.equal(shard(x), x)
+
+
+def test_dropping_everything_leaves_zeros():
+    x = torch.rand(*SHAPE.values())
+    assert make(nn.Dropout(1.0), whole(), RandomState(0))(x).eq(0).all()
+
+
+def test_what_is_no_dropout_has_no_exact_dropout():
+    assert make(nn.ReLU(), whole(), RandomState(0)) is None

@@ -1,0 +1,92 @@
+"""What the executor cannot compute block by block is refused by name."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from harness.domain.cluster import Cluster
+from harness.errors import ModelError
+from harness.plan.builders import ddp
+from harness.runtime.capture.capture import capture
+from harness.runtime.executor.geometry.values import MetaModel
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.executor.shards.forms import choose_forms
+from harness.runtime.models import InputSpec, Task
+
+PAIR = Cluster.uniform(1, 2, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
+
+
+class Calling(nn.Module):
+    """A linear layer and a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def forms_of(function, **plan):
+    """The forms of a data parallel plan on two devices."""
+    spec = InputSpec(name="x", shape=(6,))
+    captured = capture(Task(model=Calling(function), inputs=(spec,), n_classes=6), 4, "model")
+    strategy = ddp(captured.graph, PAIR, 4)
+    meta = MetaModel(captured, (spec,), torch.device("cpu"))
+    return choose_forms(captured, meta, ExecutorPlan(strategy=strategy, **plan), [4])[4].of
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nn.AlphaDropout(0.1), nn.RReLU(), lambda x: F.feature_alpha_dropout(x, 0.1, True),
+     torch.rand_like],
+)  # fmt: skip
+def test_exact_dropout_refuses_what_draws_in_another_way(function):
+    with pytest.raises(ModelError, match=r"draws random numbers, which exact dropout and copies"):
+        forms_of(function, dropout="exact")
+    assert "native" in forms_of(function).values()
+
+
+def test_exact_dropout_takes_a_functions_dropout():
+    assert forms_of(lambda x: torch.dropout(x, 0.1, True), dropout="exact")["dropout"] == "dropout"
+
+
+@pytest.mark.parametrize(("training", "batch_norm"), [(True, "local"), (False, "global")])
+def test_a_functions_batch_norm_is_computed_as_it_is(training, batch_norm):
+    forms = forms_of(lambda x: _norm(x, training), batch_norm=batch_norm)
+    assert forms["batch_norm"] == "native"
+
+
+def test_global_statistics_of_a_functions_batch_norm_are_refused():
+    with pytest.raises(ModelError, match="'batch_norm' is a batch norm by a function"):
+        forms_of(lambda x: _norm(x, True), batch_norm="global")
+
+
+@pytest.mark.parametrize("batch_norm", ["local", "global"])
+def test_a_norm_that_meets_all_ranks_by_itself_is_refused(batch_norm):
+    with pytest.raises(ModelError, match=r"'function' \(SyncBatchNorm\).*--batch-norm global"):
+        forms_of(nn.SyncBatchNorm(6), batch_norm=batch_norm)
+
+
+class Volumes(nn.Module):
+    """A batch norm of what has five dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm3d(2)
+
+    def forward(self, x):
+        return self.norm(x.reshape(-1, 2, 3, 1, 1)).reshape(-1, 6)
+
+
+def test_global_statistics_of_volumes_are_refused_in_training():
+    with pytest.raises(ModelError, match=r"'function.norm' \(BatchNorm3d\) is cut"):
+        forms_of(Volumes(), batch_norm="global")
+    assert forms_of(Volumes(), batch_norm="local")["function.norm"] == "native"
+    assert forms_of(Volumes().eval(), batch_norm="global")["function.norm"] == "native"
+
+
+def _norm(x, training):
+    return F.batch_norm(x, torch.zeros(6), torch.ones(6), training=training)

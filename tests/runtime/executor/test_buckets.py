@@ -1,0 +1,41 @@
+"""Which gradients are summed together: as DistributedDataParallel does by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.domain.sharding import BUCKET_BYTES, first_bucket_bytes
+from harness.runtime.executor.gradients.sums import _Bucket, bucketed
+
+
+@pytest.mark.parametrize("cap", [BUCKET_BYTES, 4 << 20, 1 << 16])
+def test_buckets_are_those_of_ddp(cap):
+    draw = random.Random(0)
+    # DDP's own constructor: a named size is the first bucket's too.
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if cap == BUCKET_BYTES else cap
+    assert first_bucket_bytes(cap) == first
+    for _ in range(50):
+        sizes = [2 ** draw.randrange(24) for _ in range(draw.randrange(1, 30))]
+        parameters = [nn.Parameter(torch.empty(n, device="meta")) for n in sizes]
+        tensors = [torch.empty(1).expand(n) for n in sizes]
+        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, [first, cap])
+        number = {parameter: i for i, parameter in enumerate(parameters)}
+        assert [[number[p] for p in one] for one in bucketed(parameters, cap)] == theirs
+
+
+def test_gradients_lie_in_a_bucket_as_their_parameters_do_in_memory():
+    # Fused optimizers refuse a gradient of another order.
+    conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    parameters = [conv.bias, conv.weight]
+    bucket = _Bucket("bucket0", parameters)
+    assert [bucket.views[p].stride() for p in parameters] == [p.stride() for p in parameters]
+    for number, parameter in enumerate(parameters, start=1):
+        parameter.grad = torch.full_like(parameter, number)
+    bucket.collect()
+    assert bucket.flat.tolist() == [1.0] * 4 + [2.0] * 48
+    assert all(parameter.grad is bucket.views[parameter] for parameter in parameters)

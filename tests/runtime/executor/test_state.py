@@ -1,0 +1,172 @@
+"""A training goes on from its whole state, gathered or in files, under another strategy."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+from equivalence_cases import Case
+from equivalence_check import reference
+from equivalence_compare import FLOAT64_TOLERANCES, first_beyond
+from equivalence_models import small_graph
+from equivalence_ranks import local_world
+from equivalence_reference import Trace
+from equivalence_strategies import named_strategies
+from equivalence_training import (
+    Move,
+    load_and_train,
+    make_engine,
+    merged,
+    train_and_move,
+    train_and_save,
+    train_step,
+)
+
+from harness.errors import ResultsError
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.executor.state.files import load_sharded
+
+
+def named(model, n_ranks, batch, name):
+    return named_strategies(small_graph(model), n_ranks, batch)[name]
+
+
+def make_move(model, n_ranks, before, after, directory="", **changes):
+    """From a strategy on so many ranks to another; both are (ranks, name)."""
+    strategy = named(model, *before)
+    case = Case(
+        name="moved", model=model, n_ranks=before[0], strategy=strategy, n_steps=4, **changes
+    )
+    return Move(case=case, after=named(model, *after), n_before=2, directory=str(directory))
+
+
+def assert_uninterrupted(found, move, ranks):
+    wanted = reference(move.case, ranks)
+    wanted = Trace(losses=wanted.losses, gradients=wanted.gradients[-1:], state=wanted.state)
+    assert first_beyond(found, wanted, FLOAT64_TOLERANCES[move.case.optimizer]) is None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("lenet", "tensor parallel", "1f1b"),
+        ("lenet", "2-1 gpipe", "ddp"),
+        ("lenet", "ddp", "single"),
+        ("disordered", "tensor parallel", "1f1b"),
+        ("exported", "1f1b", "ddp"),
+    ],
+)
+def test_training_goes_on_under_another_strategy(model, before, after, optimizer, ranks):
+    move = make_move(model, 3, (3, 6, before), (3, 6, after), optimizer=optimizer)
+    assert_uninterrupted(merged(ranks.run(3, train_and_move, move)), move, ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "optimizer", "dropout"),
+    [
+        ("disordered", (2, "tensor parallel"), (2, "1f1b"), "sgd", "off"),
+        ("mlp", (2, "tensor parallel"), (2, "ddp"), "adamw", "exact"),
+        ("resnet18", (2, "ddp"), (1, "single"), "sgd", "off"),
+        ("vit", (2, "1f1b"), (3, "tensor parallel"), "adamw", "off"),
+        ("tokens", (2, "hybrid"), (1, "single"), "sgd", "off"),
+    ],
+)
+def test_other_ranks_go_on_from_what_each_rank_wrote(
+    model, before, after, optimizer, dropout, ranks, tmp_path
+):
+    move = make_move(
+        model, before[0], (before[0], 6, before[1]), (after[0], 6, after[1]), tmp_path / "state",
+        optimizer=optimizer, dropout=dropout,
+    )  # fmt: skip
+    first = ranks.run(before[0], train_and_save, move)
+    names = sorted(path.name for path in (tmp_path / "state").iterdir())
+    assert names == [f"shard{rank}.safetensors" for rank in range(before[0])]
+    rest = merged(ranks.run(after[0], load_and_train, move))
+    losses = [sum(parts) for parts in zip(*first, strict=True)]
+    found = Trace(losses=losses + rest.losses, gradients=rest.gradients, state=rest.state)
+    assert_uninterrupted(found, move, ranks)
+
+
+def test_no_rank_writes_what_another_does(ranks, tmp_path):
+    move = make_move("mlp", 2, (2, 6, "ddp"), (2, 6, "ddp"), tmp_path)
+    ranks.run(2, train_and_save, move)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    whole = sum(p.numel() for p in move.case.make_task().model.parameters())
+    assert sizes[0] > 2 * 8 * whole  # weights and momenta, which both hold
+    assert sizes[1] < 8 * whole
+
+
+def one_device(model, **changes):
+    case = Case(
+        name="one", model=model, n_ranks=1, strategy=named(model, 1, 6, "single"), **changes
+    )
+    task = case.make_task()
+    return case, task, make_engine(case, task, local_world(0, 1))
+
+
+def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
+    _, _, engine = one_device("mlp")
+    counter = mock.Mock(spec=torch.Tensor, shape=torch.Size())
+    for parameter in engine.weights.trainable().values():
+        engine._optimizer.state[parameter]["step"] = counter
+    single = engine._gatherer.own_parts(engine._optimizer).single
+    assert {id(values["step"]) for values in single.values()} == {id(counter.cpu.return_value)}
+
+
+@pytest.mark.parametrize("model", ["disordered", "exported"])
+def test_a_whole_state_is_that_of_plain_pytorch(model):
+    case, task, engine = one_device(model)
+    plain = case.make_task()
+    optimizer = make_optimizer(plain.model, case.optimizer_options(), torch.device("cpu"))
+    for step in range(2):
+        train_step(engine, case, task, step)
+        batch = case.batch(plain, step)
+        optimizer.zero_grad()
+        (plain.sum_loss(plain.model(*batch.inputs), batch.targets) / 6).backward()
+        optimizer.step()
+    found, wanted = engine.full_state(), optimizer.state_dict()
+    assert list(found["model"]) == list(plain.model.state_dict())
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(found["model"][name], tensor)
+    assert found["optimizer"]["param_groups"] == wanted["param_groups"]
+    assert found["optimizer"]["state"].keys() == wanted["state"].keys()
+    for index, values in wanted["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(found["optimizer"]["state"][index][key], value)
+    optimizer.load_state_dict(found["optimizer"])
+
+
+def test_a_state_of_another_model_is_refused():
+    _, _, engine = one_device("disordered")
+    state = engine.full_state()
+    state["model"]["head.weight"] = torch.zeros(7, 8)
+    with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has one of"):
+        engine.load_full_state(state)
+    del state["model"]["head.weight"]
+    with pytest.raises(ResultsError, match=r"head.weight is of \(6, 8\), the state has no such"):
+        engine.load_full_state(state)
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "shard0.safetensors")
+    with pytest.raises(ResultsError, match=r"shard0.safetensors .*Not a regular file"):
+        load_sharded(tmp_path)
+
+
+def test_shards_that_do_not_belong_together_are_refused(ranks, tmp_path):
+    with pytest.raises(ResultsError, match="holds no shard"):
+        load_sharded(tmp_path)
+    move = make_move("mlp", 2, (2, 6, "tensor parallel"), (1, 6, "single"), tmp_path)
+    ranks.run(2, train_and_save, move)
+    kept = tmp_path / "shard1.safetensors"
+    kept.rename(tmp_path / "elsewhere")
+    with pytest.raises(ResultsError, match=r"1 of 2 shards, shard1.safetensors is missing"):
+        load_sharded(tmp_path)
+    ranks.run(2, train_and_save, Move(case=move.case, after=move.after, n_before=1,
+                                      directory=move.directory))  # fmt: skip
+    (tmp_path / "elsewhere").rename(kept)
+    with pytest.raises(ResultsError, match=r"different saves: their 'step' are '1' and '2'"):
+        load_sharded(tmp_path)

@@ -1,0 +1,262 @@
+"""Groups and transfers of a rank, and what it is told when others do not answer, without others."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.errors import PeerError, StrategyError
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.runtime.executor.gradients.sums import GradientSync
+from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.transport.channels import Channels
+from harness.runtime.executor.transport.groups import Groups
+from harness.runtime.executor.transport.messages import Entry, Message
+from harness.runtime.executor.transport.transfers import (
+    PairedTransfers,
+    TaggedTransfers,
+    transfers_of,
+)
+
+
+class FakeWorld(msgspec.Struct):
+    backend: str = "gloo"
+    rank: int = 0
+    size: int = 3
+    device: torch.device = torch.device("cpu")
+    wire: torch.device = torch.device("cpu")
+
+
+def channels_of(world, messages=()):
+    return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0)
+
+
+def message(number=0, source=0, target=1, *, goes=True, returns=True):
+    piece = [Entry(None, mock.Mock(), (2,), 0)]
+    return Message(
+        number=number, source=source, target=target, source_stage=source, target_stage=target,
+        after=0, last=0, before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
+        returning=tuple(piece * returns),
+    )  # fmt: skip
+
+
+class LostWork:
+    """A sum that fails without a word."""
+
+    def get_future(self):
+        return self
+
+    def then(self, finish):
+        return self
+
+    def wait(self):
+        raise RuntimeError("")
+
+
+class Fabric:
+    """Stands in for torch.distributed: notes which groups are made, and what meets where."""
+
+    def __init__(self, monkeypatch):
+        self.made, self.used, self.destroyed = [], [], []
+        for name in ("new_group", "send", "recv", "all_reduce", "destroy_process_group"):
+            monkeypatch.setattr(dist, name, getattr(self, name))
+
+    def new_group(self, ranks, timeout):
+        self.made.append((ranks, timeout))
+        return len(self.made) - 1
+
+    def send(self, tensor, peer, group):
+        self.used.append(("send", peer, group))
+
+    def recv(self, tensor, peer, group):
+        self.used.append(("recv", peer, group))
+
+    def all_reduce(self, tensor, group):
+        self.used.append(("sum", None, group))
+
+    def destroy_process_group(self, group):
+        self.destroyed.append(group)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels = channels_of(FakeWorld(backend), [message()])
+    channels.make_groups_of_sums({(0, 1, 2)})
+    channels.make_groups_of_norms({(0,), (0, 1)})
+    assert {timeout for _, timeout in fabric.made} == {timedelta(seconds=7)}
+    pairs = [[0, 1], [1, 0]] if backend == "nccl" else []
+    assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
+
+
+def test_what_carries_nothing_has_no_group(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld("nccl"), [message(returns=False), message(1, 1, 2, goes=False)])
+    assert [ranks for ranks, _ in fabric.made] == [[0, 1], [2, 1]]
+
+
+def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
+    messages = [message(0, 0, 1), message(1, 1, 2), message(2, 0, 2)]
+    used = []
+    for rank in range(3):
+        fabric = Fabric(monkeypatch)
+        channels_of(FakeWorld("nccl", rank), messages).make_groups_of_sums({(0, 1)})
+        used.append(fabric.used)
+    assert used[0] == [
+        ("send", 1, 0), ("send", 2, 1), ("recv", 1, 2), ("recv", 2, 4), ("sum", None, 6),
+    ]  # fmt: skip
+    # Each group is met in by both of its ranks, and by all in the order of its making.
+    assert [group for *_, group in used[1]] == [0, 2, 3, 5, 6]
+    assert used[2] == [("recv", 0, 1), ("recv", 1, 3), ("send", 0, 4), ("send", 1, 5)]
+
+
+def test_gloo_needs_no_meeting(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    channels_of(FakeWorld(), [message()]).make_groups_of_sums({(0, 1)})
+    assert fabric.used == []
+
+
+def test_more_groups_than_streams_are_refused_on_every_rank(monkeypatch):
+    for rank in range(2):
+        fabric = Fabric(monkeypatch)
+        groups = Groups(FakeWorld("nccl", rank), 7.0)
+        for reader in range(1, 33):
+            groups.for_transfers(0, reader)
+        with pytest.raises(StrategyError, match="rank 0 needs 33 process groups or more"):
+            groups.for_sums((0, 1))
+        assert len(fabric.made) == 32
+
+
+def test_a_group_of_all_is_made_where_streams_count(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    Groups(FakeWorld(), 7.0).for_gradients((0, 1, 2))
+    assert fabric.made == []
+    Groups(FakeWorld("nccl"), 7.0).for_gradients((0, 1, 2))
+    assert [ranks for ranks, _ in fabric.made] == [[0, 1, 2]]
+
+
+def test_groups_are_let_go_of_together(monkeypatch):
+    fabric = Fabric(monkeypatch)
+    groups = Groups(FakeWorld(), 7.0)
+    groups.for_sums((0, 1))
+    groups.for_transfers(0, 1)
+    groups.close()
+    groups.close()
+    assert fabric.destroyed == [0, 1]
+
+
+def test_gloo_tells_transfers_by_tag_and_nccl_by_group(monkeypatch):
+    Fabric(monkeypatch)
+    told = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, rank, **where: told.append((rank, where)))
+    monkeypatch.setattr(dist, "irecv", lambda tensor, rank, **where: told.append((rank, where)))
+    messages = [message(0), message(1)]
+    for backend, kind in (("gloo", TaggedTransfers), ("nccl", PairedTransfers)):
+        world = FakeWorld(backend)
+        transfers = transfers_of(world, messages, Groups(world, 7.0))
+        assert isinstance(transfers, kind)
+        transfers.send(torch.zeros(2), messages[1], 3, is_backward=False)
+        transfers.receive(torch.zeros(2), messages[1], 3, is_backward=True)
+    assert told == [(1, {"tag": 14}), (1, {"tag": 15}), (1, {"group": 0}), (1, {"group": 1})]
+
+
+def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
+    # The meta device plays the GPU; to send, the host does, since nothing is copied from there.
+    moved = []
+    monkeypatch.setattr(dist, "isend", lambda tensor, *_, **__: moved.append(tensor.device))
+    monkeypatch.setattr(dist, "irecv", lambda buffer, *_, **__: moved.append(buffer.device))
+    monkeypatch.setattr(TaggedTransfers, "wait", lambda *_: None)
+    host, gpu = torch.device("cpu"), torch.device("meta")
+    channels = channels_of(FakeWorld(device=gpu, wire=host))
+    transfer = channels.receive(message(), torch.float32, 0, is_backward=True)
+    received_into = transfer.buffer
+    channels.wait(transfer)
+    assert (moved, transfer.buffer.device) == ([host], gpu)
+    again = channels.receive(message(), torch.float32, 1, is_backward=True)
+    assert again.buffer is received_into
+    channels_of(FakeWorld(device=host, wire=gpu)).send(
+        torch.zeros(2), message(), 0, is_backward=False
+    )
+    assert moved == [host, host, gpu]
+
+
+def test_a_batch_norm_that_waits_in_vain_says_for_whom():
+    with mock.patch.object(dist, "new_group"):
+        channels = channels_of(FakeWorld())
+        channels.make_groups_of_norms({(0, 3)})
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
+        pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
+    ):
+        channels.add_up_norm(torch.zeros(2), "statistics of bn1", (0, 3))
+
+
+def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(dist, name, mock.Mock(side_effect=RuntimeError("closed by peer")))
+    one, channels = message(), channels_of(FakeWorld())
+    one.entries[0].piece.part.operator = "conv1"
+    with pytest.raises(PeerError, match=r"the output of conv1 .* to rank 1.*closed") as sent:
+        channels.send(torch.zeros(2), one, 4, is_backward=False)
+    with pytest.raises(PeerError, match=r"the gradient of conv1 .* from rank 1.*closed") as posted:
+        channels.receive(one, torch.float32, 4, is_backward=True)
+    assert sent.value.peers == posted.value.peers == (1,)
+
+
+def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
+    with mock.patch.object(dist, "new_group"):
+        channels = channels_of(FakeWorld())
+        channels.make_groups_of_sums({(0, 1)})
+    monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("closed by peer")))
+    with pytest.raises(PeerError, match=r"the sum of add over ranks \[0, 1\].*closed by peer"):
+        channels.add_up(torch.zeros(2), "add", (0, 1))
+
+
+def sync_of(world, parameter, recorder):
+    """Sums one weight over ranks 0 and 1."""
+    return GradientSync(
+        world, [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8,
+        GradientHomes(),
+    )  # fmt: skip
+
+
+def test_a_sum_of_gradients_may_fail_without_a_word():
+    parameter = nn.Parameter(torch.ones(2))
+    sync = sync_of(FakeWorld(), parameter, Recorder(HostClock()))
+    sync.start_step()
+    with mock.patch.object(dist, "all_reduce", return_value=LostWork()):
+        (2 * parameter).sum().backward()
+    with pytest.raises(
+        PeerError, match=r"gradients of weight over ranks \[0, 1\] failed .RuntimeError"
+    ):
+        sync.finish()
+
+
+def test_nccl_is_not_asked_to_call_back():
+    # It would on a stream of its own pool: a group that has the same one would wait for the sum.
+    parameter, work = nn.Parameter(torch.ones(2)), mock.Mock()
+    recorder = Recorder(HostClock())
+    sync = sync_of(FakeWorld("nccl"), parameter, recorder)
+    sync.start_step()
+    with mock.patch.object(dist, "all_reduce", return_value=work):
+        (2 * parameter).sum().backward()
+    sync.finish()
+    assert work.mock_calls == [mock.call.wait()]
+    (span,) = recorder.collect()
+    assert (span.kind, span.name, span.n_bytes) == ("communication", "bucket0", 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"), [("gloo", [mock.call(timedelta(seconds=7))]), ("nccl", [mock.call()])]
+)
+def test_the_host_waits_under_gloo_alone(backend, told):
+    channels, work = channels_of(FakeWorld(backend)), mock.Mock()
+    channels.wait_for_sum(work, "add", (0, 1))
+    assert work.wait.mock_calls == told

@@ -1,0 +1,234 @@
+"""A graph that trains something else than its model is refused, by the operator and the cause.
+
+Each lie is captured of a model without the construct that the truth has, so that these tests do not
+depend on what the tracer keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+from equivalence_models import small_task
+from zoo import ZOO
+from zoo.base import WIDTH, Net
+from zoo.contexts import Autocast, NoGradBranch, PlainTensorHook, Reversed
+from zoo.states import AttributeCounted, BufferAdded, OwnNorm, PythonLayerDrop
+
+from harness.errors import ModelError
+from harness.runtime.capture.capture import capture
+from harness.runtime.faithfulness.comparison import hold_to_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def task_of(model, dtype=torch.float64):
+    task = ZOO["plain"].task()
+    specs = tuple(replace(spec, dtype=dtype) for spec in task.inputs)
+    return replace(task, model=model.to(dtype), inputs=specs)
+
+
+def hold(truth, lie, dtype=torch.float64):
+    """Hold the graph of a model to another with equal weights."""
+    true_task, false_task = task_of(truth, dtype), task_of(lie, dtype)
+    lie.load_state_dict({**lie.state_dict(), **truth.state_dict()}, strict=False)
+    hold_to_model(true_task, capture(false_task, 8, "lie"), "lie")
+
+
+def net(middle=None, prepare=None, base=Net):
+    """A net whose middle is a function of the net and its input."""
+
+    class Made(base):
+        def middle(self, x):
+            return super().middle(x) if middle is None else middle(self, x)
+
+    made = Made()
+    if prepare is not None:
+        prepare(made)
+    return made
+
+
+def with_buffer(made):
+    made.register_buffer("seen", torch.zeros(WIDTH))
+    made.n_calls = 0
+
+
+def frozen(made):
+    made.first.requires_grad_(False)
+
+
+def dropping(*, is_on):
+    def prepare(made):
+        made.drop = nn.Dropout(0.5).train(is_on)
+
+    return net(lambda self, x: torch.tanh(self.second(self.drop(x))), prepare)
+
+
+LIES = {
+    "no_grad": (NoGradBranch, lambda: net(lambda self, x: x + self.second(x)),
+                ["gradient of operator 'second' (Linear)", "not in the model", "torch.no_grad"]),
+    "reverse": (Reversed, lambda: net(lambda self, x: x.view_as(x) + self.second(x)),
+                ["gradient of first.0", "'view_as'", "the autograd function _Reverse"]),
+    "tensor hook": (PlainTensorHook, net,
+                    ["gradient of operator", "a hook on a tensor (contexts.py:"]),
+    "batch size": (lambda: net(lambda self, x: self.second(x) * x.shape[0]),
+                   lambda: net(lambda self, x: self.second(x) * 3),
+                   ["with 2 samples its loss differs", "the output of operator 'mul'"]),
+    "python's random": (PythonLayerDrop, net, ["Python's random"]),
+    "buffer": (BufferAdded,
+               lambda: net(lambda self, x: self.second(x).tanh() * (1 + self.seen), with_buffer),
+               ["buffer seen"]),
+    "attribute": (AttributeCounted, net, ["the attribute n_calls, which forward writes"]),
+    "frozen": (net, lambda: net(prepare=frozen), ["gradient of first.0.weight"]),
+    "dropout in eval mode": (lambda: dropping(is_on=False), lambda: dropping(is_on=True),
+                             ["random numbers", "(torch)"]),
+    "norm": (lambda: net(lambda self, x: self.norm(self.second(x)),
+                         lambda made: made.add_module("norm", OwnNorm(WIDTH))),
+             lambda: net(lambda self, x: self.second(x)),
+             ["the output of operator"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lost_construct_is_refused_in_one_line(name):
+    truth, lie, words = LIES[name]
+    with pytest.raises(ModelError) as refused:
+        hold(truth().double(), lie().double())
+    said = str(refused.value)
+    assert "\n" not in said
+    assert "does not train what the model does" in said
+    for word in words:
+        assert word in said
+
+
+def test_a_lost_autocast_is_refused_although_float64_has_none():
+    with pytest.raises(ModelError, match=r"the output of operator 'second' .* autocast \(contexts"):
+        hold(Autocast(), net(lambda self, x: x + torch.tanh(self.second(x))), torch.float32)
+
+
+class Normed(Net):
+    def __init__(self, *, is_checkpointed, momentum=0.1):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
+        self.is_checkpointed = is_checkpointed
+
+    def part(self, x):
+        return self.norm(self.second(x))
+
+    def middle(self, x):
+        return (
+            checkpoint(self.part, x, use_reentrant=False) if self.is_checkpointed else self.part(x)
+        )
+
+
+def test_statistics_that_a_checkpoint_counts_twice_are_no_difference():
+    hold(Normed(is_checkpointed=True), Normed(is_checkpointed=False))
+    with pytest.raises(ModelError, match=r"its buffer norm\.running_mean differs"):
+        hold(Normed(is_checkpointed=False, momentum=0.3), Normed(is_checkpointed=False))
+
+
+def test_sums_in_another_order_are_no_error():
+    def halves(self, x):
+        weight, k = self.second.weight, WIDTH // 3
+        parts = x[:, :k] @ weight[:, :k].t() + x[:, k:] @ weight[:, k:].t()
+        return torch.tanh(parts + self.second.bias)
+
+    hold(Net(), net(halves), torch.float32)
+
+
+def test_an_error_as_small_as_rounding_is_found_in_float64():
+    def nearly(self, x):
+        return torch.tanh(self.second(x) * (1 + 2e-6))
+
+    with pytest.raises(ModelError, match="the output of operator 'mul'"):
+        hold(Net(), net(nearly), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit", "branchy", "lstm_time_first", "tokens", "dlrm_dot", "exported"]
+)
+def test_graphs_of_real_models_hold(name):
+    task = small_task(name, dtype=torch.float32, has_dropout=True)
+    hold_to_model(task, capture(task, 8, name), name)
+
+
+@pytest.mark.parametrize("name", ["loss_inside", "per_pixel", "doubled_rows"])
+def test_what_one_device_refuses_is_refused(name):
+    task = ZOO[name].task()
+    graph = capture(ZOO["plain"].task(), 8, name)
+    with pytest.raises(ModelError, match=r"one device cannot train .* its forward returns"):
+        hold_to_model(task, graph, name)
+
+
+def test_a_model_that_draws_from_its_own_generator_cannot_be_held():
+    class Own(Net):
+        source = torch.Generator()
+
+        def middle(self, x):
+            return x + torch.rand(WIDTH, dtype=x.dtype, generator=self.source)
+
+    with pytest.raises(ModelError, match="another result each time"):
+        hold(Own(), Net())
+
+
+def test_a_forward_that_writes_parameters_is_refused():
+    def clipping(self, x):
+        self.second.weight.data.clamp_(-0.05, 0.05)
+        return torch.tanh(self.second(x))
+
+    with pytest.raises(ModelError, match="writes its own parameters"):
+        hold(net(clipping), Net())
+
+
+class Moody(BufferAdded):
+    """Changes all that a forward can change of its model."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.n_calls, self.history = 0, []
+
+    def middle(self, x):
+        self.n_calls += 1
+        self.history.append(float(x.detach().sum()))
+        self.mean = x.detach().mean(0)
+        self.kept = x
+        return super().middle(x + torch.rand_like(x))
+
+
+def test_the_model_is_left_as_it_was():
+    model = Moody().double()
+    task, lie = task_of(model), capture(task_of(Net().double()), 8, "lie")
+    model(torch.ones(2, 10, dtype=torch.float64)).sum().backward()
+    model.second.eval()
+    before = copy.deepcopy(model.state_dict())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    values = {name: g.clone() for name, g in gradients.items()}
+    buffers = {name: id(b) for name, b in model.named_buffers()}
+    numbers = model.n_calls, list(model.history), id(model.kept)
+    random.seed(3)
+    torch.manual_seed(4)
+    np.random.seed(5)
+    drawn = random.random(), torch.rand(1), np.random.rand()
+    random.seed(3)
+    torch.manual_seed(4)
+    np.random.seed(5)
+    with pytest.raises(ModelError):
+        hold_to_model(task, lie, "lie")
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert {name: id(b) for name, b in model.named_buffers()} == buffers
+    assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+    assert all(torch.equal(values[name], p.grad) for name, p in model.named_parameters())
+    assert (model.n_calls, model.history, id(model.kept)) == numbers
+    assert (model.training, model.second.training) == (True, False)
+    assert (random.random(), torch.rand(1), np.random.rand()) == drawn

@@ -1,0 +1,106 @@
+"""A user's own model, also where it imports torchvision by itself, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ModelError
+from harness.runtime.models import ModelOptions
+from harness.runtime.models.factory import task_from_factory
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = ModelOptions(n_classes=10, n_channels=3, image_size=32)
+BUILD = """
+from harness.runtime.models import ModelOptions
+from harness.runtime.models.factory import task_from_factory
+
+task = task_from_factory({name!r}, ModelOptions(n_classes=10, n_channels=3, image_size=32))
+print(type(task.model).__name__, sum(p.numel() for p in task.model.parameters()))
+"""
+IN_THE_FACTORY = """
+def net(n_classes):
+    import torchvision; return torchvision.models.resnet18(weights=None, num_classes=n_classes)
+"""
+AT_THE_TOP = """
+from torchvision.models import resnet18
+
+def net(n_classes):
+    return resnet18(num_classes=n_classes)
+"""
+BY_A_LIBRARY = """
+import a_library
+
+def net(n_classes):
+    return a_library.resnet(n_classes)
+"""
+LIBRARY = """
+import torchvision.transforms
+from torchvision.ops import misc
+
+def resnet(n):
+    from torchvision import models
+    return models.resnet18(num_classes=n)
+"""
+
+
+LAZY = """
+from torch import nn
+
+def net(n_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(n_classes))
+"""
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """Writes modules of a user's own, which are forgotten afterwards."""
+    known = set(sys.modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+
+    write("a_library", LIBRARY)
+    yield write
+    for name in set(sys.modules) - known:
+        if name.startswith("users_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("text", [IN_THE_FACTORY, AT_THE_TOP, BY_A_LIBRARY])
+def test_a_factory_may_import_torchvision_by_itself(text, tmp_path, user):
+    user("users_net", text)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD.format(name="users_net:net")],
+        env={"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["ResNet", "11181642"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("users_none:net", None, "No module named 'users_none'; start in the directory that"),
+        ("users_.a:net", None, "No module named 'users_'; start in the directory that holds"),
+        ("users_lib:net", "import no_such_lib", "no_such_lib'; users_lib needs it: install it"),
+        ("users_sub:net", "import json.nothing", "nothing'; users_sub needs it: install it"),
+        ("users_args:net", "def net(width): pass", "'width'; give its arguments defaults"),
+        ("users_lazy:net", LAZY, "module '1' (LazyLinear) has no weights before its first batch"),
+    ],
+)
+def test_what_a_factory_lacks_is_said_with_its_remedy(name, text, message, user):
+    if text is not None:
+        user(name.partition(":")[0], text)
+    with pytest.raises(ModelError) as caught:
+        task_from_factory(name, OPTIONS)
+    assert message in str(caught.value)
+
+
+def test_an_error_of_the_users_own_is_handed_on(user):
+    user("users_wrong", "def net(n_classes):\n    return len(n_classes)")
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        task_from_factory("users_wrong:net", OPTIONS)

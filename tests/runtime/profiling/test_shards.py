@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+
+from harness.runtime.capture.capture import capture
+from harness.runtime.models import InputSpec, Task
+from harness.runtime.profiling.shards import operator_shard
+from harness.runtime.profiling.stretch import OperatorCall
+
+
+class Call(nn.Module):
+    def __init__(self, called):
+        super().__init__()
+        self.called = called
+
+    def forward(self, x):
+        return self.called(x)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.called = nn.MultiheadAttention(8, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.called(x, x, x, need_weights=False)[0]
+
+
+def call_part(model, x, dim, size, n_arguments=1):
+    """The whole module, and the call of a part of it on (n, ...) inputs."""
+    spec = InputSpec(name="x", shape=tuple(x.shape[1:]), dtype=x.dtype)
+    found = capture(Task(model=model, inputs=(spec,)), x.shape[0], "one")
+    whole = found.module.get_submodule("called")
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    call = OperatorCall(whole, (leaf,) * n_arguments, {}, tuple(whole.parameters()))
+    shard = operator_shard(found, "called", dim, size, call)
+    return whole, None if shard is None else shard.call(call)
+
+
+@pytest.mark.parametrize(
+    ("whole", "x"),
+    [
+        (nn.Linear(6, 8), torch.randn(2, 6)),
+        (nn.Conv2d(4, 8, 3, stride=2, padding=1), torch.randn(2, 4, 9, 9)),
+        (nn.Conv2d(4, 8, 3, groups=2), torch.randn(2, 4, 9, 9)),
+        (nn.Embedding(10, 8), torch.arange(10).view(2, 5)),
+        (nn.EmbeddingBag(10, 8, mode="sum"), torch.arange(10).view(2, 5)),
+    ],
+)
+def test_a_part_computes_the_last_of_the_output_features(whole, x):
+    x = x.double() if x.is_floating_point() else x
+    module, part = call_part(Call(whole).double(), x, "feature", 3)
+    dim = 1 if isinstance(whole, nn.Conv2d) else -1
+    # Sums of up to 36 terms of size 1, in another order.
+    assert (part.function(*part.args) - module(x).narrow(dim, 5, 3)).abs().max() < 1e-13
+    assert {p.dtype for p in part.parameters} == {torch.float64}
+
+
+def test_a_part_of_a_grouped_convolution_is_handed_the_channels_of_its_groups():
+    conv = nn.Conv2d(4, 8, 3, groups=2)
+    _, part = call_part(Call(conv), torch.randn(2, 4, 9, 9), "feature", 4)
+    assert part.args[0].shape == (2, 2, 9, 9)
+
+
+def test_a_part_of_the_contraction_has_no_bias_and_input_features_of_its_own():
+    linear, part = call_part(Call(nn.Linear(6, 4)), torch.randn(2, 6), "contraction", 2)
+    assert [tuple(p.shape) for p in part.parameters] == [(4, 2)]
+    assert torch.equal(part.parameters[0], linear.weight[:, 4:])
+    assert part.args[0].shape == (2, 2)
+    assert part.args[0].is_contiguous()
+    assert part.args[0].is_leaf
+
+
+def test_one_of_four_heads_has_a_quarter_of_the_weights_and_reads_its_input_once():
+    whole, part = call_part(SelfAttention(), torch.randn(2, 5, 8), "heads", 1, n_arguments=3)
+    n_weights = sum(p.numel() for p in part.parameters if p.dim() == 2)
+    assert n_weights * 4 == whole.in_proj_weight.numel() + whole.out_proj.weight.numel()
+    assert len({id(x) for x in part.args}) == 1
+
+
+@pytest.mark.parametrize(
+    ("whole", "x", "dim"),
+    [
+        (nn.Linear(4, 4), torch.ones(2, 4), "heads"),
+        (nn.Conv2d(4, 8, 3), torch.ones(2, 4, 9, 9), "contraction"),
+        (nn.Embedding(9, 8, max_norm=1.0), torch.ones(2, 5).long(), "feature"),
+    ],
+)
+def test_what_cannot_be_cut_has_no_part(whole, x, dim):
+    assert call_part(Call(whole), x, dim, 2)[1] is None

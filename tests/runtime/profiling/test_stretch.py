@@ -1,0 +1,170 @@
+"""A model run operator by operator: the same outputs and gradients as by itself, in that order."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from lines import steps_in_line
+from torch import nn
+
+from harness.errors import VerificationError
+from harness.runtime.capture.capture import capture
+from harness.runtime.models import ModelOptions, build_task, fit_options
+from harness.runtime.profiling.stretch import (
+    LOSS,
+    OperatorCall,
+    Stretch,
+    steps_of,
+    tensors_in,
+    values_at,
+)
+from harness.runtime.profiling.verify import verify
+
+
+def run(step, call):
+    return call()
+
+
+class Collecting:
+    """Runs backward and adds up the gradients of parameters."""
+
+    def __init__(self):
+        self.found, self.order = {}, []
+
+    def __call__(self, step, pending, wanted):
+        self.order.append(step.name)
+        gradients = [sum(parts[1:], start=parts[0]) for parts in pending.gradients]
+        found = torch.autograd.grad(pending.outputs, wanted, gradients, allow_unused=True)
+        for x, gradient in zip(wanted, found, strict=True):
+            if isinstance(x, nn.Parameter) and gradient is not None:
+                self.found[x] = self.found.get(x, 0) + gradient
+        return found
+
+
+def captured_lenet(batch=4):
+    task = build_task("lenet", fit_options("lenet", ModelOptions()))
+    return task, capture(task, batch, "lenet")
+
+
+def fed_of(captured, *inputs):
+    nodes = captured.module.graph.find_nodes(op="placeholder")
+    return dict(zip(nodes, inputs, strict=True))
+
+
+@pytest.mark.parametrize("bounds", [[0, None], [0, 5, None], [0, 1, 2, 7, None]])
+def test_stretches_in_a_row_give_the_gradients_of_the_model(bounds):
+    task, captured = captured_lenet()
+    images, targets = torch.randn(4, 1, 28, 28), torch.tensor([0, 1, 2, 3])
+    steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
+    fed = fed_of(captured, images)
+    losses, last = [], Collecting()
+    for begin, end in itertools.pairwise(bounds):
+        later = {node for step in steps[end or len(steps) :] for node in step.reads}
+        stretch = Stretch(steps[begin:end], values_at(steps, begin, fed), later)
+        flight = stretch.forward(run)
+        losses = tensors_in(flight.outputs.get(steps[-1].node))
+        last = Collecting()
+        stretch.backward(flight, last)
+        assert last.order == [step.name for step in reversed(steps[begin:end])]
+    expected = task.sum_loss(task.model(images), targets)
+    assert torch.equal(losses[0], expected)
+    # The last stretch has the gradients of the loss; those before it got gradients of one.
+    expected.backward()
+    for parameter, gradient in last.found.items():
+        assert torch.allclose(gradient, parameter.grad, rtol=1e-5, atol=1e-7)
+    assert len(last.found) == sum(len(step.parameters) for step in steps[bounds[-2] :])
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.first, self.relu, self.second = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.first(x) * self.scale
+        return self.second(self.relu(y * 1.0)) + y
+
+
+def test_branches_operators_in_place_and_parameters_read_directly_have_their_gradients():
+    from harness.runtime.models import InputSpec, Task
+
+    model = Residual().double()
+    whole = copy.deepcopy(model)
+    spec = InputSpec(name="x", shape=(3,), dtype=torch.float64)
+    task = Task(model=model, inputs=(spec,), n_classes=3)
+    captured = capture(task, 2, "residual")
+    x, targets = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 2])
+    steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
+    assert [step.is_in_place for step in steps].count(True) == 1
+    assert [step.is_attribute for step in steps].count(True) == 1
+    stretch, collected = Stretch(steps, fed_of(captured, x)), Collecting()
+    stretch.backward(stretch.forward(run), collected)
+    task.sum_loss(whole(x), targets).backward()
+    named = dict(captured.module.named_parameters())
+    assert len(collected.found) == len(named)
+    for name, expected in whole.named_parameters():
+        # Two of its own gradients, of the product and the sum, are added in another order.
+        assert torch.allclose(collected.found[named[name]], expected.grad, rtol=1e-12)
+
+
+def test_operators_have_their_names_parameters_and_whether_they_carry_gradients():
+    _, captured = captured_lenet()
+    steps = steps_of(captured, lambda output: output.sum())
+    assert [step.name for step in steps] == [*captured.nodes, LOSS]
+    assert [len(step.parameters) for step in steps[:3]] == [2, 0, 0]
+    assert all(step.is_carrying for step in steps)
+    for parameter in captured.module.parameters():
+        parameter.requires_grad_(False)
+    assert not any(step.is_carrying for step in steps_of(captured, lambda output: output.sum()))
+
+
+def test_values_are_those_that_are_read_later_and_carry_gradients_as_in_the_model():
+    first, steps = steps_in_line([lambda x: x * 2, lambda x: x + 1, lambda x: x * 3])
+    found = values_at(steps, 2, {first: torch.ones(2)})
+    (value,) = found.values()
+    assert value.tolist() == [3.0, 3.0]
+    assert value.requires_grad
+    assert list(values_at(steps, 0, {first: torch.ones(2)})) == [first]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_an_input_that_stands_three_times_gets_one_gradient():
+    module = Twice()
+    x = torch.ones(2, 3, 4, requires_grad=True)
+    call = OperatorCall(module.attention, (x, x, x), {}, tuple(module.parameters()))
+    assert len(call.wanted) == 1 + 4
+
+
+def test_saved_bytes_are_the_inputs_and_not_the_parameters():
+    linear = nn.Linear(10, 3)
+    x = torch.ones(4, 10, requires_grad=True)
+    call = OperatorCall(linear, (x,), {}, tuple(linear.parameters()))
+    assert verify(call, "linear", torch.enable_grad) == 4 * 10 * 4
+
+
+def test_what_is_run_once_by_itself_gets_inputs_of_its_own():
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    verify(OperatorCall(lambda x: x.mul_(2), (x,), {}), "double", torch.enable_grad)
+    assert x.tolist() == [-1.0, 2.0]
+
+
+def test_a_result_that_is_not_finite_is_no_measurement():
+    call = OperatorCall(torch.log, (torch.zeros(3),), {})
+    with pytest.raises(VerificationError, match="operator 'log1' gives outputs"):
+        verify(call, "operator 'log1'", torch.enable_grad)
+
+
+def test_a_gradient_that_is_not_finite_is_no_measurement():
+    call = OperatorCall(torch.sqrt, (torch.zeros(3, requires_grad=True),), {})
+    with pytest.raises(VerificationError, match="gives gradients"):
+        verify(call, "sqrt", torch.enable_grad)

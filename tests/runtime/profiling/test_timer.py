@@ -1,0 +1,259 @@
+"""Operators timed where they stand: what is timed, in which order, and what is taken away."""
+
+import contextlib
+
+import pytest
+import torch
+from lines import line
+from torch import nn
+
+from harness.measure.clock import FakeClock
+from harness.runtime.devices.sampling import Budget
+from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.timer import OpTimer
+
+ONCE = Budget(time_s=0.0, n_min=4, n_max=4, n_warm_up=1)
+
+
+class Slow(torch.autograd.Function):
+    """Doubles; forward takes `forward_s` and backward `backward_s` of the fake clock."""
+
+    @staticmethod
+    def forward(ctx, x, clock, forward_s, backward_s):
+        ctx.clock, ctx.backward_s = clock, backward_s
+        clock.advance(forward_s)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.advance(ctx.backward_s)
+        return gradient * 2, None, None, None
+
+
+def timer(clock, **options):
+    options = {"autocast": contextlib.nullcontext, "device": torch.device("cpu"), **options}
+    return OpTimer(clock, options.pop("budget", ONCE), **options)
+
+
+def slow(clock, forward_s, backward_s):
+    return lambda x: Slow.apply(x, clock, forward_s, backward_s)
+
+
+def two_slow(clock):
+    return line([slow(clock, 3.0, 5.0), slow(clock, 1.0, 2.0)])
+
+
+def test_each_operator_is_timed_apart_forward_and_backward():
+    clock = FakeClock()
+    found = timer(clock).measure(two_slow(clock), ["op0", "op1"])
+    assert (found["op0"].forward_s, found["op0"].backward_s) == ([3.0] * 4, [5.0] * 4)
+    assert (found["op1"].forward_s, found["op1"].backward_s) == ([1.0] * 4, [2.0] * 4)
+    one = found["op0"]
+    assert (one.median_forward_s, one.median_backward_s, one.spread) == (3.0, 5.0, 0.0)
+
+
+def test_only_what_is_named_is_timed_and_all_runs():
+    clock, ran = FakeClock(), []
+
+    def noting(x):
+        ran.append(clock.now_s)
+        return x * 1.0
+
+    found = timer(clock).measure(line([slow(clock, 3.0, 5.0), noting]), ["op0"])
+    assert list(found) == ["op0"]
+    assert len(ran) == 1 + 4  # a warm-up and four samples
+
+
+class SlowToRead(FakeClock):
+    """Reading it takes a quarter of a second."""
+
+    def mark(self):
+        at = super().mark()
+        self.advance(0.25)
+        return at
+
+
+def test_what_takes_time_without_the_operator_is_not_its():
+    clock = SlowToRead()
+    stretch = line([slow(clock, 3.0, 5.0), slow(clock, 0.0, 0.0)])
+    found = timer(clock).measure(stretch, ["op0", "op1"])
+    assert (found["op0"].forward_s, found["op0"].backward_s) == ([3.0] * 4, [5.0] * 4)
+    assert (found["op1"].forward_s, found["op1"].backward_s) == ([0.0] * 4, [0.0] * 4)
+
+
+class Queueing(FakeClock):
+    """A GPU that the host is ahead of, or not: marks are passed when both have come to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.host_s = 0.0
+
+    def advance(self, duration_s):
+        self.now_s = max(self.now_s, self.host_s) + duration_s
+
+    def mark(self):
+        self.host_s += 0.25
+        self.advance(0.0)
+        return self.now_s
+
+    def settle(self):
+        self.host_s = self.now_s
+
+
+@pytest.mark.parametrize("forward_s", [0.125, 3.0])
+def test_what_the_host_takes_is_not_the_gpus(forward_s):
+    # Without being held up it ends its work before the host has queued more: a quarter of a second
+    # between two marks that stand for nothing, and all or none of it between those of an operator.
+    clock = Queueing()
+    held = timer(clock, hold=lambda: clock.advance(10.0))
+    found = held.measure(line([slow(clock, forward_s, 2.0)]), ["op0"])["op0"]
+    assert (found.forward_s, found.backward_s) == ([forward_s] * 4, [2.0] * 4)
+
+
+def test_more_samples_of_an_operator_are_added():
+    clock = FakeClock()
+    operators = timer(clock)
+    first = operators.measure(two_slow(clock), ["op0"])["op0"]
+    both = first + operators.measure(two_slow(clock), ["op1"])["op1"]
+    assert both.forward_s == [3.0] * 4 + [1.0] * 4
+    assert both.backward_s == [5.0] * 4 + [2.0] * 4
+    assert both.spread == pytest.approx(5.0 / 5.5)
+
+
+def test_pauses_are_shared_out_by_what_the_processor_computed():
+    clock, computed = FakeClock(), FakeClock()
+    # The process computes 3 s forward and 5 s backward; every forward pass is paused for 4 s.
+
+    def run(x):
+        computed.advance(3.0)
+        return Slow.apply(Paced.apply(x, computed), clock, 3.0 + 4.0, 5.0)
+
+    found = timer(clock, processor=lambda: computed.now_s).measure(line([run]), ["op0"])["op0"]
+    # 12 s pass while the processor computes 8.
+    assert found.forward_s == pytest.approx([4.5] * 4)
+    assert found.backward_s == pytest.approx([7.5] * 4)
+
+
+class Paced(torch.autograd.Function):
+    """Computes for 5 s of the processor in backward."""
+
+    @staticmethod
+    def forward(ctx, x, computed):
+        ctx.computed = computed
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.computed.advance(5.0)
+        return gradient, None
+
+
+def test_a_sample_is_the_mean_of_as_many_iterations_as_make_it_steady():
+    clock, times = FakeClock(), []
+
+    def alternating(x):
+        times.append(3.0 if times and times[-1] == 1.0 else 1.0)
+        return Slow.apply(x, clock, times[-1], 5.0)
+
+    # An iteration takes 6 or 8 s: at least 12 of them make 75 s, an even number of each.
+    found = timer(clock, shortest_s=75.0).measure(line([alternating]), ["op0"])["op0"]
+    assert all(value == pytest.approx(2.0, abs=0.16) for value in found.forward_s)
+    assert set(found.backward_s) == {5.0}
+
+
+def test_an_operator_without_gradient_has_no_backward():
+    stretch = line([lambda x: x[:, :1]], x=torch.ones(2, 2).long())
+    assert timer(FakeClock()).measure(stretch, ["op0"])["op0"].backward_s == [0.0] * 4
+
+
+def test_microbatches_go_forward_before_the_first_goes_backward():
+    clock, order = FakeClock(), []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            order.append("forward")
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, gradient):
+            order.append("backward")
+            return gradient
+
+    budget = Budget(time_s=0.0, n_min=1, n_max=1, n_warm_up=1)
+    timer(clock, budget=budget).measure(line([Noting.apply]), ["op0"], n_in_flight=3)
+    assert order == (["forward"] * 3 + ["backward"] * 3) * 2
+
+
+def test_what_is_called_instead_is_timed_before_the_operator_which_still_runs():
+    clock, part = FakeClock(), nn.Linear(2, 1)
+    ran = []
+
+    def whole(x):
+        ran.append("whole")
+        return Slow.apply(x, clock, 3.0, 5.0)
+
+    def half(x):
+        ran.append("half")
+        return Slow.apply(part(x), clock, 1.5, 2.5)
+
+    def instead(call):
+        return OperatorCall(half, call.args, call.kwargs, tuple(part.parameters()))
+
+    found = timer(clock).measure(line([whole, slow(clock, 1.0, 1.0)]), ["op0"], {"op0": instead})
+    assert (found["op0"].forward_s, found["op0"].backward_s) == ([1.5] * 4, [2.5] * 4)
+    assert ran == ["half", "whole"] * 5
+
+
+def test_what_the_stretch_took_tells_how_fast_the_machine_was():
+    clock, n_runs = FakeClock(), []
+
+    def whole(x):
+        n_runs.append(1)
+        factor = 1.0 if len(n_runs) < 4 else 2.0  # after a warm-up and two samples
+        clock.advance(6.0 * factor)
+        return x * 1.0
+
+    def half(x):
+        factor = 1.0 if len(n_runs) < 3 else 2.0
+        return Slow.apply(x, clock, 1.5 * factor, 2.5 * factor)
+
+    def instead(call):
+        return OperatorCall(half, call.args, call.kwargs)
+
+    by_processor = timer(clock, processor=lambda: clock.now_s)
+    found = by_processor.measure(line([whole]), ["op0"], {"op0": instead})["op0"]
+    assert found.around_s == pytest.approx([6.0, 6.0, 12.0, 12.0])  # without what stood beside it
+    assert found.forward_s == pytest.approx([1.5, 1.5, 3.0, 3.0])
+    level = found.as_where(9.0)
+    assert level.forward_s == pytest.approx([2.25] * 4)
+    assert level.backward_s == pytest.approx([3.75] * 4)
+    assert level.spread == pytest.approx(0.0)
+
+
+def test_where_the_processor_counted_nothing_each_sample_still_has_what_was_around_it():
+    clock = FakeClock()
+    found = timer(clock, processor=lambda: 0.0).measure(two_slow(clock), ["op0"])["op0"]
+    assert found.around_s == [11.0] * 4
+    assert found.as_where(22.0).forward_s == [6.0] * 4
+
+
+def test_by_the_devices_own_clock_samples_stay_as_they_are():
+    clock = FakeClock()
+    found = timer(clock).measure(two_slow(clock), ["op0"])["op0"]
+    assert found.around_s == []
+    assert found.as_where(9.0) is found
+
+
+@pytest.mark.parametrize(("is_added", "times"), [(False, 1), (True, 3)])
+def test_gradients_of_weights_are_added_over_microbatches_alone(is_added, times):
+    linear, found = nn.Linear(2, 2, bias=False), []
+    linear.weight.register_hook(found.append)
+    stretch = line([linear], parameters=[(linear.weight,)])
+    # By this clock an iteration takes no time: three make a sample of 2.5 us.
+    steady = timer(FakeClock(), shortest_s=2.5e-6)
+    steady.measure(stretch, ["op0"], is_added=is_added)
+    first, second, third = found[-3:]
+    assert torch.equal(second, third)
+    assert torch.equal(first, times * second)
+    assert linear.weight.grad is None

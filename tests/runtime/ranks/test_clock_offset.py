@@ -1,0 +1,28 @@
+"""The shortest round trip decides the offset."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.measure.clock import HostClock
+from harness.runtime.ranks.clock_offset import estimate_offset, measure_clock_offset
+
+
+def test_the_shortest_round_trip_decides():
+    trips = [(0.0, 105.0, 10.0), (20.0, 121.0, 22.0), (30.0, 139.0, 39.0)]
+    offset_s, error_s = estimate_offset(trips)
+    assert offset_s == pytest.approx(21.0 - 121.0)
+    assert error_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_readings_travel_in_the_memory_that_the_backend_moves(rank, monkeypatch):
+    host, moved = torch.device("cpu"), []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "send", lambda reading, dst: moved.append(reading.device))
+    monkeypatch.setattr(dist, "recv", lambda reading, src: moved.append(reading.device))
+    world = SimpleNamespace(rank=rank, size=2, device=torch.device("cuda"), wire=host)
+    measure_clock_offset(world, HostClock())
+    assert moved == [host] * 24

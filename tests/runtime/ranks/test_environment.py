@@ -1,0 +1,168 @@
+"""Each launcher's variables give the same five numbers."""
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.errors import LaunchError
+from harness.runtime.ranks.environment import read_launch
+
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "5", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "5",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [(OPENMPI, "openmpi"), (MPICH, "mpich"), (TORCHRUN, "torchrun"), (SLURM, "slurm")],
+)
+def test_a_launchers_variables_give_the_place(environ, launcher):
+    launch = read_launch(environ)
+    assert launch.launcher == launcher
+    assert (launch.rank, launch.size, launch.local_rank, launch.local_size) == (3, 5, 1, 2)
+    assert launch.has_mpi == (launcher in ("openmpi", "mpich"))
+
+
+def test_without_a_launcher_there_is_one_rank():
+    launch = read_launch({"HOME": "/root"})
+    assert (launch.launcher, launch.rank, launch.size) == ("none", 0, 1)
+
+
+def test_torchrun_inside_a_slurm_job_wins():
+    assert read_launch({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_a_batch_script_is_not_a_step():
+    batch = {"SLURM_STEP_ID": "4294967291", "SLURM_PROCID": "0", "SLURM_NTASKS": "5"}
+    assert read_launch(batch).size == 1
+
+
+def test_a_rank_beyond_the_size_names_both():
+    with pytest.raises(LaunchError, match="rank 5 of 5"):
+        read_launch({**OPENMPI, "OMPI_COMM_WORLD_RANK": "5"})
+
+
+def test_an_incomplete_environment_names_the_variable():
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE"):
+        read_launch({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+HOSTILE = ["", "x", "-1", "1.5", "\u00b2", "\u0663", "9" * 5000, "1 2", "a[$(touch /tmp/x)]", "1e3"]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [(OPENMPI, name) for name in OPENMPI]
+    + [(MPICH, name) for name in MPICH]
+    + [(TORCHRUN, name) for name in TORCHRUN if "MASTER" not in name and "ID" not in name]
+    + [(TORCHRUN, "MASTER_PORT")]
+    + [(SLURM, name) for name in SLURM],
+)
+def test_a_malformed_variable_is_named_with_its_value_and_a_remedy(environ, name, value):
+    with pytest.raises(LaunchError) as caught:
+        read_launch({**environ, name: value})
+    message = str(caught.value)
+    assert name in message
+    assert len(message) < 400
+    assert "\n" not in message
+    assert any(word in message for word in ("start", "as in MASTER_PORT"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "5"}, "rank 5 of 5 ranks"),
+        ({"LOCAL_RANK": "2"}, "local rank 2 of 2 on this host, of 5"),
+        ({"LOCAL_WORLD_SIZE": "6"}, "local rank 1 of 6 on this host, of 5"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "local rank 1 of 0"),
+        ({"WORLD_SIZE": "0"}, "rank 3 of 0"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x': write a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is '', no host name"),
+        ({"MASTER_ADDR": "a b"}, "MASTER_ADDR is 'a b'"),
+        ({"MASTER_ADDR": "$(id)"}, "MASTER_ADDR is"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_named(changes, message):
+    with pytest.raises(LaunchError, match=message.replace("(", r"\(").replace("$", r"\$")):
+        read_launch({**TORCHRUN, **changes})
+
+
+def test_slurms_ranks_of_each_node_are_read():
+    several = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}
+    assert read_launch(several).local_size == 2
+    last = {**several, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
+    assert read_launch(last).local_size == 1
+    with pytest.raises(LaunchError, match="SLURM_NODEID '3'"):
+        read_launch({**several, "SLURM_NODEID": "3"})
+
+
+def test_a_step_may_be_smaller_than_a_node_allows():
+    small = {name: text for name, text in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    assert read_launch({**small, "SLURM_NTASKS_PER_NODE": "64"}).local_size == 5
+
+
+def test_a_rank_that_cannot_meet_the_others_does_not_run_alone():
+    half = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    with pytest.raises(LaunchError, match="RANK is '1' and WORLD_SIZE '4', but MASTER_ADDR is not"):
+        read_launch(half)
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}).launcher == "none"
+
+
+def test_a_place_to_meet_that_cannot_be_is_said_at_once():
+    from harness.runtime.ranks.rendezvous import _meet_at_master
+
+    nowhere = {**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"}
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is no-such-host\.invalid, which"):
+        _meet_at_master(read_launch(nowhere), nowhere)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        first = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with pytest.raises(LaunchError, match=rf"rank 0 cannot serve .* MASTER_PORT {port}"):
+            _meet_at_master(read_launch(first), first)
+
+
+_NAMES = sorted({*OPENMPI, *MPICH, *TORCHRUN, *SLURM, "SLURM_NODEID", "SLURM_NTASKS_PER_NODE"})
+_VALUES = st.sampled_from(["0", "1", "3", "5", *HOSTILE]) | st.text(max_size=5)
+
+
+@given(st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=10))
+def test_any_environment_is_a_place_or_one_line_of_error(environ):
+    try:
+        launch = read_launch(environ)
+    except LaunchError as error:
+        message = str(error)
+    else:
+        message = ""
+        assert 0 <= launch.rank < launch.size
+        assert launch.local_rank >= 0
+    assert "\n" not in message
+
+
+def test_a_list_of_no_nodes_is_refused_without_a_node_number():
+    with pytest.raises(LaunchError, match="has fewer nodes"):
+        read_launch({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x0)"})

@@ -1,0 +1,88 @@
+"""What an exception of one rank says of itself, and of other ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from harness.domain.graph import Graph
+from harness.runtime.ranks.failures import gist, has_lost_peer, located
+
+CLOSED = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
+    "peer [127.0.0.1]:17035. This is typically caused by a remote worker crashing. Check the logs "
+    "of the remote worker before reporting an error. GLHF!"
+)
+
+
+def caught(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("prefix", ["", "Got the following error when running the callback: Runt"])
+def test_an_error_of_gloo_says_what_happened_and_no_more(prefix):
+    error = RuntimeError((f"{prefix}imeError: " if prefix else "") + CLOSED)
+    assert gist(error) == "Connection closed by peer [127.0.0.1]:17035"
+    assert has_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Gloo connectFullMesh failed with [/x/tcp/pair.cc:144] no error"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    ],
+)
+def test_a_group_that_did_not_come_about_is_for_want_of_a_peer(error):
+    assert has_lost_peer(error)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("closed by peer"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")]
+)
+def test_an_exception_of_its_own_is_no_lost_peer(error):
+    assert not has_lost_peer(error)
+
+
+def test_the_line_of_the_user_is_named_below_which_torch_and_python_raise():
+    def mistaken():
+        json.loads("{")
+
+    first = located(caught(mistaken)).splitlines()[0]
+    assert first.startswith("JSONDecodeError: Expecting property name")
+    assert "(test_runtime_failures.py:" in first
+    assert first.endswith(' in mistaken: json.loads("{"))')
+
+
+def test_the_line_of_a_captured_graph_is_named_where_a_user_has_none():
+    model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    fault = caught(lambda: model.forward(torch.zeros(2, 3)))
+    fault.__traceback__ = fault.__traceback__.tb_next.tb_next  # what calls it is this test
+    first, *rest = located(fault).splitlines()
+    assert first.startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+    assert " (a captured graph:" in first
+    assert 'getattr(self, "0")(input_1)' in first
+    assert rest[0] == "Traceback (most recent call last):"
+
+
+def test_the_line_of_the_harness_is_named_where_nobody_else_has_one():
+    fault = caught(lambda: Graph.from_unordered("x", None, batch=1))
+    fault.__traceback__ = fault.__traceback__.tb_next.tb_next
+    assert "(graph.py:" in located(fault)
+
+
+def test_lines_after_the_first_stay_after_it():
+    def mistaken():
+        raise ValueError("one\ntwo")
+
+    first, second, *_ = located(caught(mistaken)).splitlines()
+    assert first.startswith("ValueError: one (test_runtime_failures.py:")
+    assert second == "two"

@@ -1,0 +1,66 @@
+"""A child that is killed, hangs or is stopped costs its own result and nothing else."""
+
+import operator
+import os
+import signal
+import time
+
+from harness.measure.reached import Reached, ReachedReader
+from harness.runtime.ranks.isolate import run_isolated
+
+
+def nobody():
+    return None
+
+
+def test_a_value_comes_back():
+    ending = run_isolated(operator.add, (2, 3), timeout_s=60, peer_failure=nobody)
+    assert (ending.status, ending.value) == ("ok", 5)
+
+
+def test_a_killed_child_is_a_crash_with_its_signal():
+    ending = run_isolated(signal.raise_signal, (signal.SIGKILL,), timeout_s=60, peer_failure=nobody)
+    assert (ending.status, ending.reason) == ("crash", "killed by SIGKILL")
+
+
+def test_a_child_that_aborts_may_be_one_that_had_no_answer():
+    ending = run_isolated(signal.raise_signal, (signal.SIGABRT,), timeout_s=60, peer_failure=nobody)
+    assert ending.status == "crash"
+    assert "killed by SIGABRT" in ending.reason
+    assert "has no answer within --collective-timeout-s" in ending.reason
+
+
+def test_a_child_that_leaves_without_a_result_is_a_crash():
+    ending = run_isolated(os._exit, (7,), timeout_s=60, peer_failure=nobody)
+    assert ending.status == "crash"
+    assert "exit code 7" in ending.reason
+
+
+def test_a_hanging_child_is_stopped_at_its_timeout():
+    ending = run_isolated(time.sleep, (600,), timeout_s=1.0, peer_failure=nobody)
+    assert ending.status == "timeout"
+
+
+def test_a_failed_peer_stops_a_waiting_child():
+    ending = run_isolated(time.sleep, (600,), timeout_s=600, peer_failure=lambda: "1 (b) killed")
+    assert ending.status == "skipped"
+    assert "rank 1 (b) killed" in ending.reason
+
+
+def reach_and_stop(path):
+    writer = Reached(path)
+    writer.begin_step(5)
+    writer.begin("forward")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_child_is_known_with_the_place_that_it_reached():
+    reader = ReachedReader()
+    ending = run_isolated(
+        reach_and_stop, (reader.path,), timeout_s=15.0, peer_failure=nobody, reached=reader
+    )
+    reader.close()
+    assert ending.status == "timeout"
+    assert ending.standstill is not None
+    assert (ending.standstill.step, ending.standstill.phase) == (5, "forward")
+    assert ending.standstill.is_stopped

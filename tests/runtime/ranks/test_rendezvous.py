@@ -1,0 +1,163 @@
+"""What ranks make of each other's hosts, and what a run's process group is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.domain.interface import Interface
+from harness.runtime.ranks import rendezvous
+from harness.runtime.ranks.environment import Launch
+from harness.runtime.ranks.host import Gpu, HostFacts, _list_gpus
+
+LOOPBACK = Interface(name="lo", address="127.0.0.1", prefix_length=8)
+
+
+def gpu(uuid, memory_bytes=80):
+    return Gpu(name="a card", uuid=uuid, memory_bytes=memory_bytes)
+
+
+def facts(*gpus, has_nccl=True):
+    return HostFacts(
+        hostname="host", cpu="a CPU", n_cores=8.0, memory_bytes=64, gpus=list(gpus),
+        has_nccl=has_nccl, interfaces=[LOOPBACK], versions={},
+    )  # fmt: skip
+
+
+def worlds(everyone):
+    """Each rank's world, all on one host."""
+    return [
+        rendezvous._build_world(
+            Launch(
+                launcher="slurm", rank=rank, size=len(everyone), local_rank=rank,
+                local_size=len(everyone), has_mpi=False,
+            ),
+            everyone, None, "",
+        )
+        for rank in range(len(everyone))
+    ]  # fmt: skip
+
+
+def test_ranks_that_see_their_own_gpu_alone_do_not_share_it():
+    first, second = worlds([facts(gpu("a", 80)), facts(gpu("b", 40))])
+    assert (first.backend, second.backend) == ("nccl", "nccl")
+    assert first.device == second.device == torch.device("cuda", 0)
+    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
+
+
+def test_ranks_that_see_all_gpus_take_one_each():
+    both = facts(gpu("a", 80), gpu("b", 40))
+    first, second = worlds([both, both])
+    assert first.backend == "nccl"
+    assert [first.device.index, second.device.index] == [0, 1]
+    assert (first.memory_bytes, second.memory_bytes) == (80, 40)
+
+
+def test_ranks_that_share_a_gpu_share_its_memory_and_use_gloo():
+    everyone = worlds([facts(gpu("a", 80)), facts(gpu("a", 80)), facts(gpu("b", 40))])
+    assert {world.backend for world in everyone} == {"gloo"}
+    assert everyone[0].backend_reason.startswith("2 ranks share a GPU (a card) on host")
+    assert [world.memory_bytes for world in everyone] == [40, 40, 40]
+    assert [world.n_sharing for world in everyone] == [2, 2, 1]
+
+
+def test_a_rank_without_a_gpu_has_its_share_of_the_host():
+    first, second = worlds([facts(gpu("a", 80)), facts()])
+    assert first.backend_reason == "rank 1 on host has no GPU"
+    assert (first.memory_bytes, second.memory_bytes) == (80, 32)
+
+
+def test_all_ranks_choose_the_backend_by_the_same_facts():
+    everyone = worlds([facts(gpu("a", 80)), facts(gpu("b", 40), has_nccl=False)])
+    assert {world.backend for world in everyone} == {"gloo"}
+    assert {world.backend_reason for world in everyone} == {
+        "the torch of rank 1 on host has no NCCL"
+    }
+
+
+def test_gloo_moves_the_hosts_memory_and_nccl_the_gpus():
+    (world,) = worlds([facts()])
+    driven = replace(world, device=torch.device("cuda", 1))
+    assert driven.wire == torch.device("cpu")
+    assert replace(driven, backend="nccl").wire == torch.device("cuda", 1)
+
+
+def test_gpus_are_those_that_are_visible_in_their_order(monkeypatch):
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetName=lambda handle: f"card {handle}",
+        nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30, free=1),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
+    assert _list_gpus() == [
+        Gpu(name="card GPU-3", uuid="GPU-3", memory_bytes=80 << 30),
+        Gpu(name="card GPU-x", uuid="GPU-x", memory_bytes=80 << 30),
+    ]
+
+
+def test_what_nvml_does_not_tell_cuda_does(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def refuse(uuid):
+        raise NVMLError("Not Found")
+
+    nvml = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=refuse,
+    )
+    found = SimpleNamespace(name="card", uuid="abc", total_memory=80 << 30)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab")
+    assert _list_gpus() == [Gpu(name="card", uuid="abc", memory_bytes=80 << 30)]
+
+
+def test_a_card_that_torch_cannot_start_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # as NVML has it
+    assert _list_gpus() == []
+
+
+@pytest.mark.parametrize(("known", "told"), [(None, ["eth7", "=eth7"]), ("ib0", ["ib0", "ib0"])])
+def test_the_process_of_a_run_is_told_the_interface(known, told, monkeypatch):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, known or "")
+        if known is None:
+            monkeypatch.delenv(name)
+    seen = []
+
+    def init_process_group(*_, **__):
+        seen.extend(os.environ.get(name) for name in names)
+
+    barriers = []
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(rendezvous, "connect_store", lambda *_: None)
+    (world,) = worlds([facts()])
+    rendezvous.join_process_group(replace(world, interface="eth7"), "", 0, "run", 1.0)
+    assert seen == told  # NCCL alone would take eth70 too
+    assert barriers == []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: barriers.append(device_ids))
+    on_gpu = replace(world, backend="nccl", device=torch.device("cuda", 2))
+    rendezvous.join_process_group(on_gpu, "", 0, "run", 1.0)
+    assert barriers == [[2]]  # NCCL would guess by the rank

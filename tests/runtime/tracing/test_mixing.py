@@ -1,0 +1,153 @@
+"""What mixes the samples of a batch is found by running it, and nothing else is taken for it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "executor"))
+from equivalence_models import small_task
+from zoo import ZOO
+from zoo.base import WIDTH, Net
+from zoo.samples import SAMPLES
+
+from harness.domain.cluster import Cluster
+from harness.domain.strategy import validate
+from harness.errors import StrategyError
+from harness.plan import builders
+from harness.runtime.capture.capture import capture
+from harness.runtime.models.task import InputSpec, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mixing(function):
+    class Made(Net):
+        def middle(self, x):
+            return function(self.second(x))
+
+    task = ZOO["plain"].task()
+    return mixing_of(replace(task, model=Made().double()))
+
+
+def mixing_of(task, batch=8):
+    graph = capture(task, batch, "model").graph
+    found = [op for op in graph.operators if op.attrs.get("mixes_samples")]
+    assert all(op.attrs["is_cut_by_samples"] is False for op in found)
+    return [op.attrs["function"] for op in found]
+
+
+MIXED = {
+    "softmax_over_batch": ["softmax"],
+    "roll_batch": ["roll"],
+    "flip_batch": ["flip"],
+    "cumsum_batch": ["cumsum"],
+    "centred_batch": ["mean"],
+    "mean_of_all": ["mean"],
+    "largest_of_batch": ["amax"],
+    "standardised_batch": ["mean", "var"],
+    "attended_batch": ["matmul", "softmax", "matmul"],
+    "contrasted_batch": ["einsum", "mean"],
+    "shuffled_batch": ["arange", "getitem"],
+    "shifted_batch": ["getitem", "getitem", "cat"],
+    "transposed_batch": ["reshape"],
+    "scaled_by_batch": ["mul"],
+    "time_folded": [],
+    "functional_batch_norm": [],  # its statistics are the executor's concern
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_operators_that_mix_samples_are_marked(name):
+    assert mixing_of(SAMPLES[name].task()) == MIXED[name]
+
+
+APART = {
+    "softmax of features": lambda x: torch.softmax(x, dim=-1),
+    "flip of features": lambda x: x.flip(1),
+    "cumsum of features": lambda x: x.cumsum(-1),
+    "sort of features": lambda x: x.sort(dim=1)[0],
+    "matmul by a constant": lambda x: x @ torch.ones(WIDTH, WIDTH, dtype=x.dtype),
+    "outer product of each": lambda x: (x[:, :, None] @ x[:, None, :]).mean(1),
+    "zeros of the batch's size": lambda x: x + x.new_zeros(x.shape[0], WIDTH),
+    "mean of features": lambda x: x - x.mean(1, keepdim=True),
+    "size of features": lambda x: x / x.shape[1] ** 0.5,
+    "rows of parts": lambda x: x.reshape(-1, 3).tanh().reshape(-1, WIDTH),
+    "turned and back": lambda x: F.softmax(x.t(), dim=0).t(),
+    "split and joined": lambda x: torch.cat(x.chunk(2, dim=1), dim=1),
+    "normalised": lambda x: F.normalize(x, dim=1),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operators_that_keep_samples_apart_are_not_marked(name):
+    assert mixing(APART[name]) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["vit", "branchy", "lstm_time_first", "dlrm_dot", "merged_rows", "exported"]
+)
+def test_usual_models_keep_samples_apart(name):
+    assert mixing_of(small_task(name)) == []
+
+
+@pytest.mark.parametrize(("batch_first", "is_mixing"), [(True, False), (False, True)])
+@pytest.mark.parametrize("layer", [nn.MultiheadAttention, nn.LSTM])
+def test_a_layer_that_takes_samples_for_steps_mixes_them(layer, batch_first, is_mixing):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer(4, 2, batch_first=batch_first)
+            self.is_attention = layer is nn.MultiheadAttention
+            self.head = nn.Linear(4 if self.is_attention else 2, 3)
+
+        def forward(self, x):
+            return self.head(self.layer(*[x] * (3 if self.is_attention else 1))[0].mean(1))
+
+    task = Task(model=Steps(), inputs=(InputSpec(name="x", shape=(5, 4)),), n_classes=3)
+    assert bool(mixing_of(task)) == is_mixing
+
+
+@pytest.mark.parametrize(("dim", "found"), [(0, ["softmax"]), (1, [])])
+@pytest.mark.parametrize("multiple", [2, 4])
+def test_mixing_is_found_in_a_model_that_takes_multiples_of_a_size_alone(multiple, dim, found):
+    def function(x):
+        groups = x.reshape(x.shape[0] // multiple, multiple, WIDTH)
+        return groups.reshape(-1, WIDTH).softmax(dim)
+
+    assert mixing(function) == found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dims=st.permutations(range(3)),
+    dim=st.integers(0, 2),
+    name=st.sampled_from(["softmax", "cumsum", "logsumexp", "flip"]),
+)
+def test_a_function_mixes_samples_along_their_dim_alone(dims, dim, name):
+    def function(x):
+        y = x.reshape(-1, 3, 4).permute(*dims)
+        y = getattr(torch, name)(y, dim if name != "flip" else (dim,))
+        return x * y.sum()  # which mixes too, and comes last
+
+    found = mixing(function)
+    expected = [name] if dims[dim] == 0 else []
+    assert found[: len(expected)] == expected
+    assert found[len(expected) :] in (["sum"], [])
+
+
+def test_microbatches_are_refused_by_the_operators_name():
+    graph = capture(SAMPLES["roll_batch"].task(), 8, "roll").graph
+    names = [op.name for op in graph.operators if op.kind != "input"]
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
+    strategy = builders.pipeline(graph, 8, [names[:3], names[3:]], [[0], [1]], n_microbatches=2)
+    with pytest.raises(StrategyError, match=r"operator 'roll' \(roll\) needs all samples"):
+        validate(strategy, graph, cluster)
+    validate(builders.ddp(graph, cluster, 8), graph, cluster)
+    assert builders.ddp(graph, cluster, 8).operators["roll"].partition == {}

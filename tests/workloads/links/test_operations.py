@@ -1,0 +1,167 @@
+"""What each collective must deliver, on a transport that moves nothing by itself."""
+
+from __future__ import annotations
+
+from threading import Barrier, Thread
+
+import pytest
+import torch
+
+from harness.errors import VerificationError
+from harness.measure.clock import FakeClock
+from harness.workloads.links.operations import OPERATIONS, make_trial, pattern, time_trial
+
+
+class Board:
+    """Where ranks that are threads meet: everybody's data by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.data: dict[int, torch.Tensor] = {}
+        self._barrier = Barrier(size)
+
+    def exchange(self, rank: int, data: torch.Tensor) -> list[torch.Tensor]:
+        self.data[rank] = data.clone()
+        self._barrier.wait()
+        everyone = [self.data[r] for r in range(self.size)]
+        self._barrier.wait()
+        return everyone
+
+
+class ThreadTransport:
+    """The meaning of each collective, from the definitions of MPI."""
+
+    name = "threads"
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.rank, self.size = board, rank, board.size
+        self.device, self.clock = torch.device("cpu"), FakeClock()
+
+    def barrier(self):
+        self.board.exchange(self.rank, torch.zeros(1))
+
+    def all_reduce(self, data):
+        data.copy_(torch.stack(self.board.exchange(self.rank, data)).sum(0))
+
+    def all_gather(self, out, data):
+        out.copy_(torch.cat(self.board.exchange(self.rank, data)))
+
+    def reduce_scatter(self, out, data):
+        total = torch.stack(self.board.exchange(self.rank, data)).sum(0)
+        out.copy_(total.chunk(self.size)[self.rank])
+
+    def broadcast(self, data):
+        data.copy_(self.board.exchange(self.rank, data)[0])
+
+    def all_to_all(self, out, data):
+        everyone = self.board.exchange(self.rank, data)
+        out.copy_(torch.cat([other.chunk(self.size)[self.rank] for other in everyone]))
+
+    def ring(self, out, data):
+        out.copy_(self.board.exchange(self.rank, data)[self.rank - 1])
+
+
+def on_ranks(size, function):
+    """Run function(transport) on every rank; what each returned."""
+    board, found = Board(size), {}
+    threads = [
+        Thread(target=lambda r=rank: found.update({r: function(ThreadTransport(board, r))}))
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_right_collective_passes_again_and_again(operation, size):
+    def work(transport):
+        trial = make_trial(operation, 1000, transport)
+        for _ in range(2):
+            trial.reset()
+            trial.run()
+            trial.check()
+        return trial.n_bytes
+
+    # 250 elements, rounded up to as many on every rank.
+    expected = {1: 1000, 2: 1000, 5: 1000}[size]
+    assert on_ranks(size, work) == [expected] * size
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_one_wrong_element_is_named(operation):
+    def work(transport):
+        trial = make_trial(operation, 240, transport)
+        trial.reset()
+        trial.run()
+        trial.out[7] += 1
+        with pytest.raises(VerificationError, match=rf"{operation} .* element 7 of rank"):
+            trial.check()
+
+    on_ranks(3, work)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_collective_that_did_nothing_fails(operation):
+    def work(transport):
+        trial = make_trial(operation, 240, transport)
+        trial.reset()
+        try:
+            trial.check()
+        except VerificationError:
+            return True
+        return False
+
+    failed = on_ranks(3, work)
+    # The root of a broadcast has the data from the start.
+    assert failed == [operation != "broadcast", True, True]
+
+
+@pytest.mark.parametrize("size", [3, 5, 7])
+def test_sizes_are_rounded_up_to_whole_elements_on_every_rank(size):
+    def work(transport):
+        return [make_trial("all_gather", n, transport).n_bytes for n in (1, 4096)]
+
+    smallest, page = on_ranks(size, work)[0]
+    assert smallest == 4 * size
+    assert page % (4 * size) == 0
+    assert 4096 <= page < 4096 + 4 * size
+
+
+def test_sums_of_patterns_are_exact_in_float32():
+    exact = sum(pattern(rank, 500, torch.device("cpu")).double() for rank in range(64))
+    rounded = sum(pattern(rank, 500, torch.device("cpu")) for rank in range(64))
+    assert torch.equal(exact, rounded.double())
+
+
+def test_ranks_put_in_different_data():
+    cpu = torch.device("cpu")
+    assert not torch.equal(pattern(0, 100, cpu), pattern(1, 100, cpu))
+
+
+def test_only_the_operation_is_timed():
+    def work(transport):
+        trial = make_trial("all_reduce", 64, transport)
+        run = trial.operation
+
+        def slowly():
+            run()
+            transport.clock.advance(0.5)
+
+        def barrier():
+            transport.clock.advance(100.0)
+
+        trial.operation, transport.barrier = slowly, barrier
+        return time_trial(trial, transport, 3)
+
+    assert on_ranks(2, work) == [[0.5, 0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_trial_keeps_no_more_memory_than_its_tensors_have(operation):
+    trial = make_trial(operation, 4096, ThreadTransport(Board(4), 0))
+    for tensor in (trial.source, trial.out, trial.expected):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -1,0 +1,121 @@
+"""SUMMA's tiling, panels and pieces; the product itself is tested with the matmul workload."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.domain.partition import volume
+from harness.errors import StrategyError
+from harness.workloads.matmul.product import SEED_A, SEED_B
+from harness.workloads.matmul.summa import cut_panels, pieces_of, split_square
+
+SPEEDS = st.lists(st.floats(0.2, 5.0), min_size=1, max_size=9)
+
+
+def coverage(blocks, size):
+    """How many ranks own each element."""
+    counts = np.zeros((size, size), dtype=int)
+    for (r0, r1), (c0, c1) in blocks:
+        counts[r0:r1, c0:c1] += 1
+    return counts
+
+
+@given(SPEEDS)
+@settings(max_examples=60, deadline=None)
+def test_blocks_tile_the_square_exactly_once(speeds):
+    assert (coverage(split_square(speeds, 120), 120) == 1).all()
+
+
+@given(SPEEDS)
+@settings(max_examples=60, deadline=None)
+def test_areas_are_in_proportion_to_speed(speeds):
+    size = 3000
+    for speed, tile in zip(speeds, split_square(speeds, size), strict=True):
+        # Two edges are rounded to whole elements, each by less than one of at most `size`.
+        assert volume(tile) == pytest.approx(size**2 * speed / sum(speeds), abs=4 * size)
+
+
+def test_five_equal_ranks_all_work_in_columns_of_two_and_three():
+    assert split_square([1.0] * 5, 60) == [
+        ((0, 30), (0, 24)),
+        ((30, 60), (0, 24)),
+        ((0, 20), (24, 60)),
+        ((20, 40), (24, 60)),
+        ((40, 60), (24, 60)),
+    ]
+
+
+def test_a_slow_rank_gets_a_small_block_whatever_its_number():
+    tiles = split_square([4.0, 1.0, 4.0], 90)
+    assert [volume(tile) for tile in tiles] == [3600, 900, 3600]
+
+
+def half_perimeters(blocks):
+    return sum(r1 - r0 + c1 - c0 for (r0, r1), (c0, c1) in blocks)
+
+
+@pytest.mark.parametrize("speeds", [[1, 1, 1, 1, 1], [1, 2, 3, 4], [5, 1, 1, 1, 1, 1]])
+def test_columns_have_the_least_half_perimeters_of_all_column_tilings(speeds):
+    """Against every split of the ranks into columns, in areas of a unit square."""
+    total = sum(speeds)
+
+    def cost(columns):
+        return sum(1 + len(c) * sum(speeds[r] for r in c) / total for c in columns)
+
+    def tilings(ranks):
+        if not ranks:
+            yield []
+            return
+        first, rest = ranks[0], ranks[1:]
+        for n in range(len(rest) + 1):
+            for others in itertools.combinations(rest, n):
+                left = [r for r in rest if r not in others]
+                for tail in tilings(left):
+                    yield [[first, *others], *tail]
+
+    best = min(cost(columns) for columns in tilings(list(range(len(speeds)))))
+    size = 10_000
+    found = half_perimeters(split_square(speeds, size)) / size
+    assert found == pytest.approx(best, abs=1e-2)
+
+
+def test_a_matrix_smaller_than_the_ranks_is_refused():
+    with pytest.raises(StrategyError, match="empty part"):
+        split_square([1.0] * 5, 1)
+
+
+@given(SPEEDS, st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_panels_cover_k_once_and_cross_no_border(speeds, width):
+    blocks = split_square(speeds, 120)
+    panels = cut_panels(blocks, 120, width)
+    assert sorted(k for start, stop in panels for k in range(start, stop)) == list(range(120))
+    borders = {edge for tile in blocks for side in tile for edge in side}
+    for start, stop in panels:
+        assert stop - start <= width
+        assert not any(start < border < stop for border in borders)
+
+
+def test_neighbouring_panels_have_different_owners():
+    blocks = split_square([1.0, 1.0], 64)
+    assert cut_panels(blocks, 64, 16) == [(0, 16), (32, 48), (16, 32), (48, 64)]
+
+
+@given(SPEEDS)
+@settings(max_examples=30, deadline=None)
+def test_pieces_fill_every_ranks_panels_exactly(speeds):
+    blocks = split_square(speeds, 60)
+    for panel in cut_panels(blocks, 60, 16):
+        pieces = list(pieces_of(panel, blocks))
+        for rank, (rows, columns) in enumerate(blocks):
+            for matrix, needed in ((SEED_A, (rows, panel)), (SEED_B, (panel, columns))):
+                parts = [p.part for p in pieces if (p.target, p.matrix) == (rank, matrix)]
+                covered = coverage(parts, 60)
+                (r0, r1), (c0, c1) = needed
+                assert (covered[r0:r1, c0:c1] == 1).all()
+                assert covered.sum() == volume(needed)

@@ -1,0 +1,194 @@
+"""The matmul workload: flags, the check against the peak, and real runs on local ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.domain.record import Sample, Span
+from harness.errors import ConfigError, VerificationError
+from harness.measure.clock import FakeClock, HostClock
+from harness.measure.derive import matmul_table, summa_table
+from harness.runtime.devices.sampling import Budget
+from harness.workloads.matmul import local as matmul_local
+from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
+from harness.workloads.matmul.scaling import Point, points_of, rank_counts
+from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul_text, run_matmul
+
+CPU = torch.device("cpu")
+SMALL = MatmulConfig(
+    sizes=(32, 48), dtypes=("fp32",), time_budget_s=0.01, min_samples=3, repeats=2,
+    strong_size=96, weak_size=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtypes": ("fp8",)}, "dtype 'fp8' is not one of fp32, tf32, bf16, fp16"),
+        ({"distributed_dtype": "int8"}, "dtype 'int8'"),
+        ({"sizes": (0,)}, "size 0 is outside 8 to 131072"),
+        ({"strong_size": 16}, "size 16 over 3 ranks .* at least 24"),
+        ({"repeats": 0}, "--repeats 0 must be at least 1"),
+        ({"time_budget_s": 0.0}, "--time-budget-s 0.0 must be above 0"),
+        ({"time_budget_s": float("nan")}, "--time-budget-s nan must be above 0"),
+    ],
+)
+def test_impossible_flags_are_refused_with_both_values(change, message):
+    with pytest.raises(ConfigError, match=message):
+        matmul_cases(replace(SMALL, **change), 3)
+
+
+def test_a_sound_configuration_is_one_run():
+    assert matmul_cases(SMALL, 3) == [SMALL]
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [(1, [1]), (5, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 12]),
+     (32, [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])],
+)  # fmt: skip
+def test_scaling_runs_on_every_small_number_of_ranks_then_powers_of_two(size, counts):
+    assert rank_counts(size) == counts
+
+
+def test_weak_scaling_keeps_the_work_of_each_rank():
+    points = points_of("weak", 1000, [1, 2, 5])
+    assert [point.size for point in points] == [1000, 1260, 1710]
+    for point in points:
+        # The size is a whole even number: at most one row off, three times in the cube.
+        assert point.flops / point.n_ranks == pytest.approx(2e9, rel=3 / 1000)
+
+
+def test_strong_scaling_keeps_the_product():
+    assert points_of("strong", 900, [1, 3]) == [
+        Point(scaling="strong", n_ranks=1, size=900),
+        Point(scaling="strong", n_ranks=3, size=900),
+    ]
+
+
+def test_a_rate_above_the_peak_is_an_error_that_names_both(monkeypatch):
+    monkeypatch.setattr(matmul_local, "peak_flops_per_s", lambda kind: {"fp32": 20e12})
+    with pytest.raises(VerificationError, match=r"156 TFLOP/s is above the 20 TFLOP/s that Card"):
+        check_peak(156e12, [1.0, 1.0, 1.1], "fp32", "Card")
+    check_peak(19e12, [1.0, 1.0, 1.1], "fp32", "Card")
+    check_peak(156e12, [1.0], "bf16", "Card")
+    with pytest.raises(VerificationError, match=r"20\.3 TFLOP/s"):  # at the median, 0.975 s
+        check_peak(19.8e12, [0.9, 1.05], "fp32", "Card")
+
+
+def test_one_sample_may_boost_a_little_above_the_peak_and_no_more(monkeypatch):
+    monkeypatch.setattr(matmul_local, "peak_flops_per_s", lambda kind: {"fp32": 20e12})
+    check_peak(19e12, [1.0, 1.0, 0.9], "fp32", "Card")
+    with pytest.raises(VerificationError, match="38 TFLOP/s"):
+        check_peak(19e12, [1.0, 1.0, 0.5], "fp32", "Card")
+
+
+def test_a_cpu_has_no_tf32_and_says_why():
+    assert "tensor cores" in unsupported_reason("tf32", CPU)
+    assert unsupported_reason("fp32", CPU) == ""
+
+
+def test_under_a_quota_a_sample_is_the_mean_of_several_products(monkeypatch):
+    """Two products in turn: a long sample shows the share that a short one would miss."""
+    monkeypatch.setattr(matmul_local, "shortest_sample_s", lambda device: 0.010)
+    clock = FakeClock()
+    multiply = matmul_local._Operands.multiply
+
+    def slowly(self):
+        clock.advance(0.004)
+        multiply(self)
+
+    monkeypatch.setattr(matmul_local._Operands, "multiply", slowly)
+    budget = Budget(time_s=0.001, n_min=3, n_warm_up=1)
+    durations, operands = time_product(16, "fp32", CPU, clock, budget)
+    assert durations == pytest.approx([0.004] * 3)
+    assert torch.allclose(operands.c, operands.a @ operands.b)
+
+
+def test_without_a_quota_a_sample_is_one_product(monkeypatch):
+    monkeypatch.setattr(matmul_local, "shortest_sample_s", lambda device: 0.0)
+    n_calls = []
+    multiply = matmul_local._Operands.multiply
+    monkeypatch.setattr(
+        matmul_local._Operands, "multiply", lambda self: (n_calls.append(1), multiply(self))
+    )
+    time_product(16, "fp32", CPU, HostClock(), Budget(time_s=1e-9, n_min=4, n_warm_up=1))
+    assert len(n_calls) == 5
+
+
+@pytest.mark.parametrize("n_ranks", [1, 5])
+def test_products_are_right_on_any_number_of_ranks(run_on_ranks, n_ranks):
+    """The body verifies every block against float64, and raises when one is wrong."""
+    results, run = run_on_ranks(run_matmul, SMALL, n_ranks)
+    rows = results[0]["distributed"]
+    counts = list(range(1, n_ranks + 1))
+    assert [(row["scaling"], row["n_ranks"]) for row in rows] == [
+        *(("strong", n) for n in counts),
+        *(("weak", n) for n in counts),
+    ]
+    table = matmul_table(run)
+    assert {(row.rank, row.n) for row in table} == {
+        (r, n) for r in range(n_ranks) for n in (32, 48)
+    }
+    assert all(row.error is not None and row.error < 1e-5 for row in table)
+    assert [(row.scaling, row.n_ranks) for row in summa_table(run)] == [
+        *(("strong", n) for n in counts),
+        *(("weak", n) for n in counts),
+    ]
+    text = matmul_text([run])
+    assert "GFLOP/s" in text
+    assert "strong" in text
+
+
+def test_records_hold_spans_and_what_a_rank_received(run_on_ranks):
+    config = replace(SMALL, scaling="strong", strong_size=96)
+    _, run = run_on_ranks(run_matmul, config, 2)
+    for records in run.ranks.values():
+        spans = [r for r in records if isinstance(r, Span) and r.name == "summa strong 2 ranks"]
+        assert {span.kind for span in spans} == {"compute", "communication"}
+        samples = {
+            (r.metric, r.step): r.value
+            for r in records
+            if isinstance(r, Sample) and r.labels.get("n_ranks") == 2
+        }
+        for step in range(2):
+            whole = samples["summa_s", step]
+            assert 0 < samples["summa_compute_s", step] < whole
+            exposed = samples["summa_exposed_communication_s", step]
+            assert 0 <= exposed <= samples["summa_communication_s", step]
+            assert samples["summa_compute_s", step] + exposed <= whole * 1.001
+        # Two ranks hold half the columns or rows each: the other half of one operand comes over.
+        assert 0 < samples["summa_received_bytes", 0] <= 96 * 96 * 4
+        # Reads of nothing, such as an interval of zero samples, must not slip in.
+        assert not any(math.isnan(value) for value in samples.values())
+
+
+def test_a_device_too_small_for_every_size_is_named_with_the_reason(run_on_ranks):
+    import local_ranks
+
+    told, _ = run_on_ranks(local_ranks.matmul_with_little_memory, SMALL, 2)
+    assert told[0] == told[1]
+    assert "rank 1 (node1) cannot multiply in fp32" in told[0]
+    assert "(size 32: fp32 needs " in told[0]
+    assert ", the device has 256 MiB): choose smaller --sizes" in told[0]
+
+
+def test_a_wrong_block_fails_on_every_rank(run_on_ranks):
+    import local_ranks
+
+    results, _ = run_on_ranks(local_ranks.matmul_with_a_wrong_block, SMALL, 2)
+    assert "rank 1's block" in results[1]
+    assert "wrong on ranks [1]" in results[0]
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_slow_device_may_take_longer_than_a_collective(run_on_ranks, in_turn):
+    import local_ranks
+
+    config = replace(SMALL, scaling="none", in_turn=in_turn)
+    results, _ = run_on_ranks(local_ranks.matmul_beside_a_slow_rank, config, 2)
+    assert all(result["flops_per_s"]["fp32"] > 0 for result in results)

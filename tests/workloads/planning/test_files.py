@@ -1,0 +1,214 @@
+"""What results hold for planning: which cluster, whether a profile, which plan."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import pytest
+
+from harness.domain.fingerprint import fingerprint
+from harness.domain.prediction import Prediction
+from harness.domain.profile import Profile
+from harness.domain.run import RunHeader
+from harness.domain.strategy import Strategy
+from harness.errors import ConfigError
+from harness.measure.store import read_header, write_header
+from harness.plan import builders
+from harness.runtime.ranks.host import code_commit
+from harness.workloads.common.contract import config_json
+from harness.workloads.planning.files import (
+    CLUSTER_FILE,
+    find_cluster,
+    find_plan,
+    find_search,
+    first_devices,
+    has_profiled,
+    write_plan,
+)
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.search_config import SearchConfig, search_cases
+from harness.workloads.search.workload import search_need
+
+QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"momentum": -1.0}, "--momentum -1.0 must be at least 0"),
+        ({"dropout": 2.0}, "--dropout 2.0 is a probability"),
+        ({"dlrm_lookups": 0}, "--dlrm-lookups 0 must be at least 1"),
+        ({"search_seconds": float("nan")}, "--search-seconds nan must be above 0"),
+    ],
+)
+def test_a_search_refuses_what_makes_no_sense(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        search_cases(SearchConfig(**flags), 2)
+
+
+@pytest.fixture(scope="session")
+def results(run_on_ranks):
+    """The module that fills results; its path is known once `run_on_ranks` is."""
+    import planned_results
+
+    return planned_results
+
+
+def test_the_newest_links_of_these_very_nodes_count(results, tmp_path):
+    here = results.launched_cluster(2)
+    assert find_cluster(tmp_path, here) is None
+    results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
+    results.write_links(tmp_path, 2, start_utc="2026-01-01", rate=1.0)
+    found = find_cluster(tmp_path, here)
+    assert found is not None
+    assert {link.bandwidth_bytes_per_s for link in found.links} == {250e6}
+
+
+def test_a_pipe_in_place_of_a_file_is_passed_over(results, tmp_path):
+    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
+    (links / CLUSTER_FILE).unlink()
+    os.mkfifo(links / CLUSTER_FILE)
+    assert find_cluster(tmp_path, here) is None
+    os.mkfifo(tmp_path / "profile.json")
+    file = tmp_path / "profile.json"
+    assert not has_profiled(tmp_path, {}, here, file=file, parts=(8,))
+
+
+def test_the_first_ranks_of_a_measured_cluster_are_known_too(results, tmp_path):
+    results.write_links(tmp_path, 3)
+    found = find_cluster(tmp_path, results.launched_cluster(2))
+    assert found == first_devices(results.measured_cluster(3), 2)
+    assert [device.name for device in found.devices] == ["node0:0", "node1:0"]
+    assert len(found.links) == 2
+    assert find_cluster(tmp_path, results.launched_cluster(4)) is None
+
+
+@pytest.mark.parametrize(
+    "told", [{"measure": "collectives"}, {"transport": "mpi"}, {"pair_sizes": ["1KiB"]}]
+)
+def test_links_of_which_a_part_was_measured_do_not_count(results, tmp_path, told):
+    results.write_links(tmp_path, 2, start_utc="2026-01-01")
+    newer = results.write_links(tmp_path, 2, start_utc="2026-01-02", rate=2.0)
+    write_header(newer, msgspec.structs.replace(read_header(newer), config=told))
+    found = find_cluster(tmp_path, results.launched_cluster(2))
+    assert {link.bandwidth_bytes_per_s for link in found.links} == {125e6}
+
+
+@pytest.mark.parametrize("change", ["name", "nic", "kind"])
+def test_links_of_other_nodes_do_not_count(results, tmp_path, change):
+    results.write_links(tmp_path, 2)
+    here = results.launched_cluster(2)
+    first, second = here.nodes
+    changed = {
+        "name": {"name": "elsewhere"},
+        "nic": {"nic_bytes_per_s": 12.5e6},
+        "kind": {"devices": [msgspec.structs.replace(second.devices[0], kind="other")]},
+    }[change]
+    there = msgspec.structs.replace(here, nodes=[first, msgspec.structs.replace(second, **changed)])
+    assert find_cluster(tmp_path, there) is None
+
+
+def test_a_profile_counts_where_it_is_of_the_same_model_and_devices(results, tmp_path):
+    results.write_profile(tmp_path, QUESTION, 2)
+    config = QUESTION.profile_config()
+    wanted = {"model": "lenet", "batch_size": 8}
+    here = results.launched_cluster(2)
+    file = config.path(tmp_path)
+
+    def known(wanted=wanted, cluster=here, file=file, parts=(8, 2)):
+        return has_profiled(tmp_path, wanted, cluster, file=file, parts=parts)
+
+    assert known()
+    assert not known(wanted={**wanted, "batch_size": 16})
+    assert not known(parts=(8, 3))
+    assert not known(file=tmp_path / "gone.json")
+    other = msgspec.structs.replace(here.nodes[0].devices[0], kind="other")
+    node = msgspec.structs.replace(here.nodes[0], devices=[other])
+    assert not known(cluster=msgspec.structs.replace(here, nodes=[node]))
+    profile = Profile.load(file)
+    left = [point for point in profile.measurements if point.shape["sample"] != 2]
+    file.write_bytes(msgspec.structs.replace(profile, measurements=left).to_json())
+    assert not known()
+    assert known(parts=[8])
+
+
+def write_run(results, path, workload: str, **told) -> RunHeader:
+    cluster = results.launched_cluster(2)
+    header = RunHeader(
+        run_id=path.name, workload=workload, key=told.pop("key", ""), repeat=0, argv=[],
+        config=told.pop("config", {}), cluster=cluster, ranks=[], versions={},
+        commit=told.pop("commit", ""), start_utc=told.pop("start_utc", "2026"),
+        status=told.pop("status", "ok"),
+    )  # fmt: skip
+    write_header(path, header)
+    return header
+
+
+@pytest.fixture(scope="session")
+def planned(results) -> tuple[Strategy, Prediction]:
+    graph, cluster = capture_graph(QUESTION), results.measured_cluster(2)
+    made_for = fingerprint(graph, cluster, Profile(model="lenet", measurements=[]))
+    strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
+    return strategy, Prediction(strategy="ddp", method="builder", step_s=0.25)
+
+
+def test_a_repeat_takes_the_plan_of_an_earlier_one(results, planned, tmp_path):
+    strategy, prediction = planned
+    run = tmp_path / "1-train-a"
+    header = write_run(results, run, "train", key="same", commit="abc")
+    write_plan(run, strategy, prediction)
+    assert find_plan(tmp_path, header, strategy.made_for) == planned
+    for changed in ({"key": "other"}, {"commit": "abd"}):
+        another = msgspec.structs.replace(header, **changed)
+        assert find_plan(tmp_path, another, strategy.made_for) is None
+    other = msgspec.structs.replace(strategy.made_for, profile_hash="another profile")
+    assert find_plan(tmp_path, header, other) is None
+    assert find_plan(tmp_path, header, other, any_profile=True) == planned
+    other = msgspec.structs.replace(other, graph_hash="another model")
+    assert find_plan(tmp_path, header, other, any_profile=True) is None
+
+
+def test_a_search_is_needed_again_where_code_or_measurements_changed(results, tmp_path):
+    links, here = results.write_links(tmp_path, 2), results.launched_cluster(2)
+    results.write_profile(tmp_path, QUESTION, 2)
+    file = QUESTION.profile_config().path(tmp_path)
+    graph, cluster = capture_graph(QUESTION), find_cluster(tmp_path, here)
+    made_for = fingerprint(graph, cluster, Profile.load(file))
+    strategy = msgspec.structs.replace(builders.ddp(graph, cluster, 8), made_for=made_for)
+    run = tmp_path / "1-search-a"
+    header = write_run(results, run, "search", config=config_json(QUESTION), commit=code_commit())
+    write_plan(run, strategy, Prediction(strategy="ddp", method="builder", step_s=0.25))
+    need = search_need(QUESTION)
+    assert need.is_met(tmp_path, here)
+    write_header(run, msgspec.structs.replace(header, commit="older"))
+    assert not need.is_met(tmp_path, here)
+    write_header(run, header)
+    faster = [msgspec.structs.replace(link, latency_s=1e-6) for link in cluster.links]
+    measured = (links / CLUSTER_FILE).read_bytes()
+    (links / CLUSTER_FILE).write_bytes(msgspec.structs.replace(cluster, links=faster).to_json())
+    assert not need.is_met(tmp_path, here)
+    (links / CLUSTER_FILE).write_bytes(measured)
+    assert need.is_met(tmp_path, here)
+    left = Profile.load(file).measurements[1:]
+    file.write_bytes(msgspec.structs.replace(Profile.load(file), measurements=left).to_json())
+    assert not need.is_met(tmp_path, here)
+
+
+def test_a_run_that_failed_plans_for_nobody(results, planned, tmp_path):
+    run = tmp_path / "1-train-a"
+    header = write_run(results, run, "train", key="same", status="crash")
+    write_plan(run, *planned)
+    assert find_plan(tmp_path, header, planned[0].made_for) is None
+
+
+def test_a_search_answers_its_own_question(results, planned, tmp_path):
+    run, here = tmp_path / "1-search-a", results.launched_cluster(2)
+    write_run(results, run, "search", config=config_json(QUESTION))
+    write_plan(run, *planned)
+    assert find_search(tmp_path, config_json(QUESTION), here) == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for) == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "") == planned
+    assert find_search(tmp_path, config_json(QUESTION), here, planned[0].made_for, "abd") is None
+    assert find_search(tmp_path, {**config_json(QUESTION), "batch_size": 9}, here) is None
+    assert find_search(tmp_path, config_json(QUESTION), results.launched_cluster(3)) is None

@@ -1,0 +1,520 @@
+"""The profile workload: what is measured, the file, and real runs on local ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Measurement, Profile, WholeStep
+from harness.domain.record import Sample
+from harness.domain.sharding import has_tasks
+from harness.errors import ConfigError, ModelError
+from harness.measure.store import Run
+from harness.plan.__main__ import main as plan
+from harness.plan.builders import ddp, single, tensor_parallel
+from harness.plan.fit import OperatorTimes
+from harness.plan.simulate.costs import Costs
+from harness.runtime.capture.capture import capture, capture_model
+from harness.runtime.models import ModelOptions, build_task, fit_options
+from harness.runtime.profiling.stretch import steps_of
+from harness.workloads.planning.profile_points import part_sizes, points_of, shard_counts
+from harness.workloads.profile import workload as profile
+from harness.workloads.profile.part import is_microbatch, stage_bounds
+from harness.workloads.profile.store import (
+    knows_alone,
+    read_profile,
+    with_alone,
+    with_whole_steps,
+    without_drift,
+)
+from harness.workloads.profile.workload import ProfileConfig, profile_cases, profile_text
+
+QUICK = ProfileConfig(
+    model="lenet", batch_size=8, shards=(1, 2), time_budget_s=0.001, min_samples=1, warm_up=1
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"model": "lenett"}, ModelError, "no model 'lenett'"),
+        ({"batch_size": 0}, ConfigError, "--batch-size 0 must be at least 1"),
+        ({"warm_up": 0}, ConfigError, "--warm-up 0 must be at least 1"),
+        ({"time_budget_s": 0.0}, ConfigError, "--time-budget-s 0"),
+        ({"dropout": 1.0}, ConfigError, "--dropout 1.0 is a probability"),
+        ({"dlrm_table_rows": (0,)}, ConfigError, "--dlrm-table-rows 0 must be at least 1 each"),
+        ({"shards": (1, 9)}, ConfigError, "--shards 9 must be between 1 and --batch-size 8"),
+        ({"image_size": 5}, ModelError, "cannot take images of 5 x 5"),
+    ],
+)
+def test_impossible_flags_are_refused_with_their_values(change, error, message):
+    with pytest.raises(error, match=message):
+        profile_cases(replace(QUICK, **change), 2)
+
+
+def test_a_model_is_captured_where_it_is_measured(monkeypatch):
+    # Exporting writes the device into operators that make tensors; meta plays the GPU.
+    device = torch.device("meta")
+    captured_on = []
+
+    def capturing(task, batch, name):
+        captured_on.extend(parameter.device for parameter in task.model.parameters())
+        return capture(task, batch, name)
+
+    monkeypatch.setattr(profile, "capture", capturing)
+    task, captured = profile._prepare(QUICK, SimpleNamespace(world=SimpleNamespace(device=device)))
+    assert set(captured_on) == {device}
+    for model in (task.model, captured.module):
+        assert {parameter.device for parameter in model.parameters()} == {device}
+
+
+def test_parts_have_every_size_that_a_cut_makes():
+    assert part_sizes(10, [1, 2, 3, 4]) == [10, 5, 4, 3, 2]
+    assert part_sizes(3, [4]) == []
+    assert shard_counts(1) == [1, 2, 3, 4, 8]
+    assert shard_counts(5) == [1, 2, 3, 4, 5, 8]
+    assert shard_counts(16) == [1, 2, 3, 4, 8, 16]
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 5])
+def test_stages_follow_each_other_and_have_their_parts_of_the_flops(n_stages):
+    task = build_task("vgg16", fit_options("vgg16", ModelOptions(image_size=32)))
+    captured = capture(task, 8, "vgg16")
+    steps = steps_of(captured, lambda output: output.sum())
+    bounds = stage_bounds(steps, captured.graph, n_stages)
+    assert len(bounds) == n_stages
+    assert [end for _, end in bounds] == [*[begin for begin, _ in bounds[1:]], len(steps)]
+    flops = {op.name: op.forward_flops + op.backward_flops for op in captured.graph.operators}
+    own = [sum(flops.get(s.name, 0) for s in steps[begin:end]) for begin, end in bounds]
+    # As near as whole operators allow.
+    assert max(own) - min(own) <= 2 * max(flops.values())
+
+
+def test_a_part_of_a_batch_that_each_device_holds_less_of_is_a_microbatch():
+    graph = capture_model("lenet", 8)
+    assert [is_microbatch(graph, n, 2) for n in (8, 4, 3, 1)] == [False, False, True, True]
+
+
+def test_equal_operators_are_measured_once():
+    graph = capture_model("resnet18", 4)
+    points = points_of(graph, [1], [1])
+    assert len({point.identity for point in points}) == len(points)
+    n_placed = sum(op.kind != "input" for op in graph.operators)
+    assert len(points) < n_placed / 2
+    assert {point.key for point in points} == {
+        op.profile_key for op in graph.operators if op.kind != "input"
+    }
+
+
+def test_attention_is_measured_whole_and_by_heads():
+    points = [p for p in points_of(capture_model("vit_b_16", 2), [1, 2], [2]) if "n_heads" in p.key]
+    assert [(p.shape["sample"], p.dim, p.size) for p in points] == [
+        (2, "", 0),
+        (2, "heads", 6),
+        (1, "", 0),
+    ]
+    assert "heads" not in points[0].shape
+    assert points[1].shape["heads"] == 6
+
+
+def as_profile(graph, points, kind="device"):
+    measured = [
+        Measurement(
+            device_kind=kind, operator=p.key, shape=p.shape, forward_s=1e-3, backward_s=2e-3
+        )
+        for p in points
+    ]
+    return Profile(model=graph.name, measurements=measured)
+
+
+@pytest.mark.parametrize("model", ["lenet", "vit_b_16"])
+@pytest.mark.parametrize("n_microbatches", [1, 2])
+def test_the_standard_strategies_find_every_time_measured(model, n_microbatches, monkeypatch):
+    graph = capture_model(model, 8)
+    profile = as_profile(graph, points_of(graph, [1, 2, 4], [1, 2]))
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    looked_up = []
+    lookup = OperatorTimes.lookup
+
+    def noted(self, operator, *args, **kwargs):
+        found = lookup(self, operator, *args, **kwargs)
+        looked_up.append((operator.name, kwargs, found.fitted))
+        return found
+
+    monkeypatch.setattr(OperatorTimes, "lookup", noted)
+    costs = Costs(graph, profile, cluster, 8 // n_microbatches)
+    position = graph.index()
+    strategies = [single(graph, 8), ddp(graph, cluster, 8)]
+    # Weights are cut at the whole batch; at smaller ones and without weights times are fitted.
+    strategies += [tensor_parallel(graph, cluster, 8)] if n_microbatches == 1 else []
+    for strategy in strategies:
+        for name, part in strategy.operators.items():
+            costs.operator(position[name], part)
+    cut = ("linear", "conv2d", "embedding", "attention", "loss", "flatten")
+    kinds = {op.name: op.kind for op in graph.operators}
+    assert len(looked_up) > 20
+    fitted = [(name, told) for name, told, is_fitted in looked_up if is_fitted]
+    assert not [name for name, _ in fitted if kinds[name] in cut]
+    assert n_microbatches == 1 or not fitted
+
+
+def test_half_the_heads_take_their_measured_time_not_half():
+    graph = capture_model("vit_b_16", 2)
+    points = points_of(graph, [1], [2])
+    profile = as_profile(graph, points)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 40)
+    costs = Costs(graph, profile, cluster, 2)
+    op, name = next((i, op.name) for i, op in enumerate(graph.operators) if op.kind == "attention")
+    part = tensor_parallel(graph, cluster, 2).operators[name]
+    assert part.partition == {"heads": 2}
+    assert costs.operator(op, part).forward_s.tolist() == [1e-3, 1e-3]
+
+
+def test_a_profile_of_another_model_or_dtype_is_refused(tmp_path):
+    path = tmp_path / "p.json"
+    graph = capture_model("lenet", 4)
+    path.write_bytes(as_profile(graph, points_of(graph, [1], [1])).to_json())
+    assert read_profile(path, "lenet", "float32").measurements
+    with pytest.raises(ConfigError, match="profiles 'lenet', not 'vgg16'"):
+        read_profile(path, "vgg16", "float32")
+    with pytest.raises(ConfigError, match="measured in float32, not bfloat16"):
+        read_profile(path, "lenet", "bfloat16")
+
+
+def values(run, metric):
+    return [
+        record
+        for records in run.ranks.values()
+        for record in records
+        if isinstance(record, Sample) and record.metric == metric
+    ]
+
+
+def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path, capsys):
+    import profile_on_ranks
+
+    path = tmp_path / "lenet.json"
+    config = replace(QUICK, profile_file=str(path))
+    kinds = ["fast", "fast", "slow"]
+    results, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, kinds), 3)
+    profile = Profile.load(path)
+    graph = Graph.load(tmp_path / "lenet.graph.json")
+    points = points_of(graph, [1, 2], [1, 2])
+    by_kind = {k: [p for p in profile.measurements if p.device_kind == k] for k in set(kinds)}
+    assert {k: len(found) for k, found in by_kind.items()} == dict.fromkeys(kinds, len(points))
+    assert results[0]["n_measured"] == 2 * len(points)
+    # Two ranks of one kind share its work.
+    n_each = [
+        sum(r.metric == "operator_saved_bytes" for r in records if isinstance(r, Sample))
+        for _, records in sorted(run.ranks.items())
+    ]
+    assert abs(n_each[0] - n_each[1]) <= 2
+    assert n_each[2] == len(points)
+    ratios = values(run, "profile_sum_over_step_ratio")
+    assert {r.labels["device_kind"]: r.value for r in ratios} == {
+        step.device_kind: step.ratio for step in profile.whole_steps if step.batch == graph.batch
+    }
+    steps = {(step.device_kind, step.batch) for step in profile.whole_steps}
+    assert steps == {(kind, samples) for kind in kinds for samples in (8, 1)}
+    # The first rank of each kind has computed alone, in turn with all.
+    for factor in ("processor", "rest"):
+        labels = {"batch": 8, "factor": factor}
+        alone = [
+            sum(r.metric == "model_step_alone_ratio" and r.labels == labels for r in records)
+            for _, records in sorted(run.ranks.items())
+        ]
+        assert alone == [12, 0, 12]
+    assert all(step.alone_ratio and step.n_devices == 3 for step in profile.whole_steps)
+    run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
+    text = profile_text([run])
+    assert f"{len(graph.operators) - 1} of {len(graph.operators) - 1}" in text
+    assert "whole step" in text
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 30, kind="slow")
+    (tmp_path / "c.json").write_bytes(cluster.to_json())
+    flags = ["search", "--profile", str(path), "--cluster", str(tmp_path / "c.json")]
+    assert plan([*flags, "--budget", "50"]) == 0
+    assert "best plan by simulator" in capsys.readouterr().out
+
+
+def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"))
+    results, _ = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
+    first, second, third = results[0]
+    graph = Graph.load(tmp_path / "lenet.graph.json")
+    n = [len(points_of(graph, counts, counts)) for counts in ([1, 2], [1, 2, 4])]
+    assert (first["n_known"], first["n_measured"]) == (0, n[0])
+    assert (second["n_known"], second["n_measured"]) == (n[0], n[1] - n[0])
+    assert (third["n_known"], third["n_measured"]) == (n[1], 0)
+    # Each later run says how fast the device is now, whether shapes were missing or not.
+    assert first["latest_s"] == {8: None, 1: None}
+    profile = Profile.load(tmp_path / "lenet.json")
+    for step in profile.whole_steps:
+        latest_s = second["latest_s"][step.batch]
+        assert latest_s not in (None, third["latest_s"][step.batch])
+        assert step.latest_s == third["latest_s"][step.batch]
+        drift = profile.drift(graph.content_hash(), step.device_kind, step.batch)
+        assert drift == pytest.approx(step.latest_s / step.step_s)
+
+
+def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    results, _ = run_on_ranks(profile_on_ranks.profile_beside_a_slow_rank, config, 2)
+    assert results[0]["n_measured"] > 0
+
+
+def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=2, min_samples=4,
+    )  # fmt: skip
+    results, _ = run_on_ranks(profile_on_ranks.profile_killed_and_again, config, 1)
+    left, summary, whole = results[0]
+    left, whole = (Profile.from_json(text.encode()) for text in (left, whole))
+    n_samples = {point.key: point.n_samples for point in left.measurements}
+    assert set(n_samples.values()) == {2, 4}
+    missing = [key for key, n in n_samples.items() if n == 2]
+    assert (summary["n_measured"], summary["n_known"]) == (
+        len(missing), len(n_samples) - len(missing),
+    )  # fmt: skip
+    assert {point.n_samples for point in whole.measurements} == {4}
+    # What was whole stays as it was.
+    kept = {point.key: point for point in whole.measurements}
+    assert all(kept[p.key] == p for p in left.measurements if p.n_samples == 4)
+
+
+def test_what_a_killed_run_leaves_has_the_pace_of_the_first(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    results, _ = run_on_ranks(profile_on_ranks.profile_killed_at_another_pace, config, 1)
+    known, left = (Profile.from_json(text.encode()) for text in results[0])
+    before = {point.key for point in known.measurements}
+    new = [point for point in left.measurements if point.key not in before]
+    assert new
+    assert max(point.forward_s + point.backward_s for point in new) < 1e-7
+
+
+@pytest.fixture
+def profiled(run_on_ranks, tmp_path):
+    """A run of the profile workload whose results were moved after it."""
+    import local_ranks
+
+    graph = capture_model("lenet", 8)
+    header = msgspec.structs.replace(
+        local_ranks.header_of(["a"]),
+        workload="profile",
+        config={"model": "lenet"},
+        summary={
+            "profile": "/gone/profile-lenet.json",
+            "graph": "/gone/profile-lenet.graph.json",
+            "n_measured": 1,
+            "n_known": 0,
+        },
+    )
+    (tmp_path / "profile-lenet.json").write_bytes(
+        as_profile(graph, points_of(graph, [1], [1])).to_json()
+    )
+    (tmp_path / "profile-lenet.graph.json").write_bytes(graph.to_json())
+    return Run(path=tmp_path / "run", header=header, ranks={})
+
+
+def test_files_are_found_beside_results_that_moved(profiled):
+    text = profile_text([profiled])
+    assert "heaviest operators" in text
+    assert f"--profile {profiled.path.parent / 'profile-lenet.json'} " in text
+
+
+def test_a_file_that_is_gone_costs_its_own_table_alone(profiled, tmp_path):
+    (tmp_path / "profile-lenet.json").unlink()
+    elsewhere = replace(profiled, path=tmp_path / "elsewhere" / "run")
+    gone = "lenet: profile file /gone/profile-lenet.json: No such file or directory"
+    assert profile_text([profiled, elsewhere]) == f"{gone}\n\n{gone}"
+
+
+def test_later_measurements_join_at_the_pace_of_the_first():
+    graph = capture_model("lenet", 8)
+    step = WholeStep(
+        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    small = msgspec.structs.replace(step, batch=1, step_s=1.0)
+    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
+    new = [
+        Measurement(
+            device_kind=kind,
+            operator="conv",
+            shape={"sample": samples},
+            forward_s=3.0,
+            backward_s=6.0,
+            in_place_backward_s=4.5,
+            input_backward_s=1.5,
+        )
+        for kind, samples in (("a", 8), ("a", 1), ("b", 8))
+    ]
+    seconds = {("a", 8): [2.9, 3.0, 9.0], ("a", 1): [0.75], ("b", 8): [1.0]}
+    scaled, faster, kept = without_drift(profile, graph, new, seconds)
+    times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
+    assert (*times, scaled.input_backward_s) == pytest.approx((2.0, 4.0, 3.0, 1.0))
+    assert (faster.forward_s, faster.backward_s) == pytest.approx((4.0, 8.0))
+    assert kept == new[2]  # a kind without a step of its own
+
+
+def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
+    graph = capture_model("lenet", 8)
+    own = graph.content_hash()
+    points = [
+        Measurement(
+            device_kind="a",
+            operator=operator.profile_key,
+            shape=operator.shape,
+            forward_s=1.0,
+            backward_s=2.0,
+        )
+        for operator in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
+    ]
+    profile = Profile(model="lenet", measurements=points)
+
+    def added(before, seconds, share=0.5):
+        shares = {key: [share] * len(values) for key, values in seconds.items()}
+        return with_whole_steps(before, graph, "float32", seconds, shares)
+
+    first = added(profile, {("a", 8): [2.0]})
+    assert first.drift(own, "a", 8) == 1.0
+    forward, backward = first.paces_of(own, "a", 8)
+    assert forward / backward == pytest.approx(2.0)  # of the operators' time it is a third
+    later = added(first, {("a", 8): [3.0], ("a", 1): [0.6]}, share=1 / 3)
+    assert later.paces_of(own, "a", 8) == pytest.approx([later.whole_steps[0].pace] * 2)
+    (step,) = (step for step in later.whole_steps if step.batch == 1)
+    assert (step.step_s, step.latest_s) == pytest.approx((0.4, 0.6))
+    assert later.drift(own, "a", 8) == later.drift(own, "a", 1) == pytest.approx(1.5)
+    last = added(later, {("a", 8): [3.0], ("a", 1): [0.4]})
+    assert [last.drift(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
+    assert 1.0 < last.drift(own, "a", 2) < last.drift(own, "a", 4) < 1.5
+
+
+def test_a_step_alone_is_told_apart_from_one_beside_others():
+    graph = capture_model("lenet", 8)
+    step = WholeStep(
+        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
+        graph_hash=graph.content_hash(),
+    )  # fmt: skip
+    small = msgspec.structs.replace(step, batch=1)
+    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
+    assert not knows_alone(profile, graph, ["a", "a"], "float32")
+    steady, noisy = [0.88, 0.9, 0.9, 0.92], [0.5, 0.9, 0.9, 1.3]
+    factors = [{("a", 8): steady, ("a", 1): noisy}, {("a", 8): [0.9] * 4, ("a", 1): [1.0]}]
+    found = with_alone(profile, graph, "float32", factors, 2)
+    large, little = (step.alone_ratio for step in found.whole_steps)
+    assert large == pytest.approx(0.81, abs=0.003)
+    # What says little is drawn to 1: a standard error of 0.2 is twice what is mostly there.
+    assert little == pytest.approx(0.98, abs=0.003)
+    on_gpus = with_alone(profile, graph, "float32", [{}, {("a", 8): [0.9] * 4}], 2)
+    assert [s.alone_ratio for s in on_gpus.whole_steps] == [pytest.approx(0.9), None]
+    assert knows_alone(found, graph, ["a", "a"], "float32")
+    assert not knows_alone(found, graph, ["a", "a", "a"], "float32")
+    assert not knows_alone(found, graph, ["a", "b"], "float32")
+
+
+def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1, 2), rounds=2, min_samples=2
+    )
+    _, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, ["cpu"]), 1)
+    samples = values(run, "operator_forward_s")
+    points = [(sample.labels["operator"], sample.labels["shape"]) for sample in samples]
+    n = len(points) // 2
+    assert points[:n] == points[n:]  # everything once, then everything again
+    assert [sample.step for sample in samples] == [0] * n + [1] * n
+    measured = Profile.from_json((tmp_path / "lenet.json").read_bytes()).measurements
+    assert len(measured) == n
+
+
+def test_parts_that_met_a_slower_machine_keep_their_proportion(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    path = tmp_path / "lenet.json"
+    config = replace(QUICK, profile_file=str(path), shards=(1, 2), rounds=3, min_samples=3)
+    run_on_ranks(profile_on_ranks.profile_on_a_machine_that_slows, config, 1)
+    by_samples: dict[int, list[Measurement]] = {}
+    for point in Profile.load(path).measurements:
+        by_samples.setdefault(point.shape["sample"], []).append(point)
+    for points in by_samples.values():
+        assert len({point.forward_s for point in points}) == 1
+        assert all(p.backward_s == pytest.approx(2 * p.forward_s) for p in points)
+        assert {(point.n_samples, point.spread) for point in points} == {(3, 0.0)}
+
+
+def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, model="profile_on_ranks:large_linear", image_size=8,
+        profile_file=str(tmp_path / "large.json"),
+    )  # fmt: skip
+    _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
+    found = read_profile(tmp_path / "large.json", config.model, "float32").measurements
+    in_place = {p.operator: p.in_place_backward_s for p in found if p.in_place_backward_s}
+    assert [key.split()[-3:] for key in in_place] == [["1024", "->", "1024"]]
+    assert min(in_place.values()) > 0
+    shapes = [p.shape for p in found if p.in_place_backward_s]
+    # Half of the weights are too few.
+    assert shapes == [{"sample": 8, "feature": 1024}, {"sample": 4, "feature": 1024}]
+    assert len(values(run, "operator_in_place_backward_s")) >= len(shapes)
+    # They are what may be joined over microbatches instead.
+    apart = [p for p in found if p.input_backward_s]
+    assert {"sample": 8, "feature": 512} in [p.shape for p in apart if p.operator in in_place]
+    assert not any(p.in_place_backward_s for p in apart)
+    assert len(values(run, "operator_input_backward_s")) >= len(apart)
+
+
+def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(
+        QUICK, model="profile_on_ranks:masked", image_size=8, n_channels=1, shards=(1,),
+        profile_file=str(tmp_path / "masked.json"),
+    )  # fmt: skip
+    _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
+    found = read_profile(tmp_path / "masked.json", config.model, "float32").measurements
+    assert any("masked_fill" in point.operator for point in found)
+    assert not values(run, "operator_skipped")
+
+
+def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
+    import profile_on_ranks
+
+    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1,))
+    argument = (config, "features.3")
+    results, run = run_on_ranks(profile_on_ranks.profile_without_memory, argument, 1)
+    (skipped,) = values(run, "operator_skipped")
+    assert skipped.labels["operator"] == "features.3"
+    assert "Tried to allocate 9 GiB" in skipped.labels["reason"]
+    # All others are measured, in parts of the model without it.
+    found = read_profile(tmp_path / "lenet.json", config.model, "float32").measurements
+    points = points_of(Graph.load(tmp_path / "lenet.graph.json"), [1], [1])
+    assert len(found) == len(points) - 1
+    assert not values(run, "profile_sum_over_step_ratio")  # the sum would lack an operator
+    run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
+    assert "features.3" in profile_text([run])
+
+
+def test_a_linear_operator_is_measured_by_feature_and_by_contraction():
+    points = [p for p in points_of(capture_model("lenet", 2), [1], [2]) if "linear" in p.key]
+    assert [(p.shape, p.dim, p.size) for p in points[:3]] == [
+        ({"sample": 2, "feature": 120}, "", 0),
+        ({"sample": 2, "feature": 60}, "feature", 60),
+        ({"sample": 2, "feature": 120, "contraction": 200}, "contraction", 200),
+    ]

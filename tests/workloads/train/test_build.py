@@ -1,0 +1,136 @@
+"""The strategies that training names: built for these devices, or read and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from harness.domain.fingerprint import fingerprint
+from harness.errors import StrategyError
+from harness.plan import builders
+from harness.plan.roofline import roofline_profile
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.simulate.unflushed import simulate_unflushed
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.search_config import question_of
+from harness.workloads.train.build import build_strategy, load_strategy
+from harness.workloads.train.config import TrainCase
+
+CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24, n_ranks=3)
+
+
+@pytest.fixture(scope="session")
+def simulator(run_on_ranks):
+    import planned_results
+
+    graph = capture_graph(question_of(CASE))
+    rates = {planned_results.KIND: planned_results.RATES}
+    profile = roofline_profile(graph, rates, n_parts=[2, 3], n_microbatches=(1, 2, 4))
+    return Simulator(graph, profile, planned_results.measured_cluster(3))
+
+
+def built(simulator, **changes):
+    return build_strategy(replace(CASE, **changes), simulator, [8, 8, 8])
+
+
+def test_names_mean_what_planning_means_by_them(simulator):
+    graph, cluster = simulator.graph, simulator.cluster
+    made_for = fingerprint(graph, cluster, simulator.profile)
+    expected = {
+        "single": builders.single(graph, 24),
+        "ddp": builders.ddp(graph, cluster, 24),
+        "tensor": builders.tensor_parallel(graph, cluster, 24),
+        "hybrid": builders.hybrid(graph, cluster, 24),
+    }
+    for name, strategy in expected.items():
+        found = built(simulator, strategy=name)
+        assert found == msgspec.structs.replace(strategy, made_for=made_for)
+
+
+def test_uneven_shares_are_those_of_the_engine(simulator):
+    found = build_strategy(replace(CASE, strategy="ddp"), simulator, [12, 8, 4])
+    assert found.operators["features.0"].partition == {"sample": [12, 8, 4]}
+
+
+def test_a_pipeline_has_a_stage_for_each_rank_in_the_order_of_the_model(simulator):
+    found = built(simulator, microbatches=4)
+    assert found.stage_devices() == [(0,), (1,), (2,)]
+    assert (found.n_microbatches, found.schedule) == (4, "1f1b")
+    stages = [found.operators[op.name].stage for op in simulator.graph.operators[1:]]
+    assert stages == sorted(stages)
+
+
+def test_microbatches_are_those_that_are_predicted_to_be_fastest(simulator):
+    found = built(simulator)
+    seconds = {n: simulator.step_s(built(simulator, microbatches=n)) for n in (3, 6, 12)}
+    assert found.n_microbatches == min(seconds, key=seconds.__getitem__)
+
+
+def test_microbatches_of_asynchronous_training_are_those_of_its_own_step(simulator):
+    found = built(simulator, asynchronous=True)
+    tried = {n: built(simulator, asynchronous=True, microbatches=n) for n in (3, 6, 12)}
+    seconds = {n: simulate_unflushed(simulator, one).step_s for n, one in tried.items()}
+    assert found.n_microbatches == min(seconds, key=seconds.__getitem__)
+    assert seconds != {n: simulator.step_s(one) for n, one in tried.items()}
+
+
+def test_fewer_stages_than_ranks_have_replicas(simulator):
+    found = built(simulator, stages=2, microbatches=4)
+    assert sorted(len(devices) for devices in found.stage_devices()) == [1, 2]
+
+
+def test_an_interleaved_pipeline_gives_each_rank_two_stages(simulator):
+    found = built(simulator, schedule="interleaved", microbatches=3)
+    assert found.stage_devices() == [(0,), (1,), (2,)] * 2
+
+
+def test_every_stage_recomputes_where_asked_to(simulator):
+    found = built(simulator, recompute=True, microbatches=4)
+    assert [stage.recompute for stage in found.stages] == [True] * 3
+
+
+def test_a_schedule_that_cannot_take_the_numbers_says_which(simulator):
+    with pytest.raises(StrategyError, match="multiples of its 3 ranks, got 4"):
+        built(simulator, schedule="interleaved", microbatches=4)
+
+
+@pytest.fixture
+def load(simulator, tmp_path):
+    def read(strategy, **changes):
+        path = tmp_path / "plan.json"
+        path.write_bytes(strategy.to_json())
+        case = replace(CASE, strategy=str(path), **changes)
+        return load_strategy(case, simulator.graph, simulator.cluster)
+
+    return read
+
+
+def test_a_file_is_read_as_it_is(simulator, load):
+    strategy = built(simulator, strategy="hybrid")
+    assert load(strategy) == strategy
+
+
+def test_a_file_for_another_batch_is_refused(simulator, load):
+    with pytest.raises(StrategyError, match=r"is for a batch of 24, the run has 12: give --batch-"):
+        load(built(simulator, strategy="ddp"), batch=12)
+
+
+def test_a_stale_file_is_refused_with_what_changed(simulator, load):
+    strategy = built(simulator, strategy="ddp")
+    other = msgspec.structs.replace(
+        strategy.made_for, cluster_hash="other", devices={"elsewhere:0": "a GPU"}
+    )
+    with pytest.raises(StrategyError, match=r"'ddp' is stale: device 'elsewhere:0' is gone"):
+        load(msgspec.structs.replace(strategy, made_for=other))
+
+
+def test_a_file_for_more_ranks_is_refused(simulator, load):
+    strategy = built(simulator, strategy="single")
+    plans = {
+        name: msgspec.structs.replace(plan, devices=[3])
+        for name, plan in strategy.operators.items()
+    }
+    with pytest.raises(StrategyError, match="is on device 3, the cluster has devices 0 to 2"):
+        load(msgspec.structs.replace(strategy, operators=plans))

@@ -1,0 +1,222 @@
+"""Flags of training: the sweep they make, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from harness.errors import ConfigError, ModelError, StrategyError
+from harness.workloads.train.cases import engine_of, train_cases
+from harness.workloads.train.config import TrainConfig
+
+
+def test_lists_are_swept_and_each_repeat_holds_every_combination():
+    config = TrainConfig(strategy=("single", "ddp"), batch_size=(8, 16), repeats=3)
+    cases = train_cases(config, 4)
+    assert len(cases) == 12
+    for repeat in range(3):
+        found = Counter(
+            (c.strategy, c.batch, c.n_ranks) for c in cases[4 * repeat : 4 * repeat + 4]
+        )
+        assert found == {
+            ("single", 8, 1): 1,
+            ("single", 16, 1): 1,
+            ("ddp", 8, 4): 1,
+            ("ddp", 16, 4): 1,
+        }
+
+
+def test_the_order_is_random_but_equal_on_every_rank():
+    config = TrainConfig(batch_size=(8, 16, 32, 64), repeats=4, seed=3)
+    orders = [case.batch for case in train_cases(config, 4)]
+    assert orders == [case.batch for case in train_cases(config, 4)]
+    assert orders[:4] != orders[4:8] or orders[4:8] != orders[8:12]
+
+
+def test_a_per_device_batch_grows_with_the_ranks():
+    config = TrainConfig(strategy=("single", "ddp"), per_device_batch=(8,), rank_counts=(2, 4))
+    assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [
+        (1, 8),
+        (2, 16),
+        (4, 32),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"momentum": -1.0}, "--momentum -1.0 must be at least 0"),
+        ({"momentum": float("nan")}, "--momentum nan must be at least 0, and finite"),
+        ({"learning_rate": float("inf")}, "--learning-rate inf must be above 0, and finite"),
+        ({"dropout": float("nan")}, "--dropout nan is a probability"),
+        ({"dlrm_bottom_mlp": (64, 0)}, "--dlrm-bottom-mlp 64 0 must be at least 1 each"),
+        ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
+        ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 0 each"),
+        ({"batch_size": (0,)}, "--batch-size"),
+        ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
+        ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
+        ({"rank_counts": (5,)}, "needs 5 ranks, 4 were started"),
+        (
+            {"strategy": ("zero1",), "engine": "torch"},
+            "--engine torch does not train 'zero1': choose --engine deepspeed",
+        ),
+        ({"strategy": ("magic",)}, "there is no strategy 'magic': choose from single, ddp, pipe"),
+        ({"strategy": ("plan.json",), "engine": "torch"}, "choose --engine executor"),
+        ({"strategy": ("pipeline",), "microbatches": (200,)}, "--microbatches 200 need a sample"),
+        (
+            {"strategy": ("tensor", "plan.json"), "stages": 2},
+            "--stages 2 is for --strategy pipeline",
+        ),
+        (
+            {"strategy": ("plan.json",), "recompute": True},
+            "--recompute is for --strategy pipeline, which plan.json does not follow",
+        ),
+        ({"microbatches": (4, 8)}, "--microbatches 4 8 is for --strategy pipeline"),
+        ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),
+        ({"asynchronous": True}, "--asynchronous is for --strategy pipeline or a strategy's file"),
+        (
+            {"strategy": ("tensor",), "dtype": ("fp16",)},
+            "--dtype fp16 needs losses that are scaled",
+        ),
+        ({"engine": "executor", "dtype": ("bf16", "fp16")}, "use --dtype bf16"),
+        (
+            {"strategy": ("pipeline",), "asynchronous": True, "schedule": ("gpipe",)},
+            "--asynchronous follows 1f1b, not --schedule gpipe",
+        ),
+        (
+            {"strategy": ("pipeline",), "asynchronous": True, "recompute": True},
+            "drop --recompute",
+        ),
+        ({"strategy": ("pipeline",), "balance": "speed"}, "--balance speed is for --engine torch"),
+        (
+            {"strategy": ("zero1",), "exact_dropout": True},
+            "--exact-dropout needs the executor, zero1 is trained by deepspeed",
+        ),
+        ({"save_sharded": True}, "--save-sharded needs the executor, ddp is trained by torch"),
+        (
+            {"strategy": ("pipeline",), "stages": 5},
+            "--stages 5 need a rank each under 1f1b, the run has 4",
+        ),
+        ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, which ddp does not"),
+        (
+            {"trials": 1, "strategy": ("pipeline", "single")},
+            "--trials 1 is for --strategy searched",
+        ),
+        (
+            {"memory": "12GB", "strategy": ("plan.json",)},
+            "--memory 12GB is for --strategy searched",
+        ),
+        ({"predict": True, "strategy": ("zero1",)}, "--predict does not know how deepspeed trains"),
+        ({"search_seconds": 0.0}, "--search-seconds 0.0"),
+        ({"memory": "much"}, "size 'much'"),
+        ({"engine": "horovod"}, "no engine 'horovod'"),
+        ({"dtype": ("fp8",)}, "dtype 'fp8'"),
+        ({"optimizer": "lion"}, "no optimizer 'lion'"),
+        ({"data": "mnist"}, "no data 'mnist'"),
+        ({"model": "dlrm", "data": "cifar10"}, "cannot feed"),
+        ({"dropout": 1.0}, "--dropout 1.0"),
+        ({"learning_rate": 0.0}, "--learning-rate 0.0"),
+    ],
+)
+def test_contradictions_are_refused(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        train_cases(TrainConfig(**flags), 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"microbatches": (6,)}, "interleaved needs microbatches in multiples of its 4 ranks, got"),
+        ({"batch_size": (3,)}, "interleaved needs microbatches in multiples of its 4 ranks, got 3"),
+        ({"stages": 6}, "6 stages do not spread evenly over 4 ranks: use a multiple of 4"),
+    ],
+)
+def test_pipelines_that_a_schedule_cannot_serve_are_refused(flags, message):
+    pipeline = TrainConfig(strategy=("pipeline",), schedule=("interleaved",))
+    with pytest.raises(StrategyError, match=message):
+        train_cases(replace(pipeline, **flags), 4)
+    (case,) = train_cases(replace(pipeline, microbatches=(8,), stages=2), 4)
+    assert case.stages == 2
+
+
+def test_what_one_strategy_follows_may_be_given_beside_others():
+    both = TrainConfig(strategy=("single", "searched"), trials=1, predict=True)
+    assert {case.trials for case in train_cases(both, 4)} == {1}
+    predicted = TrainConfig(strategy=("ddp", "zero1"), predict=True)
+    assert len(train_cases(predicted, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "resnet19"}, "no model 'resnet19': choose one of lenet, alexnet"),
+        ({"model": "vit_b_16", "image_size": 60}, "a multiple of 16"),
+        ({"model": "alexnet", "image_size": 32}, "at least 63"),
+        ({"model": "dlrm", "dlrm_top_mlp": (100, 1)}, "start --dlrm-top-mlp with 576"),
+    ],
+)
+def test_models_refuse_what_they_cannot_take(flags, message):
+    with pytest.raises(ModelError, match=message):
+        train_cases(TrainConfig(**flags), 4)
+
+
+def test_a_strategys_file_is_known_by_its_content(tmp_path):
+    file = tmp_path / "plan.json"
+    config = TrainConfig(strategy=(str(file),), asynchronous=True)
+    (missing,) = train_cases(config, 4)
+    file.write_text("{}")
+    (first,) = train_cases(config, 4)
+    file.write_text("{ }")
+    (second,) = train_cases(config, 4)
+    assert len({case.strategy_digest for case in (missing, first, second)}) == 3
+    assert first.is_asynchronous
+    both = TrainConfig(strategy=("ddp", str(file)), asynchronous=True)
+    assert {case.strategy: case.is_asynchronous for case in train_cases(both, 4)} == {
+        "ddp": False,
+        str(file): True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine", "is_exact", "chosen"),
+    [
+        ("single", "auto", False, "torch"),
+        ("ddp", "auto", False, "torch"),
+        ("ddp", "auto", True, "executor"),
+        ("ddp", "executor", False, "executor"),
+        ("pipeline", "auto", False, "executor"),
+        ("searched", "auto", False, "executor"),
+        ("plans/mine.json", "auto", False, "executor"),
+        ("zero2", "auto", False, "deepspeed"),
+        ("ddp", "deepspeed", False, "deepspeed"),
+    ],
+)
+def test_each_strategy_has_its_engine(strategy, engine, is_exact, chosen):
+    assert engine_of(strategy, engine, is_exact=is_exact) == chosen
+
+
+def test_schedules_and_microbatches_are_swept_for_pipelines_alone():
+    config = TrainConfig(
+        strategy=("ddp", "pipeline"), schedule=("1f1b", "interleaved"), microbatches=(4, 8)
+    )
+    cases = train_cases(config, 2)
+    flows = sorted((case.strategy, case.schedule, case.microbatches) for case in cases)
+    assert flows == [
+        ("ddp", "1f1b", 0),
+        ("pipeline", "1f1b", 4),
+        ("pipeline", "1f1b", 8),
+        ("pipeline", "interleaved", 4),
+        ("pipeline", "interleaved", 8),
+    ]
+
+
+def test_a_batch_smaller_than_the_ranks_can_be_pipelined():
+    cases = train_cases(TrainConfig(strategy=("pipeline", "single"), batch_size=(3,)), 4)
+    assert {(case.strategy, case.engine, case.n_ranks) for case in cases} == {
+        ("pipeline", "executor", 4),
+        ("single", "torch", 1),
+    }
