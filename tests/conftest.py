@@ -1,12 +1,27 @@
-"""Places that tests of several packages write to."""
+"""What tests of several packages need: a small disk, and a process that no test changes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_process() -> Iterator[None]:
+    """Environment and signal handlers as before the test: other tests start processes too."""
+    environ = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    if os.environ != environ:
+        os.environ.clear()
+        os.environ.update(environ)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

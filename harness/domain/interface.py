@@ -56,12 +56,14 @@ def choose_interface(
 
     Returns:
         Loopback when all ranks share one host; the fastest interface whose subnet holds an address
-        of every other host; else any that is not loopback (a routed network); None without one.
+        of every other host; else any that is not loopback (a routed network); None without one, or
+        where the wanted one is loopback and there are other hosts.
     """
     mine = interfaces[rank]
-    if wanted:
-        return next((i for i in mine if i.name == wanted), None)
     others = [interfaces[k] for k, name in enumerate(hostnames) if name != hostnames[rank]]
+    if wanted:
+        named = (i for i in mine if i.name == wanted and not (others and i.is_loopback))
+        return next(named, None)
     loopback = [i for i in mine if i.is_loopback]
     if not others and loopback:
         return loopback[0]

@@ -95,14 +95,19 @@ def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, 
         0, [f.hostname for f in everyone], [f.interfaces for f in everyone], wanted
     )
     if mine is None:
-        raise LaunchError(
-            f"{everyone[0].hostname} has no interface {wanted or 'that reaches the other hosts'} "
-            f"(it has {_names(everyone[0].interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
-        )
+        raise _no_interface(everyone[0], wanted)
     store = _serve(mine.address) if comm.rank == 0 else None
     place = f"{mine.address} {store.port}" if store else ""
     address, port = comm.bcast(place, root=0).split()
     return store or _connect(address, int(port)), address, int(port)
+
+
+def _no_interface(host: HostFacts, wanted: str) -> LaunchError:
+    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if wanted else "set GLOO_SOCKET_IFNAME"
+    return LaunchError(
+        f"{host.hostname} has no interface {wanted and wanted + ' '}that reaches the other hosts "
+        f"(it has {_names(host.interfaces)}): {remedy} to the right one"
+    )
 
 
 def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
@@ -204,10 +209,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
     local_rank, local_size = same_host.index(launch.rank), len(same_host)
     interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], wanted)
     if interface is None:
-        raise LaunchError(
-            f"{mine.hostname} has no interface {wanted or 'that reaches the other hosts'} (it has "
-            f"{_names(mine.interfaces)}): set GLOO_SOCKET_IFNAME to the right one"
-        )
+        raise _no_interface(mine, wanted)
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
