@@ -55,7 +55,7 @@ def _set_up_logging(rank: int) -> None:
 def _usage() -> str:
     from harness.workloads import WORKLOADS
 
-    lines = [f"  {name:<10}{workload.summary}" for name, workload in WORKLOADS.items()]
+    lines = [f"  {name:<10}{summary}" for name, summary in WORKLOADS.items()]
     return _USAGE.format(workloads="\n".join(lines))
 
 
@@ -64,7 +64,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     import tyro
 
     from harness.launch import RunOptions
-    from harness.workloads import WORKLOADS
+    from harness.workloads import WORKLOADS, load_workload
 
     if not argv or argv[0].startswith("-"):
         if argv and argv[0] in ("-h", "--help"):
@@ -78,30 +78,30 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     if name not in WORKLOADS:
         print(f"there is no workload {name!r}\n\n{_usage()}", file=sys.stderr)
         raise SystemExit(EXIT_CODE)
-    workload = WORKLOADS[name]
+    workload = load_workload(name)
     command = dataclasses.make_dataclass(
         "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
-    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=workload.summary)
+    parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
     return name, parsed.workload, parsed.run
 
 
 def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:
     from harness.cases import Case
-    from harness.workloads import WORKLOADS
+    from harness.workloads import load_workload
     from harness.workloads.comparison import comparison
 
     if name:
-        workload = WORKLOADS[name]
+        workload = load_workload(name)
         return [
             Case(name=name, workload=workload, config=one)
             for one in workload.cases(config, launch.size)
         ]
     return [
-        Case(name=one, workload=WORKLOADS[one], config=case)
+        Case(name=one, workload=load_workload(one), config=case)
         for one, part in comparison(has_gpu=has_gpu, n_ranks=launch.size)
-        for case in WORKLOADS[one].cases(part, launch.size)
+        for case in load_workload(one).cases(part, launch.size)
     ]
 
 
@@ -115,7 +115,7 @@ def _told(config: Any) -> str:
 
 def _print_dry_run(cases: list[Any]) -> None:
     """Every run in order; what a run builds on is named where nothing before it has made it."""
-    from harness.cases import needs_of, neighbours
+    from harness.cases import case_of, needs_of, neighbours
 
     made = {case.name for case in cases if case.name != "train"}
     for alike in neighbours(cases):
@@ -123,19 +123,20 @@ def _print_dry_run(cases: list[Any]) -> None:
             if need.name not in made:
                 made.add(need.name)
                 place = f"[{alike[0] + 1}/{len(cases)}]"
-                print(f"{place} before it, where missing: {need.name} {_told(need.config)}")
+                needed = case_of(need.name, need.config)
+                print(f"{place} before it, where missing: {need.name} {_told(needed.config)}")
         for at in alike:
             print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_told(cases[at].config)}")
 
 
 def _print_tables(runs: list[Any]) -> None:
     from harness.measure.derive import stolen_warnings
-    from harness.workloads import WORKLOADS
+    from harness.workloads import WORKLOADS, load_workload
 
     for name in dict.fromkeys(run.header.workload for run in runs):
-        workload = WORKLOADS[name]
         mine = [run for run in runs if run.header.workload == name]
-        print(f"\n{name}: {workload.summary}\n{workload.table(mine)}", flush=True)
+        table = load_workload(name).table(mine)
+        print(f"\n{name}: {WORKLOADS[name]}\n{table}", flush=True)
         for warning in stolen_warnings(mine):
             print(f"warning: {warning}", flush=True)
 
@@ -164,7 +165,13 @@ def _preloaded(cases: list[Any]) -> list[str]:
     """What the processes of all runs import, so that it is imported once."""
     from harness.runtime.models import may_import_torchvision
 
-    modules = ["torch", "torch.distributed", "harness.run", "harness.workloads"]
+    from harness.workloads import workload_module
+
+    modules = ["torch", "torch.distributed", "harness.run"]
+    names = {case.name for case in cases}
+    if names & {"search", "train"}:  # which build on these
+        names |= {"profile", "search"}
+    modules += [workload_module(name) for name in sorted(names)]
     models = {getattr(case.config, "model", "") for case in cases} - {""}
     if any(may_import_torchvision(model) for model in models):
         modules.append("harness.runtime.models.preload_torchvision")

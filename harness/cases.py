@@ -9,10 +9,13 @@ from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from harness.domain.cluster import Cluster, Device, Node
 from harness.domain.run import RankInfo, RunHeader, device_names, run_key
 from harness.errors import ResultsError
 from harness.measure.store import read_header
+from harness.workloads import load_workload
 from harness.workloads.common.contract import Need, Workload, config_json
 
 _FINISHED = ("ok", "oom")
@@ -91,10 +94,21 @@ def remaining_repeats(
     return repeats
 
 
+def case_of(name: str, config: dict[str, Any]) -> Case:
+    """The run of a workload by its flags as JSON; those that are missing have their defaults."""
+    workload = load_workload(name)
+    return Case(name=name, workload=workload, config=msgspec.convert(config, workload.config))
+
+
 def needs_of(cases: Sequence[Case]) -> list[Need]:
     """What cases build on; what builds on more itself comes last, for then that is complete."""
     needs = [need for case in cases for need in case.workload.needs(case.config)]
-    return sorted(needs, key=lambda need: bool(need.workload.needs(need.config)))
+
+    def has_needs(need: Need) -> bool:
+        case = case_of(need.name, need.config)
+        return bool(case.workload.needs(case.config))
+
+    return sorted(needs, key=has_needs)
 
 
 def neighbours(cases: Sequence[Case]) -> Iterator[list[int]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from harness.cases import (
     Case,
     PlannedRun,
+    case_of,
     describe_cluster,
     finished_repeats,
     needs_of,
@@ -47,7 +48,6 @@ from harness.runtime.devices.peaks import peak_flops_per_s
 from harness.runtime.ranks.host import code_commit
 from harness.runtime.ranks.isolate import Ending, run_isolated
 from harness.runtime.ranks.rendezvous import Meeting, without_mpi
-from harness.workloads import WORKLOADS
 from harness.workloads.common.contract import Need, config_json
 from harness.workloads.common.number_flags import check_above_zero
 
@@ -172,28 +172,23 @@ class Launcher:
         """Carry out what cases build on, as far as rank 0 finds it missing."""
         n_before = len(self._headers)
         needs = needs_of(cases) if self._world.is_first else []
-        while told := self._control.broadcast("need", self._next_missing(needs), list[Any]):
-            name, config = told
-            workload = WORKLOADS[name]
-            needed = Case(
-                name=name, workload=workload, config=msgspec.convert(config, workload.config)
-            )
+        while missing := self._control.broadcast("need", self._next_missing(needs), list[Any]):
+            needed = case_of(*missing)
             place = f"{number}.{len(self._headers) - n_before}"
             self._carry_out_needs([needed], place)
             (plan,) = plan_runs([needed], self.ranks)
-            what = f"[before {number}] {name} {plan.key}"
+            what = f"[before {number}] {needed.name} {plan.key}"
             self._carry_out_logged(plan, place, what)
 
     def _next_missing(self, needs: list[Need]) -> list[Any]:
-        """Name and configuration of the next run that is missing; each is tried once a launch."""
+        """Name and flags of the next run that is missing; each is tried once a launch."""
         while needs:
             need = needs.pop(0)
-            case = Case(name=need.name, workload=need.workload, config=need.config)
-            (plan,) = plan_runs([case], self.ranks)
+            (plan,) = plan_runs([case_of(need.name, need.config)], self.ranks)
             cluster = describe_cluster(self.ranks[: plan.n_ranks])
             if plan.key not in self._tried and not need.is_met(self._results, cluster):
                 self._tried.add(plan.key)
-                return [need.name, config_json(need.config)]
+                return [need.name, need.config]
         return []
 
     def _carry_out_logged(self, plan: PlannedRun, number: str, what: str) -> None:

@@ -1,18 +1,26 @@
-"""What a rank runs; one module per workload."""
+"""What a rank runs: one package per workload, imported when it is run."""
 
 from __future__ import annotations
 
-from harness.workloads.common.contract import Workload
-from harness.workloads.links.workload import LINKS
-from harness.workloads.matmul.workload import MATMUL
-from harness.workloads.profile.workload import PROFILE
-from harness.workloads.search.workload import SEARCH
-from harness.workloads.train.workload import TRAIN
+from importlib import import_module
+from typing import cast
 
-WORKLOADS: dict[str, Workload] = {
-    "matmul": MATMUL,
-    "links": LINKS,
-    "profile": PROFILE,
-    "search": SEARCH,
-    "train": TRAIN,
+from harness.workloads.common.contract import Workload
+
+WORKLOADS = {
+    "matmul": "how fast each device multiplies, and all of them on one product (SUMMA)",
+    "links": "latency and bandwidth of every link and collective; writes the cluster file",
+    "profile": "time every operator of a model on each kind of device; planning reads the file",
+    "search": "find the fastest strategy for a model on these ranks, and say why",
+    "train": "train a model by any strategy: throughput, phases, communication, prediction",
 }
+
+
+def workload_module(name: str) -> str:
+    """The module of a workload of WORKLOADS."""
+    return f"{__name__}.{name}.workload"
+
+
+def load_workload(name: str) -> Workload:
+    """Import a workload of WORKLOADS."""
+    return cast(Workload, import_module(workload_module(name)).WORKLOAD)

@@ -103,7 +103,7 @@ def main():
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(results=Path(results), run_timeout_s=100.0)
     workload = Workload(
-        summary="fails", config=Config, cases=lambda config, n: [config], body=body,
+        config=Config, cases=lambda config, n: [config], body=body,
         table=lambda runs: "",
     )  # fmt: skip
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]

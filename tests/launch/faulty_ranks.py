@@ -97,7 +97,6 @@ def main():
     meeting = meet(read_launch(os.environ), os.environ, heartbeat_timeout_s=6.0)
     options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in words)
     workload = Workload(
-        summary="fails",
         config=Config,
         cases=lambda config, n: [config],
         body=body,

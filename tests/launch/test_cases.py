@@ -8,7 +8,7 @@ from harness.domain.run import RunHeader
 from harness.workloads.common.contract import Workload
 
 WORKLOAD = Workload(
-    summary="", config=str, cases=lambda config, n: [config], body=lambda config, context: {},
+    config=str, cases=lambda config, n: [config], body=lambda config, context: {},
     table=lambda runs: "",
 )  # fmt: skip
 

@@ -186,18 +186,19 @@ def test_repeats_are_numbered_and_a_resumed_sweep_skips_what_is_done(tmp_path):
     assert repeats == [0, 1, 2]
 
 
-def test_what_builds_on_more_is_carried_out_last():
+def test_what_builds_on_more_is_carried_out_last(monkeypatch):
     def workload(*needs):
         return Workload(
-            summary="", config=dict, cases=lambda config, n: [], body=lambda config, context: {},
+            config=dict, cases=lambda config, n: [], body=lambda config, context: {},
             table=lambda runs: "", needs=lambda config: list(needs),
         )  # fmt: skip
 
-    def need(name, built_on):
-        return Need(name=name, workload=built_on, config={}, is_met=lambda results, cluster: False)
+    def need(name):
+        return Need(name=name, config={}, is_met=lambda results, cluster: False)
 
-    links, profile = (need(name, workload()) for name in ("links", "profile"))
-    search = need("search", workload(links))
+    links, profile, search = map(need, ("links", "profile", "search"))
+    table = {"links": workload(), "profile": workload(), "search": workload(links)}
+    monkeypatch.setattr("harness.cases.load_workload", table.__getitem__)
     cases = [
         Case(name="train", workload=workload(*needs), config={})
         for needs in ([links, search], [], [profile])

@@ -59,7 +59,7 @@ def test_rank_0_looks_once_at_what_repeats_name(
 ) -> None:
     seen: list[str] = []
     workload = Workload(
-        summary="", config=str, cases=lambda config, n: [config], body=lambda config, context: {},
+        config=str, cases=lambda config, n: [config], body=lambda config, context: {},
         table=lambda runs: "", check=seen.append,
     )  # fmt: skip
     cases = [Case(name="case", workload=workload, config=config) for config in "abab"]

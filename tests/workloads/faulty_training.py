@@ -30,7 +30,7 @@ from harness.workloads.planning.files import CLUSTER_FILE
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import question_of
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.workload import TRAIN
+from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.
 TIMEOUT_S = 20.0
@@ -134,7 +134,7 @@ def main():
     launcher = Launcher(meeting, options, sys.argv)
     if meeting.world.is_first:
         prepare(results, describe_cluster(launcher.ranks))
-    headers = launcher.carry_out([Case(name="train", workload=TRAIN, config=CASE)])
+    headers = launcher.carry_out([Case(name="train", workload=WORKLOAD, config=CASE)])
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
     meeting.leave()

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from harness.measure.statistics import verdict
-from harness.workloads import WORKLOADS
+from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
 from harness.workloads.planning.files import is_whole
@@ -24,11 +24,11 @@ def test_everything_is_measured_before_it_is_planned_and_planned_before_it_is_tr
 def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ranks):
     """Configurations are compared as results hold them."""
     parts = dict(comparison(has_gpu=False, n_ranks=n_ranks))
-    cases = {name: WORKLOADS[name].cases(part, n_ranks) for name, part in parts.items()}
+    cases = {name: load_workload(name).cases(part, n_ranks) for name, part in parts.items()}
     searched = next(case for case in cases["train"] if case.strategy == "searched")
     assert config_json(question_of(searched)) == config_json(cases["search"][0])
     for case in cases["train"]:
-        for need in WORKLOADS["train"].needs(case):
+        for need in load_workload("train").needs(case):
             assert need.name in parts
     assert is_whole(config_json(parts["links"]))
     (profile,) = cases["profile"]
@@ -42,7 +42,7 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
 
 def test_repeats_are_as_many_as_a_verdict_needs():
     parts = dict(comparison(has_gpu=False, n_ranks=5))
-    counts = Counter(case.strategy for case in WORKLOADS["train"].cases(parts["train"], 5))
+    counts = Counter(case.strategy for case in load_workload("train").cases(parts["train"], 5))
     assert counts == dict.fromkeys(("single", "ddp", "pipeline", "searched"), 7)
     slow = [1.0 + k / 1000 for k in range(7)]
     assert verdict([s / 2 for s in slow], slow).outcome == "faster"
@@ -51,4 +51,4 @@ def test_repeats_are_as_many_as_a_verdict_needs():
 
 def test_one_rank_trains_by_one_strategy():
     parts = dict(comparison(has_gpu=False, n_ranks=1))
-    assert {case.strategy for case in WORKLOADS["train"].cases(parts["train"], 1)} == {"single"}
+    assert {case.strategy for case in load_workload("train").cases(parts["train"], 1)} == {"single"}

@@ -39,7 +39,6 @@ class Workload:
     """One entry of WORKLOADS.
 
     Attributes:
-        summary: one line for the list of workloads.
         config: a frozen dataclass; each field has a default and a docstring, which is its `--help`.
         cases: splits one configuration into those of its runs (a sweep over batch sizes, say), each
             of which gets its own directory, status and row; validates and raises ConfigError.
@@ -56,7 +55,6 @@ class Workload:
             0 only, raises HarnessError.
     """
 
-    summary: str
     config: type
     cases: Callable[[Any, int], list[Any]]
     body: Callable[[Any, Context], dict[str, Any]]
@@ -72,12 +70,12 @@ class Need:
     """A run that another one builds on, carried out before it where its results are missing.
 
     Attributes:
-        name: of the workload, as in WORKLOADS; its configuration must survive JSON.
+        name: of the workload, as in WORKLOADS.
+        config: the flags that are not at their defaults, as in a run's header.
         is_met: whether the directory of results holds what it would write for this cluster (that of
             the ranks it takes); asked on rank 0 only, must not raise.
     """
 
     name: str
-    workload: Workload
-    config: Any
+    config: dict[str, Any]
     is_met: Callable[[Path, Cluster], bool]

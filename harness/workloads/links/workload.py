@@ -196,8 +196,7 @@ def check_links(config: LinksConfig) -> None:
         check_place("--cluster-file", Path(config.cluster_file))
 
 
-LINKS = Workload(
-    summary="latency and bandwidth of every link and collective; writes the cluster file",
+WORKLOAD = Workload(
     config=LinksConfig,
     cases=links_cases,
     body=run_links,

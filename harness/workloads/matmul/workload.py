@@ -186,8 +186,7 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
     }
 
 
-MATMUL = Workload(
-    summary="how fast each device multiplies, and all of them on one product (SUMMA)",
+WORKLOAD = Workload(
     config=MatmulConfig,
     cases=matmul_cases,
     body=run_matmul,

@@ -7,12 +7,10 @@ from typing import Any
 
 from harness.domain.cluster import Cluster
 from harness.workloads.common.contract import Need, config_json
-from harness.workloads.links.workload import LINKS, LinksConfig
 from harness.workloads.planning.files import find_cluster, has_profiled
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import part_sizes
 from harness.workloads.planning.search_config import SearchConfig
-from harness.workloads.profile.workload import PROFILE
 
 # How long to measure, and in how many parts, does not change what a profile is of.
 _HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
@@ -24,7 +22,7 @@ def links_need() -> Need:
     def is_met(results: Path, cluster: Cluster) -> bool:
         return find_cluster(results, cluster) is not None
 
-    return Need(name="links", workload=LINKS, config=LinksConfig(), is_met=is_met)
+    return Need(name="links", config={}, is_met=is_met)
 
 
 def profiled_of(config: ProfileConfig) -> dict[str, Any]:
@@ -46,4 +44,4 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
         parts = part_sizes(config.batch_size, [1, n_parts])
         return has_profiled(results, wanted, cluster, file=file, parts=parts)
 
-    return Need(name="profile", workload=PROFILE, config=config, is_met=is_met)
+    return Need(name="profile", config=config_json(config), is_met=is_met)

@@ -264,8 +264,7 @@ def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
             context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
 
 
-PROFILE = Workload(
-    summary="time every operator of a model on each kind of device; planning reads the file",
+WORKLOAD = Workload(
     config=ProfileConfig,
     cases=profile_cases,
     body=run_profile,

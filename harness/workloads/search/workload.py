@@ -220,8 +220,7 @@ def _needs(config: SearchConfig) -> list[Need]:
     return [*links, profile_need(config)]
 
 
-SEARCH = Workload(
-    summary="find the fastest strategy for a model on these ranks, and say why",
+WORKLOAD = Workload(
     config=SearchConfig,
     cases=search_cases,
     body=run_search,

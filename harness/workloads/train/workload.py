@@ -125,8 +125,7 @@ def _n_ranks(case: TrainCase, n_started: int) -> int:
     return min(case.n_ranks, n_started)
 
 
-TRAIN = Workload(
-    summary="train a model by any strategy: throughput, phases, communication, prediction",
+WORKLOAD = Workload(
     config=TrainConfig,
     cases=train_cases,
     body=run_train,

@@ -23,7 +23,7 @@ from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import read_inputs
 from harness.workloads.planning.profile_config import ProfileConfig, profile_cases
 from harness.workloads.planning.search_config import SearchConfig, question_of, search_cases
-from harness.workloads.search.workload import SEARCH, run_search, search_text
+from harness.workloads.search.workload import WORKLOAD, run_search, search_text
 from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
@@ -204,7 +204,7 @@ def test_only_what_needs_a_plan_needs_measurements():
 
 def test_a_search_on_one_rank_needs_no_links():
     names = [
-        [need.name for need in SEARCH.needs(search_cases(SearchConfig(model="lenet"), n)[0])]
+        [need.name for need in WORKLOAD.needs(search_cases(SearchConfig(model="lenet"), n)[0])]
         for n in (1, 2)
     ]
     assert names == [["profile"], ["links", "profile"]]
