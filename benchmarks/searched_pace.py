@@ -20,16 +20,15 @@ from harness.measure.recorder import Recorder
 from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.models import build_task
 from harness.runtime.ranks.agreement import gather_bytes
-from harness.runtime.ranks.broadcast import from_first
+from harness.runtime.ranks.broadcast import broadcast_result
 from harness.runtime.ranks.world import World
 from harness.workloads.planning.inputs import Inputs, read_inputs
 from harness.workloads.planning.predict import predict
-from harness.workloads.planning.search_config import question_of
 from harness.workloads.profile.measure import DTYPE_NAMES
 from harness.workloads.profile.step import StepSampler, gather_steps
 from harness.workloads.profile.store import with_whole_steps
-from harness.workloads.search.workload import measure_optimizer
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.question import question_of
 
 
 class AtThePace(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,33 +70,25 @@ class PlainStep:
         Raises:
             HarnessError: what a run was predicted by is not there any more.
         """
-        world, inputs = self._world, None
+        world = self._world
         kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
         seconds = gather_steps(self._steps.seconds, kinds, world)
         shares = gather_steps(self._steps.forward_shares, kinds, world)
         whole = next(path for path, case in runs.items() if case.n_ranks == world.size)
         question = question_of(runs[whole])
 
-        def read() -> bytes:
-            nonlocal inputs
+        def simulate() -> AtThePace:
             known = read_inputs(question, whole)
             dtype = DTYPE_NAMES[question.dtype]
             profile = with_whole_steps(known.profile, known.graph, dtype, seconds, shares)
             inputs = Inputs(graph=known.graph, cluster=known.cluster, profile=profile)
-            return b""
-
-        from_first(read, world)
-        rates = measure_optimizer(question, inputs, world)
-
-        def simulate() -> bytes:
-            assert inputs is not None
             predicted_s = {}
             for path, case in runs.items():
                 device = world.device if case.engine == "executor" else None
-                simulator = inputs.simulator(question_of(case), rates, device)
+                simulator = inputs.simulator(question_of(case), device)
                 strategy = Strategy.load(path / STRATEGY_FILE)
                 predicted_s[path.name] = predict(simulator, strategy, method="").step_s
-            paces = inputs.profile.paces(inputs.graph.content_hash())
-            return msgspec.json.encode(AtThePace(paces=paces, predicted_s=predicted_s))
+            paces = profile.paces(inputs.graph.content_hash())
+            return AtThePace(paces=paces, predicted_s=predicted_s)
 
-        return msgspec.json.decode(from_first(simulate, world), type=AtThePace)
+        return broadcast_result(simulate, AtThePace, world)

@@ -164,7 +164,6 @@ def _heed_signals() -> None:
 def _preloaded(cases: list[Any]) -> list[str]:
     """What the processes of all runs import, so that it is imported once."""
     from harness.runtime.models import may_import_torchvision
-
     from harness.workloads import workload_module
 
     modules = ["torch", "torch.distributed", "harness.run"]

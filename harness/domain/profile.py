@@ -188,6 +188,26 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.alone_ratio + (1 - self.alone_ratio) * others
 
 
+class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measured speed of an optimizer's step on one kind of device.
+
+    Attributes:
+        optimizer: sgd, momentum (sgd with momenta) or adamw.
+        s_per_byte: seconds of a step per byte of parameters.
+    """
+
+    device_kind: str
+    optimizer: str
+    s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if not is_amount(self.s_per_byte, MOST_S):
+            raise GraphError(
+                f"optimizer {self.optimizer!r} on {self.device_kind!r} takes {self.s_per_byte} s "
+                "per byte: it must be >= 0, and at most 1e10 s"
+            )
+
+
 class Profile(JsonFile, frozen=True, kw_only=True):
     """Measurements and where they come from.
 
@@ -209,6 +229,7 @@ class Profile(JsonFile, frozen=True, kw_only=True):
     measurements: list[Measurement]
     graph_hash: str = ""
     whole_steps: list[WholeStep] = msgspec.field(default_factory=list)
+    optimizers: list[OptimizerTime] = msgspec.field(default_factory=list)
     provenance: dict[str, str] = msgspec.field(default_factory=dict)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
@@ -222,6 +243,13 @@ class Profile(JsonFile, frozen=True, kw_only=True):
                     f"{point.device_kind!r} at {point.shape} {point.dtype}: keep one"
                 )
             seen.add(point.key)
+
+    def optimizer_s_per_byte(self, device_kind: str, optimizer: str) -> float | None:
+        """Seconds of an optimizer's step per byte of parameters; None where it was not timed."""
+        for time in self.optimizers:
+            if (time.device_kind, time.optimizer) == (device_kind, optimizer):
+                return time.s_per_byte
+        return None
 
     @property
     def device_kinds(self) -> list[str]:

@@ -13,9 +13,10 @@ from typing import Any
 from harness.workloads.links.workload import LinksConfig
 from harness.workloads.matmul.workload import MatmulConfig
 from harness.workloads.planning.profile_config import ProfileConfig
-from harness.workloads.planning.search_config import SearchConfig, question_of
+from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainConfig
+from harness.workloads.train.question import question_of
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Two sides of seven each, fully apart, are the fewest that can call a difference.

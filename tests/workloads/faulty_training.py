@@ -28,8 +28,8 @@ from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.files import CLUSTER_FILE
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import question_of
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.question import question_of
 from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.

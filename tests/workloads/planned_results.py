@@ -8,6 +8,7 @@ import msgspec
 from local_ranks import header_of
 
 from harness.domain.cluster import Cluster
+from harness.domain.profile import OptimizerTime
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.workloads.common.contract import config_json
@@ -55,7 +56,17 @@ def write_profile(
     )
     config = question.profile_config()
     config.path(results).write_bytes(
-        msgspec.structs.replace(profile, model=question.model).to_json()
+        msgspec.structs.replace(
+            profile,
+            model=question.model,
+            optimizers=[
+                OptimizerTime(
+                    device_kind=KIND,
+                    optimizer=question.optimizer_options().variant,
+                    s_per_byte=8 / rates.memory_bytes_per_s,
+                )
+            ],
+        ).to_json()
     )
     header = header_of([f"node{i}" for i in range(size)])
     told = {"run_id": "run-profile-0", "workload": "profile", "config": config_json(config)}

@@ -11,7 +11,7 @@ from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
 from harness.workloads.planning.files import is_whole
-from harness.workloads.planning.search_config import question_of
+from harness.workloads.train.question import question_of
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -21,12 +21,13 @@ from harness.runtime.executor.state.files import load_sharded
 from harness.runtime.ranks.context import Context
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import SearchConfig, question_of
+from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.loop import TrainLoop
 from harness.workloads.train.plan import plan_training
+from harness.workloads.train.question import question_of
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import run_train
 
@@ -145,10 +146,22 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
     return found
 
 
+def search_before(case: TrainCase, context: Context) -> None:
+    """Search what a case needs, as a run of its own beside the run of a test."""
+    question = question_of(case)
+    run_dir = context.run_dir.parent / "0-search-0"
+    if context.world.is_first:
+        told = {"workload": "search", "config": config_json(question), "run_id": run_dir.name}
+        write_header(run_dir, msgspec.structs.replace(read_header(context.run_dir), **told))
+    run_search(question, replace(context, run_dir=run_dir))
+
+
 def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
     """Several, one after another, by name; what one raised instead of its results."""
     found: dict[str, Any] = {}
     for name, case in cases.items():
+        if case.strategy == "searched":
+            search_before(case, context)
         try:
             found[name] = planned_training(replace(case, save_model=True), context)
         except HarnessError as error:
@@ -211,6 +224,8 @@ def plans_at_two_paces(case: TrainCase, context: Context) -> list[dict[str, byte
             name: (context.run_dir / name).read_bytes() for name in (PREDICTION_FILE, STRATEGY_FILE)
         }
 
+    if case.strategy == "searched":
+        search_before(case, context)
     kept = KeptPlan(case, context)
     found = [planned()]
     kept.write(found[0], step_s=123.0, search_s=45.0)

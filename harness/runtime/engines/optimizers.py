@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from harness.errors import ConfigError
+
+OptimizerVariant = Literal["sgd", "momentum", "adamw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,13 @@ class OptimizerOptions:
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+
+    @property
+    def variant(self) -> OptimizerVariant:
+        """What its step takes depends on: its name, and whether sgd keeps momenta."""
+        if self.name == "sgd" and self.momentum > 0:
+            return "momentum"
+        return "adamw" if self.name == "adamw" else "sgd"
 
 
 def _sgd(model: nn.Module, options: OptimizerOptions, is_fused: bool) -> Optimizer:
@@ -47,14 +57,21 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerOptions, bool], Optimizer]] 
 }
 
 
+def check_optimizer(name: str) -> None:
+    """Refuse an optimizer that is not in OPTIMIZERS.
+
+    Raises:
+        ConfigError: no such optimizer.
+    """
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"there is no optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
+
+
 def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.device) -> Optimizer:
     """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting.
 
     Raises:
         ConfigError: no such optimizer.
     """
-    if options.name not in OPTIMIZERS:
-        raise ConfigError(
-            f"there is no optimizer {options.name!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(options.name)
     return OPTIMIZERS[options.name](model, options, device.type == "cuda")

@@ -1,9 +1,10 @@
-"""One rank's answer for all: what rank 0 makes, every rank gets; what it refuses, all refuse."""
+"""What rank 0 finds out for all ranks, and waiting for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -14,33 +15,54 @@ from harness.runtime.ranks.world import World
 
 _PATIENCE = timedelta(days=1)
 
+T = TypeVar("T")
 
-class _Answer(msgspec.Struct, frozen=True):
+
+class _Result(msgspec.Struct, frozen=True):
     data: bytes = b""
     error: str = ""
     kind: str = ""
 
 
-def _answer(make: Callable[[], bytes]) -> _Answer:
-    try:
-        return _Answer(data=make())
-    except HarnessError as error:
-        return _Answer(error=str(error), kind=type(error).__name__)
+def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
+    """Run a function on rank 0 and broadcast its result, or its error; all ranks must call it.
 
+    The function may take longer than a collective: the run's own limit ends it.
 
-def from_first(make: Callable[[], bytes], world: World) -> bytes:
-    """Rank 0's bytes, on every rank; all ranks must call it. Only rank 0 calls `make`, which may
-    take longer than a collective: the run's own limit ends it.
+    Args:
+        make: called on rank 0 only.
+        type_: of its result, which must survive JSON.
 
     Raises:
-        HarnessError: what rank 0 raised, on every rank, so that none waits for the others.
+        HarnessError: on every rank, if `make` raised one.
     """
-    encoded = msgspec.msgpack.encode(_answer(make)) if world.is_first else b""
+    encoded = b""
+    if world.is_first:
+        try:
+            result = _Result(data=msgspec.json.encode(make()))
+        except HarnessError as error:
+            result = _Result(error=str(error), kind=type(error).__name__)
+        encoded = msgspec.msgpack.encode(result)
     wait_for_all(world)
-    answer = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Answer)
-    if answer.error:
-        raise error_named(answer.kind)(answer.error)
-    return answer.data
+    received = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Result)
+    if received.error:
+        raise error_named(received.kind)(received.error)
+    decoded: T = msgspec.json.decode(received.data, type=type_)
+    return decoded
+
+
+def run_on_rank_0(make: Callable[[], T], world: World) -> T | None:
+    """Run a function on rank 0, which gets its result; all ranks must call it.
+
+    Returns:
+        None on the other ranks.
+
+    Raises:
+        HarnessError: on every rank, if `make` raised one.
+    """
+    results: list[T] = []
+    broadcast_result(lambda: results.append(make()), None, world)
+    return results[0] if results else None
 
 
 def wait_for_all(world: World) -> None:

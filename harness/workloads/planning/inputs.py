@@ -44,20 +44,19 @@ class Inputs:
         """What a strategy that is planned with these carries."""
         return fingerprint(self.graph, self.cluster, self.profile)
 
-    def simulator(
-        self,
-        question: SearchConfig,
-        optimizer_s_per_byte: tuple[float, ...],
-        device: torch.device | None,
-    ) -> Simulator:
+    def simulator(self, question: SearchConfig, device: torch.device | None) -> Simulator:
         """Prices strategies for this question.
 
         Args:
-            optimizer_s_per_byte: as for `simulator_options`.
             device: where the executor trains; None for an engine that leaves all to autograd.
         """
+        variant = question.optimizer_options().variant
+        rates = [
+            self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
+            for one in self.cluster.devices
+        ]
         options = question.simulator_options(
-            optimizer_s_per_byte,
+            optimizer_s_per_byte=tuple(rates),
             in_place_bytes=math.inf if device is None else in_place_bytes(device),
             joined_weight_bytes=math.inf if device is None else joined_bytes(device),
         )
@@ -124,14 +123,22 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
     config = question.profile_config()
     path = config.path(results)
     profile = Profile.load(path) if path.is_file() else None
-    if profile is None or not knows(profile, graph, cluster):
+    if profile is None or not _knows(profile, question, graph, cluster):
         failure = find_failure(results, "profile", profiled_of(config), header.cluster)
         raise PlanError(
             failure
-            or f"{path} does not hold every operator of {question.model} on these devices: run "
-            f"{_profile_command(config)} on them"
+            or f"{path} does not hold every operator of {question.model} and the optimizer's step "
+            f"on these devices: run {_profile_command(config)} on them"
         )
     return Inputs(graph=graph, cluster=cluster, profile=profile)
+
+
+def _knows(profile: Profile, question: SearchConfig, graph: Graph, cluster: Cluster) -> bool:
+    """Whether it holds every operator, and the optimizer's step, on every kind of device."""
+    variant = question.optimizer_options().variant
+    return knows(profile, graph, cluster) and all(
+        profile.optimizer_s_per_byte(device.kind, variant) is not None for device in cluster.devices
+    )
 
 
 def _profile_command(config: ProfileConfig) -> str:

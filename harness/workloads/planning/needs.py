@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.cluster import Cluster
+from harness.domain.fingerprint import is_by
+from harness.domain.profile import Profile
+from harness.errors import HarnessError
+from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import Need, config_json
-from harness.workloads.planning.files import find_cluster, has_profiled
+from harness.workloads.planning.files import find_cluster, find_search, has_profiled
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import part_sizes
 from harness.workloads.planning.search_config import SearchConfig
@@ -45,3 +49,19 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
         return has_profiled(results, wanted, cluster, file=file, parts=parts)
 
     return Need(name="profile", config=config_json(config), is_met=is_met)
+
+
+def search_need(question: SearchConfig) -> Need:
+    """A search for this question on these ranks, by this code and by what is measured now."""
+    config = config_json(question)
+
+    def is_met(results: Path, cluster: Cluster) -> bool:
+        found = find_search(results, config, cluster, commit=code_commit())
+        measured = find_cluster(results, cluster) or cluster
+        try:
+            profile = Profile.load(question.profile_config().path(results))
+        except HarnessError:
+            return False
+        return found is not None and is_by(found[0].made_for, measured, profile)
+
+    return Need(name="search", config=config, is_met=is_met)

@@ -11,6 +11,7 @@ from harness.errors import ConfigError
 from harness.measure.store import check_place
 from harness.plan.find import default_profile
 from harness.runtime.devices.sampling import Budget
+from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions, fit_options
 from harness.workloads.common.model_flags import ModelFlags, fitted_flags
 from harness.workloads.common.number_flags import check_above_zero, check_at_least
@@ -27,6 +28,10 @@ class ProfileConfig(ModelFlags):
     """Samples that the whole operators are measured on; their shards get parts of it."""
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
     """What training computes in; parameters stay fp32, bf16 is autocast. One file holds one."""
+    optimizer: str = "sgd"
+    """sgd or adamw: its step is timed too."""
+    momentum: float = 0.9
+    """Momentum of sgd: without it (0) a step is shorter."""
     shards: tuple[int, ...] = ()
     """Measure operators cut into these numbers of parts, by samples and by weights; by default 1 to
     4, the number of ranks, and powers of two up to it (at least 8). What lies between is fitted."""
@@ -51,6 +56,9 @@ class ProfileConfig(ModelFlags):
             ModelError: an unknown model, or options that it cannot take.
         """
         return fit_options(self.model, replace(self.asked_options(), n_channels=self.n_channels))
+
+    def optimizer_options(self) -> OptimizerOptions:
+        return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
 
     def of_a_device(self) -> ProfileConfig:
         """The same question, asked in one way: a device computes by global statistics as long as by
@@ -77,7 +85,14 @@ class ProfileConfig(ModelFlags):
         return default_profile(self.model, self.dtype, results)
 
 
-_AT_LEAST = {"batch_size": 1, "n_channels": 0, "min_samples": 1, "rounds": 1, "warm_up": 1}
+_AT_LEAST = {
+    "batch_size": 1,
+    "n_channels": 0,
+    "momentum": 0,
+    "min_samples": 1,
+    "rounds": 1,
+    "warm_up": 1,
+}
 
 
 def check_profile(config: ProfileConfig) -> None:
@@ -100,6 +115,7 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
     config.check()
     check_at_least(config, _AT_LEAST)
     check_above_zero(config, ("time_budget_s",))
+    check_optimizer(config.optimizer)
     wrong = [n for n in config.shards if not 1 <= n <= config.batch_size]
     if wrong:
         raise ConfigError(

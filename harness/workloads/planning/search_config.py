@@ -7,25 +7,28 @@ from typing import Literal, get_args
 
 from harness.errors import ConfigError
 from harness.plan.simulate.options import SimulatorOptions
-from harness.runtime.data import entry_for
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
-from harness.runtime.engines.optimizers import OPTIMIZERS, OptimizerOptions
+from harness.runtime.engines.optimizers import OptimizerOptions, OptimizerVariant, check_optimizer
 from harness.runtime.executor.options import LARGEST_JOINED_BYTES
-from harness.runtime.models import ModelOptions, fit_options
+from harness.runtime.models import ModelOptions
 from harness.units import parse_bytes
 from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
 from harness.workloads.common.number_flags import check_above_zero, check_at_least
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import shard_counts
-from harness.workloads.train.config import TrainCase
 
 # What operators are profiled in, and so what can be planned.
 PlannedDtype = Literal["fp32", "tf32", "bf16"]
 PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
 
-# How often an optimizer's step, one operation after another, reads or writes each byte of the
-# parameters: p += g; m *= a, m += g, p += m; AdamW's decay, two moments, root and quotient.
-_STREAMS = {"sgd": 3, "momentum": 8, "adamw": 20}
+# Tensors of state for each parameter, and how often an optimizer's step, one operation after
+# another, reads or writes each byte of the parameters: p += g; m *= a, m += g, p += m; AdamW's
+# decay, two moments, root and quotient.
+_STATES_AND_STREAMS: dict[OptimizerVariant, tuple[int, int]] = {
+    "sgd": (0, 3),
+    "momentum": (1, 8),
+    "adamw": (2, 20),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +87,8 @@ class SearchConfig(ModelFlags):
 
     def simulator_options(
         self,
-        optimizer_s_per_byte: tuple[float, ...],
         *,
+        optimizer_s_per_byte: tuple[float, ...],
         in_place_bytes: float,
         joined_weight_bytes: float,
     ) -> SimulatorOptions:
@@ -95,13 +98,12 @@ class SearchConfig(ModelFlags):
             optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
             in_place_bytes, joined_weight_bytes: see SimulatorOptions.
         """
-        n_states = {"sgd": int(self.momentum > 0), "adamw": 2}
-        n_streams = _STREAMS["momentum" if n_states[self.optimizer] == 1 else self.optimizer]
+        n_states, n_streams = _STATES_AND_STREAMS[self.optimizer_options().variant]
         return SimulatorOptions(
             overlap=True,
             batch_norm=self.norm_scope,
             bucket_bytes=round(self.bucket_mib * (1 << 20)),
-            n_optimizer_states=n_states[self.optimizer],
+            n_optimizer_states=n_states,
             optimizer_s_per_byte=optimizer_s_per_byte,
             stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
             in_place_bytes=in_place_bytes,
@@ -109,35 +111,6 @@ class SearchConfig(ModelFlags):
             joined_bytes=LARGEST_JOINED_BYTES,
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
-
-
-def question_of(case: TrainCase) -> SearchConfig:
-    """What planning is asked for a training run: all that a plan depends on, and nothing else.
-
-    Raises:
-        ConfigError: a dtype that is not profiled.
-        ModelError, DataError: the model cannot take the data, or the data is not there.
-    """
-    entry = entry_for(case.data, case.model)
-    options = case.asked_options()
-    if not options.n_classes:
-        options = replace(options, n_classes=entry.n_classes(case.data_dir))
-    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
-    return replace(
-        SearchConfig(**shared_flags(case, SearchConfig)),
-        dtype=_planned_dtype(case.dtype),
-        batch_size=case.batch,
-        **fitted_flags(fitted),
-    )
-
-
-def _planned_dtype(name: str) -> PlannedDtype:
-    for dtype in PLANNED_DTYPES:
-        if dtype == name:
-            return dtype
-    raise ConfigError(
-        f"--dtype {name} cannot be planned: operators are profiled in {', '.join(PLANNED_DTYPES)}"
-    )
 
 
 def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
@@ -162,10 +135,7 @@ def _check(config: SearchConfig, n_ranks: int) -> None:
     check_above_zero(config, ("search_seconds", "bucket_mib"))
     if config.memory and parse_bytes(config.memory) < 1:
         raise ConfigError(f"--memory {config.memory} must be above 0")
-    if config.optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(config.optimizer)
     if not 0 <= config.n_ranks <= n_ranks:
         raise ConfigError(
             f"--n-ranks {config.n_ranks} needs as many ranks, {n_ranks} were started: lower it or "

@@ -13,6 +13,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import (
     BACKWARD_VARIANTS,
     Measurement,
+    OptimizerTime,
     Profile,
     WholeStep,
     measurement_key,
@@ -220,6 +221,26 @@ def _slower(point: Measurement, factor: float) -> Measurement:
     measured = {field: getattr(point, field) for field in fields}
     slower = {field: factor * s for field, s in measured.items() if s is not None}
     return msgspec.structs.replace(point, **slower)
+
+
+def with_optimizer(
+    profile: Profile, variant: str, kinds: Sequence[str], rates: Sequence[float]
+) -> Profile:
+    """Add the speed of an optimizer's step: the median over the devices of each kind.
+
+    Args:
+        kinds: of all ranks' devices.
+        rates: seconds per byte of parameters, by rank.
+    """
+    by_kind: dict[str, list[float]] = {}
+    for kind, rate in zip(kinds, rates, strict=True):
+        by_kind.setdefault(kind, []).append(rate)
+    new = [
+        OptimizerTime(device_kind=kind, optimizer=variant, s_per_byte=statistics.median(found))
+        for kind, found in by_kind.items()
+    ]
+    known = {(time.device_kind, time.optimizer): time for time in [*profile.optimizers, *new]}
+    return msgspec.structs.replace(profile, optimizers=list(known.values()))
 
 
 def write_profile(path: Path, profile: Profile) -> None:

@@ -22,14 +22,15 @@ from harness.runtime.devices.memory import is_out_of_memory, peak_bytes, reset_p
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task
-from harness.runtime.ranks.agreement import gather_bytes
-from harness.runtime.ranks.broadcast import from_first, wait_for_all
+from harness.runtime.ranks.agreement import gather_bytes, gather_numbers
+from harness.runtime.ranks.broadcast import run_on_rank_0, wait_for_all
 from harness.runtime.ranks.context import Context
 from harness.workloads.common.contract import Workload
 from harness.workloads.planning.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.planning.profile_points import Point, points_of
 from harness.workloads.profile.alone import AloneRatios, alone_ratios
 from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
+from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
 from harness.workloads.profile.step import StepSampler, gather_steps
 from harness.workloads.profile.store import (
     StepValues,
@@ -39,6 +40,7 @@ from harness.workloads.profile.store import (
     read_profile,
     with_alone,
     with_measurements,
+    with_optimizer,
     with_whole_steps,
     without_drift,
     write_profile,
@@ -115,7 +117,23 @@ class _Profiling:
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
         self._compare(steps, self._time_alone(steps))
+        self._time_optimizer()
+        self._write()
         return self._summary()
+
+    def _time_optimizer(self) -> None:
+        """Time a step of the optimizer on every device, where the file lacks it for a kind."""
+        kinds, options = self._sharing.kinds, self._config.optimizer_options()
+        if all(self.profile.optimizer_s_per_byte(kind, options.variant) for kind in kinds):
+            return
+        world, recorder = self._context.world, self._context.recorder
+        self._context.progress.update("optimizer", 0, 1, self._config.optimizer)
+        updated = Updated.of(self.graph, world.size)
+        mine = optimizer_s_per_byte(updated, options, world.device)
+        recorder.sample("optimizer_s_per_byte", mine)
+        wait_for_all(world)
+        rates = gather_numbers(mine, world)
+        self.profile = with_optimizer(self.profile, options.variant, kinds, rates)
 
     def _time_alone(self, steps: StepSampler | None) -> AloneRatios:
         """What this rank finds of the step alone; nothing where the file knows it."""
@@ -239,13 +257,11 @@ def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
 
 
 def _hold(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
-    """Rank 0 holds the graph to the model, on its device; what it refuses, all refuse."""
-
-    def hold() -> bytes:
-        hold_once(captured, task, config.model, config.dtype, context.run_dir.parent)
-        return b""
-
-    from_first(hold, context.world)
+    """Hold the graph to the model on rank 0's device."""
+    results = context.run_dir.parent
+    run_on_rank_0(
+        lambda: hold_once(captured, task, config.model, config.dtype, results), context.world
+    )
 
 
 def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:

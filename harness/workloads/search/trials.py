@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import Task, build_task, fit_options
 from harness.runtime.ranks.agreement import agree_on_maximum
-from harness.runtime.ranks.broadcast import from_first, wait_for_all
+from harness.runtime.ranks.broadcast import broadcast_result, wait_for_all
 from harness.runtime.ranks.context import Context
 from harness.units import format_duration
 from harness.workloads.planning.search_config import SearchConfig
@@ -63,12 +62,6 @@ class Tried:
     name: str
     measured_s: float
     n_rounds: int
-
-
-class _ToTry(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others."""
-
-    strategies: list[Strategy]
 
 
 def worth_trying(found: Searched, most: int) -> list[Candidate]:
@@ -101,23 +94,23 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
     """
     candidates: list[Candidate] = []
 
-    def tell() -> bytes:
+    def choose() -> list[Strategy]:
         nonlocal candidates
         assert found is not None
         candidates = worth_trying(found, question.trials)
-        return msgspec.json.encode(_ToTry([found.strategy(c) for c in candidates]))
+        return [found.strategy(candidate) for candidate in candidates]
 
-    told = msgspec.json.decode(from_first(tell, context.world), type=_ToTry)
-    if len(told.strategies) < 2:
+    strategies = broadcast_result(choose, list[Strategy], context.world)
+    if len(strategies) < 2:
         return []
-    seconds = _measure(question, told.strategies, context)
+    seconds = _measure(question, strategies, context)
     if found is None or not seconds:
         return []
     known = list(seconds)
     tried = [
         Tried(
             candidate=candidates[known[place.index]],
-            name=told.strategies[known[place.index]].name,
+            name=strategies[known[place.index]].name,
             measured_s=place.duration_s,
             n_rounds=place.n_rounds,
         )

@@ -13,7 +13,7 @@ from harness.errors import ConfigError, StrategyError
 from harness.inputs import read_file
 from harness.runtime.data import entry_for
 from harness.runtime.devices.precision import DTYPES
-from harness.runtime.engines.optimizers import OPTIMIZERS
+from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import fit_options
 from harness.units import parse_bytes
 from harness.workloads.common.number_flags import check_above_zero, check_at_least, flag
@@ -98,10 +98,7 @@ def _check_names(config: TrainConfig) -> None:
     for dtype in config.dtype:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
-    if config.optimizer not in OPTIMIZERS:
-        raise ConfigError(
-            f"there is no optimizer {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}"
-        )
+    check_optimizer(config.optimizer)
 
 
 def _check_unused(config: TrainConfig) -> None:

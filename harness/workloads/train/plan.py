@@ -1,8 +1,8 @@
-"""The strategy of a training run and its prediction, made on rank 0 and told to all.
+"""The strategy of a training run and its prediction, read or built on rank 0 and broadcast.
 
-What is missing is measured before, as runs of their own (`train_needs`). A repeat takes what an
-earlier one planned, as long as model, profile, cluster and code are the same. Where the devices
-have been found at another pace since, that plan is predicted anew.
+Missing measurements and searches are runs of their own before (`train_needs`). A repeat takes the
+plan of an earlier one, as long as model, profile, cluster and code are the same. If the devices
+have been found at another speed since, that plan is predicted anew.
 """
 
 from __future__ import annotations
@@ -17,35 +17,29 @@ import msgspec
 from harness.domain.graph import Graph
 from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
+from harness.domain.run import RunHeader
 from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
-from harness.errors import HarnessError, ModelError, StrategyError
+from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
-from harness.plan.simulate.simulator import Simulator
-from harness.runtime.ranks.broadcast import from_first
+from harness.runtime.ranks.broadcast import broadcast_result
 from harness.runtime.ranks.context import Context
-from harness.workloads.common.contract import Need
-from harness.workloads.planning.files import find_plan, write_plan
+from harness.workloads.common.contract import Need, config_json
+from harness.workloads.planning.files import find_failure, find_plan, find_search, write_plan
 from harness.workloads.planning.inputs import Inputs, read_inputs
-from harness.workloads.planning.needs import links_need, profile_need
+from harness.workloads.planning.needs import links_need, profile_need, search_need
 from harness.workloads.planning.predict import predict, predict_asynchronous
-from harness.workloads.planning.search_config import PLANNED_DTYPES, SearchConfig, question_of
-from harness.workloads.search.workload import (
-    Found,
-    found_by_search,
-    measure_optimizer,
-    search,
-    search_need,
-)
+from harness.workloads.planning.search_config import PLANNED_DTYPES, SearchConfig
 from harness.workloads.train.build import build_strategy, load_strategy
 from harness.workloads.train.config import TrainCase, is_file
+from harness.workloads.train.question import question_of
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What every rank is told.
+    """The plan of a run, on every rank.
 
     Attributes:
         predicted_step_s: None where the simulator does not know how it is trained.
@@ -55,20 +49,6 @@ class Planned:
     strategy: Strategy
     predicted_step_s: float | None
     flops: tuple[float, ...]
-
-
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's answer: a plan, or that the optimizer must be timed first, or neither.
-
-    Attributes:
-        must_search: once the optimizer has been timed.
-    """
-
-    strategy: Strategy | None = None
-    predicted_step_s: float | None = None
-    flops: tuple[float, ...] = ()
-    must_measure: bool = False
-    must_search: bool = False
 
 
 def is_predictable(case: TrainCase) -> bool:
@@ -108,12 +88,7 @@ def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ())
     if case.engine == "deepspeed" or (case.engine == "torch" and not _is_known(case)):
         return None
     planner = _Planner(case, context, shares)
-    told = msgspec.json.decode(from_first(planner.begin, context.world), type=_Told)
-    if told.must_measure:
-        told = planner.make(must_search=told.must_search)
-    if told.strategy is None:
-        return None
-    return Planned(strategy=told.strategy, predicted_step_s=told.predicted_step_s, flops=told.flops)
+    return broadcast_result(planner.plan, Planned | None, context.world)
 
 
 def _is_known(case: TrainCase) -> bool:
@@ -121,33 +96,48 @@ def _is_known(case: TrainCase) -> bool:
 
 
 class _Planner:
-    """Rank 0's part; on the other ranks it knows nothing."""
+    """Rank 0's part."""
 
     def __init__(self, case: TrainCase, context: Context, shares: Sequence[int]) -> None:
         self._case = case
         self._context = context
         self._shares = shares or [1] * context.world.size
         self.inputs: Inputs | None = None
-        self._kept: tuple[Strategy, Prediction] | None = None
 
-    def begin(self) -> bytes:
-        """What is known without measuring: an earlier plan, or that there is nothing to plan by."""
+    def plan(self) -> Planned | None:
+        """An earlier plan, the one that a search has found, or one that is built now; None where
+        the engine needs none and its step cannot be predicted."""
         question = question_of(self._case)
         try:
             self.inputs = read_inputs(question, self._context.run_dir)
         except HarnessError as error:
-            if self._case.engine == "executor":
-                raise
-            if self._case.predict or isinstance(error, ModelError):
-                _log.warning("the step is not predicted: %s", error)
-            return msgspec.json.encode(_Told())
+            self._report_unpredicted(error)
+            return None
         self._check_samples_apart(self.inputs.graph)
-        found = self._known(question)
-        if found is not None and self._is_present(*found):
-            return self._tell(*found)
-        self._kept = found
-        must_search = found is None and self._case.strategy == "searched"
-        return msgspec.json.encode(_Told(must_measure=True, must_search=must_search))
+        try:
+            found = self._known(question)
+            if found is None or not self._is_present(*found):
+                strategy, prediction = self._predicted(question, found)
+            else:
+                strategy, prediction = found
+        except HarnessError as error:
+            self._report_unpredicted(error)
+            return None
+        write_plan(self._context.run_dir, strategy, prediction)
+        flops = device_flops(self.inputs.graph, strategy, self._context.world.size)
+        return Planned(
+            strategy=strategy,
+            predicted_step_s=None if prediction is None else prediction.step_s,
+            flops=tuple(flops),
+        )
+
+    def _report_unpredicted(self, error: HarnessError) -> None:
+        """Raise an error that keeps the engine from training; log one that keeps a step from being
+        predicted."""
+        if self._case.engine == "executor":
+            raise error
+        if self._case.predict or isinstance(error, ModelError):
+            _log.warning("the step is not predicted: %s", error)
 
     def _is_present(self, strategy: Strategy, prediction: Prediction) -> bool:
         """Whether it was predicted by the profile as it is, at the pace that is known now."""
@@ -156,7 +146,11 @@ class _Planner:
         return strategy.made_for == self.inputs.made_for and prediction.paces == paces
 
     def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction] | None:
-        """What a search or an earlier repeat has planned for the same inputs."""
+        """The plan of a search or of an earlier repeat for the same inputs.
+
+        Raises:
+            PlanError: nothing has been found for `searched`.
+        """
         assert self.inputs is not None
         run_dir, case = self._context.run_dir, self._case
         header, made_for = read_header(run_dir), self.inputs.made_for
@@ -165,12 +159,28 @@ class _Planner:
             repeated = header.repeat > 0 and find_plan(
                 run_dir.parent, header, made_for, any_profile=True
             )
-            return repeated or found_by_search(question, self.inputs, self._context)
+            return repeated or self._found_by_search(question, header)
         if case.balance == "speed":
             return None  # its shares were measured for this repeat
         found = find_plan(run_dir.parent, header, made_for)
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None
+        return found
+
+    def _found_by_search(
+        self, question: SearchConfig, header: RunHeader
+    ) -> tuple[Strategy, Prediction]:
+        assert self.inputs is not None
+        results, config = self._context.run_dir.parent, config_json(question)
+        made_for = self.inputs.made_for
+        found = find_search(results, config, header.cluster, made_for, header.commit)
+        if found is None:
+            failure = find_failure(results, "search", config, header.cluster)
+            raise PlanError(
+                failure
+                or f"no search in {results} has planned {question.model} for these devices as "
+                "they are measured now: run ./entry.sh search"
+            )
         return found
 
     def _check_samples_apart(self, graph: Graph) -> None:
@@ -183,45 +193,16 @@ class _Planner:
                 f"{self._case.strategy} shares them out over {n_ranks} ranks: add --engine executor"
             )
 
-    def make(self, *, must_search: bool) -> _Told:
-        """Time the optimizer, then make the strategy and predict it; all ranks must call it."""
-        question, world = question_of(self._case), self._context.world
-        rates = measure_optimizer(question, self.inputs, world)
-        if must_search:
-            found = search(question, self.inputs, rates, self._context)
-            answer = from_first(lambda: self._tell_found(found), world)
-        else:
-            answer = from_first(lambda: self._build(question, rates), world)
-        return msgspec.json.decode(answer, type=_Told)
-
-    def _tell_found(self, found: Found | None) -> bytes:
-        assert found is not None
-        return self._tell(found.strategy, found.prediction)
-
-    def _build(self, question: SearchConfig, rates: tuple[float, ...]) -> bytes:
-        """Of any strategy that need not be searched.
-
-        Args:
-            rates: seconds of the optimizer per byte of parameters, by rank.
-        """
+    def _predicted(
+        self, question: SearchConfig, kept: tuple[Strategy, Prediction] | None
+    ) -> tuple[Strategy, Prediction | None]:
+        """The strategy that is kept, in the user's file, or well known, and its step."""
         assert self.inputs is not None
-        is_ours = self._case.engine == "executor"
-        device = self._context.world.device if is_ours else None
-        try:
-            simulator = self.inputs.simulator(question, rates, device)
-            strategy, prediction = self._predicted(simulator)
-        except HarnessError as error:
-            if is_ours:
-                raise
-            _log.warning("the step is not predicted: %s", error)
-            return msgspec.json.encode(_Told())
-        return self._tell(strategy, prediction)
-
-    def _predicted(self, simulator: Simulator) -> tuple[Strategy, Prediction | None]:
-        """The strategy that is known, in the user's file, or well known, and its step."""
         case, search_s = self._case, None
-        if self._kept is not None:
-            strategy, before = self._kept
+        device = self._context.world.device if case.engine == "executor" else None
+        simulator = self.inputs.simulator(question, device)
+        if kept is not None:
+            strategy, before = kept
             method, search_s = before.method, before.search_s
         elif is_file(case.strategy):
             strategy, method = self._load(), "file"
@@ -238,15 +219,6 @@ class _Planner:
         assert self.inputs is not None
         strategy = load_strategy(self._case, self.inputs.graph, self.inputs.cluster)
         return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
-
-    def _tell(self, strategy: Strategy, prediction: Prediction | None) -> bytes:
-        assert self.inputs is not None
-        write_plan(self._context.run_dir, strategy, prediction)
-        flops = device_flops(self.inputs.graph, strategy, self._context.world.size)
-        step_s = None if prediction is None else prediction.step_s
-        return msgspec.json.encode(
-            _Told(strategy=strategy, predicted_step_s=step_s, flops=tuple(flops))
-        )
 
 
 def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float]:

@@ -14,9 +14,9 @@ from harness.plan.roofline import roofline_profile
 from harness.plan.simulate.simulator import Simulator
 from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import question_of
 from harness.workloads.train.build import build_strategy, load_strategy
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.question import question_of
 
 CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24, n_ranks=3)
 

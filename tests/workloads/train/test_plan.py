@@ -22,12 +22,13 @@ from harness.plan.roofline import DeviceRates
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import read_inputs
 from harness.workloads.planning.profile_config import ProfileConfig, profile_cases
-from harness.workloads.planning.search_config import SearchConfig, question_of, search_cases
+from harness.workloads.planning.search_config import SearchConfig, search_cases
 from harness.workloads.search.workload import WORKLOAD, run_search, search_text
 from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.plan import train_needs
+from harness.workloads.train.question import question_of
 from harness.workloads.train.workload import run_train
 
 CASE = TrainCase(
@@ -290,9 +291,6 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     how = {"search_seconds": 1, "search_budget": 0, "trials": 1, "n_ranks": 0, "memory": ""}
     told = msgspec.convert(header.config, SearchConfig)
     assert replace(question_of(case), **how) == replace(told, **how)
-    rates = [r.value for r in run.ranks[0] if r.metric == "optimizer_s_per_byte"]
-    assert len(rates) == 2
-    assert all(rate > 0 for rate in rates)
 
 
 def searched(run_on_ranks, ranks, body=run_search, **changes):
@@ -380,7 +378,7 @@ def test_a_benchmark_predicts_by_the_plain_step_in_turn_as_training_would(
         for samples in (12, 1)
     }
     assert all(pace > 10 for pace in paces.values())
-    assert in_turn == pytest.approx(planned, rel=0.3)  # the optimizer is timed each time
+    assert in_turn == pytest.approx(planned, rel=0.3)
 
 
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):

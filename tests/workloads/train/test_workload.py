@@ -14,8 +14,8 @@ from harness.measure.derive import rank_phases, training_summary
 from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
 from harness.workloads.planning.inputs import capture_graph
-from harness.workloads.planning.search_config import question_of
 from harness.workloads.train.config import TrainCase
+from harness.workloads.train.question import question_of
 from harness.workloads.train.setup import make_task, set_norm_scope
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import nn
 
@@ -19,8 +19,9 @@ _MIN_TIME_S = 1.0
 _MIN_STEPS = 3
 
 
-class Updated(msgspec.Struct, frozen=True):
-    """What an optimizer is timed on.
+@dataclass(frozen=True)
+class Updated:
+    """Parameters that an optimizer is timed on.
 
     Attributes:
         sizes: bytes of the parameters of each operator that has any, up to a total.
@@ -49,8 +50,10 @@ class Updated(msgspec.Struct, frozen=True):
 def optimizer_s_per_byte(
     updated: Updated, options: OptimizerOptions, device: torch.device
 ) -> float:
-    """Mean seconds of a step by the bytes of its parameters, which it finds in the caches no more
-    than training's steps do: hot, those of ViT's 7 MB took a quarter of that.
+    """Mean seconds of a step per byte of parameters.
+
+    The caches are flushed as training flushes them: with hot caches, a step over ViT's 7 MB took a
+    quarter of the time.
     """
     if not updated.sizes:
         return 0.0

@@ -6,7 +6,7 @@ import torch
 from harness.runtime.capture.capture import capture_model
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.workloads.planning import optimizer as plan_optimizer
-from harness.workloads.planning.optimizer import Updated, optimizer_s_per_byte
+from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
 
 
 def test_parameters_gradients_and_a_part_of_the_outputs_pass_between_two_steps():

@@ -1,0 +1,41 @@
+"""The planning question of a training run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.errors import ConfigError
+from harness.runtime.data import entry_for
+from harness.runtime.models import fit_options
+from harness.workloads.common.model_flags import fitted_flags, shared_flags
+from harness.workloads.planning.search_config import PLANNED_DTYPES, PlannedDtype, SearchConfig
+from harness.workloads.train.config import TrainCase
+
+
+def question_of(case: TrainCase) -> SearchConfig:
+    """What planning is asked for a training run: all that a plan depends on, and nothing else.
+
+    Raises:
+        ConfigError: a dtype that is not profiled.
+        ModelError, DataError: the model cannot take the data, or the data is not there.
+    """
+    entry = entry_for(case.data, case.model)
+    options = case.asked_options()
+    if not options.n_classes:
+        options = replace(options, n_classes=entry.n_classes(case.data_dir))
+    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
+    return replace(
+        SearchConfig(**shared_flags(case, SearchConfig)),
+        dtype=_planned_dtype(case.dtype),
+        batch_size=case.batch,
+        **fitted_flags(fitted),
+    )
+
+
+def _planned_dtype(name: str) -> PlannedDtype:
+    for dtype in PLANNED_DTYPES:
+        if dtype == name:
+            return dtype
+    raise ConfigError(
+        f"--dtype {name} cannot be planned: operators are profiled in {', '.join(PLANNED_DTYPES)}"
+    )
