@@ -304,7 +304,7 @@ def test_only_a_bridge_above_no_physical_device_is_left_to_containers(tmp_path, 
 )
 def test_torchvision_is_imported_once_for_the_models_that_may_need_it(model, is_needed):
     config = SimpleNamespace(model=model) if model else SimpleNamespace()
-    found = _preloaded([SimpleNamespace(config=config)])
+    found = _preloaded([SimpleNamespace(name="train", config=config)])
     assert ("harness.runtime.models.preload_torchvision" in found) == is_needed
     assert "torch" in found
 

@@ -27,8 +27,8 @@ from harness.workloads.planning.files import (
     write_plan,
 )
 from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.planning.needs import search_need
 from harness.workloads.planning.search_config import SearchConfig, search_cases
-from harness.workloads.search.workload import search_need
 
 QUESTION = search_cases(SearchConfig(model="lenet", batch_size=8), 2)[0]
 

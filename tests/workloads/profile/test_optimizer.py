@@ -5,7 +5,7 @@ import torch
 
 from harness.runtime.capture.capture import capture_model
 from harness.runtime.engines.optimizers import OptimizerOptions
-from harness.workloads.planning import optimizer as plan_optimizer
+from harness.workloads.profile import optimizer as plan_optimizer
 from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
 
 
