@@ -21,7 +21,7 @@ from typing import Any
 from harness.domain.run import RunHeader
 from harness.measure.derive import SummaRow, TrainingSummary
 from harness.measure.derive.devices import PeakKey, peaks_of, with_efficiency
-from harness.measure.derive.training import configured_number, with_mamfu
+from harness.measure.derive.training import add_mfu_of_measured_peak, configured_number
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Problem
 from harness.plot.numbers import RunNumbers, derive_numbers
@@ -240,7 +240,7 @@ class Catalog:
 
     @cached_property
     def peaks(self) -> dict[PeakKey, float]:
-        """Measured matmul peaks of all runs: MAMFU's denominator."""
+        """Measured matmul peaks of all runs: the denominator of MFU of measured peak."""
         return peaks_of((run, run.products) for run in self.runs)
 
     def distributed(self, run: RunNumbers) -> list[SummaRow]:
@@ -269,7 +269,9 @@ class Catalog:
             if not known:
                 continue
             case = replace(case, runs=tuple(run for run, _ in known))
-            summaries = tuple(with_mamfu(own, run.header.ranks, self.peaks) for run, own in known)
+            summaries = tuple(
+                add_mfu_of_measured_peak(own, run.header.ranks, self.peaks) for run, own in known
+            )
             first = summaries[0]
             batch = batch_of(case.runs[0], first)
             words = [first.strategy, f"batch {batch:g}" if batch else "", first.dtype, case.cluster]

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FRACTIONS = {
-    *("cv", "efficiency", "low", "high", "overlap", "mfu", "mamfu"),
+    *("cv", "efficiency", "low", "high", "overlap", "mfu", "mfu_of_measured_peak"),
     *("error", "median_error", "worst_error", "regret", "profile_fit_error"),
     *("bubble", "predicted_bubble"),
 }
 # Of these a zero says much.
 TELLING_ZEROS = {"regret", "median_error", "worst_error", "relative_error"}
 COUNTS = {"step", "rank", "repeat", "source", "target", "m", "n", "k", "batch", "work", "stage"}
-ABBREVIATIONS = {"cv": "CV", "mfu": "MFU", "mamfu": "MAMFU", "p95": "p95"}
+ABBREVIATIONS = {
+    "cv": "CV",
+    "mfu": "MFU",
+    "mfu_of_measured_peak": "MFU of measured peak",
+    "p95": "p95",
+}
 SUFFIXES = (
     ("_samples_per_s", " (samples/s)"),
     ("_bytes_per_s", ""),

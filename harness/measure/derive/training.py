@@ -76,7 +76,7 @@ class TrainingSummary:
     synchronisations_per_s: float | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
-    mamfu: float | None = None
+    mfu_of_measured_peak: float | None = None
     memory_bytes: dict[str, float] = field(default_factory=dict)
     sent_bytes_per_s: float | None = None
     received_bytes_per_s: float | None = None
@@ -198,7 +198,8 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     no verdict: its steps are few, and its ranks waited for the failure.
 
     Args:
-        peaks: `matmul_peaks` of the runs beside it, for MAMFU; without, MAMFU is None.
+        peaks: `matmul_peaks` of the runs in the same results; without them the MFU of measured
+            peak is None.
     """
     times = step_times(run)
     is_epochs = not times
@@ -235,20 +236,24 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
         **numbers,
     )
     summary = _with_warnings(summary) if is_judged else summary
-    return with_mamfu(summary, run.header.ranks, peaks or {})
+    return add_mfu_of_measured_peak(summary, run.header.ranks, peaks or {})
 
 
-def with_mamfu(
+def add_mfu_of_measured_peak(
     summary: TrainingSummary, ranks: Iterable[RankInfo], peaks: dict[PeakKey, float]
 ) -> TrainingSummary:
     """The summary with its rate over the measured peaks of its ranks, where all are known."""
     measured = sum_of_peaks(ranks, summary.dtype, peaks)
     if not measured or summary.flops_per_s is None:
         return summary
-    mamfu = summary.flops_per_s / measured
-    doubt = f"MAMFU of {mamfu:.0%}: the measured matmul peak is too low, measure it again"
-    doubts = (doubt,) if mamfu > 1 and summary.status == "ok" else ()
-    return dataclasses.replace(summary, mamfu=mamfu, warnings=(*summary.warnings, *doubts))
+    mfu = summary.flops_per_s / measured
+    doubt = (
+        f"MFU of measured peak is {mfu:.0%}: the measured matmul peak is too low, measure it again"
+    )
+    doubts = (doubt,) if mfu > 1 and summary.status == "ok" else ()
+    return dataclasses.replace(
+        summary, mfu_of_measured_peak=mfu, warnings=(*summary.warnings, *doubts)
+    )
 
 
 def _mean_over_ranks(ranks: Sequence[RankSummary]) -> dict[str, float]:

@@ -40,7 +40,7 @@ COLUMNS = [
     "per_device_samples_per_s",
     "cv",
     "mfu",
-    "mamfu",
+    "mfu_of_measured_peak",
 ]
 
 
@@ -79,7 +79,7 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
         "per_device_samples_per_s": median / first.n_ranks,
         "cv": cv,
         "mfu": _median([s.mfu for s in known]),
-        "mamfu": _median([s.mamfu for s in known]),
+        "mfu_of_measured_peak": _median([s.mfu_of_measured_peak for s in known]),
     }
 
 

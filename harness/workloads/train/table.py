@@ -46,7 +46,7 @@ def train_text(runs: list[Run]) -> str:
 
 
 def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
-    """What the matmul runs beside these ones say that the devices can do, for MAMFU."""
+    """Peak rates of the matmul runs in the same results, for the MFU of measured peak."""
     beside = Results()
     for directory in directories:
         for path in directory.glob("*-matmul-*/run.json"):
@@ -122,12 +122,12 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
             name,
             "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
             percent_cell(summary.mfu),
-            percent_cell(summary.mamfu),
+            percent_cell(summary.mfu_of_measured_peak),
             ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
         ]
         for name, summary in rows
     ]
-    return columns(["run", "rate", "MFU", "MAMFU", "memory peak"], cells)
+    return columns(["run", "rate", "MFU", "MFU of measured peak", "memory peak"], cells)
 
 
 def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:

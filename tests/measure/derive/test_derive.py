@@ -166,7 +166,7 @@ def test_training_summary_of_a_hand_sized_run() -> None:
     assert summary.synchronisations_per_s == 3 / 10.5
     assert summary.flops_per_s == 2e12 / 10.5
     assert summary.mfu == pytest.approx(1 / 10.5)
-    assert summary.mamfu == pytest.approx(2 / 10.5)
+    assert summary.mfu_of_measured_peak == pytest.approx(2 / 10.5)
     assert summary.memory_bytes == {"allocated": 101}
     assert summary.sent_bytes_per_s == 1050 / 10.5
     assert summary.ring_bytes == 4000
@@ -179,7 +179,7 @@ def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
     summary = derive.training_summary(make_run(list(run.ranks.values())))
     assert summary.flops_per_s is not None
     assert summary.mfu is None
-    assert summary.mamfu is None
+    assert summary.mfu_of_measured_peak is None
 
 
 def test_a_run_out_of_memory_is_a_row_without_numbers() -> None:
@@ -337,7 +337,8 @@ def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
     assert "(most: 200%, n = 100 fp32 on 1)" in warning
     summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
     assert (
-        "MAMFU of 190%: the measured matmul peak is too low, measure it again" in summary.warnings
+        "MFU of measured peak is 190%: the measured matmul peak is too low, measure it again"
+        in summary.warnings
     )
 
 
