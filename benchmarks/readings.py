@@ -1,0 +1,132 @@
+"""Print docs/readings.md: the latest reading of each comparison in benchmarks/figures/.
+
+    python benchmarks/readings.py >docs/readings.md
+
+Lines of a file are in the order in which they were read, so the last one of a name is the latest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FIGURES = Path(__file__).resolve().parent / "figures"
+Row = dict[str, Any]
+
+_HEAD = """# Readings
+
+Made by `python benchmarks/readings.py >docs/readings.md` from
+[benchmarks/figures](../benchmarks/figures): the latest reading of each comparison.
+[Benchmarks](../benchmarks/README.md) says how to take them; [faults](faults.md) has those of
+`faults.py`. Each line of the data names its command, machine and commit. The machines have two
+cores (AMD EPYC or Intel Xeon, Linux 6.18); no reading is from a GPU. Virtual clusters have two to
+five nodes with 0.15 to 0.36 of a core each.
+"""
+_COMPARISONS = """
+## Comparisons
+
+The interval is that of the median at 99 %, or the range of fewer than 8 pairs.
+
+"""
+_CELLS = """
+## Cells
+
+Strategies of one model on one virtual cluster, trained in turn
+([prediction](design/prediction.md)): the step of the best strategy by hand over the searched one,
+the step of ddp over it, rank correlation of predicted and measured steps, regret of the predicted
+choice, and median |error| of the predictions.
+
+"""
+_COUNTS = """
+## Counts
+
+"""
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a file of figures, by its name without the ending."""
+    lines = (FIGURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def latest(rows: Iterable[Row], key: str) -> list[Row]:
+    """The last row of each value of `key`, in the order in which the values first appear."""
+    return list({row[key]: row for row in rows if key in row}.values())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; bars within a cell become slashes."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
+
+
+def comparisons() -> Iterator[list[str]]:
+    """One row for each comparison that has a ratio, by file."""
+    for path in sorted(FIGURES.glob("*.jsonl")):
+        for row in latest((row for row in read(path.stem) if "ratio" in row), "name"):
+            interval = f"{row['low']:.4g} to {row['high']:.4g} ({row['n_pairs']})"
+            interval = "" if row["low"] == row["high"] else interval
+            yield [path.stem, row["name"], f"{row['ratio']:.4g}", interval, row["commit"][:7]]
+
+
+def cells() -> Iterator[list[str]]:
+    """One row for each cell of searched.py."""
+    for row in sorted(latest(read("searched"), "cell"), key=lambda row: str(row["cell"])):
+        errors = [abs(s["error"]) for s in row["strategies"].values() if s.get("error") is not None]
+        yield [
+            row["cell"],
+            f"{row['gain']:.2f} ({row['gain_low']:.2f} to {row['gain_high']:.2f})",
+            row["best_hand_chosen"],
+            f"{row['over_ddp']:.2f}",
+            f"{row['rank_correlation']:.2f}",
+            f"{row['regret']:.1%}",
+            f"{median(errors):.1%}",
+            row["commit"][:7],
+        ]
+
+
+def counts() -> Iterator[list[str]]:
+    """One row for each program that counts cases."""
+    equivalence = read("executor_equivalence")
+    last = [row for row in equivalence if row["commit"] == equivalence[-1]["commit"]]
+    n_equal, n_cases = (sum(row[key] for row in last) for key in ("n_equal", "n_cases"))
+    counted = "random strategies equal to one device"
+    yield ["executor_equivalence", counted, f"{n_equal} of {n_cases}"]
+    readers = read("fuzz_readers")
+    n_escaped, n = (sum(row[key] for row in readers) for key in ("n_escaped", "n"))
+    counted = f"mutations that escape one of {len(readers)} readers"
+    yield ["fuzz_readers", counted, f"{n_escaped} of {n}"]
+    status = Counter(row["status"] for row in read("model_zoo") if "status" in row)
+    counted = "models with one construct each, by strategy"
+    yield ["model_zoo", counted, ", ".join(f"{n} {name}" for name, n in status.most_common())]
+    scale = read("plot_scale")[-1]
+    counted = f"figures of {scale['n_runs']} runs: processor time, peak of memory"
+    reading = f"{scale['cpu_s']:.0f} s, {scale['peak_bytes'] / 1e9:.2f} GB"
+    yield ["plot_scale", counted, reading]
+
+
+def page() -> str:
+    """The text of docs/readings.md."""
+    return "".join(
+        [
+            _HEAD,
+            _COMPARISONS,
+            table(["file", "comparison", "ratio", "interval (pairs)", "commit"], comparisons()),
+            _CELLS,
+            table(
+                ["cell", "best by hand / searched", "best by hand", "ddp / searched", "order",
+                 "regret", "error", "commit"],
+                cells(),
+            ),
+            _COUNTS,
+            table(["file", "counted", "reading"], counts()),
+        ]
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(page(), end="")
