@@ -4,7 +4,7 @@
     python benchmarks/planner_pipedream.py --pipedream CHECKOUT    times its optimizer too, in turn
 
 Every search is a process of its own, the command line that a user types. CPU seconds are
-`search_cpu_s` (docs/design/planner.md), the median of the repeats. PipeDream's are those of its
+`search_cpu_s` (docs/plan.md), the median of the repeats. PipeDream's are those of its
 optimizer alone: measured in turn with ours, given a clone of its repository; else as they were
 read once on one core of the same kind of machine, whose speed may have been another. "bound" is
 the target: a hundredth of PipeDream's CPU seconds where it takes over one, or 10 s and 1 GiB for
