@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from harness.domain.cluster import Cluster, CollectivePoint, Jitter
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph, Operator
 from harness.domain.hostfile import load_hostfile
@@ -85,7 +85,7 @@ def small_graph() -> Graph:
 
 def small_cluster() -> Cluster:
     cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e9, memory_bytes=2**30, latency_s=1e-5)
-    device = {"flops_per_s": {"float32": 1e12}, "jitter": [Jitter(computing_s=1, deviation_s=0.1)]}
+    device = {"flops_per_s": {"float32": 1e12}}
     nodes = [
         replace(node, devices=[replace(one, **device) for one in node.devices])
         for node in cluster.nodes

@@ -136,7 +136,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     """Measure links and operators where that is missing, then train by every strategy."""
     results = (options.work / cell.place.name).resolve()
     results.mkdir(parents=True, exist_ok=True)
-    if options.again or not (results / "cluster.json").exists():  # jitter is the machine's
+    if options.again or not (results / "cluster.json").exists():
         cluster.run(cell, results, "links", "--transport", "torch", "--operations", "all_reduce")
     _profile(cell, cluster, results, options.work)
     known = set(results.iterdir())

@@ -15,21 +15,7 @@ from harness.errors import ClusterError
 from harness.inputs import MOST_S, is_amount, is_positive
 
 SCHEMA = "harness-cluster"
-SCHEMA_VERSION = 1
-
-
-_COSTS = ("host_s_per_byte", "reduce_s_per_byte", "host_s_per_message")
-
-
-class Jitter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How unevenly a device computes.
-
-    Attributes:
-        deviation_s: standard deviation of what takes computing_s on average.
-    """
-
-    computing_s: float
-    deviation_s: float
+SCHEMA_VERSION = 2
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,13 +27,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         memory_bytes: what a training run may use.
         speed: relative to the profile of its kind: 0.5 takes twice as long (scaled hardware).
         flops_per_s: measured matmul rate by dtype; empty when not measured.
-        host_s_per_byte: seconds of computation that each byte sent or received takes from it,
-            where what computes also moves the bytes (gloo's copies and TCP on the same cores,
-            NCCL's kernels on the same GPU); 0 when not measured.
-        reduce_s_per_byte: the same in all-reduces, which add up what they receive.
-        host_s_per_message: the same for each message sent or received, whatever its size.
-        jitter: measured, by ascending computing_s: what ranks that wait for each other wait for
-            besides what each computes on average; empty when not measured.
+        host_s_per_byte: communication overhead, in seconds of computation for each byte sent or
+            received: gloo copies and runs TCP on the same cores, NCCL's kernels run on the same
+            GPU. 0 when not measured.
     """
 
     name: str
@@ -56,9 +38,6 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     speed: float = 1.0
     flops_per_s: dict[str, Number] = {}
     host_s_per_byte: float = 0.0
-    reduce_s_per_byte: float = 0.0
-    host_s_per_message: float = 0.0
-    jitter: list[Jitter] = []
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,12 +78,7 @@ class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Cluster(JsonFile, frozen=True, kw_only=True):
-    """Nodes, links of every ordered pair of devices, and collective curves (may be empty).
-
-    Attributes:
-        crowding: how many times as long as one by one transfers take that share interfaces at both
-            of their ends, as when all nodes send to all; 1 when not measured.
-    """
+    """Nodes, links of every ordered pair of devices, and collective curves (may be empty)."""
 
     FILE = FileKind(
         "cluster file",
@@ -117,7 +91,6 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
     nodes: list[Node]
     links: list[Link] = msgspec.field(default_factory=list)
     collectives: list[CollectivePoint] = msgspec.field(default_factory=list)
-    crowding: float = 1.0
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 
@@ -128,10 +101,6 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         twice = [name for name, n in Counter(names).items() if n > 1]
         if twice:
             raise ClusterError(f"device names must be unique, repeated: {sorted(twice)[:8]}")
-        if not (self.crowding >= 1 and is_positive(self.crowding)):
-            raise ClusterError(
-                f"the cluster has crowding {self.crowding}: it must be >= 1, and not beyond 1e30"
-            )
         for node in self.nodes:
             if node.nic_bytes_per_s is not None and not is_positive(node.nic_bytes_per_s):
                 raise ClusterError(
@@ -202,27 +171,11 @@ def _check_device(device: Device) -> None:
             f"device {device.name} has memory {device.memory_bytes} B and speed "
             f"{device.speed}: both must be above 0, and speed at most 1e30"
         )
-    for name in _COSTS:
-        cost: float = getattr(device, name)
-        if not is_amount(cost, MOST_S):
-            raise ClusterError(
-                f"device {device.name} has {name} {cost}: it must be >= 0, and at most 1e10"
-            )
-    _check_jitter(device)
-
-
-def _check_jitter(device: Device) -> None:
-    """Refuse a curve that cannot be read between its points."""
-    shorter_s = 0.0
-    for point in device.jitter:
-        is_after = shorter_s < point.computing_s and is_positive(point.computing_s, MOST_S)
-        if not is_after or not is_amount(point.deviation_s, MOST_S):
-            raise ClusterError(
-                f"device {device.name} has jitter of deviation_s {point.deviation_s} at "
-                f"computing_s {point.computing_s} after {shorter_s}: computing_s must ascend "
-                "from above 0, deviation_s must be >= 0, and both at most 1e10"
-            )
-        shorter_s = point.computing_s
+    if not is_amount(device.host_s_per_byte, MOST_S):
+        raise ClusterError(
+            f"device {device.name} has host_s_per_byte {device.host_s_per_byte}: it must be >= 0, "
+            "and at most 1e10"
+        )
 
 
 def _check_links(links: list[Link], names: list[str]) -> None:

@@ -38,19 +38,14 @@ def _short_hash(*values: object) -> str:
 
 def _describe(device: Device) -> str:
     words = f"{device.kind}, {device.memory_bytes} B, speed {device.speed:g}"
-    if device.host_s_per_byte or device.reduce_s_per_byte:
-        words += f", a byte takes {device.host_s_per_byte:g} s, {device.reduce_s_per_byte:g} s"
-    if device.host_s_per_message:
-        words += f", a message takes {device.host_s_per_message:g} s"
-    for point in device.jitter:
-        words += f", computing of {point.computing_s:g} s deviates by {point.deviation_s:g} s"
+    if device.host_s_per_byte:
+        words += f", a byte takes {device.host_s_per_byte:g} s"
     return words
 
 
 def _links_hash(cluster: Cluster) -> str:
     nics = [node.nic_bytes_per_s for node in cluster.nodes]
-    measured = [cluster.crowding] if cluster.crowding != 1 else []
-    return _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives, *measured)
+    return _short_hash(nics, cluster.node_of(), cluster.links, cluster.collectives)
 
 
 def _devices(cluster: Cluster) -> dict[str, str]:

@@ -34,9 +34,6 @@ def _whole_number(low: int, high: int) -> LabelKind:
 SIZE = _whole_number(1, MAX_SIZE)
 N_BYTES = _whole_number(0, MAX_SIZE)
 RANK = _whole_number(0, MAX_RANK)
-SECONDS = LabelKind(
-    "a number from 0 to 1e9", lambda value: type(value) in (int, float) and 0 <= float(value) <= 1e9
-)
 TEXT = LabelKind(
     f"a text of at most {MAX_TEXT} letters",
     lambda value: isinstance(value, str) and len(value) <= MAX_TEXT,
@@ -45,7 +42,6 @@ TEXT = LabelKind(
 _PRODUCT = {"m": SIZE, "n": SIZE, "k": SIZE, "dtype": TEXT}
 _SUMMA = _PRODUCT | {"scaling": TEXT}
 _PAIR = {"source": RANK, "target": RANK, "transport": TEXT}
-_BESIDE = {"operation": TEXT}
 _AMOUNTS = ("_s", "_bytes", "_flops")
 _SIGNED = ("clock_offset_s", "link_transfer_s")  # a difference of times
 _ROUNDING = 1e-6  # of a difference that is an amount
@@ -64,11 +60,8 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
     "collective_s": {"operation": TEXT, "transport": TEXT, "n_bytes": N_BYTES},
     "link_latency_s": _PAIR,
     "link_transfer_s": _PAIR | {"n_bytes": N_BYTES},
-    "pace_beside": _BESIDE,
-    "host_s_per_byte": _BESIDE,
-    "host_s_per_message": _BESIDE,
-    "jitter_s": {"computing_s": SECONDS},
-    "crowding": {"n_bytes": N_BYTES},
+    "relative_speed": {"operation": TEXT},
+    "host_s_per_byte": {"operation": TEXT},
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

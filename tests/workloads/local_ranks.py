@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -260,15 +260,6 @@ def slow_pairs(config: Any, context: Context) -> Any:
     limits = Limits(budget=Budget(time_s=0.001, n_min=3, n_warm_up=1), longest_s=0.2)
     found, left_out = measure_pairs([1 << 10, 1 << 12, 1 << 14], transport, context, limits)
     return {pair: times.transfers for pair, times in found.items()}, left_out
-
-
-def crossing_on_hosts(hostnames: Any, context: Context) -> Any:
-    """Everyone to everyone, as if ranks were on these hosts."""
-    from harness.workloads.links.crossing import measure_crossing
-
-    world = replace(context.world, hostnames=hostnames)
-    found = measure_crossing(replace(context, world=world))
-    return None if found is None else asdict(found)
 
 
 def refused_links(config: Any, context: Context) -> str:

@@ -20,15 +20,14 @@ from harness.measure.derive.devices import (
 from harness.measure.derive.host import stolen_shares, stolen_warnings
 from harness.measure.derive.links import (
     CollectiveRow,
-    InterferenceRow,
     LinkMatrix,
+    OverheadRow,
     best_link_bytes_per_s,
     bus_factor,
     collective_table,
-    interference_table,
-    jitter_table,
     link_matrices,
     nic_limit_bytes_per_s,
+    overhead_table,
 )
 from harness.measure.derive.pipeline import PipelineSummary, StageTimes, pipeline_summary
 from harness.measure.derive.prediction import (
@@ -67,12 +66,12 @@ __all__ = [
     "ClockOffset",
     "CollectiveRow",
     "EfficiencyRow",
-    "InterferenceRow",
     "Judged",
     "LinkMatrix",
     "MatmulRow",
     "MemoryPeak",
     "MemoryRow",
+    "OverheadRow",
     "PipelineSummary",
     "PredictedRun",
     "RankSummary",
@@ -90,8 +89,6 @@ __all__ = [
     "collective_table",
     "covered_s",
     "epoch_times",
-    "interference_table",
-    "jitter_table",
     "link_matrices",
     "low_peak_warnings",
     "matmul_peaks",
@@ -101,6 +98,7 @@ __all__ = [
     "memory_table",
     "nic_limit_bytes_per_s",
     "outliers",
+    "overhead_table",
     "pipeline_summary",
     "predicted_run",
     "predicted_stages",

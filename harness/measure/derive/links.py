@@ -56,22 +56,19 @@ class LinkMatrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InterferenceRow:
+class OverheadRow:
     """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv, all_reduce, or small messages: many at once (small send_recv) or one
-            after each product (spaced send_recv).
-        pace: of products beside it, relative to their pace alone.
-        unit: byte or message.
-        taken_s: seconds of computation for each byte or message that is sent or received.
+        operation: send_recv or all_reduce.
+        speed: of products during communication, relative to their speed without it.
+        taken_s_per_byte: seconds of computation for each byte that is sent or received.
     """
 
     name: str
     operation: str
-    pace: float
-    unit: str
-    taken_s: float
+    speed: float
+    taken_s_per_byte: float
 
 
 def bus_factor(operation: str, n_ranks: int) -> float:
@@ -178,43 +175,20 @@ def _link_matrix(
     )
 
 
-# What is counted of each kind of communication beside which products are computed.
-_BESIDE = {
-    "send_recv": "byte",
-    "all_reduce": "byte",
-    "small send_recv": "message",
-    "spaced send_recv": "message",
-}
-
-
-def interference_table(run: Run) -> list[InterferenceRow]:
+def overhead_table(run: Run) -> list[OverheadRow]:
     """By operation and rank; empty where it was not measured."""
-    names = _rank_names(run, len(run.header.ranks))
-    found: list[InterferenceRow] = []
-    for operation, unit in _BESIDE.items():
-        for rank, name in enumerate(names):
-            pace, taken_s = (
+    found: list[OverheadRow] = []
+    for operation in ("send_recv", "all_reduce"):
+        for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
+            speed, taken_s = (
                 _median_beside(run.ranks.get(rank, []), metric, operation)
-                for metric in ("pace_beside", f"host_s_per_{unit}")
+                for metric in ("relative_speed", "host_s_per_byte")
             )
-            if pace is not None and taken_s is not None:
-                row = InterferenceRow(
-                    name=name, operation=operation, pace=pace, unit=unit, taken_s=taken_s
+            if speed is not None and taken_s is not None:
+                row = OverheadRow(
+                    name=name, operation=operation, speed=speed, taken_s_per_byte=taken_s
                 )
                 found.append(row)
-    return found
-
-
-def jitter_table(run: Run) -> dict[str, dict[float, float]]:
-    """Standard deviation by rank's name and seconds of computing, medians; empty where it was not
-    measured."""
-    found: dict[str, dict[float, float]] = {}
-    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
-        values: dict[float, list[float]] = defaultdict(list)
-        for sample in samples_of(run.ranks.get(rank, []), "jitter_s"):
-            values[float(sample.labels["computing_s"])].append(sample.value)
-        if values:
-            found[name] = {length: float(np.median(own)) for length, own in sorted(values.items())}
     return found
 
 

@@ -99,7 +99,6 @@ class Costs:
         is_fp32 = np.array([op.dtype == "float32" for op in graph.operators])
         self.wire_share: Floats = np.where(is_fp32, wire_bytes_per_fp32_byte, 1.0)
         self.n_devices = cluster.n_devices
-        self._node_of = np.array(cluster.node_of(), dtype=np.int64)
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
@@ -329,7 +328,7 @@ class Costs:
         if found is None:
             wanting = [Reader(e, op, self.wants(producer, op, plan, b)) for e, op, b in readers]
             sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
-            found = self._fans[key] = make_fan(producer, self._node_of, wanting, sums)
+            found = self._fans[key] = make_fan(producer, self.n_devices, wanting, sums)
         return found
 
     def _sums(

@@ -7,7 +7,6 @@ summed gradient goes back once, after the last of them (the same one: backward r
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,8 +146,6 @@ class Fan:
         n_streamed: (m,) bytes of memory read and written to put together what arrives.
         goes, returns: (m,) see `Wants`.
         edge: (m,) number of the edge of the graph that it belongs to.
-        crosses: (m,) whether several transfers leave its source's node for others, and several
-            arrive at its target's from others: flows that share interfaces at both ends.
     """
 
     source: Ints
@@ -158,21 +155,21 @@ class Fan:
     goes: npt.NDArray[np.bool_]
     returns: npt.NDArray[np.bool_]
     edge: Ints
-    crosses: npt.NDArray[np.bool_]
     sums: tuple[Sum, ...]
 
 
-def make_fan(producer: int, node_of: Ints, readers: Sequence[Reader], sums: tuple[Sum, ...]) -> Fan:
+def make_fan(
+    producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
+) -> Fan:
     """Merge what the readers fetch, first readers first.
 
     Args:
-        node_of: (n_devices,).
         sums: all-reduces of the producer; if one of them sums its output, nothing else travels.
     """
-    nothing, n_devices = np.zeros(0, dtype=np.int64), len(node_of)
+    nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Fan(nothing, nothing, none, none, no, no, nothing, no, sums)
+        return Fan(nothing, nothing, none, none, no, no, nothing, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
@@ -180,10 +177,8 @@ def make_fan(producer: int, node_of: Ints, readers: Sequence[Reader], sums: tupl
         parts.append((reader, reader.wants.moved(kept)))
         if k + 1 < len(readers):
             seen = np.concatenate([seen, reader.wants.keys])
-    sources = np.concatenate([moved.source for _, moved in parts])
-    targets = np.concatenate([moved.target for _, moved in parts])
     return Fan(
-        source=sources + producer * n_devices,
+        source=np.concatenate([moved.source + producer * n_devices for _, moved in parts]),
         target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
         n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),
         n_streamed=np.concatenate([moved.n_streamed for _, moved in parts]),
@@ -192,20 +187,8 @@ def make_fan(producer: int, node_of: Ints, readers: Sequence[Reader], sums: tupl
         edge=np.concatenate(
             [np.full(len(moved.source), r.edge, dtype=np.int64) for r, moved in parts]
         ),
-        crosses=_crosses(node_of[sources], node_of[targets]),
         sums=sums,
     )
-
-
-def _crosses(source: Ints, target: Ints) -> npt.NDArray[np.bool_]:
-    """By transfer from node to node, whether it has company at both of its ends."""
-    pairs = {(a, b) for a, b in zip(source.tolist(), target.tolist(), strict=True) if a != b}
-    n_out, n_in = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
-    found = [
-        a != b and n_out[a] > 1 and n_in[b] > 1
-        for a, b in zip(source.tolist(), target.tolist(), strict=True)
-    ]
-    return np.array(found, dtype=np.bool_)
 
 
 def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tuple[Sum, ...]:

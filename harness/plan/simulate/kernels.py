@@ -6,9 +6,6 @@ dependencies there are. Transfers and all-reduces are served in the order in whi
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
 Where communication takes computing time away (`processors`), events run in order of time.
-
-Where computing is known to deviate, what waits for others begins later by what the latest of them
-is later than the latest is on average (see `jitter`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from harness.plan.simulate.greatest import greatest
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
 from harness.plan.simulate.processors import load_hosts, stretched, takes_computing, worked_off
@@ -44,47 +40,6 @@ def _tell(
         freed[n_freed] = after
         n_freed += 1
     return n_freed
-
-
-@njit(cache=True, inline="always")
-def _when_all_are_there(
-    work: Any, links: Any, begins: Any, task: int, own_end: float, finish: Any, latest: Any
-) -> float:
-    """When a task goes on that waits for transfers, on average over what deviates.
-
-    Args:
-        own_end: when its device is done with the task before.
-        latest: (D,) scratch, NaN; of one sender only the last transfer counts.
-    """
-    rows, n_edges = len(work.device_of), len(work.edge_bytes)
-    what, rest = divmod(task, work.n_microbatches * rows)
-    m, row = divmod(rest, rows)
-    device = work.device_of[row]
-    if what == FORWARD:
-        ptr, edges, there, goes, first = (
-            links.in_ptr, links.in_edges, work.edge_source, work.edge_goes, begins[0],
-        )  # fmt: skip
-    elif what == BACKWARD:
-        ptr, edges, there, goes, first = (
-            links.out_ptr, links.out_edges, work.edge_target, work.edge_returns, begins[1],
-        )  # fmt: skip
-    else:
-        return own_end
-    for k in range(ptr[row], ptr[row + 1]):
-        e = edges[k]
-        if goes[e]:
-            sender, end = work.device_of[there[e]], finish[first + m * n_edges + e]
-            if not latest[sender] >= end:
-                latest[sender] = end
-    mean, variance = own_end, work.own_variance[device]
-    for k in range(ptr[row], ptr[row + 1]):
-        sender = work.device_of[there[edges[k]]]
-        if latest[sender] == latest[sender]:
-            mean, variance = greatest(
-                mean, variance, latest[sender], work.sender_variance[sender, device]
-            )
-            latest[sender] = np.nan
-    return float(mean)
 
 
 @njit(cache=True, inline="always")
@@ -160,7 +115,6 @@ def _serve_move(
     if free[link] > begin:
         begin, cause[task] = free[link], holder[link]
     if source != target:
-        n_bytes *= work.edge_crowding[e]
         for resource, rate in ((out, work.nic[source]), (into, work.nic[target])):
             slowest = min(slowest, rate)
             if free[resource] > begin:
@@ -179,7 +133,6 @@ def _serve_reduce(
 ) -> Any:
     """Start and end of an all-reduce that is ready at `begin`."""
     low, high = work.reduce_ptr[price], work.reduce_ptr[price + 1]
-    begin += work.reduce_jitter[price]
     for p in range(low, high):
         resource = work.reduce_resource[p]
         if free[resource] > begin:
@@ -228,8 +181,6 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     holder = np.full(work.n_resources, NONE, np.int64)
     is_timed = takes_computing(work)
     n_devices = len(work.node_of)
-    last_end = device_begin.copy()  # of what each device has computed
-    deviates, latest = work.own_variance.max() > 0, np.full(n_devices, np.nan)
     running = np.full(n_devices, NONE, np.int64)
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)
     load_since, load_until = np.zeros(n_devices), np.zeros(n_devices)
@@ -245,12 +196,6 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             n_freed += 1
 
     while True:
-        for i in range(n_freed if deviates else 0):
-            one = freed[i]
-            if one < compute:
-                own_end = last_end[work.device_of[one % rows]]
-                together = _when_all_are_there(work, links, begins, one, own_end, finish, latest)
-                ready[one] = max(ready[one], together)
         for i in range(n_freed):
             one = freed[i]
             if one < compute and not is_timed:
@@ -286,7 +231,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 n_heap += 1
                 continue
             running[device] = NONE
-            finish[task] = last_end[device] = now
+            finish[task] = now
             n_freed = _release(work, links, begins, task, now, waits, ready, cause, freed)
             continue
         if task < compute:
@@ -305,7 +250,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
                 continue
-            finish[task] = last_end[device] = now + seconds
+            finish[task] = now + seconds
             n_freed = _release(work, links, begins, task, finish[task], waits, ready, cause, freed)
             continue
 

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.plan.simulate import order
 from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
-from harness.plan.simulate.meetings import group_jitter, transfer_jitter
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
 from harness.plan.simulate.work import Links, Work, count_waits, link
@@ -70,8 +69,6 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         edge_source=row_at[edges.source],
         edge_target=row_at[edges.target],
         edge_bytes=edges.n_bytes * tables.mean_size,
-        edge_crowding=np.where(edges.crosses, simulator.network.crowding, 1.0),
-        edge_messages=_messages(simulator, tables),
         edge_goes=edges.goes,
         edge_returns=returns,
         trigger_task=triggers,
@@ -79,9 +76,6 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         **_cluster_columns(simulator),
         **_sum_columns(simulator, edges.sums, row_at),
         **_reduction_columns(simulator, tables),
-        **_jitter_columns(
-            simulator, tables, flow, rows, seconds + joined_s / flow.n_microbatches, returns
-        ),
     )
     return Lowered(
         work=found,
@@ -140,8 +134,6 @@ def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
         "nic": network.nic,
         "node_of": network.node_of,
         "host_s_per_byte": np.array([one.host_s_per_byte for one in devices]),
-        "reduce_s_per_byte": np.array([one.reduce_s_per_byte for one in devices]),
-        "host_s_per_message": np.array([one.host_s_per_message for one in devices]),
     }
 
 
@@ -183,32 +175,6 @@ def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
     }
 
 
-def _jitter_columns(
-    simulator: Simulator,
-    tables: Tables,
-    flow: Flow,
-    rows: Ints,
-    seconds: Floats,
-    returns: npt.NDArray[np.bool_],
-) -> dict[str, Any]:
-    """Fields of `Work` about how much computing deviates."""
-    jitter, edges, n_devices = simulator.jitter, tables.edge_rows(), tables.n_devices
-    both_ways = seconds[order.FORWARD] + seconds[order.BACKWARD]
-    computing_s: Floats = np.bincount(
-        rows % n_devices, weights=both_ways, minlength=n_devices
-    ).astype(float)
-    sender_variance, own_variance = transfer_jitter(
-        jitter, computing_s, edges, returns, flow.stage_of
-    )
-    return {
-        "sender_variance": sender_variance,
-        "own_variance": own_variance,
-        "reduce_jitter": group_jitter(
-            jitter, edges.sums, tables.buckets(), computing_s, flow.n_microbatches
-        ),
-    }
-
-
 def _shares(tables: Tables) -> Floats:
     """(n_devices,) of what computing takes with all devices at work, where only a plan's are."""
     return tables.costs.times.shares(int(tables.active.any(axis=0).sum()))
@@ -220,19 +186,6 @@ def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     row_at = np.full(active.size, -1, dtype=np.int64)
     row_at[rows] = np.arange(len(rows))
     return rows, row_at
-
-
-def _messages(simulator: Simulator, tables: Tables) -> Floats:
-    """(n_edges,) of the messages that small pieces share: small as they are computed."""
-    edges, n_devices = tables.edge_rows(), tables.n_devices
-    shares = np.ones(len(edges.source))
-    is_small = edges.n_bytes <= simulator.options.joined_bytes * _wire_shares(tables)
-    if not is_small.any():
-        return shares
-    wanted = edges.target[is_small] * n_devices + edges.source[is_small] % n_devices
-    _, which, counts = np.unique(wanted, return_inverse=True, return_counts=True)
-    shares[is_small] = 1 / counts[which]
-    return shares
 
 
 def _wire_shares(tables: Tables) -> Floats:

@@ -36,7 +36,6 @@ class Network:
         latency_s, bandwidth: (n_devices, n_devices), from row to column.
         nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
         node_of: (n_devices,).
-        crowding: how many times as long transfers take that cross (see `fans`).
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -55,7 +54,7 @@ class Network:
             self.latency_s[a, b] = link.latency_s
             self.bandwidth[a, b] = link.bandwidth_bytes_per_s
         self._complete()
-        self._curves, self.crowding = Curves(cluster), cluster.crowding
+        self._curves = Curves(cluster)
         self._cache: dict[tuple[tuple[int, ...], int], Collective] = {}
 
     @property

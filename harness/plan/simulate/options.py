@@ -32,8 +32,6 @@ class SimulatorOptions:
         joined_weight_bytes: gradients of the weights of a product, of at least this size on a
             device but not in place, are computed once for all microbatches of a step and not added
             up, if what these feed it and get of it is no more than the weights. By default none.
-        joined_bytes: pieces up to this size that one operator's tasks on a device want of another
-            device travel in one message.
         wire_bytes_per_fp32_byte: of a value that travels between devices within a microbatch, or
             is summed there; under autocast it has autocast's dtype.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
@@ -50,7 +48,6 @@ class SimulatorOptions:
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     in_place_bytes: float = math.inf
     joined_weight_bytes: float = math.inf
-    joined_bytes: int = 0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     updates_each_microbatch: bool = False

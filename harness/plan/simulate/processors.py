@@ -1,4 +1,4 @@
-"""What communication takes from computing (`host_s_per_byte` and its like), compiled.
+"""What communication takes from computing (`host_s_per_byte`), compiled.
 
 A transfer puts work on both of its ends, spread over the time it takes, and what a device computes
 meanwhile gets what is left of its processor. Import lazily: it imports numba.
@@ -18,8 +18,7 @@ from harness.plan.simulate.work import reduce_of
 @njit(cache=True)
 def takes_computing(work: Any) -> bool:
     """Whether communication takes computing time from any device."""
-    takes = work.host_s_per_byte.max() > 0 or work.host_s_per_message.max() > 0
-    return bool(takes or work.reduce_s_per_byte.max() > 0)
+    return bool(work.host_s_per_byte.max() > 0)
 
 
 @njit(cache=True, inline="always")
@@ -57,11 +56,10 @@ def load_hosts(
             [work.device_of[work.edge_source[e]], work.device_of[work.edge_target[e]]]
         )
         costs = work.edge_bytes[e] * work.host_s_per_byte
-        costs = costs + work.edge_messages[e] * work.host_s_per_message
     else:
         price = reduce_of(work, begins, task)[0]
         devices = work.group[work.group_ptr[price] : work.group_ptr[price + 1]]
-        costs = work.reduce_host_bytes[price] * work.reduce_s_per_byte
+        costs = work.reduce_host_bytes[price] * work.host_s_per_byte
     for device in devices:
         added = costs[device]
         if running[device] != NONE:

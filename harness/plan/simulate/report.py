@@ -179,9 +179,8 @@ def binding(simulation: Simulation) -> dict[str, float]:
     """Seconds of the critical path by what they were spent on, largest first; they sum to the step.
 
     A task counts until the next one's start (a transfer may hand its link on before it has
-    arrived); what lies between its end and that is waiting for others' jitter. What lies before
-    the slowest device's step does not count; where the path begins later, the step before, on the
-    device that it begins with, is what took the time.
+    arrived). What lies before the slowest device's step does not count; where the path begins
+    later, the step before, on the device that it begins with, is what took the time.
     """
     shares: dict[str, float] = defaultdict(float)
     path = critical_path(simulation)
@@ -195,8 +194,6 @@ def binding(simulation: Simulation) -> dict[str, float]:
     for event, until in zip(path, following, strict=True):
         end = min(event.start_s + event.duration_s, until)
         shares[event.resource] += max(0.0, end - max(event.start_s, begin))
-        if until > max(end, begin):
-            shares["jitter"] += until - max(end, begin)
     if out.optimizer_s[slowest] > 0:
         shares[f"optimizer of {names[slowest]}"] = float(out.optimizer_s[slowest])
     return dict(sorted(shares.items(), key=lambda item: -item[1]))

@@ -24,7 +24,6 @@ from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.costs import Costs, check_profile, is_product
 from harness.plan.simulate.fans import Floats, Ints, Sum
-from harness.plan.simulate.jitter import Jitter
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
@@ -98,7 +97,7 @@ class Simulator:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.options = options or SimulatorOptions()
-        self.network, self.jitter = Network(cluster), Jitter(cluster)
+        self.network = Network(cluster)
         self.limits: Floats = np.array(
             [memory_bytes or device.memory_bytes for device in cluster.devices], dtype=np.float64
         )

@@ -70,7 +70,6 @@ class Edges:
         n_streamed: bytes of memory read and written where it arrives (see `Fan`).
         goes, returns: whether it travels forward, and whether its gradient comes back.
         index: number of the graph's edge.
-        crosses: whether flows share interfaces at both ends (see `Fan`).
     """
 
     source: Ints
@@ -80,7 +79,6 @@ class Edges:
     goes: npt.NDArray[np.bool_]
     returns: npt.NDArray[np.bool_]
     index: Ints
-    crosses: npt.NDArray[np.bool_]
     sums: tuple[Sum, ...]
 
 
@@ -242,7 +240,6 @@ class Tables:
                 goes=np.concatenate([fan.goes for fan in fans]),
                 returns=np.concatenate([fan.returns for fan in fans]),
                 index=np.concatenate([fan.edge for fan in fans]),
-                crosses=np.concatenate([fan.crosses for fan in fans]),
                 sums=tuple(one for fan in fans for one in fan.sums),
             )
         return self._edges

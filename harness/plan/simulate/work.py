@@ -29,19 +29,13 @@ class Work(NamedTuple):
     edge_source: Any  # (E,) row of the producer
     edge_target: Any  # (E,) row of the consumer
     edge_bytes: Any  # (E,)
-    edge_crowding: Any  # (E,) how many times as long it takes between nodes
-    edge_messages: Any  # (E,) of a message; a part of one where pieces travel together
     edge_goes: Any  # (E,) whether something travels forward
     edge_returns: Any  # (E,) whether a gradient comes back
     latency: Any  # (D, D)
-    sender_variance: Any  # (D, D) of when a sender is done with what it sends to a receiver
-    own_variance: Any  # (D,) of when who waits for it is done with what comes before (see jitter)
     bandwidth: Any  # (D, D)
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
     host_s_per_byte: Any  # (D,) of computation that a byte sent or received takes away
-    reduce_s_per_byte: Any  # (D,) the same in an all-reduce
-    host_s_per_message: Any  # (D,) the same for each message, whatever its size
     sum_is_norm: Any  # (C,)
     sum_goes: Any  # (C,)
     sum_returns: Any  # (C,)
@@ -51,7 +45,6 @@ class Work(NamedTuple):
     sum_target: Any
     # Prices of all-reduces: C forward ones, C backward ones, K buckets.
     reduce_seconds: Any
-    reduce_jitter: Any  # seconds that the last of the group comes later than it does on average
     reduce_ptr: Any  # into the next two
     reduce_resource: Any
     reduce_occupied: Any

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from harness.domain.run import RunHeader, device_names
 from harness.errors import ResultsError
 from harness.measure.derive import matmul_table
 from harness.measure.store import Results, read_header, read_run, write_atomically
-from harness.workloads.links.crossing import Crossing
-from harness.workloads.links.interference import Interference
 from harness.workloads.links.pairs import Pair, PairTimes
 
 _log = logging.getLogger(__name__)
@@ -69,12 +66,12 @@ def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
     has the NIC for itself.
     """
     inside = {device.name for device in node.devices}
-    crossing = [
+    between = [
         link.bandwidth_bytes_per_s
         for link in links
         if (link.source in inside) != (link.target in inside)
     ]
-    return max(crossing, default=None)
+    return max(between, default=None)
 
 
 def _places(header: RunHeader) -> list[tuple[str, str]]:
@@ -111,19 +108,18 @@ def build_cluster(
     pairs: dict[Pair, PairTimes],
     collectives: list[CollectivePoint],
     flops: list[dict[str, float]],
-    interference: list[Interference],
-    crossing: Crossing | None = None,
+    host_s_per_byte: list[float],
 ) -> Cluster:
     """The launch's nodes and devices with what was measured about them, by rank.
 
     Args:
-        interference: of each rank; empty where it was not measured.
+        host_s_per_byte: of each rank; empty where it was not measured.
     """
     names = [*device_names(header.ranks).values()]
-    costs = [asdict(one) for one in interference] or [{} for _ in names]
+    costs = host_s_per_byte or [0.0] * len(names)
     measured = {
-        name: {"flops_per_s": rates, **own}
-        for name, rates, own in zip(names, flops, costs, strict=True)
+        name: {"flops_per_s": rates, "host_s_per_byte": cost}
+        for name, rates, cost in zip(names, flops, costs, strict=True)
     }
     links = _links(pairs, names)
     nodes = [
@@ -137,8 +133,7 @@ def build_cluster(
         )
         for node in header.cluster.nodes
     ]
-    crowding = 1.0 if crossing is None else crossing.crowding(names, links)
-    return Cluster(nodes=nodes, links=links, collectives=collectives, crowding=crowding)
+    return Cluster(nodes=nodes, links=links, collectives=collectives)
 
 
 def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:

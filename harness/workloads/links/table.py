@@ -9,12 +9,10 @@ from harness.measure.derive import (
     LinkMatrix,
     best_link_bytes_per_s,
     collective_table,
-    interference_table,
-    jitter_table,
     link_matrices,
     nic_limit_bytes_per_s,
+    overhead_table,
 )
-from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 from harness.measure.text import columns
 from harness.units import format_bandwidth, format_bytes, format_duration
@@ -32,9 +30,7 @@ def _parts(run: Run) -> list[str]:
     return [
         *(_matrix(matrix) for matrix in link_matrices(run)),
         _collectives(run),
-        _interference(run),
-        _jitter(run),
-        _crowding(run),
+        _overhead(run),
         "\n".join(f"left out: {text}" for text in left_out),
     ]
 
@@ -66,36 +62,14 @@ def _collectives(run: Run) -> str:
     return columns(heads, [_cells(row, limit) for row in collective_table(run)])
 
 
-def _interference(run: Run) -> str:
-    rows = interference_table(run)
+def _overhead(run: Run) -> str:
+    rows = overhead_table(run)
     if not rows:
         return ""
     cells = [
-        [row.name, row.operation, f"{row.pace:.0%}", f"each {row.unit}", _taken(row.taken_s)]
-        for row in rows
+        [row.name, row.operation, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in rows
     ]
-    return columns(["computing on", "beside", "at its pace", "for", "takes"], cells)
-
-
-def _jitter(run: Run) -> str:
-    table = jitter_table(run)
-    if not table:
-        return ""
-    lengths = sorted({length for by_length in table.values() for length in by_length})
-    cells = [
-        [name, *(f"+- {format_duration(own[s])}" if s in own else "-" for s in lengths)]
-        for name, own in table.items()
-    ]
-    return columns(["deviation on", *(f"of {format_duration(s)}" for s in lengths)], cells)
-
-
-def _crowding(run: Run) -> str:
-    found = samples_of(run.ranks.get(0, []), "crowding")
-    return "\n".join(
-        f"everyone to everyone, {format_bytes(int(sample.labels['n_bytes']))} each: "
-        f"{sample.value:.2f} times as long as one by one"
-        for sample in found
-    )
+    return columns(["computing on", "beside", "at its speed", "each byte takes"], cells)
 
 
 def _taken(seconds: float) -> str:

@@ -17,10 +17,9 @@ from harness.workloads.common.contract import Workload
 from harness.workloads.common.number_flags import check_above_zero, check_at_least
 from harness.workloads.links.cluster import build_cluster, measured_flops, write_cluster
 from harness.workloads.links.collectives import Limits, measure_collectives
-from harness.workloads.links.crossing import Crossing, measure_crossing
-from harness.workloads.links.interference import Interference, measure_interference
 from harness.workloads.links.mpi import MpiTransport
 from harness.workloads.links.operations import OPERATIONS, TorchTransport, Transport
+from harness.workloads.links.overhead import measure_overhead
 from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links.table import links_text
 from harness.workloads.planning.files import CLUSTER_FILE, is_whole
@@ -149,18 +148,11 @@ def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
             found = measure_collectives(list(config.operations), sizes, transport, context, limits)
             points += found[0]
             left_out += found[1]
-    costs, crossing = _between(config, context)
+    overhead = measure_overhead(context) if config.measure == "all" else []
     if world.is_first:
         first = pairs.get(transports[0].name, {})
-        _write_cluster(config, context, first, points, costs, crossing)
+        _write_cluster(config, context, first, points, overhead)
     return {"left_out": left_out}
-
-
-def _between(config: LinksConfig, context: Context) -> tuple[list[Interference], Crossing | None]:
-    """What communication takes from computing, and flows from each other, where all is measured."""
-    if config.measure != "all":
-        return [], None
-    return measure_interference(context), measure_crossing(context)
 
 
 def _write_cluster(
@@ -168,16 +160,13 @@ def _write_cluster(
     context: Context,
     pairs: dict[Pair, PairTimes],
     points: list[CollectivePoint],
-    costs: list[Interference],
-    crossing: Crossing | None,
+    overhead: list[float],
 ) -> None:
     """Links by the first transport, which is what training uses; collectives by all."""
     results = context.run_dir.parent
     header = read_header(context.run_dir)
     rates = measured_flops(results, header)
-    cluster = build_cluster(header, pairs, points, rates, costs, crossing)
-    if crossing is not None:
-        context.recorder.sample("crowding", cluster.crowding, n_bytes=crossing.n_bytes)
+    cluster = build_cluster(header, pairs, points, rates, overhead)
     written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
     if config.cluster_file:
         written.append(Path(config.cluster_file))

@@ -9,7 +9,6 @@ from harness.errors import ConfigError
 from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.engines.optimizers import OptimizerOptions, OptimizerVariant, check_optimizer
-from harness.runtime.executor.options import LARGEST_JOINED_BYTES
 from harness.runtime.models import ModelOptions
 from harness.units import parse_bytes
 from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
@@ -108,7 +107,6 @@ class SearchConfig(ModelFlags):
             stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
             in_place_bytes=in_place_bytes,
             joined_weight_bytes=joined_weight_bytes,
-            joined_bytes=LARGEST_JOINED_BYTES,
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from harness.domain.cluster import Cluster, Device, Jitter, Link, Node
+from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.domain.graph import Graph, Operator
 from harness.domain.partition import count_parts
 from harness.domain.profile import Measurement, Profile
@@ -56,22 +56,14 @@ def cluster_of(n=2, bandwidth=16.0, latency=0.0, memory=MB, **changes):
     )
 
 
-def talking(cluster, *costs_s, of=("host_s_per_byte", "reduce_s_per_byte")):
-    """The cluster, where each byte (or message) takes this much computation from each device."""
-    return _with(cluster, [dict.fromkeys(of, cost_s) for cost_s in costs_s])
-
-
-def uneven(cluster, *deviations_s, computing_s=1.0):
-    """The cluster, where computing_s on each device deviates by so much."""
-    points = [Jitter(computing_s=computing_s, deviation_s=one) for one in deviations_s]
-    return _with(cluster, [{"jitter": [point]} for point in points])
-
-
-def _with(cluster, fields):
-    """The cluster, with these fields of its devices."""
-    own = iter(fields)
+def talking(cluster, *costs_s):
+    """The cluster, where each byte takes this much computation from each device."""
+    own = iter(costs_s)
     nodes = [
-        replace(node, devices=[replace(device, **next(own)) for device in node.devices])
+        replace(
+            node,
+            devices=[replace(device, host_s_per_byte=next(own)) for device in node.devices],
+        )
         for node in cluster.nodes
     ]
     return replace(cluster, nodes=nodes)
@@ -152,8 +144,7 @@ def random_case(rng, n_ops=6, n_devices=3):
         for b in names
         if a != b
     ]
-    crowding = rng.choice([1.0, 1.5])
-    return graph, profile, Cluster(nodes=nodes, links=links, crowding=crowding)
+    return graph, profile, Cluster(nodes=nodes, links=links)
 
 
 def random_plan(rng, n_devices, operator=None, samples=8):

@@ -10,7 +10,6 @@ from simulated import (
     random_plan,
     simulate,
     talking,
-    uneven,
 )
 
 from harness.domain.strategy import Stage, Strategy
@@ -37,8 +36,6 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
         )
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)
-        if case in (8, 9):
-            cluster = uneven(cluster, *[0.1] * cluster.n_devices)
         kept = Simulator(graph, profile, cluster, options=options)
         trial = Trial.from_strategy(kept, Strategy(name="s", batch=8, operators=plans, **flow))
         for _ in range(100):

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from simulated import MB, chain, cluster_of, op, profile_of, simulate, timeline
 
 from harness.domain.cluster import Cluster, CollectivePoint, Device, Link, Node
@@ -115,26 +114,6 @@ def test_measured_collectives_replace_the_ring():
     plans = {name: OperatorPlan({"sample": 2}, [0, 1]) for name in ("a", "b")}
     # 120 bytes lie half-way on the logarithmic scale: 10 s after 4.5 s of computation.
     assert simulate(graph, profile, cluster, plans).step_s == pytest.approx(14.5)
-
-
-@pytest.mark.parametrize(
-    ("plan", "nodes", "slower"),
-    [
-        (OperatorPlan({"sample": 3}, [0, 1, 2]), (3, 1), 2.0),  # each sends to both others
-        (OperatorPlan({}, [0]), (3, 1), 1.0),  # both others send to one
-        (OperatorPlan({"sample": 3}, [0, 1, 2]), (1, 3), 1.0),  # inside a node
-    ],
-)
-def test_flows_that_share_interfaces_at_both_ends_take_longer(plan, nodes, slower):
-    graph, profile = chain()
-    plain = Cluster.uniform(*nodes, inside_bytes_per_s=16.0, memory_bytes=MB)
-    plans = {"a": OperatorPlan({"feature": 3}, [0, 1, 2]), "b": plan}
-    before, after = (
-        sorted(e.duration_s for e in events(simulate(graph, profile, c, plans)) if "->" in e.name)
-        for c in (plain, replace(plain, crowding=2.0))
-    )
-    assert before
-    assert after == pytest.approx([slower * seconds for seconds in before])
 
 
 def test_a_device_fetches_a_region_once_for_all_that_read_it_there():

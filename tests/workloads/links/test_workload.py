@@ -7,27 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from harness.domain.cluster import Cluster, CollectivePoint, Jitter
+from harness.domain.cluster import Cluster, CollectivePoint
 from harness.errors import ConfigError, VerificationError
 from harness.measure.clock import FakeClock, HostClock
 from harness.measure.derive import (
     collective_table,
-    interference_table,
-    jitter_table,
     link_matrices,
+    overhead_table,
 )
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import write_header
 from harness.runtime.devices.sampling import Budget
-from harness.workloads.links import crossing as links_crossing
-from harness.workloads.links import interference as links_interference
+from harness.workloads.links import overhead as links_overhead
 from harness.workloads.links.cluster import build_cluster, fit_link, measured_flops
-from harness.workloads.links.crossing import Crossing
-from harness.workloads.links.interference import Interference, deviation_of
 from harness.workloads.links.pairs import PairTimes, time_pair
 from harness.workloads.links.workload import LinksConfig, links_cases, links_text
 
@@ -99,9 +94,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         operation="all_reduce", transport="gloo", n_ranks=3, n_bytes=12, duration_s=0.5
     )
     rates = [{"fp32": 1e12}, {}, {"fp32": 2e12}]
-    jitter = [Jitter(computing_s=8e-3, deviation_s=1e-3), Jitter(computing_s=0.1, deviation_s=3e-3)]
-    costs = [Interference(1e-9, 2e-9, 3e-6, jitter), Interference(), Interference(3e-9)]
-    cluster = build_cluster(header, pairs, [point], rates, costs)
+    cluster = build_cluster(header, pairs, [point], rates, [1e-9, 0.0, 3e-9])
     assert Cluster.from_json(cluster.to_json()) == cluster
     rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in cluster.links}
     assert rates == {
@@ -118,35 +111,7 @@ def test_the_cluster_holds_links_collectives_nics_and_rates(run_header):
         {},
     ]
     assert [device.host_s_per_byte for device in cluster.devices] == [1e-9, 3e-9, 0.0]
-    assert [device.reduce_s_per_byte for device in cluster.devices] == [2e-9, 0.0, 0.0]
-    assert [device.host_s_per_message for device in cluster.devices] == [3e-6, 0.0, 0.0]
-    assert [device.jitter for device in cluster.devices] == [jitter, [], []]
     assert cluster.collectives == [point]
-
-
-@pytest.mark.parametrize(("duration_s", "crowding"), [(3.01, 1.5), (1.0, 1.0)])
-def test_crowding_is_over_what_the_busiest_interface_takes(run_header, duration_s, crowding):
-    header = run_header(["a", "b", "a", "c"])
-    sizes = [1 << 20, 1 << 22]
-    # The rank that has company on its host stays out of it.
-    pairs = {(s, t): line(5e-3, MB, sizes) for s in range(4) for t in range(4) if s != t}
-    pairs |= {(s, 2): line(5e-3, MB / 10, sizes) for s in (0, 1, 3)}
-    crossing = Crossing(ranks=(0, 1, 3), n_bytes=1_000_000, duration_s=duration_s)
-    costs = [Interference()] * 4
-    cluster = build_cluster(header, pairs, [], [{}] * 4, costs, crossing)
-    assert cluster.crowding == pytest.approx(crowding, rel=2e-3)
-    assert build_cluster(header, pairs, [], [{}] * 4, costs).crowding == 1.0
-
-
-def test_everyone_sends_to_everyone_on_three_nodes(run_on_ranks):
-    import local_ranks
-
-    results, run = run_on_ranks(local_ranks.crossing_on_hosts, ["a", "b", "a", "c"], 4)
-    assert results[0]["ranks"] == (0, 1, 3)
-    times = [s.value for s in samples_of(run.ranks[2], "crossing_s")]
-    assert times == [s.value for s in samples_of(run.ranks[0], "crossing_s")]
-    assert results[0]["duration_s"] == sorted(times)[len(times) // 2] > 0
-    assert run_on_ranks(local_ranks.crossing_on_hosts, ["a", "b", "a"], 3)[0] == [None] * 3
 
 
 def test_rates_come_from_the_newest_matmul_run_on_the_same_devices(run_header, tmp_path):
@@ -201,117 +166,12 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert {point.operation for point in cluster.collectives} == set(SMALL.operations)
     assert "half round trip" in links_text([run])
     # Local ranks copy and add up on the cores that compute.
-    rows = interference_table(run)
-    taken = [
-        *(device.host_s_per_byte for device in cluster.devices),
-        *(device.reduce_s_per_byte for device in cluster.devices),
-        *(device.host_s_per_message for device in cluster.devices),
-    ]
-    assert [row.taken_s for row in rows] == taken
+    rows = overhead_table(run)
+    taken = [device.host_s_per_byte for device in cluster.devices]
+    assert [row.taken_s_per_byte for row in rows] == taken
     assert max(taken) > 0
-    assert all(row.pace > 0 for row in rows)
-    assert max(taken[6:9]) > max(taken[:3])  # a message takes more than a byte
-    assert "each message" in links_text([run])
-    assert "spaced send_recv" in links_text([run])  # ranks that share cores have a thread each
-    assert list(jitter_table(run).values()) == [
-        {point.computing_s: point.deviation_s for point in device.jitter}
-        for device in cluster.devices
-    ]
-    assert all(point.deviation_s > 0 for device in cluster.devices for point in device.jitter)
-    assert "of 128 ms" in links_text([run])
-
-
-@pytest.mark.parametrize(
-    ("backend", "each"),
-    [
-        ("gloo", ["receive", "compute", "send", "wait", "settle"]),
-        # Between two ranks NCCL has one queue for both ways: a send behind a receive never starts.
-        ("nccl", ["compute", "both", "wait", "settle"]),
-    ],
-)
-def test_waiting_for_the_others_is_not_timed_as_computing(backend, each, monkeypatch):
-    told = []
-
-    class Call:
-        def wait(self):
-            told.append("wait")
-
-    class Exchange:
-        def receive(self, message):
-            told.append("receive")
-            return Call()
-
-        def send(self, message):
-            told.append("send")
-            return Call()
-
-        def start(self, message):
-            told.append("both")
-            return [Call()]
-
-    class Chunks:
-        def run(self, n_chunks):
-            told.append("compute")
-            return float(n_chunks)
-
-        def settle(self):
-            told.append("settle")
-
-    monkeypatch.setattr(links_interference.dist, "barrier", lambda: told.append("barrier"))
-    world = SimpleNamespace(backend=backend, wire=torch.device("cpu"))
-    assert links_interference._in_lockstep(Exchange(), Chunks(), 3, 2, world) == [3.0, 3.0]
-    # On a GPU waiting only queues: what is queued is over before the next round is timed.
-    sent = ["wait", "wait"] if backend == "gloo" else []
-    assert told == ["barrier", *each, *each, *sent]
-
-
-@pytest.mark.parametrize(
-    ("device", "n_threads", "expected"),
-    [("cpu", [1, 1], True), ("cpu", [1, 4], False), ("cuda", [1, 1], False)],
-)
-def test_messages_are_spaced_where_no_thread_spins(device, n_threads, expected, monkeypatch):
-    told = []
-
-    def agree(values, world):
-        told.append(values[0])
-        return [max(told)]
-
-    monkeypatch.setattr(links_interference, "agree_on_maximum", agree)
-    worlds = [SimpleNamespace(device=torch.device(device), n_threads=n) for n in n_threads]
-    assert [links_interference._are_single_threads(world) for world in worlds][-1] is expected
-
-
-def test_a_spaced_message_costs_what_the_processor_computes_beyond_the_products(monkeypatch):
-    clocks = {"passed": 0.0, "computed": 0.0}
-
-    def compute(seconds):
-        clocks["computed"] += seconds
-        clocks["passed"] += seconds / 0.25  # a quarter of a core
-
-    def lockstep(kind, chunks, n_chunks, n_rounds, world):
-        chunks.run(n_chunks * n_rounds)
-        compute(n_rounds * 2 * 1e-4)  # two messages a round
-        clocks["passed"] += 7.0  # waiting
-
-    class Chunks:
-        def run(self, n_chunks):
-            compute(n_chunks * 1e-3)
-
-    samples = []
-    recorder = SimpleNamespace(sample=lambda name, value, **labels: samples.append((name, value)))
-    context = SimpleNamespace(
-        world=None,
-        recorder=recorder,
-        progress=SimpleNamespace(update=lambda *told: None),
-        flush=lambda: None,
-    )
-    monkeypatch.setattr(links_interference.dist, "barrier", lambda: None)
-    monkeypatch.setattr(links_interference.time, "perf_counter", lambda: clocks["passed"])
-    monkeypatch.setattr(links_interference.time, "process_time", lambda: clocks["computed"])
-    monkeypatch.setattr(links_interference, "_in_lockstep", lockstep)
-    cost_s = links_interference._measure_spaced(None, Chunks(), context)
-    assert cost_s == pytest.approx(4e-4)  # 0.1 ms of the processor, a quarter of which it has
-    assert dict(samples)["pace_beside"] == pytest.approx(1 / 1.2)
+    assert all(row.speed > 0 for row in rows)
+    assert "each byte takes" in links_text([run])
 
 
 def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
@@ -323,73 +183,27 @@ def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append("everything"))
-    chunks = links_interference._Chunks(SimpleNamespace(device=torch.device("cpu")))
+    chunks = links_overhead._Chunks(SimpleNamespace(device=torch.device("cpu")))
     chunks._is_cuda = True
-    chunks.run(2)
+    over = iter([False, True])
+    assert chunks.until(lambda: next(over))[0] == 2
     assert waited == ["computing"] * 2
 
 
-class SlowToConnect:
-    """Ten seconds for the first message, then 1 MB/s."""
+def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
+    clock, connecting_s = FakeClock(), iter([10.0])  # of the first message; then 100 MB/s
 
-    start_bytes = 1 << 10
-
-    def __init__(self, clock):
-        self._clock, self._is_new = clock, True
-
-    def start(self, message):
-        self._clock.advance(10.0 * self._is_new + message.nbytes / MB)
-        self._is_new = False
+    def start(message, world):
+        clock.advance(next(connecting_s, 0.0) + message.nbytes / (100 * MB))
         return []
 
-
-def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
-    clock = FakeClock()
-    monkeypatch.setattr(links_interference.dist, "barrier", lambda: None)
-    monkeypatch.setattr(links_interference, "agree_on_maximum", lambda values, world: values)
-    monkeypatch.setattr(links_interference.time, "perf_counter", clock.mark)
+    monkeypatch.setattr(links_overhead, "_start", start)
+    monkeypatch.setattr(links_overhead.dist, "barrier", lambda: None)
+    monkeypatch.setattr(links_overhead, "agree_on_maximum", lambda values, world: values)
+    monkeypatch.setattr(links_overhead.time, "perf_counter", clock.mark)
     world = SimpleNamespace(backend="gloo", wire=torch.device("cpu"))
-    message = links_interference._message_of(SlowToConnect(clock), 0.1, world)
-    assert 0.1 <= message.nbytes / MB <= 0.2
-
-
-def test_opening_connections_does_not_make_a_crossing_long(monkeypatch):
-    told = iter([10.0])  # seconds of the first; then 100 MB/s
-
-    def exchange(ranks, n_bytes, world):
-        return next(told, n_bytes / 100 / MB)
-
-    monkeypatch.setattr(links_crossing, "_exchange", exchange)
-    nothing = SimpleNamespace(update=lambda *_: None, sample=lambda *_, **__: None)
-    context = SimpleNamespace(
-        world=SimpleNamespace(hostnames=["a", "b", "c"]), progress=nothing, recorder=nothing,
-        flush=lambda: None,
-    )  # fmt: skip
-    found = links_crossing.measure_crossing(context)
-    assert found == Crossing((0, 1, 2), 8 << 20, (8 << 20) / 100 / MB)
-
-
-def test_small_messages_go_in_groups_that_nccl_takes(monkeypatch):
-    groups = []
-
-    def batch(moves):
-        groups.append([move.tensor.nbytes for move in moves])
-        return [f"group {len(groups)}"]
-
-    monkeypatch.setattr(links_interference.dist, "P2POp", lambda _, tensor, peer: SimpleNamespace(
-        tensor=tensor, peer=peer))  # fmt: skip
-    monkeypatch.setattr(links_interference.dist, "batch_isend_irecv", batch)
-    messages = links_interference._Messages(SimpleNamespace(rank=0, size=2))
-    works = messages.start(torch.zeros(100 * 256 // 4))
-    assert works == ["group 1", "group 2"]
-    assert groups == [[256] * 128, [256] * 72]
-
-
-def test_a_drift_is_no_jitter_and_random_pauses_are():
-    assert deviation_of([1.0, 1.1, 1.2, 1.3]) == pytest.approx(0.1 / 2**0.5)
-    rng = np.random.default_rng(0)
-    drifting = np.linspace(1.0, 2.0, 1000) + rng.normal(0.0, 0.05, 1000)
-    assert deviation_of(drifting) == pytest.approx(0.05, rel=0.1)
+    message = links_overhead._message_of(0.1, world)
+    assert 0.1 <= message.nbytes / (100 * MB) <= 0.2
 
 
 class InProcess:
@@ -453,8 +267,7 @@ def test_only_what_is_asked_for_is_measured_and_replaces_no_cluster_file(run_on_
     narrow = [replace(SMALL, measure="pairs"), replace(SMALL, measure="collectives")]
     results, run = run_on_ranks(local_ranks.links_beside_a_cluster, narrow, 2)
     assert results[0] == ["known", "known"]
-    assert interference_table(run) == []
-    assert jitter_table(run) == {}
+    assert overhead_table(run) == []
     assert len(link_matrices(run)) == 1
     assert collective_table(run) != []
 

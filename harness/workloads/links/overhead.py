@@ -1,0 +1,164 @@
+"""Communication overhead: seconds of computing that each byte sent or received costs its device.
+
+    without   |#|#|#|#|#|#|                     one chunk of products after another
+    during    |# |# | # |#  |  communication    fewer in the same time
+
+The chunks that are missing, in seconds, over the bytes that the rank sent and received meanwhile
+are the cost of a byte (in LogGP's words the overhead o, taken per byte). It is 0 where other cores,
+or a NIC, move the bytes. Every rank sends to the next and receives from the one before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.runtime.devices.sampling import shortest_sample_s
+from harness.runtime.ranks.agreement import agree_on_maximum, gather_numbers
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.world import World
+
+_N_SAMPLES = 5
+_SAMPLE_S = 0.3
+_LONGEST_S = 2.0
+# A chunk ends soon after communication does, and takes far longer than asking whether it has.
+_CHUNK_S = 2e-3
+_SIDE = {"cpu": 256, "cuda": 2048}
+_START_BYTES = 1 << 20
+_MOST_BYTES = 1 << 28
+
+
+class _Chunks:
+    """Products of a fixed size, a few at a time."""
+
+    def __init__(self, world: World) -> None:
+        side = _SIDE[world.device.type]
+        self._a = torch.randn(side, side, device=world.device)
+        self._out = torch.empty_like(self._a)
+        self._is_cuda = world.device.type == "cuda"
+        self._n = 1
+        self._run()
+        self._n = max(1, round(_CHUNK_S / min(self._timed() for _ in range(5))))
+
+    def _run(self) -> None:
+        for _ in range(self._n):
+            torch.mm(self._a, self._a, out=self._out)
+        if self._is_cuda:  # this process's queue, and not that of NCCL's transfers
+            torch.cuda.current_stream().synchronize()
+
+    def _timed(self) -> float:
+        start_s = time.perf_counter()
+        self._run()
+        return time.perf_counter() - start_s
+
+    def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
+        """Chunks computed before `is_over`, at least one, and the seconds they took."""
+        n, start_s = 0, time.perf_counter()
+        while n == 0 or not is_over():
+            self._run()
+            n += 1
+        return n, time.perf_counter() - start_s
+
+
+def measure_overhead(context: Context) -> list[float]:
+    """Compute without communication and during it, in turn; all ranks must call it.
+
+    Returns:
+        Seconds per byte, by rank; 0 for the only rank of a launch.
+    """
+    world = context.world
+    if world.size == 1:
+        return [0.0]
+    return gather_numbers(_measure(_Chunks(world), context), world)
+
+
+def _measure(chunks: _Chunks, context: Context) -> float:
+    """Median over samples of this rank's cost of a byte; each is recorded."""
+    world, progress = context.world, context.progress
+    sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
+    message = _message_of(sample_s, world)
+    what, costs = "computing during send_recv", []
+    for step in range(_N_SAMPLES):
+        progress.update(what, step, _N_SAMPLES)
+        chunk_s = _chunk_s(chunks, sample_s)
+        dist.barrier()
+        n_chunks, during_s = _during(chunks, message, world)
+        costs.append(max(0.0, during_s - n_chunks * chunk_s) / (2 * message.nbytes))
+        metrics = {
+            "host_s_per_byte": costs[-1],
+            "relative_speed": n_chunks * chunk_s / during_s,
+        }
+        for metric, value in metrics.items():
+            context.recorder.sample(
+                metric, value, step=step, operation="send_recv", n_bytes=message.nbytes
+            )
+        context.flush()
+    progress.update(what, _N_SAMPLES, _N_SAMPLES)
+    return median(costs)
+
+
+def _start(message: torch.Tensor, world: World) -> list[Any]:
+    """Post a message to the next rank, and one from the rank before."""
+    here, n = world.rank, world.size
+    return list(
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, message, (here + 1) % n),
+                dist.P2POp(dist.irecv, torch.empty_like(message), (here - 1) % n),
+            ]
+        )
+    )
+
+
+def _during(chunks: _Chunks, message: torch.Tensor, world: World) -> tuple[int, float]:
+    """Chunks computed, and the seconds, until all work is done; posting takes a GPU no time."""
+    start_s = time.perf_counter()
+    work = _start(message, world)
+    if world.backend == "nccl":
+        return chunks.until(work[-1].is_completed)  # in the order in which they were posted
+    posting_s = time.perf_counter() - start_s if world.device.type == "cpu" else 0.0
+    # gloo's transfers between two ranks do not say that they are done, unless waited for.
+    waiting = threading.Thread(target=lambda: [one.wait() for one in work])
+    waiting.start()
+    n_chunks, chunks_s = chunks.until(lambda: not waiting.is_alive())
+    return n_chunks, posting_s + chunks_s
+
+
+def _chunk_s(chunks: _Chunks, sample_s: float) -> float:
+    """Seconds of a chunk without communication; all ranks compute at the same time."""
+    dist.barrier()
+    end_s = time.perf_counter() + sample_s
+    n_chunks, taken_s = chunks.until(lambda: time.perf_counter() >= end_s)
+    dist.barrier()
+    return taken_s / n_chunks
+
+
+def _message_of(sample_s: float, world: World) -> torch.Tensor:
+    """A message that takes at least a sample's time, of the same size on every rank."""
+    n_bytes = _START_BYTES
+    _idle_s(torch.zeros(n_bytes // 4, device=world.wire), world)  # opens connections
+    while True:
+        message = torch.zeros(n_bytes // 4, device=world.wire)
+        took_s = agree_on_maximum([_idle_s(message, world)], world)[0]
+        larger = n_bytes * min(8, max(2, round(1.2 * sample_s / took_s)))
+        is_long = took_s >= sample_s or took_s * larger / n_bytes > _LONGEST_S
+        if is_long or larger > _MOST_BYTES:
+            return message
+        n_bytes = larger
+
+
+def _idle_s(message: torch.Tensor, world: World) -> float:
+    """Seconds of this rank's communication while nobody computes."""
+    dist.barrier()
+    start_s = time.perf_counter()
+    for work in _start(message, world):
+        work.wait()
+    if world.backend == "nccl":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start_s
