@@ -21,11 +21,18 @@ from dataclasses import dataclass
 
 from comparison import compare
 
+from harness.plan.published.flexflow2018.chain import (
+    BEST,
+    N_BOUNDED,
+    Chain,
+    new_chain,
+    restart,
+    walk,
+)
 from harness.plan.published.flexflow2018.model import Machine, Problem
 from harness.plan.published.flexflow2018.reference import build_tasks, step_ms
 from harness.plan.published.flexflow2018.search import HOT, schedule
-from harness.plan.published.flexflow2018.tables import build_tables, decode, encode
-from harness.plan.published.flexflow2018.walk import BEST, N_BY_WAY, Chain, new_chain, restart, walk
+from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
 
 BUDGET = 250_000
 FULL = 8  # searches without the bound: the fewest pairs with an interval of 99 %
@@ -83,8 +90,9 @@ class Trial:
 def run_trial(problem: Problem, seed: int, budget: int, *, use_bound: bool) -> Trial:
     """Search once, and cost the result task by task in plain Python."""
     tables = build_tables(problem)
-    chain = new_chain(tables, seed)
-    restart(chain, encode(tables, problem.data_parallel()))
+    start = encode(problem.data_parallel(), problem.machine.n_devices)
+    chain = new_chain(tables, start, seed)
+    restart(chain, start)
     start_s = time.process_time()
     search(chain, budget, use_bound=use_bound)
     cpu_s = time.process_time() - start_s
@@ -92,7 +100,7 @@ def run_trial(problem: Problem, seed: int, budget: int, *, use_bound: bool) -> T
     best_ms = step_ms(problem, plan)
     if best_ms != chain.cost_ms[BEST]:
         raise SystemExit(f"the kernels say {chain.cost_ms[BEST]} ms, plain Python {best_ms} ms")
-    n_bounded = int(chain.tally[N_BY_WAY + 3])
+    n_bounded = int(chain.tally[N_BOUNDED])
     return Trial(best_ms=best_ms, cpu_s=cpu_s, n_proposals=budget, n_bounded=n_bounded,
                  n_tasks=len(build_tasks(problem, plan)))  # fmt: skip
 

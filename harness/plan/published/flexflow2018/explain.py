@@ -1,10 +1,11 @@
-"""Why a plan costs what it costs: where its time goes, what binds, what it needs."""
+"""Why a plan costs what it costs: where its time goes, what binds, what memory it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from harness.domain.fingerprint import MadeFor
+from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan.published.flexflow2018.model import (
     ELEMENT_BYTES,
     GIVE_BACK_MS,
@@ -14,59 +15,30 @@ from harness.plan.published.flexflow2018.model import (
     Plan,
     Problem,
 )
-from harness.plan.published.flexflow2018.notation import format_plan
 from harness.plan.published.flexflow2018.reference import Task, simulate, synchronise
 
-
-@dataclass(frozen=True, kw_only=True)
-class Breakdown:
-    """A step, in ms. The critical path is the chain of tasks without a gap that ends last.
-
-    Attributes:
-        compute_ms, inside_ms, between_ms: what the critical path spends on devices, on links
-            inside nodes and on links between them; their sum is when the last task ends.
-        sync_ms: synchronisation of weights, after the last task.
-        give_back_ms: what the cost model deducts for parts that share a device.
-        busiest_device, busy_ms: the device with the most work, and how much.
-        mean_busy_ms: the same averaged over all devices.
-    """
-
-    compute_ms: float
-    inside_ms: float
-    between_ms: float
-    sync_ms: float
-    give_back_ms: float
-    busiest_device: int
-    busy_ms: float
-    mean_busy_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        path_ms = self.compute_ms + self.inside_ms + self.between_ms
-        return path_ms + self.sync_ms - self.give_back_ms
+MODEL_NAME = "alexnet of flexflow2018"
+COMPUTE, INSIDE, BETWEEN, SYNC = (
+    "arithmetic and memory of the devices",
+    "transfers inside nodes",
+    "transfers between nodes",
+    "synchronisation of weights",
+)
 
 
-def break_down(problem: Problem, plan: Plan) -> Breakdown:
-    """Simulate the plan task by task and follow what held up the last one."""
-    tasks = simulate(problem, plan)
-    spent = {"compute": 0.0, "inside": 0.0, "between": 0.0}
-    for task in critical_path(tasks):
-        spent[_where(problem, plan, task)] += task.duration_ms
-    busy = [0.0] * problem.machine.n_devices
-    for task in tasks:
-        if isinstance(task.resource, int):
-            busy[task.resource] += task.duration_ms
-    sync = [synchronise(problem, *pair) for pair in zip(problem.layers, plan, strict=True)]
-    return Breakdown(
-        compute_ms=spent["compute"],
-        inside_ms=spent["inside"],
-        between_ms=spent["between"],
-        sync_ms=sum(each.transfer_ms for each in sync),
-        give_back_ms=GIVE_BACK_MS * sum(each.squared_parts for each in sync),
-        busiest_device=busy.index(max(busy)),
-        busy_ms=max(busy),
-        mean_busy_ms=sum(busy) / len(busy),
-    )
+def break_down(problem: Problem, plan: Plan) -> tuple[dict[str, float], float]:
+    """Milliseconds of a step: what the critical path and the synchronisation spend, and what the
+    model gives back for parts that share a device."""
+    spent = dict.fromkeys((COMPUTE, INSIDE, BETWEEN, SYNC), 0.0)
+    for task in critical_path(simulate(problem, plan)):
+        where = COMPUTE
+        if not isinstance(task.resource, int):
+            source, to = task.resource
+            ends = plan[task.layer - 1].devices[source], plan[task.layer].devices[to]
+            where = INSIDE if len({*map(problem.machine.node, ends)}) == 1 else BETWEEN
+        spent[where] += task.duration_ms
+    spent[SYNC], squared_parts = synchronise(problem, plan)
+    return spent, GIVE_BACK_MS * squared_parts
 
 
 def critical_path(tasks: Sequence[Task]) -> list[Task]:
@@ -87,14 +59,6 @@ def critical_path(tasks: Sequence[Task]) -> list[Task]:
     return path[::-1]
 
 
-def _where(problem: Problem, plan: Plan, task: Task) -> str:
-    if isinstance(task.resource, int):
-        return "compute"
-    source, to = task.resource
-    a, b = plan[task.layer - 1].devices[source], plan[task.layer].devices[to]
-    return "inside" if problem.machine.node(a) == problem.machine.node(b) else "between"
-
-
 def memory_bytes(problem: Problem, plan: Plan) -> list[int]:
     """Weights, their gradients, and the outputs that are kept for the backward pass, per device.
 
@@ -105,44 +69,37 @@ def memory_bytes(problem: Problem, plan: Plan) -> list[int]:
         block_bytes = ELEMENT_BYTES * problem.machine.batch * layer.n_out // len(cut.devices)
         for device in cut.devices:
             needed[device] += block_bytes
-        for device, n_blocks in _count_weight_blocks(layer, cut).items():
+        held = {(device, part % cut.n_features) for part, device in enumerate(cut.devices)}
+        for device in set(cut.devices):
+            n_blocks = sum(holder == device for holder, _ in held)
             needed[device] += 2 * ELEMENT_BYTES * layer.n_weights * n_blocks // cut.n_features
     return needed
 
 
-def _count_weight_blocks(layer: Layer, cut: Cut) -> dict[int, int]:
-    """Distinct feature blocks of the weights that each device holds."""
-    held: dict[int, set[int]] = {}
-    for part, device in enumerate(cut.devices):
-        held.setdefault(device, set()).add(part % cut.n_features)
-    return {device: len(blocks) for device, blocks in held.items()}
-
-
 def explain(problem: Problem, plan: Plan) -> list[str]:
     """Lines for people: the breakdown, what binds, and the plan in FlexFlow's notation."""
-    b = break_down(problem, plan)
-    n_nodes = problem.machine.n_nodes
-    parts = {
-        "arithmetic and memory of the devices": b.compute_ms,
-        "transfers inside nodes": b.inside_ms,
-        "transfers between nodes": b.between_ms,
-        "synchronisation of weights": b.sync_ms,
-    }
-    binding = max(parts, key=lambda name: parts[name])
-    links = "inside and between nodes" if n_nodes > 1 else "inside the node"
+    spent, given_back_ms = break_down(problem, plan)
+    step_ms = sum(spent.values()) - given_back_ms
+    busy_ms = [0.0] * problem.machine.n_devices
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        for device in cut.devices:
+            busy_ms[device] += problem.part_ms(layer, cut.n_samples, cut.n_features)
+    binding = max(spent, key=lambda name: spent[name])
+    links = "inside and between nodes" if problem.machine.n_nodes > 1 else "inside the node"
     return [
-        *summarise(problem, plan),
-        f"step {b.step_ms:.3f} ms = {b.compute_ms:.3f} computing + {b.inside_ms:.3f} in transfers "
-        f"inside nodes + {b.between_ms:.3f} between nodes (critical path) + {b.sync_ms:.3f} "
-        f"synchronising weights {links} - {b.give_back_ms:.3f} given back",
-        f"what binds: {binding}, {parts[binding] / b.step_ms:.0%} of the step; device "
-        f"{b.busiest_device} works longest, {b.busy_ms:.3f} ms (mean {b.mean_busy_ms:.3f})",
+        *_summarise(problem, plan),
+        f"step {step_ms:.3f} ms = {spent[COMPUTE]:.3f} computing + {spent[INSIDE]:.3f} in "
+        f"transfers inside nodes + {spent[BETWEEN]:.3f} between nodes (critical path) + "
+        f"{spent[SYNC]:.3f} synchronising weights {links} - {given_back_ms:.3f} given back",
+        f"what binds: {binding}, {spent[binding] / step_ms:.0%} of the step; device "
+        f"{busy_ms.index(max(busy_ms))} works longest, {max(busy_ms):.3f} ms (mean "
+        f"{sum(busy_ms) / len(busy_ms):.3f})",
         "plan in FlexFlow's notation of 2018, dims (samples features):",
         *format_plan(problem, plan),
     ]
 
 
-def summarise(problem: Problem, plan: Plan) -> list[str]:
+def _summarise(problem: Problem, plan: Plan) -> list[str]:
     """Runs of layers that are cut alike and placed alike, one line each."""
     runs: list[tuple[list[str], str]] = []
     for layer, cut in zip(problem.layers, plan, strict=True):
@@ -151,21 +108,45 @@ def summarise(problem: Problem, plan: Plan) -> list[str]:
             runs[-1][0].append(layer.name)
         else:
             runs.append(([layer.name], text))
-    return [
-        f"{names[0] if len(names) == 1 else f'{names[0]} to {names[-1]}'}: {text}"
-        for names, text in runs
-    ]
+    return [f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {text}" for names, text in runs]
 
 
 def _describe(layer: Layer, cut: Cut) -> str:
     n_devices = len(set(cut.devices))
-    where = f"on {n_devices} device{'s' if n_devices > 1 else ''}"
-    if n_devices == 1:
-        where = f"on device {cut.devices[0]}"
+    where = f"on {n_devices} devices" if n_devices > 1 else f"on device {cut.devices[0]}"
     if layer.kind == LINEAR and cut.n_features > 1:
         if cut.n_samples > 1:
             return f"{cut.n_samples} sample blocks x {cut.n_features} feature blocks {where}"
         return f"split by feature into {cut.n_features} {where}"
-    if cut.n_samples > 1:
-        return f"split by sample into {cut.n_samples} {where}"
-    return f"whole {where}"
+    return (
+        f"split by sample into {cut.n_samples} {where}" if cut.n_samples > 1 else f"whole {where}"
+    )
+
+
+def format_plan(problem: Problem, plan: Plan) -> list[str]:
+    """One line per layer in FlexFlow's notation of 2018.
+
+    dims are samples first, then features; later versions print them the other way round.
+    """
+    lines = []
+    for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
+        dims = (cut.n_samples, cut.n_features) if layer.kind == LINEAR else (cut.n_samples,)
+        dim_text, gpu_text = ("".join(f"{n} " for n in each) for each in (dims, cut.devices))
+        lines.append(f"op[{index}] {layer.name}:\tdim({dim_text}) gpu({gpu_text})")
+    return lines
+
+
+def to_strategy(problem: Problem, plan: Plan) -> Strategy:
+    """The plan as the strategy that it is."""
+    operators = {}
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        parts = {"sample": cut.n_samples, "feature": cut.n_features}
+        operators[layer.name] = OperatorPlan(
+            partition={dim: n for dim, n in parts.items() if n > 1}, devices=list(cut.devices)
+        )
+    return Strategy(
+        name="flexflow2018",
+        batch=problem.machine.batch,
+        operators=operators,
+        made_for=MadeFor(model=MODEL_NAME),
+    )

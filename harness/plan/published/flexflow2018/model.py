@@ -70,68 +70,51 @@ def part_ms(layer: Layer, n_samples: int, n_features: int) -> float:
     return linear + (2 * roof_ms(0, 2 * ELEMENT_BYTES * b * o) if layer.has_softmax else 0.0)
 
 
-class LayerChain:
-    """Builds layers one after the other, following the shape (channels, side, side).
+# Kind, channels or features out, kernel, stride, padding; None keeps the channels.
+_ALEXNET: list[tuple[str, int | None, int, int, int]] = [
+    (CONV, 64, 11, 4, 2),
+    (POOL, None, 3, 2, 0),
+    (CONV, 192, 5, 1, 2),
+    (POOL, None, 3, 2, 0),
+    (CONV, 384, 3, 1, 1),
+    (CONV, 256, 3, 1, 1),
+    (CONV, 256, 3, 1, 1),
+    (POOL, None, 3, 2, 0),
+    (FLATTEN, None, 1, 1, 0),
+    (LINEAR, 4096, 1, 1, 0),
+    (LINEAR, 4096, 1, 1, 0),
+    (LINEAR, 1000, 1, 1, 0),
+]
+
+
+def alexnet() -> list[Layer]:
+    """The twelve layers of the comparison; the input is 3 x 224 x 224, the end a softmax.
 
     Layers are numbered as FlexFlow named them, the flatten without a number.
     """
-
-    def __init__(self, channels: int, side: int) -> None:
-        self.layers: list[Layer] = []
-        self._channels, self._side = channels, side
-
-    def conv(self, n_filters: int, kernel: int, stride: int, padding: int) -> LayerChain:
-        n_in = self._channels * self._side**2
-        side = 1 + (self._side + 2 * padding - kernel) // stride
-        n_weights = n_filters * self._channels * kernel**2
-        self._append(CONV, n_in, n_filters * side**2, n_weights, n_weights * side**2)
-        self._channels, self._side = n_filters, side
-        return self
-
-    def pool(self, kernel: int, stride: int) -> LayerChain:
-        n_in = self._channels * self._side**2
-        self._side = 1 + (self._side - kernel) // stride
-        self._append(POOL, n_in, self._channels * self._side**2)
-        return self
-
-    def flatten(self) -> LayerChain:
-        n = self._channels * self._side**2
-        self._append(FLATTEN, n, n)
-        return self
-
-    def linear(self, n_out: int, *, softmax: bool = False) -> LayerChain:
-        n_in = self.layers[-1].n_out
-        self._append(LINEAR, n_in, n_out, n_in * n_out, n_in * n_out, softmax)
-        return self
-
-    def _append(
-        self,
-        kind: str,
-        n_in: int,
-        n_out: int,
-        n_weights: int = 0,
-        macs: int = 0,
-        softmax: bool = False,
-    ) -> None:
-        number = 1 + sum(layer.kind != FLATTEN for layer in self.layers)
-        self.layers.append(
+    layers: list[Layer] = []
+    channels, side, number = 3, 224, 0
+    for kind, n_out, kernel, stride, padding in _ALEXNET:
+        n_in = channels * side**2
+        n_weights = 0 if n_out is None else n_out * channels * kernel**2
+        if kind == LINEAR:
+            n_weights, side = (n_out or 0) * n_in, 1
+        elif kind != FLATTEN:
+            side = 1 + (side + 2 * padding - kernel) // stride
+        channels = n_out or channels
+        number += kind != FLATTEN
+        layers.append(
             Layer(
                 name=kind if kind == FLATTEN else f"{kind}{number}",
                 kind=kind,
                 n_in=n_in,
-                n_out=n_out,
+                n_out=channels * side**2,
                 n_weights=n_weights,
-                macs=macs,
-                has_softmax=softmax,
+                macs=n_weights * side**2,
+                has_softmax=len(layers) == len(_ALEXNET) - 1,
             )
         )
-
-
-def alexnet() -> list[Layer]:
-    """The twelve layers of the comparison; the input is 3 x 224 x 224."""
-    chain = LayerChain(3, 224).conv(64, 11, 4, 2).pool(3, 2).conv(192, 5, 1, 2).pool(3, 2)
-    chain = chain.conv(384, 3, 1, 1).conv(256, 3, 1, 1).conv(256, 3, 1, 1).pool(3, 2).flatten()
-    return chain.linear(4096).linear(4096).linear(1000, softmax=True).layers
+    return layers
 
 
 @dataclass(frozen=True)
@@ -217,32 +200,3 @@ class Problem:
             )
             plan.append(Cut(n_samples, n_features, (0,) * (n_samples * n_features)))
         return tuple(plan)
-
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan that the cost model does not define.
-
-        Raises:
-            PlanError: names the layer.
-        """
-        if len(plan) != len(self.layers):
-            raise PlanError(
-                f"the plan has {len(plan)} layers, the model {len(self.layers)}: "
-                "plan every layer of this model"
-            )
-        n = self.machine.n_devices
-        for layer, cut in zip(self.layers, plan, strict=True):
-            if (cut.n_samples, cut.n_features) not in self.choices(layer):
-                raise PlanError(
-                    f"layer {layer.name} cannot be cut into {cut.n_samples} x {cut.n_features} on "
-                    f"{n} devices: use one of {self.choices(layer)}"
-                )
-            if len(cut.devices) != cut.n_samples * cut.n_features:
-                raise PlanError(
-                    f"layer {layer.name} has {cut.n_samples * cut.n_features} parts and "
-                    f"{len(cut.devices)} devices: name one device per part"
-                )
-            outside = [d for d in cut.devices if not 0 <= d < n]
-            if outside:
-                raise PlanError(
-                    f"layer {layer.name} is on device {outside[0]}, there are devices 0 to {n - 1}"
-                )

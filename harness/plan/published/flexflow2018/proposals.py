@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.plan.published.flexflow2018.compiled import compiled
-from harness.plan.published.flexflow2018.tables import Ints, Tables
-from harness.plan.published.flexflow2018.transfers import count_feature_blocks, count_parts
+from harness.plan.published.flexflow2018.simulation import Ints, Tables, count_parts
 
 Random = NDArray[np.uint64]  # (1,), the generator's state
 
@@ -52,7 +51,7 @@ def draw_unit(random: Random) -> float:
 @compiled
 def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
     """Change the plan in `plan`; returns the first and last layer that it wrote."""
-    layer = draw_below(random, tables.n_layers)
+    layer = draw_below(random, len(plan))
     kind = draw_below(random, 100)
     if kind < SPREAD:
         _draw_cut(tables, plan, random, layer)
@@ -65,7 +64,7 @@ def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
         _refine(tables, plan, random, layer)
     elif kind < MOVE:
         part = draw_below(random, count_parts(tables, plan, layer))
-        plan[layer, part] = draw_below(random, tables.n_devices)
+        plan[layer, part] = draw_below(random, (plan.shape[1] - 1))
     elif kind < SWAP:
         n_parts = count_parts(tables, plan, layer)
         a, b = draw_below(random, n_parts), draw_below(random, n_parts)
@@ -74,23 +73,23 @@ def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
     else:
         _draw_cut(tables, plan, random, layer)
         for part in range(count_parts(tables, plan, layer)):
-            plan[layer, part] = draw_below(random, tables.n_devices)
+            plan[layer, part] = draw_below(random, (plan.shape[1] - 1))
     return layer, layer
 
 
 @compiled
 def _draw_cut(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
-    plan[layer, tables.n_devices] = draw_below(random, tables.n_choices)
+    plan[layer, -1] = draw_below(random, tables.part_ms.shape[1])
 
 
 @compiled
 def _spread(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     """Put the parts on an aligned power of two of consecutive devices."""
     n_parts = count_parts(tables, plan, layer)
-    n_features = count_feature_blocks(tables, plan, layer)
-    n_samples = n_parts // n_features
-    width = 1 << draw_below(random, tables.n_choices)
-    base = width * draw_below(random, tables.n_devices // width)
+    n_samples = 1 << plan[layer, -1]
+    n_features = n_parts // n_samples
+    width = 1 << draw_below(random, tables.part_ms.shape[1])
+    base = width * draw_below(random, (plan.shape[1] - 1) // width)
     cyclic, transposed = draw_below(random, 2), draw_below(random, 2)
     for part in range(n_parts):
         place = part
@@ -103,10 +102,10 @@ def _spread(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
 @compiled
 def _copy_neighbour(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     neighbour = layer + 1 if layer == 0 or draw_below(random, 2) else layer - 1
-    if neighbour == tables.n_layers:
+    if neighbour == len(plan):
         neighbour = layer - 1
     if draw_below(random, 2):
-        plan[layer, tables.n_devices] = plan[neighbour, tables.n_devices]
+        plan[layer, -1] = plan[neighbour, -1]
     _follow(tables, plan, layer, neighbour)
 
 
@@ -120,16 +119,16 @@ def _follow(tables: Tables, plan: Ints, layer: int, leader: int) -> None:
 
 @compiled
 def _write_segment(tables: Tables, plan: Ints, random: Random, layer: int) -> tuple[int, int]:
-    length = 2 + draw_below(random, tables.n_layers - 1)
+    length = 2 + draw_below(random, len(plan) - 1)
     first = max(0, layer - length + 1) if draw_below(random, 2) else layer
-    last = min(tables.n_layers, first + length) - 1
+    last = min(len(plan), first + length) - 1
     leader = first + draw_below(random, last - first + 1)
     if draw_below(random, 2):
         _draw_cut(tables, plan, random, leader)
         _spread(tables, plan, random, leader)
     for follower in range(first, last + 1):
         if follower != leader:
-            plan[follower, tables.n_devices] = plan[leader, tables.n_devices]
+            plan[follower, -1] = plan[leader, -1]
             _follow(tables, plan, follower, leader)
     return first, last
 
@@ -137,11 +136,11 @@ def _write_segment(tables: Tables, plan: Ints, random: Random, layer: int) -> tu
 @compiled
 def _refine(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
     """Double or halve the sample blocks; parts keep the device of the block they come from."""
-    s = plan[layer, tables.n_devices] + (1 if draw_below(random, 2) else -1)
-    s = min(max(s, 0), tables.n_choices - 1)
+    s = plan[layer, -1] + (1 if draw_below(random, 2) else -1)
+    s = min(max(s, 0), tables.part_ms.shape[1] - 1)
     devices = plan[layer]
     n_before = count_parts(tables, plan, layer)
-    plan[layer, tables.n_devices] = s
+    plan[layer, -1] = s
     n_parts = count_parts(tables, plan, layer)
     if n_parts > n_before:
         for part in range(n_parts - 1, -1, -1):

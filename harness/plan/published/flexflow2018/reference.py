@@ -21,7 +21,6 @@ from harness.plan.published.flexflow2018.model import (
     INSIDE_BYTES_PER_MS,
     LINEAR,
     Cut,
-    Layer,
     Plan,
     Problem,
 )
@@ -52,31 +51,11 @@ class Task:
         follower.n_waits += 1
 
 
-@dataclass(frozen=True)
-class Synchronisation:
-    """Milliseconds on the links and milliseconds given back, of one layer."""
-
-    transfer_ms: float
-    squared_parts: int
-
-
 def step_ms(problem: Problem, plan: Plan) -> float:
-    """Predicted milliseconds of a training step: the last task, then all synchronisation.
-
-    Raises:
-        PlanError: the model does not define the plan.
-    """
-    problem.check(plan)
-    makespan_ms = max(task.finish_ms for task in simulate(problem, plan))
-    synchronisation = [
-        synchronise(problem, *pair) for pair in zip(problem.layers, plan, strict=True)
-    ]
-    transfer_ms = sum(each.transfer_ms for each in synchronisation)
-    return (
-        makespan_ms
-        + transfer_ms
-        - GIVE_BACK_MS * sum(each.squared_parts for each in synchronisation)
-    )
+    """Predicted milliseconds of a training step: the last task, then all synchronisation."""
+    end_ms = max(task.finish_ms for task in simulate(problem, plan))
+    transfer_ms, squared_parts = synchronise(problem, plan)
+    return end_ms + transfer_ms - GIVE_BACK_MS * squared_parts
 
 
 def simulate(problem: Problem, plan: Plan) -> list[Task]:
@@ -150,24 +129,21 @@ def _sample_span(problem: Problem, cut: Cut, part: int) -> Span:
     return block * size, (block + 1) * size
 
 
-def synchronise(problem: Problem, layer: Layer, cut: Cut) -> Synchronisation:
-    """Cost of summing the layer's weight gradients, slice by slice, over their holders."""
-    if layer.kind == CONV:
-        n_bytes = float(ELEMENT_BYTES * layer.n_weights)
-        return Synchronisation(n_bytes * _ms_per_byte(problem, set(cut.devices)), 0)
-    if layer.kind != LINEAR:
-        return Synchronisation(0.0, 0)
-    n_devices = problem.machine.n_devices
-    n_bytes = ELEMENT_BYTES * layer.n_in * layer.n_out / n_devices
-    transfer_ms, squared = 0.0, 0
-    for slice_ in range(n_devices):
-        block = slice_ // cut.n_samples
-        holders = [
-            device for part, device in enumerate(cut.devices) if part % cut.n_features == block
-        ]
-        transfer_ms += n_bytes * _ms_per_byte(problem, set(holders))
-        squared += sum(holders.count(device) ** 2 for device in set(holders))
-    return Synchronisation(transfer_ms, squared)
+def synchronise(problem: Problem, plan: Plan) -> tuple[float, int]:
+    """Milliseconds of summing all weight gradients over their holders, slice by slice; and the
+    squared parts, for each of which the model gives back GIVE_BACK_MS."""
+    transfer_ms, squared_parts = 0.0, 0
+    for layer, cut in zip(problem.layers, plan, strict=True):
+        if layer.kind == CONV:
+            n_bytes = float(ELEMENT_BYTES * layer.n_weights)
+            transfer_ms += n_bytes * _ms_per_byte(problem, set(cut.devices))
+        for slice_ in range(problem.machine.n_devices) if layer.kind == LINEAR else ():
+            block = slice_ // cut.n_samples
+            holders = cut.devices[block :: cut.n_features]
+            n_bytes = ELEMENT_BYTES * layer.n_in * layer.n_out / problem.machine.n_devices
+            transfer_ms += n_bytes * _ms_per_byte(problem, set(holders))
+            squared_parts += sum(holders.count(device) ** 2 for device in set(holders))
+    return transfer_ms, squared_parts
 
 
 def _ms_per_byte(problem: Problem, devices: set[int]) -> float:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from harness.domain.cluster import Cluster
 from harness.errors import PlanError
-from harness.plan.published.flexflow2018.explain import explain, memory_bytes
-from harness.plan.published.flexflow2018.model import Machine, Plan, Problem
-from harness.plan.published.flexflow2018.notation import to_strategy
-from harness.plan.published.flexflow2018.reference import step_ms
-from harness.plan.published.flexflow2018.tables import Tables, build_tables, decode, encode
-from harness.plan.published.flexflow2018.timeline import BY_BOUND
-from harness.plan.published.flexflow2018.walk import (
+from harness.plan.published.flexflow2018.chain import (
     BEST,
-    N_BY_WAY,
+    N_BOUNDED,
     N_PROPOSED,
     Chain,
     new_chain,
     restart,
     walk,
 )
+from harness.plan.published.flexflow2018.explain import explain, memory_bytes, to_strategy
+from harness.plan.published.flexflow2018.model import Machine, Plan, Problem
+from harness.plan.published.flexflow2018.reference import step_ms
+from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
 from harness.plan.request import PlanRequest, PlanResult, Progress, RunnerUp
 from harness.units import format_bytes, format_duration
 
@@ -55,10 +53,6 @@ class Found:
     setup_cpu_s: float
     interrupted: bool
 
-    @property
-    def proposals_per_s(self) -> float:
-        return self.n_proposals / self.cpu_s if self.n_proposals else 0.0
-
 
 def plan(request: PlanRequest) -> PlanResult:
     """Plan AlexNet at 64 samples a device. The cluster gives nodes and devices, no speeds.
@@ -69,18 +63,18 @@ def plan(request: PlanRequest) -> PlanResult:
     """
     problem = problem_of(request)
     found = search(problem, request)
-    standard = {
+    named = {
+        "MCMC over all cuts and placements": found.plan,
         "data parallel": problem.data_parallel(),
         "convolutions by sample, linear layers by feature": problem.linear_by_feature(),
         "single device": problem.single_device(),
     }
-    named = [("MCMC over all cuts and placements", found.plan), *standard.items()]
-    costed = sorted(
-        ((step_ms(problem, candidate), name, candidate) for name, candidate in named),
-        key=lambda each: each[0],
+    cost_ms = {name: step_ms(problem, candidate) for name, candidate in named.items()}
+    ranked = sorted(named, key=lambda name: cost_ms[name])
+    method = _first_that_fits(
+        request, {name: memory_bytes(problem, named[name]) for name in ranked}
     )
-    best_ms, method, best = _first_that_fits(problem, request, costed)
-    cost_ms = {name: ms for ms, name, _ in costed}
+    best, best_ms = named[method], cost_ms[method]
     names = [device.name for device in request.cluster.devices]
     return PlanResult(
         cost="flexflow2018",
@@ -89,13 +83,18 @@ def plan(request: PlanRequest) -> PlanResult:
         speedup_over_single=cost_ms["single device"] / best_ms,
         speedup_over_ddp=cost_ms["data parallel"] / best_ms,
         memory_bytes=dict(zip(names, memory_bytes(problem, best), strict=True)),
-        strategy=to_strategy(problem, best, "flexflow2018"),
-        explanation=[*explain(problem, best), _account(found)],
+        strategy=to_strategy(problem, best),
+        explanation=[
+            *explain(problem, best),
+            f"{found.n_proposals} proposals in {format_duration(found.cpu_s)} of CPU, "
+            f"{found.n_bounded} of them refused by a lower bound before their simulation's end; "
+            f"loading or compiling the kernels took {format_duration(found.setup_cpu_s)} besides",
+        ],
         runners_up=[
-            RunnerUp(name=name, step_s=ms / 1e3) for ms, name, _ in costed if name != method
+            RunnerUp(name=name, step_s=cost_ms[name] / 1e3) for name in ranked if name != method
         ],
         n_proposals=found.n_proposals,
-        proposals_per_s=found.proposals_per_s,
+        proposals_per_s=found.n_proposals / found.cpu_s if found.n_proposals else 0.0,
         search_cpu_s=found.cpu_s,
         interrupted=found.interrupted,
     )
@@ -131,131 +130,94 @@ def _machine_of(cluster: Cluster) -> Machine:
     return Machine(len(sizes), sizes[0])
 
 
-def _first_that_fits(
-    problem: Problem, request: PlanRequest, costed: list[tuple[float, str, Plan]]
-) -> tuple[float, str, Plan]:
-    """The fastest candidate within memory, which the cost model itself does not know."""
+def _first_that_fits(request: PlanRequest, needed: dict[str, list[int]]) -> str:
+    """The first of the plans within memory, which the cost model itself does not know."""
     limits = [request.memory_bytes or device.memory_bytes for device in request.cluster.devices]
-    for candidate in costed:
-        needed = memory_bytes(problem, candidate[2])
-        if all(need <= limit for need, limit in zip(needed, limits, strict=True)):
-            return candidate
-    least = min(max(memory_bytes(problem, candidate)) for _, _, candidate in costed)
+    for name, own in needed.items():
+        if all(need <= limit for need, limit in zip(own, limits, strict=True)):
+            return name
     raise PlanError(
-        f"no plan fits: the leanest needs {format_bytes(least)} on a device, the limit is "
-        f"{format_bytes(min(limits))}: use more devices or more memory"
-    )
-
-
-def _account(found: Found) -> str:
-    return (
-        f"{found.n_proposals} proposals in {format_duration(found.cpu_s)} of CPU, "
-        f"{found.n_bounded} of them refused by a lower bound before their simulation's end; "
-        f"loading or compiling the kernels took {format_duration(found.setup_cpu_s)} besides"
+        f"no plan fits: the leanest needs {format_bytes(min(map(max, needed.values())))} on a "
+        f"device, the limit is {format_bytes(min(limits))}: use more devices or more memory"
     )
 
 
 def search(problem: Problem, request: PlanRequest) -> Found:
-    """Run the chain until the budget, the time or the user's patience ends."""
+    """Run the chain until the budget, the time or an interrupt ends it."""
     budget = request.budget
     if budget is None and request.seconds is None:
         budget = DEFAULT_BUDGET
-    if problem.machine.n_devices == 1:  # one plan only
+    n_devices = problem.machine.n_devices
+    if n_devices == 1:  # one plan only
         budget = 0
-    tables = build_tables(problem)
-    chain = new_chain(tables, request.seed)
-    chain.best[:] = encode(tables, problem.data_parallel())
-    interrupted = False
+    tables, start = build_tables(problem), problem.data_parallel()
+    chain, interrupted = new_chain(tables, encode(start, n_devices), request.seed), False
     start_s = search_s = time.process_time()
     try:
-        _load_kernels(problem, tables, request)
-        search_s = time.process_time()
+        request.progress(
+            Progress(
+                n_proposals=0,
+                best_step_s=step_ms(problem, start) / 1e3,
+                phase="loading kernels (the first time on a machine they are compiled)",
+                fraction=0.0,
+            )
+        )
         restart(chain, chain.best.copy())
+        walk(chain, 0, 1.0, True)
+        search_s = time.process_time()
         _run_rounds(chain, request, budget)
     except KeyboardInterrupt:
         interrupted = True
     end_s = time.process_time()
     best = decode(tables, chain.best)
     return Found(
-        plan=best if interrupted else tidy(tables, best),
+        plan=best if interrupted else tidy(chain, best),
         n_proposals=int(chain.tally[N_PROPOSED]),
-        n_bounded=int(chain.tally[N_BY_WAY + BY_BOUND]),
+        n_bounded=int(chain.tally[N_BOUNDED]),
         cpu_s=end_s - search_s,
         setup_cpu_s=search_s - start_s,
         interrupted=interrupted,
     )
 
 
-def _load_kernels(problem: Problem, tables: Tables, request: PlanRequest) -> None:
-    """Compile, or load from the cache, by walking nowhere."""
-    data_parallel = problem.data_parallel()
-    request.progress(
-        Progress(
-            n_proposals=0,
-            best_step_s=step_ms(problem, data_parallel) / 1e3,
-            phase="loading kernels (the first time on a machine they are compiled)",
-            fraction=0.0,
-        )
-    )
-    chain = new_chain(tables, request.seed)
-    restart(chain, encode(tables, data_parallel))
-    walk(chain, 0, 1.0, True)
-
-
-def tidy(tables: Tables, plan: Plan) -> Plan:
+def tidy(chain: Chain, plan: Plan) -> Plan:
     """Put each layer's devices in ascending order where that costs nothing, for the reader."""
-    chain = new_chain(tables, 0)
-    best_ms = restart(chain, encode(tables, plan))
+    n_devices = chain.best.shape[1] - 1
+    best_ms = restart(chain, encode(plan, n_devices))
     for index, cut in enumerate(plan):
         ordered = replace(cut, devices=tuple(sorted(cut.devices)))
         candidate = (*plan[:index], ordered, *plan[index + 1 :])
-        cost_ms = restart(chain, encode(tables, candidate))
+        cost_ms = restart(chain, encode(candidate, n_devices))
         if cost_ms <= best_ms:
             plan, best_ms = candidate, cost_ms
     return plan
 
 
-@dataclass
-class Pace:
-    """When a search ends and when it tells; wall clock."""
-
-    request: PlanRequest
-    budget: int | None
-    start_s: float = field(default_factory=time.monotonic)
-    told_s: float = 0.0
-
-    def is_over(self) -> bool:
-        limit_s = self.request.seconds
-        return limit_s is not None and time.monotonic() - self.start_s >= limit_s
-
-    def tell(self, chain: Chain, round_: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self.told_s < PROGRESS_INTERVAL_S:
-            return
-        self.told_s = now_s
-        n_done = int(chain.tally[N_PROPOSED])
-        shares = [n_done / self.budget] if self.budget else []
-        if self.request.seconds:
-            shares.append((now_s - self.start_s) / self.request.seconds)
-        self.request.progress(
-            Progress(
-                n_proposals=n_done,
-                best_step_s=float(chain.cost_ms[BEST]) / 1e3,
-                phase=f"round {round_ + 1}",
-                fraction=min(1.0, max(shares)) if shares else None,
-            )
-        )
-
-
 def _run_rounds(chain: Chain, request: PlanRequest, budget: int | None) -> None:
-    pace = Pace(request, budget)
+    """Walk through the schedule; show progress and look at the clock between its chunks."""
+    start_s = shown_s = time.monotonic()
+    shown_s -= PROGRESS_INTERVAL_S
     for round_, size, temperature in schedule(budget):
-        if pace.is_over():
+        now_s = time.monotonic()
+        if request.seconds is not None and now_s - start_s >= request.seconds:
             return
         if temperature == HOT and round_ > 0:
             restart(chain, chain.best.copy())
         walk(chain, size, temperature * float(chain.cost_ms[BEST]), True)
-        pace.tell(chain, round_)
+        now_s = time.monotonic()
+        if now_s - shown_s >= PROGRESS_INTERVAL_S:
+            shown_s = now_s
+            n_done = int(chain.tally[N_PROPOSED])
+            shares = [n_done / budget] if budget else []
+            shares += [(now_s - start_s) / request.seconds] if request.seconds else []
+            request.progress(
+                Progress(
+                    n_proposals=n_done,
+                    best_step_s=float(chain.cost_ms[BEST]) / 1e3,
+                    phase=f"round {round_ + 1}",
+                    fraction=min(1.0, max(shares)) if shares else None,
+                )
+            )
 
 
 def schedule(budget: int | None) -> Iterator[tuple[int, int, float]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from harness.errors import PlanError
 from harness.plan.published.flexflow2018.model import (
     FLATTEN,
     LINEAR,
@@ -20,22 +20,15 @@ from harness.plan.published.flexflow2018.model import (
     part_ms,
 )
 from harness.plan.published.flexflow2018.reference import simulate, step_ms, synchronise
-from harness.plan.published.flexflow2018.tables import (
-    FINISH,
+from harness.plan.published.flexflow2018.simulation import (
+    BY_BOUND,
+    BY_EVENTS,
+    IN_ORDER,
     build_tables,
     decode,
     encode,
-    new_base,
-    new_events,
-    new_state,
-    new_work,
 )
-from harness.plan.published.flexflow2018.timeline import (
-    BY_LAYERS,
-    BY_PARTS,
-    BY_TRANSFERS,
-    simulate_fully,
-)
+from harness.plan.published.flexflow2018.simulation import simulate as simulate_arrays
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
     assert (second.ready_ms, second.start_ms, second.finish_ms) == (0.0, 4.0, 8.0)
     assert (free.resource, free.start_ms) == ((1, 1), 0.0)
     cost_ms, way = compiled_step_ms(problem, plan)
-    assert way == BY_TRANSFERS
+    assert way == IN_ORDER
     assert cost_ms == step_ms(problem, plan)
 
 
@@ -113,25 +106,21 @@ def test_synchronisation_of_slices_by_hand() -> None:
     """2 nodes x 2; a 4 x 1 linear layer on devices 0, 0, 1, 2: every slice is on all three."""
     layer = Layer(name="l", kind=LINEAR, n_in=2**10, n_out=2**10, n_weights=2**20)
     problem = Problem(Machine(2, 2), [layer])
-    found = synchronise(problem, layer, Cut(4, 1, (0, 0, 1, 2)))
+    transfer_ms, squared_parts = synchronise(problem, (Cut(4, 1, (0, 0, 1, 2)),))
     # 4 slices of 2^20 bytes: 1/4 ms inside (two devices of node 0), 1 ms between (two nodes)
-    assert found.transfer_ms == 4 * (0.25 + 1.0)
-    assert found.squared_parts == 4 * (2**2 + 1 + 1)
-    by_feature = synchronise(problem, layer, Cut(2, 2, (0, 1, 0, 3)))
+    assert transfer_ms == 4 * (0.25 + 1.0)
+    assert squared_parts == 4 * (2**2 + 1 + 1)
+    transfer_ms, squared_parts = synchronise(problem, (Cut(2, 2, (0, 1, 0, 3)),))
     # block 0 (slices 0, 1) only on device 0; block 1 on devices 1 and 3, one in each node
-    assert by_feature.transfer_ms == 2 * 1.0
-    assert by_feature.squared_parts == 2 * 2**2 + 2 * (1 + 1)
+    assert transfer_ms == 2 * 1.0
+    assert squared_parts == 2 * 2**2 + 2 * (1 + 1)
 
 
 def compiled_step_ms(problem: Problem, plan: Plan) -> tuple[float, int]:
     tables = build_tables(problem)
-    state = new_state(tables)
-    state.plan[:] = encode(tables, plan)
-    assert decode(tables, state.plan) == plan
-    cost_ms, way, _ = simulate_fully(
-        tables, state, new_work(tables), new_events(tables), new_base(tables)
-    )
-    return cost_ms, way
+    encoded = encode(plan, problem.machine.n_devices)
+    assert decode(tables, encoded) == plan
+    return simulate_arrays(tables, encoded, math.inf)
 
 
 def random_plan(problem: Problem, rng: random.Random) -> Plan:
@@ -150,7 +139,7 @@ def random_plan(problem: Problem, rng: random.Random) -> Plan:
     return tuple(plan)
 
 
-def test_kernels_equal_plain_python_exactly_in_every_way() -> None:
+def test_kernels_equal_plain_python_exactly_in_both_ways() -> None:
     rng = random.Random(7)
     ways = set()
     for n_nodes, n_devices in [(1, 1), (1, 2), (1, 4), (2, 4), (4, 1), (4, 4)]:
@@ -160,37 +149,20 @@ def test_kernels_equal_plain_python_exactly_in_every_way() -> None:
             cost_ms, way = compiled_step_ms(problem, plan)
             assert cost_ms == step_ms(problem, plan), plan
             ways.add(way)
-    assert ways == {BY_LAYERS, BY_PARTS, BY_TRANSFERS}
+    assert ways == {IN_ORDER, BY_EVENTS}
 
 
-def test_finish_of_every_part_equals_plain_python() -> None:
+def test_a_limit_refuses_slower_plans_only() -> None:
+    rng = random.Random(8)
     problem = Problem(Machine(2, 4))
     tables = build_tables(problem)
-    state = new_state(tables)
-    plan = problem.linear_by_feature()
-    state.plan[:] = encode(tables, plan)
-    simulate_fully(tables, state, new_work(tables), new_events(tables), new_base(tables))
-    for task in simulate(problem, plan):
-        if len(task.order) == 3:
-            layer, _, part = task.order
-            assert state.times[FINISH, layer, part] == task.finish_ms
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (Cut(3, 1, (0, 1, 0)), "conv1 cannot be cut into 3 x 1"),
-        (Cut(2, 1, (0,)), "conv1 has 2 parts and 1 devices"),
-        (Cut(2, 1, (0, 5)), "conv1 is on device 5, there are devices 0 to 1"),
-    ],
-)
-def test_an_impossible_plan_is_named(change: Cut, message: str) -> None:
-    problem = Problem(Machine(1, 2))
-    with pytest.raises(PlanError, match=message):
-        step_ms(problem, (change, *problem.data_parallel()[1:]))
-
-
-def test_a_plan_of_another_model_is_refused() -> None:
-    problem = Problem(Machine(1, 2))
-    with pytest.raises(PlanError, match="the plan has 11 layers, the model 12"):
-        step_ms(problem, problem.data_parallel()[1:])
+    ways = set()
+    for _ in range(200):
+        plan = random_plan(problem, rng)
+        cost_ms, encoded = step_ms(problem, plan), encode(plan, 8)
+        assert simulate_arrays(tables, encoded, cost_ms)[0] == cost_ms
+        found_ms, way = simulate_arrays(tables, encoded, 0.9 * cost_ms)
+        assert found_ms in (math.inf, cost_ms)
+        assert (way == BY_BOUND) == (found_ms == math.inf)
+        ways.add(way)
+    assert BY_BOUND in ways

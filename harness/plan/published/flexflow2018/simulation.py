@@ -1,0 +1,288 @@
+"""The step of a plan, exactly, in the cheaper of two ways that is valid for it. All compiled.
+
+1. Layer by layer. Valid while every device and every channel meets its tasks in the order of the
+   layers, which is checked on the way.
+2. By events over all parts and transfers, in order of readiness. Always valid.
+
+Devices and channels serve by (ready, layer, part), so that there is one right timeline. Times are
+sums and maxima of the same numbers in both ways, so equal means equal to the last bit.
+
+A caller that would refuse a plan slower than some limit says so: a plan is refused, unsimulated or
+half simulated, when a lower bound is above it. By events, a part that finishes at t proves that the
+step takes t, one part of each later layer, and the synchronisation. Layer by layer, times are not
+final before the end, because a delayed part lets another one pass (Graham's anomaly).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.plan.published.flexflow2018.compiled import compiled
+from harness.plan.published.flexflow2018.model import (
+    BETWEEN_BYTES_PER_MS,
+    CONV,
+    ELEMENT_BYTES,
+    GIVE_BACK_MS,
+    INSIDE_BYTES_PER_MS,
+    LINEAR,
+    Cut,
+    Plan,
+    Problem,
+)
+from harness.plan.simulate.heap import pop, push
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+IN_ORDER, BY_EVENTS, BY_BOUND = 0, 1, 2
+
+INSIDE_RATIO = BETWEEN_BYTES_PER_MS / INSIDE_BYTES_PER_MS
+ROUNDING_MS = 1e-6  # far above the rounding of a sum of times, far below any difference that counts
+
+
+class Tables(NamedTuple):
+    """Costs of a problem. A layer's cut is named by s, the base 2 logarithm of its sample blocks.
+
+    A plan is an array (layer, n_devices + 1): each part's device, and s in the last column.
+
+    Attributes:
+        node_shift: device d is in node d >> node_shift.
+        is_linear: by layer, 1 or 0.
+        part_ms: (layer, s), one part.
+        slice_ms: by layer, one weight slice between two nodes; 0 for a layer without weights.
+        transfer_ms: (layer, the producer's s, s), one transfer into the layer between nodes.
+    """
+
+    node_shift: int
+    is_linear: Ints
+    part_ms: Floats
+    slice_ms: Floats
+    transfer_ms: Floats
+
+
+def build_tables(problem: Problem) -> Tables:
+    """Tabulate every choice of every layer."""
+    layers, machine = problem.layers, problem.machine
+    n_choices = machine.n_devices.bit_length()
+    transfer_ms = np.zeros((len(layers), n_choices, n_choices))
+    for k, producer in enumerate(layers[:-1]):
+        for source, (_, n_features) in enumerate(problem.choices(producer)):
+            for target in range(n_choices):
+                n_common = machine.batch >> max(source, target)
+                n_bytes = ELEMENT_BYTES * n_common * (producer.n_out // n_features)
+                transfer_ms[k + 1, source, target] = n_bytes / BETWEEN_BYTES_PER_MS
+    n_slices = [machine.n_devices if layer.kind == LINEAR else 1 for layer in layers]
+    return Tables(
+        node_shift=machine.devices_per_node.bit_length() - 1,
+        is_linear=np.array([layer.kind == LINEAR for layer in layers], dtype=np.int64),
+        part_ms=np.array([[problem.part_ms(x, *c) for c in problem.choices(x)] for x in layers]),
+        slice_ms=np.array(
+            [
+                ELEMENT_BYTES * layer.n_weights / n / BETWEEN_BYTES_PER_MS
+                if layer.kind in (CONV, LINEAR)
+                else 0.0
+                for layer, n in zip(layers, n_slices, strict=True)
+            ]
+        ),
+        transfer_ms=transfer_ms,
+    )
+
+
+def encode(plan: Plan, n_devices: int) -> Ints:
+    """The plan as an array."""
+    encoded = np.zeros((len(plan), n_devices + 1), dtype=np.int64)
+    for index, cut in enumerate(plan):
+        encoded[index, : len(cut.devices)] = cut.devices
+        encoded[index, -1] = cut.n_samples.bit_length() - 1
+    return encoded
+
+
+def decode(tables: Tables, encoded: Ints) -> Plan:
+    """The plan that an array holds."""
+    cuts = []
+    for layer, row in enumerate(encoded.tolist()):
+        n_samples = 1 << row[-1]
+        n_features = (len(row) - 1) // n_samples if tables.is_linear[layer] else 1
+        cuts.append(Cut(n_samples, n_features, tuple(row[: n_samples * n_features])))
+    return tuple(cuts)
+
+
+@compiled
+def count_parts(tables: Tables, plan: Ints, layer: int) -> int:
+    """Parts of a layer."""
+    if tables.is_linear[layer]:
+        return int(plan.shape[1] - 1)
+    return int(1 << plan[layer, -1])
+
+
+@compiled
+def simulate(tables: Tables, plan: Ints, limit_ms: float) -> tuple[float, int]:
+    """The step in ms, infinite when surely above the limit; and the way that found it."""
+    n_layers = plan.shape[0]
+    sync_ms, squared = 0.0, 0
+    tail_ms = np.zeros(n_layers + 1)  # one part of the layer and of each later one
+    for layer in range(n_layers - 1, -1, -1):
+        own_ms, own_squared = _synchronise(tables, plan, layer)
+        sync_ms += own_ms
+        squared += own_squared
+        tail_ms[layer] = tail_ms[layer + 1] + tables.part_ms[layer, plan[layer, -1]]
+    limit_ms += ROUNDING_MS - sync_ms + GIVE_BACK_MS * squared
+    if tail_ms[0] > limit_ms:
+        return np.inf, BY_BOUND
+    way, end_ms = IN_ORDER, _run_in_order(tables, plan)
+    if end_ms < 0:
+        way, end_ms = BY_EVENTS, _run_events(tables, plan, limit_ms, tail_ms)
+    if end_ms == np.inf:
+        return np.inf, BY_BOUND
+    return end_ms + sync_ms - GIVE_BACK_MS * squared, way
+
+
+@compiled
+def _synchronise(tables: Tables, plan: Ints, layer: int) -> tuple[float, int]:
+    """Ms of summing a layer's gradients, and the squared parts for which it gives time back.
+
+    All slices of a feature block are held by the same devices, so one count serves them all.
+    """
+    if tables.slice_ms[layer] == 0.0:
+        return 0.0, 0
+    n_samples, n = 1 << plan[layer, -1], plan.shape[1] - 1
+    n_features = count_parts(tables, plan, layer) // n_samples
+    transfers, squared = 0.0, 0
+    for block in range(n_features):
+        on_device, on_node = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        n_nodes, most = 0, 0
+        for i in range(n_samples):
+            device = plan[layer, i * n_features + block]
+            node = device >> tables.node_shift
+            if on_device[device] == 0:
+                n_nodes += on_node[node] == 0
+                on_node[node] += 1
+                most = max(most, on_node[node])
+            squared += 2 * on_device[device] + 1  # (n + 1)^2 - n^2
+            on_device[device] += 1
+        transfers += (most - 1) * INSIDE_RATIO + (n_nodes - 1)
+    n_slices = n_samples if tables.is_linear[layer] else 1
+    return tables.slice_ms[layer] * transfers * n_slices, squared * n_slices * tables.is_linear[
+        layer
+    ]
+
+
+@compiled
+def _group_of(tables: Tables, plan: Ints, layer: int, part: int, other: int) -> tuple[int, int]:
+    """First part of the layer `other`, before or after, that shares samples with a part; how many.
+
+    Cuts are powers of two, so both layers fall into groups of consecutive parts, in which every
+    producer sends an equally large block to every consumer.
+    """
+    n_groups = 1 << min(plan[layer, -1], plan[other, -1])
+    n_others = count_parts(tables, plan, other) // n_groups
+    return part * n_groups // count_parts(tables, plan, layer) * n_others, n_others
+
+
+@compiled
+def _transfer_ms(tables: Tables, plan: Ints, layer: int, source: int, to: int) -> float:
+    """From a part to a part of `layer`; 0 on one device."""
+    a, b = plan[layer - 1, source], plan[layer, to]
+    if a == b:
+        return 0.0
+    between_ms = tables.transfer_ms[layer, plan[layer - 1, -1], plan[layer, -1]]
+    is_inside = a >> tables.node_shift == b >> tables.node_shift
+    return float(between_ms * INSIDE_RATIO if is_inside else between_ms)
+
+
+@compiled
+def _run_in_order(tables: Tables, plan: Ints) -> float:
+    """Way 1: when the last part ends, or -1 where a task overtakes one of an earlier layer."""
+    n_layers, n = plan.shape[0], plan.shape[1] - 1
+    free_ms, last_ready_ms = np.zeros(n), np.zeros(n)
+    channel_free_ms, channel_ready_ms = np.zeros((n, n)), np.zeros((n, n))
+    before_ms, finish_ms, ready_ms = np.zeros(n), np.zeros(n), np.zeros(n)
+    order = np.zeros(n, dtype=np.int64)
+    for layer in range(n_layers):
+        n_parts = count_parts(tables, plan, layer)
+        for part in range(n_parts):
+            if layer > 0:
+                first, n_sources = _group_of(tables, plan, layer, part, layer - 1)
+                ready_ms[part] = 0.0
+                for source in range(first, first + n_sources):
+                    arrival_ms = before_ms[source]
+                    own_ms = _transfer_ms(tables, plan, layer, source, part)
+                    if own_ms > 0.0:
+                        if arrival_ms < channel_ready_ms[source, part]:
+                            return -1.0
+                        channel_ready_ms[source, part] = arrival_ms
+                        arrival_ms = max(arrival_ms, channel_free_ms[source, part]) + own_ms
+                        channel_free_ms[source, part] = arrival_ms
+                    ready_ms[part] = max(ready_ms[part], arrival_ms)
+            at = part  # insertion sort, stable: ties stay in order of the part
+            while at > 0 and ready_ms[order[at - 1]] > ready_ms[part]:
+                order[at] = order[at - 1]
+                at -= 1
+            order[at] = part
+        for part in order[:n_parts]:
+            device = plan[layer, part]
+            if ready_ms[part] < last_ready_ms[device]:
+                return -1.0
+            last_ready_ms[device] = ready_ms[part]
+            start_ms = max(free_ms[device], ready_ms[part])
+            finish_ms[part] = start_ms + tables.part_ms[layer, plan[layer, -1]]
+            free_ms[device] = finish_ms[part]
+        before_ms, finish_ms = finish_ms, before_ms
+    return float(before_ms[: count_parts(tables, plan, n_layers - 1)].max())
+
+
+@compiled
+def _run_events(tables: Tables, plan: Ints, limit_ms: float, tail_ms: Floats) -> float:
+    """Way 2: when the last part ends; infinite when surely above the limit.
+
+    A task is numbered so that numbers settle ties: by layer, parts before transfers into the
+    layer, then consumer, then producer.
+    """
+    n_layers, n = plan.shape[0], plan.shape[1] - 1
+    stride = n * (1 + n)
+    free_ms, channel_free_ms = np.zeros(n), np.zeros((n, n))
+    ready_ms, n_waits = np.zeros((n_layers, n)), np.zeros((n_layers, n), dtype=np.int64)
+    keys, tasks, size = np.zeros(n_layers * stride), np.zeros(n_layers * stride, np.int64), 0
+    for part in range(count_parts(tables, plan, 0)):
+        push(keys, tasks, size, 0.0, part)
+        size += 1
+    end_ms = 0.0
+    while size > 0:
+        now_ms = keys[0]
+        task = pop(keys, tasks, size)
+        size -= 1
+        layer, place = task // stride, task % stride
+        if place < n:  # a part
+            device = plan[layer, place]
+            end_of_part_ms = max(free_ms[device], now_ms) + tables.part_ms[layer, plan[layer, -1]]
+            free_ms[device] = end_of_part_ms
+            end_ms = max(end_ms, end_of_part_ms)
+            if end_of_part_ms + tail_ms[layer + 1] > limit_ms:
+                return np.inf
+            if layer + 1 == n_layers:
+                continue
+            layer, source = layer + 1, place
+            first, n_targets = _group_of(tables, plan, layer - 1, source, layer)
+            last = first + n_targets
+            for to in range(first, last):
+                if plan[layer, to] != device:
+                    push(keys, tasks, size, end_of_part_ms, layer * stride + n + to * n + source)
+                    size += 1
+            arrival_ms = end_of_part_ms
+        else:  # a transfer into the layer
+            first, source = (place - n) // n, (place - n) % n
+            last, device = first + 1, plan[layer, first]
+            arrival_ms = max(channel_free_ms[source, first], now_ms)
+            arrival_ms += _transfer_ms(tables, plan, layer, source, first)
+            channel_free_ms[source, first] = arrival_ms
+        for to in range(first, last):  # what has arrived
+            if plan[layer, to] == device:
+                ready_ms[layer, to] = max(ready_ms[layer, to], arrival_ms)
+                n_waits[layer, to] += 1
+                if n_waits[layer, to] == _group_of(tables, plan, layer, to, layer - 1)[1]:
+                    push(keys, tasks, size, ready_ms[layer, to], layer * stride + to)
+                    size += 1
+    return end_ms
