@@ -65,7 +65,7 @@ def train(model: str, options: Options, results: Path) -> dict[int, Path]:
     command = [
         str(mpirun), "--oversubscribe", "-np", str(max(options.ranks)), str(_ROOT / "entry.sh"),
         "train", "--model", name, "--strategy", "single", "ddp",
-        "--rank-counts", *map(str, options.ranks), "--batch-size", str(options.batch),
+        "--n-ranks", *map(str, options.ranks), "--batch-size", str(options.batch),
         "--n-samples", str(options.n_samples), "--steps", str(options.steps), "--warm-up", "0",
         "--no-sync-steps", "0", "--image-size", str(size), "--dropout", "0",
         "--learning-rate", str(options.learning_rate), "--batch-norm", "frozen", "--save-model",

@@ -143,7 +143,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
     cluster.run(
         cell, results, "train", *cell.model.workload_flags, "--strategy", *_STRATEGIES,
         "--schedule", "1f1b", "interleaved",
-        "--microbatches", "0", str(cell.most_microbatches),
+        "--microbatches", "auto", str(cell.most_microbatches),
         "--predict", "--warm-up", "1", "--no-sync-steps", "2",
         "--steps", str(options.steps), "--search-seconds", "60",
     )  # fmt: skip

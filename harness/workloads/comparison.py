@@ -65,7 +65,7 @@ def _first_looks(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
     if has_gpu:
         return MatmulConfig(), LinksConfig()
     # Of all sizes: planning builds on no less, and would measure them again.
-    return MatmulConfig(time_budget_s=0.3, repeats=3), LinksConfig(time_budget_s=0.05)
+    return MatmulConfig(time_budget_s=0.3, distributed_samples=3), LinksConfig(time_budget_s=0.05)
 
 
 def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:

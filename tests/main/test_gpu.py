@@ -45,7 +45,7 @@ def losses(one) -> list[float]:
 
 
 def test_matmul_is_below_the_peak_of_the_device(tmp_path):
-    (one,) = run(tmp_path, "matmul", "--sizes", "1024", "--dtypes", "bf16", "fp32")
+    (one,) = run(tmp_path, "matmul", "--sizes", "1024", "--dtype", "bf16", "fp32")
     assert one.header.status == "ok"
     assert torch.cuda.get_device_name() in one.header.ranks[0].device_kind
 

@@ -63,6 +63,19 @@ def test_an_unknown_workload_is_refused_with_the_list(capsys):
     assert "\n  matmul " in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["matmul", "--dtypes", "fp32"], "--dtypes is --dtype now"),
+        (["train", "--rank_counts=2"], "--rank-counts is --n-ranks now"),
+        (["links", "--min-iterations", "3"], "--min-iterations is --min-samples now"),
+    ],
+)
+def test_an_old_spelling_names_the_new_one(words, now):
+    with pytest.raises(ConfigError, match=now):
+        main(words)
+
+
 def test_a_flag_that_makes_no_sense_names_it():
     with pytest.raises(ConfigError, match="magic"):
         main(["train", "--strategy", "magic"])

@@ -56,7 +56,7 @@ def test_links_measures_torch_and_mpi_and_checks_both(tmp_path):
 
 def test_matmul_distributes_over_every_number_of_ranks(tmp_path):
     text = run(
-        3, "matmul", "--results", str(tmp_path), "--sizes", "64", "--dtypes", "fp32",
+        3, "matmul", "--results", str(tmp_path), "--sizes", "64", "--dtype", "fp32",
         "--time-budget-s", "0.01", "--strong-size", "200", "--weak-size", "100",
     )  # fmt: skip
     assert "of local sum" in text

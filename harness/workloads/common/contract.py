@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Workload:
         is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
             own; a workload that needs MPI itself runs in the rank's first process instead.
         needs: runs that a case builds on, in order; asked on rank 0 only, must not raise.
+        renamed: flags by their old spelling, with the new one.
         check: looks at the files that a case names, once before any run of the sweep; asked on rank
             0 only, raises HarnessError.
     """
@@ -62,6 +63,7 @@ class Workload:
     n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
     needs: Callable[[Any], list[Need]] = _nothing
+    renamed: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any], None] = _no_files
 
 

@@ -7,47 +7,31 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from harness.errors import ConfigError
-from harness.runtime.models import DlrmOptions, ModelOptions
+from harness.runtime.models import ModelOptions
+from harness.workloads.common.dlrm_flags import DlrmFlags
 from harness.workloads.common.number_flags import check_at_least, flag
 
-_AT_LEAST = {
-    "image_size": 0,
-    "n_classes": 0,
-    "dlrm_bottom_mlp": 1,
-    "dlrm_top_mlp": 1,
-    "dlrm_table_rows": 1,
-    "dlrm_lookups": 1,
-}
+_AT_LEAST = {"image_size": 1, "n_classes": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags:
+class ModelFlags(DlrmFlags):
     """A model by its name, and what it is built with."""
 
     model: str = "resnet18"
     """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
     package.module:factory (a function that returns an nn.Module over images)."""
-    image_size: int = 0
-    """Side of the images; 0 is the data's where the model takes it, else the model's own (224).
-    Small ones, such as 64, suit CPUs."""
-    n_classes: int = 0
-    """Classes to tell apart; 0 is the data's, or the model's own."""
-    dropout: float = -1.0
-    """Probability of every dropout layer; below 0 keeps the model's own."""
+    image_size: int | None = None
+    """Side of the images; by default the data's where the model takes it, else the model's own
+    (224). Small ones, such as 64, suit CPUs."""
+    n_classes: int | None = None
+    """Classes to tell apart; by default the data's, else the model's own."""
+    dropout: float | None = None
+    """Probability of every dropout layer; by default the model's own."""
     batch_norm: Literal["local", "global", "frozen"] = "local"
     """local: each rank normalises by its own samples, as DDP does, which is not what one device
     trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
     executor does it anywhere); frozen: by running statistics."""
-    dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
-    """dlrm: widths from the dense features to the width of the embeddings."""
-    dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
-    """dlrm: widths from the interaction to one logit."""
-    dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
-    """dlrm: rows of each table."""
-    dlrm_lookups: int = 1
-    """dlrm: indices per table and sample."""
-    dlrm_interaction: Literal["cat", "dot"] = "cat"
-    """dlrm: concatenate all vectors, or take their pairwise products."""
 
     def check(self) -> None:
         """Refuse numbers that make no sense for any model.
@@ -55,16 +39,19 @@ class ModelFlags:
         Raises:
             ConfigError: names the flag.
         """
+        self.check_dlrm()
         check_at_least(self, _AT_LEAST)
-        if not self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout} is a probability: give one below 1")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"--dropout {self.dropout} is a probability: give 0 or more, and below 1"
+            )
 
     def asked_options(self) -> ModelOptions:
         """What the model is asked to be built with; the model and the data have their say."""
         return ModelOptions(
-            n_classes=self.n_classes,
-            image_size=self.image_size,
-            dropout=None if self.dropout < 0 else self.dropout,
+            n_classes=self.n_classes or 0,
+            image_size=self.image_size or 0,
+            dropout=self.dropout,
             has_frozen_norms=self.batch_norm == "frozen",
             dlrm=self.dlrm_options(),
         )
@@ -74,23 +61,14 @@ class ModelFlags:
         """Whose samples a block is normalised with; frozen statistics are of no samples."""
         return "global" if self.batch_norm == "global" else "local"
 
-    def dlrm_options(self) -> DlrmOptions:
-        return DlrmOptions(
-            bottom_mlp=self.dlrm_bottom_mlp,
-            top_mlp=self.dlrm_top_mlp,
-            table_rows=self.dlrm_table_rows,
-            n_lookups=self.dlrm_lookups,
-            interaction=self.dlrm_interaction,
-        )
-
 
 def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
     """Flags with what was left to the model and the data filled in, so that runs of equal models
     have equal configurations."""
     return {
-        "image_size": fitted.image_size,
-        "n_classes": fitted.n_classes,
-        "n_channels": fitted.n_channels,
+        "image_size": fitted.image_size or None,
+        "n_classes": fitted.n_classes or None,
+        "n_channels": fitted.n_channels or None,
     }
 
 

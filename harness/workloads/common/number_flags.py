@@ -1,4 +1,7 @@
-"""Flags that are numbers, or lists of them: each is finite and within its bound."""
+"""Flags that are numbers, or lists of them: each is finite and within its bound.
+
+None and `auto` mean automatic and are within every bound.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def check_above_zero(config: Any, names: Iterable[str]) -> None:
 def _check(config: Any, name: str, is_within: Callable[[float], bool], bound: str) -> None:
     given = getattr(config, name)
     values, each = (given, " each") if isinstance(given, tuple) else ((given,), "")
-    if all(math.isfinite(value) and is_within(value) for value in values):
+    numbers = [value for value in values if value not in (None, "auto")]
+    if all(math.isfinite(value) and is_within(value) for value in numbers):
         return
     text = " ".join(map(str, values))
     raise ConfigError(f"{flag(name)} {text} must be {bound}{each}, and finite")

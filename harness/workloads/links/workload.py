@@ -47,14 +47,14 @@ class LinksConfig:
     transport: Literal["all", "torch", "mpi"] = "all"
     """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
     time_budget_s: float = 0.1
-    """Sample each operation at each size for about this long, but --min-iterations at least."""
-    min_iterations: int = 4
+    """Sample each operation at each size for about this long, but --min-samples at least."""
+    min_samples: int = 4
     """Fewest samples of each operation at each size."""
-    max_iterations: int = 100
+    max_samples: int = 100
     """Most samples of each operation at each size."""
     warm_up: int = 1
     """Iterations that are thrown away before the samples; the first opens connections."""
-    cluster_file: str = ""
+    cluster_file: Path | None = None
     """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
     directory of results, which only a run of all that planning prices replaces."""
 
@@ -73,12 +73,12 @@ def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
     for text in (*config.sizes, *config.pair_sizes):
         if not 0 < parse_bytes(text) <= _LARGEST_BYTES:
             raise ConfigError(f"message size {text!r} is outside 1 B to 8GiB: write it like 16MiB")
-    check_at_least(config, {"min_iterations": 1, "warm_up": 1})
+    check_at_least(config, {"min_samples": 1, "warm_up": 1})
     check_above_zero(config, ("time_budget_s",))
-    if config.max_iterations < config.min_iterations:
+    if config.max_samples < config.min_samples:
         raise ConfigError(
-            f"--min-iterations {config.min_iterations} and --max-iterations "
-            f"{config.max_iterations}: the first must be no larger than the second"
+            f"--min-samples {config.min_samples} and --max-samples "
+            f"{config.max_samples}: the first must be no larger than the second"
         )
     return [config]
 
@@ -107,8 +107,8 @@ def _transports(config: LinksConfig, context: Context) -> list[Transport]:
 def _limits(config: LinksConfig, is_asked: bool) -> Limits:
     budget = Budget(
         time_s=config.time_budget_s,
-        n_min=config.min_iterations,
-        n_max=config.max_iterations,
+        n_min=config.min_samples,
+        n_max=config.max_samples,
         n_warm_up=config.warm_up,
     )
     return Limits(budget=budget, longest_s=float("inf") if is_asked else _LONGEST_S)
@@ -168,8 +168,8 @@ def _write_cluster(
     rates = measured_flops(results, header)
     cluster = build_cluster(header, pairs, points, rates, overhead)
     written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
-    if config.cluster_file:
-        written.append(Path(config.cluster_file))
+    if config.cluster_file is not None:
+        written.append(config.cluster_file)
     elif pairs and (is_whole(asdict(config)) or not shared.exists()):
         written.append(shared)
     write_cluster(cluster, written)
@@ -181,11 +181,12 @@ def check_links(config: LinksConfig) -> None:
     Raises:
         ResultsError: names it.
     """
-    if config.cluster_file:
-        check_place("--cluster-file", Path(config.cluster_file))
+    if config.cluster_file is not None:
+        check_place("--cluster-file", config.cluster_file)
 
 
 WORKLOAD = Workload(
+    renamed={"--min-iterations": "--min-samples", "--max-iterations": "--max-samples"},
     config=LinksConfig,
     cases=links_cases,
     body=run_links,

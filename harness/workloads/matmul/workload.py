@@ -39,7 +39,7 @@ class MatmulConfig:
 
     sizes: tuple[int, ...] = ()
     """Sizes n of the n x n products; by default 1024 to 16384 on a GPU, 256 to 1024 on a CPU."""
-    dtypes: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
     """Any of fp32, tf32, bf16, fp16; by default all that the device has hardware for."""
     time_budget_s: float = 0.6
     """Sample each product for about this long, but never fewer than --min-samples times."""
@@ -52,11 +52,11 @@ class MatmulConfig:
     grows with the number of ranks (weak)."""
     distributed_dtype: str = "fp32"
     """dtype of the distributed products."""
-    strong_size: int = 0
-    """Size of the product for strong scaling; 0 is 16384 on GPUs, 1536 on CPUs."""
-    weak_size: int = 0
-    """Size of one rank's product for weak scaling; 0 is 8192 on GPUs, 1024 on CPUs."""
-    repeats: int = 5
+    strong_size: int | None = None
+    """Size of the product for strong scaling; by default 16384 on GPUs, 1536 on CPUs."""
+    weak_size: int | None = None
+    """Size of one rank's product for weak scaling; by default 8192 on GPUs, 1024 on CPUs."""
+    distributed_samples: int = 5
     """Samples of each distributed product, after one that is thrown away."""
 
 
@@ -66,22 +66,23 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
     Raises:
         ConfigError: a size, dtype or count that makes no sense.
     """
-    for dtype in (*config.dtypes, config.distributed_dtype):
+    for dtype in (*config.dtype, config.distributed_dtype):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}: choose one")
-    sizes = (*config.sizes, *(s for s in (config.strong_size, config.weak_size) if s))
+    distributed = [s for s in (config.strong_size, config.weak_size) if s is not None]
+    sizes = (*config.sizes, *distributed)
     for size in sizes:
         if not _SMALLEST <= size <= _LARGEST:
             raise ConfigError(
                 f"size {size} is outside {_SMALLEST} to {_LARGEST}: give a square matrix's rows"
             )
-    for size in (config.strong_size, config.weak_size):
-        if config.scaling != "none" and 0 < size < 8 * n_ranks:
+    for size in distributed:
+        if config.scaling != "none" and size < 8 * n_ranks:
             raise ConfigError(
                 f"a product of size {size} over {n_ranks} ranks leaves blocks of a few rows: "
                 f"use at least {8 * n_ranks}"
             )
-    check_at_least(config, {"min_samples": 1, "repeats": 1})
+    check_at_least(config, {"min_samples": 1, "distributed_samples": 1})
     check_above_zero(config, ("time_budget_s",))
     return [config]
 
@@ -95,8 +96,8 @@ def _sizes(config: MatmulConfig, world: World) -> list[int]:
 
 def _dtypes(config: MatmulConfig, world: World) -> list[str]:
     """Those asked for, and the distributed product's, whose local speed sets the blocks."""
-    if config.dtypes:
-        asked = list(config.dtypes)
+    if config.dtype:
+        asked = list(config.dtype)
     else:
         asked = [dtype for dtype in DTYPES if not unsupported_reason(dtype, world.device)]
     wanted = [] if config.scaling == "none" else [config.distributed_dtype]
@@ -157,7 +158,7 @@ def _measure_together(
     rows = []
     for done, point in enumerate(points):
         context.progress.update("distributed matmul", done, len(points), f"{point.n_ranks} ranks")
-        rows.append(measure_point(point, dtype, speeds, context, config.repeats))
+        rows.append(measure_point(point, dtype, speeds, context, config.distributed_samples))
     context.progress.update("distributed matmul", len(points), len(points))
     return rows
 
@@ -187,6 +188,7 @@ def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
 
 
 WORKLOAD = Workload(
+    renamed={"--dtypes": "--dtype", "--repeats": "--distributed-samples"},
     config=MatmulConfig,
     cases=matmul_cases,
     body=run_matmul,

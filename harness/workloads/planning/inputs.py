@@ -23,7 +23,6 @@ from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.executor.gradients.deferred import in_place_bytes, joined_bytes
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task, fit_options
-from harness.units import parse_bytes
 from harness.workloads.common.model_flags import flag_words
 from harness.workloads.planning.files import find_cluster, find_failure
 from harness.workloads.planning.needs import profiled_of
@@ -65,7 +64,7 @@ class Inputs:
             self.profile,
             self.cluster,
             options=options,
-            memory_bytes=parse_bytes(question.memory) if question.memory else None,
+            memory_bytes=question.memory_bytes,
         )
 
 

@@ -22,8 +22,8 @@ from harness.workloads.planning.profile_points import shard_counts
 class ProfileConfig(ModelFlags):
     """How long each operator of a model takes on each kind of device; planning reads the file."""
 
-    n_channels: int = 0
-    """Channels of the images; 0 is the model's own."""
+    n_channels: int | None = None
+    """Channels of the images; by default the model's own."""
     batch_size: int = 64
     """Samples that the whole operators are measured on; their shards get parts of it."""
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
@@ -35,7 +35,7 @@ class ProfileConfig(ModelFlags):
     shards: tuple[int, ...] = ()
     """Measure operators cut into these numbers of parts, by samples and by weights; by default 1 to
     4, the number of ranks, and powers of two up to it (at least 8). What lies between is fitted."""
-    profile_file: str = ""
+    profile_file: Path | None = None
     """Where the profile goes, and what is measured already is taken from; by default
     profile-MODEL.json in the directory of results (profile-MODEL-bf16.json and so on). The graph
     goes beside it as .graph.json."""
@@ -55,7 +55,9 @@ class ProfileConfig(ModelFlags):
         Raises:
             ModelError: an unknown model, or options that it cannot take.
         """
-        return fit_options(self.model, replace(self.asked_options(), n_channels=self.n_channels))
+        return fit_options(
+            self.model, replace(self.asked_options(), n_channels=self.n_channels or 0)
+        )
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
@@ -80,14 +82,14 @@ class ProfileConfig(ModelFlags):
 
     def path(self, results: Path) -> Path:
         """The profile file."""
-        if self.profile_file:
-            return Path(self.profile_file)
+        if self.profile_file is not None:
+            return self.profile_file
         return default_profile(self.model, self.dtype, results)
 
 
 _AT_LEAST = {
     "batch_size": 1,
-    "n_channels": 0,
+    "n_channels": 1,
     "momentum": 0,
     "min_samples": 1,
     "rounds": 1,
@@ -101,8 +103,8 @@ def check_profile(config: ProfileConfig) -> None:
     Raises:
         ResultsError: names it.
     """
-    if config.profile_file:
-        check_place("--profile-file", Path(config.profile_file))
+    if config.profile_file is not None:
+        check_place("--profile-file", config.profile_file)
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:

@@ -10,9 +10,9 @@ from harness.plan.simulate.options import SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
 from harness.runtime.engines.optimizers import OptimizerOptions, OptimizerVariant, check_optimizer
 from harness.runtime.models import ModelOptions
-from harness.units import parse_bytes
 from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
 from harness.workloads.common.number_flags import check_above_zero, check_at_least
+from harness.workloads.common.search_flags import SearchFlags
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import shard_counts
 
@@ -31,11 +31,11 @@ _STATES_AND_STREAMS: dict[OptimizerVariant, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchConfig(ModelFlags):
+class SearchConfig(SearchFlags, ModelFlags):
     """Find the fastest strategy for a model on these ranks; `train --strategy searched` runs it."""
 
-    n_channels: int = 0
-    """Channels of the images; 0 is the model's own."""
+    n_channels: int | None = None
+    """Channels of the images; by default the model's own."""
     batch_size: int = 64
     """Samples of all ranks together in a step."""
     dtype: PlannedDtype = "fp32"
@@ -46,17 +46,8 @@ class SearchConfig(ModelFlags):
     """Momentum of sgd."""
     bucket_mib: float = 25.0
     """MiB of gradients that are reduced together."""
-    search_seconds: float = 120.0
-    """End the search after this long, with the best plan found."""
-    search_budget: int = 0
-    """Most plans that are judged; 0 is as many as take some seconds."""
-    trials: int = 4
-    """Best plans that are trained for some steps, in turn, so that the clock chooses among them; 1
-    trusts the prediction."""
-    memory: str = ""
-    """What each device may use, such as 12GB; by default all that it has."""
-    n_ranks: int = 0
-    """Plan for the first ranks only; 0 is all."""
+    n_ranks: int | None = None
+    """Plan for the first ranks only; by default for all."""
     seed: int = 0
     """Seed of the search: equal seeds find equal plans, unless time ends it."""
 
@@ -77,7 +68,7 @@ class SearchConfig(ModelFlags):
         Args:
             n_parts: a number of parts that batches are cut into, beside the usual ones.
         """
-        usual = shard_counts(max(1, self.n_ranks))
+        usual = shard_counts(self.n_ranks or 1)
         config = ProfileConfig(
             **shared_flags(self, ProfileConfig),
             shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
@@ -124,17 +115,16 @@ def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
     return [replace(config, **flags, n_ranks=config.n_ranks or n_ranks)]
 
 
-_AT_LEAST = {"batch_size": 1, "n_channels": 0, "momentum": 0, "search_budget": 0, "trials": 1}
+_AT_LEAST = {"batch_size": 1, "n_channels": 1, "momentum": 0, "n_ranks": 1}
 
 
 def _check(config: SearchConfig, n_ranks: int) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
-    check_above_zero(config, ("search_seconds", "bucket_mib"))
-    if config.memory and parse_bytes(config.memory) < 1:
-        raise ConfigError(f"--memory {config.memory} must be above 0")
+    check_above_zero(config, ("bucket_mib",))
+    config.check_search()
     check_optimizer(config.optimizer)
-    if not 0 <= config.n_ranks <= n_ranks:
+    if config.n_ranks is not None and config.n_ranks > n_ranks:
         raise ConfigError(
             f"--n-ranks {config.n_ranks} needs as many ranks, {n_ranks} were started: lower it or "
             "start more (mpirun -np)"

@@ -23,7 +23,7 @@ from harness.plan.simulate.simulator import compile_events
 from harness.runtime.devices.memory import peak_bytes
 from harness.runtime.ranks.broadcast import run_on_rank_0
 from harness.runtime.ranks.context import Context
-from harness.units import format_duration, parse_bytes
+from harness.units import format_duration
 from harness.workloads.common.contract import Need, Workload
 from harness.workloads.common.model_flags import ModelFlags, flag_words
 from harness.workloads.planning.files import write_plan
@@ -53,8 +53,8 @@ class _Searcher:
             graph=inputs.graph,
             profile=inputs.profile,
             batch=question.batch_size,
-            memory_bytes=parse_bytes(question.memory) if question.memory else None,
-            budget=question.search_budget or None,
+            memory_bytes=question.memory_bytes,
+            budget=question.search_budget,
             seconds=question.search_seconds,
             seed=question.seed,
             progress=self._show,
@@ -128,7 +128,7 @@ def _training_command(run: Run) -> str:
     names = [field.name for field in fields(ModelFlags)]
     names += ["dtype", "optimizer", "momentum", "bucket_mib"]
     words = ["./entry.sh", "train", *flag_words(config, names, SearchConfig())]
-    words += ["--batch-size", str(config["batch_size"]), "--rank-counts", str(config["n_ranks"])]
+    words += ["--batch-size", str(config["batch_size"]), "--n-ranks", str(config["n_ranks"])]
     return shlex.join([*words, "--strategy", str(run.path / STRATEGY_FILE)])
 
 
@@ -137,7 +137,7 @@ def _n_ranks(config: SearchConfig, n_started: int) -> int:
 
 
 def _needs(config: SearchConfig) -> list[Need]:
-    links = [links_need()] if config.n_ranks > 1 else []
+    links = [links_need()] if config.n_ranks != 1 else []
     return [*links, profile_need(config)]
 
 

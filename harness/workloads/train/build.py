@@ -79,7 +79,7 @@ def _with_microbatches(case: TrainCase, simulator: Simulator, n_microbatches: in
         simulator,
         case.batch,
         n_microbatches,
-        n_stages=case.stages,
+        n_stages=case.stages or 0,
         schedule=case.schedule,
         recompute=case.recompute,
     )

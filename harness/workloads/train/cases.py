@@ -15,7 +15,6 @@ from harness.runtime.data import entry_for
 from harness.runtime.devices.precision import DTYPES
 from harness.runtime.engines.optimizers import check_optimizer
 from harness.runtime.models import fit_options
-from harness.units import parse_bytes
 from harness.workloads.common.number_flags import check_above_zero, check_at_least, flag
 from harness.workloads.train.config import (
     STRATEGIES,
@@ -37,30 +36,27 @@ _FOLLOWED_BY = {
 
 _AT_LEAST = {
     "steps": 1,
-    "epochs": 0,
+    "epochs": 1,
     "warm_up": 0,
     "no_sync_steps": 0,
-    "n_samples": 0,
+    "n_samples": 1,
     "n_workers": 0,
     "repeats": 1,
-    "stages": 0,
-    "search_budget": 0,
-    "trials": 1,
+    "stages": 1,
     "momentum": 0,
     "weight_decay": 0,
     "batch_size": 1,
     "per_device_batch": 1,
-    "rank_counts": 1,
-    "microbatches": 0,
+    "n_ranks": 1,
+    "microbatches": 1,
 }
 
 
 def _check_numbers(config: TrainConfig) -> None:
     config.check()
     check_at_least(config, _AT_LEAST)
-    check_above_zero(config, ("learning_rate", "bucket_mib", "search_seconds"))
-    if config.memory and parse_bytes(config.memory) < 1:
-        raise ConfigError(f"--memory {config.memory} must be above 0")
+    check_above_zero(config, ("learning_rate", "bucket_mib"))
+    config.check_search()
 
 
 def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
@@ -135,10 +131,10 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
             f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
             "both set the batch: give one of them"
         )
-    for count in config.rank_counts:
+    for count in config.n_ranks:
         if count > n_ranks:
             raise ConfigError(
-                f"--rank-counts {count} needs {count} ranks, {n_ranks} were started: lower it or "
+                f"--n-ranks {count} needs {count} ranks, {n_ranks} were started: lower it or "
                 "start more (mpirun -np)"
             )
 
@@ -154,7 +150,7 @@ def _check_pipeline(case: TrainCase) -> None:
             raise ConfigError("--asynchronous keeps what it computed: drop --recompute")
     if case.strategy == "pipeline":
         _check_flow(case)
-    if case.microbatches > case.batch:
+    if case.microbatches is not None and case.microbatches > case.batch:
         raise ConfigError(
             f"--microbatches {case.microbatches} need a sample each, the batch has {case.batch}: "
             "lower it"
@@ -211,7 +207,7 @@ def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
 def _flows(config: TrainConfig) -> list[dict[str, Any]]:
     """How microbatches flow through a pipeline."""
     return [
-        {"schedule": schedule, "microbatches": n}
+        {"schedule": schedule, "microbatches": None if n == "auto" else n}
         for schedule in config.schedule
         for n in config.microbatches
     ]
@@ -231,7 +227,7 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     cases: list[TrainCase] = []
     for strategy in config.strategy:
         engine = engine_of(strategy, config.engine, is_exact=config.exact_dropout)
-        for count in (1,) if strategy == "single" else config.rank_counts or (n_ranks,):
+        for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
             cases += [
                 TrainCase(
                     strategy=strategy,

@@ -13,7 +13,10 @@ from harness.workloads.train.config import TrainCase, is_file
 def data_options(case: TrainCase) -> DataOptions:
     """Where a run's data is."""
     return DataOptions(
-        data_dir=case.data_dir, n_samples=case.n_samples, seed=case.seed, dlrm=case.dlrm_options()
+        data_dir=case.data_dir,
+        n_samples=case.n_samples or 0,
+        seed=case.seed,
+        dlrm=case.dlrm_options(),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from harness.domain.schedule import ScheduleName
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.workloads.common.model_flags import ModelFlags
+from harness.workloads.common.search_flags import SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
@@ -27,19 +28,19 @@ def is_file(strategy: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings(ModelFlags):
+class TrainSettings(SearchFlags, ModelFlags):
     """What every run of a sweep has in common."""
 
     data: str = "synthetic"
     """synthetic, cifar10, cifar100, imagefolder, or dlrm_hdf5 (X_int, X_cat, y)."""
     data_dir: Path = Path("data")
     """Directory of the data set (for dlrm_hdf5 the file). Nothing is ever downloaded."""
-    n_samples: int = 0
-    """Size of synthetic data; 0 is a few global batches. A size that is no multiple of the batch
-    makes the last batch of every epoch a smaller one."""
+    n_samples: int | None = None
+    """Size of synthetic data; by default a few global batches. If it is no multiple of the batch,
+    the last batch of every epoch is smaller."""
     steps: int = 20
     """Optimizer steps that are measured."""
-    epochs: int = 0
+    epochs: int | None = None
     """Measure this many passes over the data instead of --steps."""
     warm_up: int = 3
     """Steps before those, not measured."""
@@ -60,9 +61,9 @@ class TrainSettings(ModelFlags):
     exact_dropout: bool = False
     """Draw on every shard what its part of the whole would have drawn, so that all strategies train
     the same (executor); otherwise each rank draws masks of its own, as DDP does."""
-    stages: int = 0
-    """pipeline: number of stages, balanced by the profile; fewer than ranks replicates some; 0 is
-    one for each rank (interleaved: two)."""
+    stages: int | None = None
+    """pipeline: number of stages, balanced by the profile; fewer than ranks replicates some; by
+    default one for each rank (interleaved: two)."""
     recompute: bool = False
     """pipeline: keep only each stage's input, and run its forward again before its backward."""
     asynchronous: bool = False
@@ -73,15 +74,6 @@ class TrainSettings(ModelFlags):
     predict: bool = False
     """Measure links and operators that are not known yet, so that single and ddp are predicted
     too. Other strategies need both anyway; what is known is used in any case."""
-    search_seconds: float = 120.0
-    """searched: end the search after this long, with the best plan found."""
-    search_budget: int = 0
-    """searched: most plans that are judged; 0 is as many as take some seconds."""
-    trials: int = 4
-    """searched: best plans that are trained for some steps before one is chosen; 1 trusts the
-    prediction."""
-    memory: str = ""
-    """searched: what each device may use, such as 12GB; by default all that it has."""
     bucket_mib: float = 25.0
     """MiB of gradients that are reduced together. DDP's own 25 has a smaller first bucket, so that
     communication starts early; another size holds for all."""
@@ -122,12 +114,12 @@ class TrainConfig(TrainSettings):
     schedule: tuple[ScheduleName, ...] = ("1f1b",)
     """pipeline: orders of the microbatches, of gpipe, 1f1b, interleaved and zero_bubble;
     interleaved gives each rank two stages, or more by --stages."""
-    microbatches: tuple[int, ...] = (0,)
-    """pipeline: microbatches of a step; 0 takes what is predicted to be fastest of one, two and
-    four for each rank."""
+    microbatches: tuple[int | Literal["auto"], ...] = ("auto",)
+    """pipeline: microbatches of a step; auto is the number that is predicted to be fastest, of one,
+    two and four for each rank."""
     dtype: tuple[str, ...] = ("fp32",)
     """fp32, tf32, bf16 or fp16; parameters stay fp32, bf16 and fp16 are autocast."""
-    rank_counts: tuple[int, ...] = ()
+    n_ranks: tuple[int, ...] = ()
     """Numbers of ranks to train on, the first ones, such as 1 2 4; all when not given."""
     repeats: int = 1
     """Runs of each combination, interleaved in random order, each in processes of its own."""
@@ -148,7 +140,7 @@ class TrainCase(TrainSettings):
     strategy: str = "ddp"
     strategy_digest: str = ""
     schedule: ScheduleName = "1f1b"
-    microbatches: int = 0
+    microbatches: int | None = None
     dtype: str = "fp32"
     batch: int = 32
     n_ranks: int = 1

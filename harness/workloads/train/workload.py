@@ -84,7 +84,7 @@ def _plan_summary(planned: Planned | None) -> dict[str, Any]:
 def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     training, planned = _prepare(case, context)
     _record_constants(training, context)
-    n_steps = case.epochs * training.plan.n_steps_per_epoch or case.steps
+    n_steps = (case.epochs or 0) * training.plan.n_steps_per_epoch or case.steps
     loop = TrainLoop(training, context, case.warm_up)
     loop.measure(n_steps)
     losses = loop.record_losses()
@@ -126,6 +126,7 @@ def _n_ranks(case: TrainCase, n_started: int) -> int:
 
 
 WORKLOAD = Workload(
+    renamed={"--rank-counts": "--n-ranks"},
     config=TrainConfig,
     cases=train_cases,
     body=run_train,

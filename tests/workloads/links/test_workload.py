@@ -28,7 +28,7 @@ from harness.workloads.links.workload import LinksConfig, links_cases, links_tex
 
 MB = 1e6
 SMALL = LinksConfig(
-    sizes=("1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_iterations=3
+    sizes=("1KiB", "64KiB"), pair_sizes=("16KiB", "256KiB"), time_budget_s=0.001, min_samples=3
 )
 
 
@@ -41,7 +41,7 @@ SMALL = LinksConfig(
         ({"sizes": ("0",)}, "'0' is outside 1 B to 8GiB"),
         ({"pair_sizes": ("9GiB",)}, "'9GiB' is outside"),
         ({"time_budget_s": float("inf")}, "--time-budget-s inf must be above 0, and finite"),
-        ({"min_iterations": 200}, "--min-iterations 200 and --max-iterations 100"),
+        ({"min_samples": 200}, "--min-samples 200 and --max-samples 100"),
         ({"warm_up": 0}, "--warm-up 0 must be at least 1"),
     ],
 )

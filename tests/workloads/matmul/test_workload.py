@@ -20,7 +20,7 @@ from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul
 
 CPU = torch.device("cpu")
 SMALL = MatmulConfig(
-    sizes=(32, 48), dtypes=("fp32",), time_budget_s=0.01, min_samples=3, repeats=2,
+    sizes=(32, 48), dtype=("fp32",), time_budget_s=0.01, min_samples=3, distributed_samples=2,
     strong_size=96, weak_size=64,
 )  # fmt: skip
 
@@ -28,11 +28,11 @@ SMALL = MatmulConfig(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtypes": ("fp8",)}, "dtype 'fp8' is not one of fp32, tf32, bf16, fp16"),
+        ({"dtype": ("fp8",)}, "dtype 'fp8' is not one of fp32, tf32, bf16, fp16"),
         ({"distributed_dtype": "int8"}, "dtype 'int8'"),
         ({"sizes": (0,)}, "size 0 is outside 8 to 131072"),
         ({"strong_size": 16}, "size 16 over 3 ranks .* at least 24"),
-        ({"repeats": 0}, "--repeats 0 must be at least 1"),
+        ({"distributed_samples": 0}, "--distributed-samples 0 must be at least 1"),
         ({"time_budget_s": 0.0}, "--time-budget-s 0.0 must be above 0"),
         ({"time_budget_s": float("nan")}, "--time-budget-s nan must be above 0"),
     ],

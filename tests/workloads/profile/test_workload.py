@@ -200,7 +200,7 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     import profile_on_ranks
 
     path = tmp_path / "lenet.json"
-    config = replace(QUICK, profile_file=str(path))
+    config = replace(QUICK, profile_file=path)
     kinds = ["fast", "fast", "slow"]
     results, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, kinds), 3)
     profile = Profile.load(path)
@@ -245,7 +245,7 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
 def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     import profile_on_ranks
 
-    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"))
+    config = replace(QUICK, profile_file=tmp_path / "lenet.json")
     results, _ = run_on_ranks(profile_on_ranks.profile_twice, config, 1)
     first, second, third = results[0]
     graph = Graph.load(tmp_path / "lenet.graph.json")
@@ -267,7 +267,7 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
 def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
     import profile_on_ranks
 
-    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    config = replace(QUICK, profile_file=tmp_path / "lenet.json", rounds=1)
     results, _ = run_on_ranks(profile_on_ranks.profile_beside_a_slow_rank, config, 2)
     assert results[0]["n_measured"] > 0
 
@@ -276,7 +276,7 @@ def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
     import profile_on_ranks
 
     config = replace(
-        QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=2, min_samples=4,
+        QUICK, profile_file=tmp_path / "lenet.json", rounds=2, min_samples=4,
     )  # fmt: skip
     results, _ = run_on_ranks(profile_on_ranks.profile_killed_and_again, config, 1)
     left, summary, whole = results[0]
@@ -296,7 +296,7 @@ def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
 def test_what_a_killed_run_leaves_has_the_pace_of_the_first(run_on_ranks, tmp_path):
     import profile_on_ranks
 
-    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), rounds=1)
+    config = replace(QUICK, profile_file=tmp_path / "lenet.json", rounds=1)
     results, _ = run_on_ranks(profile_on_ranks.profile_killed_at_another_pace, config, 1)
     known, left = (Profile.from_json(text.encode()) for text in results[0])
     before = {point.key for point in known.measurements}
@@ -430,7 +430,7 @@ def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
     import profile_on_ranks
 
     config = replace(
-        QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1, 2), rounds=2, min_samples=2
+        QUICK, profile_file=tmp_path / "lenet.json", shards=(1, 2), rounds=2, min_samples=2
     )
     _, run = run_on_ranks(profile_on_ranks.profile_kinds, (config, ["cpu"]), 1)
     samples = values(run, "operator_forward_s")
@@ -446,7 +446,7 @@ def test_parts_that_met_a_slower_machine_keep_their_proportion(run_on_ranks, tmp
     import profile_on_ranks
 
     path = tmp_path / "lenet.json"
-    config = replace(QUICK, profile_file=str(path), shards=(1, 2), rounds=3, min_samples=3)
+    config = replace(QUICK, profile_file=path, shards=(1, 2), rounds=3, min_samples=3)
     run_on_ranks(profile_on_ranks.profile_on_a_machine_that_slows, config, 1)
     by_samples: dict[int, list[Measurement]] = {}
     for point in Profile.load(path).measurements:
@@ -462,7 +462,7 @@ def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks
 
     config = replace(
         QUICK, model="profile_on_ranks:large_linear", image_size=8,
-        profile_file=str(tmp_path / "large.json"),
+        profile_file=tmp_path / "large.json",
     )  # fmt: skip
     _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
     found = read_profile(tmp_path / "large.json", config.model, "float32").measurements
@@ -485,7 +485,7 @@ def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
 
     config = replace(
         QUICK, model="profile_on_ranks:masked", image_size=8, n_channels=1, shards=(1,),
-        profile_file=str(tmp_path / "masked.json"),
+        profile_file=tmp_path / "masked.json",
     )  # fmt: skip
     _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
     found = read_profile(tmp_path / "masked.json", config.model, "float32").measurements
@@ -496,7 +496,7 @@ def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
 def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
     import profile_on_ranks
 
-    config = replace(QUICK, profile_file=str(tmp_path / "lenet.json"), shards=(1,))
+    config = replace(QUICK, profile_file=tmp_path / "lenet.json", shards=(1,))
     argument = (config, "features.3")
     results, run = run_on_ranks(profile_on_ranks.profile_without_memory, argument, 1)
     (skipped,) = values(run, "operator_skipped")

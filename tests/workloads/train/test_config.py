@@ -36,7 +36,7 @@ def test_the_order_is_random_but_equal_on_every_rank():
 
 
 def test_a_per_device_batch_grows_with_the_ranks():
-    config = TrainConfig(strategy=("single", "ddp"), per_device_batch=(8,), rank_counts=(2, 4))
+    config = TrainConfig(strategy=("single", "ddp"), per_device_batch=(8,), n_ranks=(2, 4))
     assert sorted((c.n_ranks, c.batch) for c in train_cases(config, 4)) == [
         (1, 8),
         (2, 16),
@@ -55,11 +55,11 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ({"dropout": float("nan")}, "--dropout nan is a probability"),
         ({"dlrm_bottom_mlp": (64, 0)}, "--dlrm-bottom-mlp 64 0 must be at least 1 each"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 must be at least 0"),
-        ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 0 each"),
+        ({"microbatches": (4, -1)}, "--microbatches 4 -1 must be at least 1 each"),
         ({"batch_size": (0,)}, "--batch-size"),
         ({"batch_size": (8,), "per_device_batch": (4,)}, "both set the batch"),
         ({"batch_size": (3,)}, "a global batch of 3 leaves some of 4 ranks"),
-        ({"rank_counts": (5,)}, "needs 5 ranks, 4 were started"),
+        ({"n_ranks": (5,)}, "needs 5 ranks, 4 were started"),
         (
             {"strategy": ("zero1",), "engine": "torch"},
             "--engine torch does not train 'zero1': choose --engine deepspeed",
@@ -206,7 +206,7 @@ def test_schedules_and_microbatches_are_swept_for_pipelines_alone():
     cases = train_cases(config, 2)
     flows = sorted((case.strategy, case.schedule, case.microbatches) for case in cases)
     assert flows == [
-        ("ddp", "1f1b", 0),
+        ("ddp", "1f1b", None),
         ("pipeline", "1f1b", 4),
         ("pipeline", "1f1b", 8),
         ("pipeline", "interleaved", 4),

@@ -96,7 +96,7 @@ def test_narrow_dtypes_train_nearly_the_same(one_rank, more_ranks, dtype):
 
 
 TWO_RANKS = replace(
-    CASE, model="lenet", image_size=0, n_classes=0, batch=128, n_samples=0, warm_up=2,
+    CASE, model="lenet", image_size=None, n_classes=None, batch=128, n_samples=None, warm_up=2,
     strategy="ddp", n_ranks=2,
 )  # fmt: skip
 
