@@ -51,3 +51,7 @@ def test_link_to_a_missing_file_or_heading_is_found(tmp_path: Path):
     page.write_text("# A b?\n[1](page.md) [2](#a-b) [3](none.md) [4](page.md#c) [5](https://x.y)\n")
 
     assert broken_links(page) == ["none.md", "page.md#c"]
+
+
+def test_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
