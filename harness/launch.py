@@ -127,8 +127,9 @@ class Launcher:
         return next(filter(None, self._control.gather("problem", problem, str)), "")
 
     def _check_files(self, cases: Sequence[Case]) -> None:
-        for workload, config in dict.fromkeys((case.workload, case.config) for case in cases):
-            workload.check(config)
+        checks = {(case.name, case.config): case.workload.check for case in cases}
+        for (_, config), check in checks.items():
+            check(config)
 
     def _check_results(self) -> None:
         try:

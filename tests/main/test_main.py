@@ -96,7 +96,7 @@ def test_a_dry_run_tells_first_what_neighbouring_runs_build_on(tmp_path, capsys)
         "pipeline",
         "searched",
         "--microbatches",
-        "0",
+        "auto",
         "4",
         "--repeats",
         "2",

@@ -1,7 +1,7 @@
 """Everything together over a stand-in for ssh that runs commands on this machine.
 
 The stand-in is first in PATH and fails as the host's name says; the real ssh, sshd and mpirun
-between real nodes are tested in test_nodes_cluster.py.
+between real nodes are tested in test_cluster.py.
 """
 
 from __future__ import annotations

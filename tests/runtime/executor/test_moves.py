@@ -63,7 +63,7 @@ def simulated(graph, strategy, n_ranks, dtype):
         ],
     )
     options = SearchConfig(dtype=dtype).simulator_options(
-        (0.0,), in_place_bytes=math.inf, joined_weight_bytes=math.inf
+        optimizer_s_per_byte=(0.0,), in_place_bytes=math.inf, joined_weight_bytes=math.inf
     )
     simulator = Simulator(graph, profile, cluster, options=options)
     trial = Trial.from_strategy(simulator, strategy)

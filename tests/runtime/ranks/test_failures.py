@@ -58,7 +58,7 @@ def test_the_line_of_the_user_is_named_below_which_torch_and_python_raise():
 
     first = located(caught(mistaken)).splitlines()[0]
     assert first.startswith("JSONDecodeError: Expecting property name")
-    assert "(test_runtime_failures.py:" in first
+    assert "(test_failures.py:" in first
     assert first.endswith(' in mistaken: json.loads("{"))')
 
 
@@ -84,5 +84,5 @@ def test_lines_after_the_first_stay_after_it():
         raise ValueError("one\ntwo")
 
     first, second, *_ = located(caught(mistaken)).splitlines()
-    assert first.startswith("ValueError: one (test_runtime_failures.py:")
+    assert first.startswith("ValueError: one (test_failures.py:")
     assert second == "two"
