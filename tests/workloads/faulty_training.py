@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from harness.cases import Case, describe_cluster
 from harness.domain.cluster import Cluster, Link
+from harness.domain.profile import OptimizerTime
 from harness.domain.run import RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.launch import Launcher, RunOptions
@@ -120,15 +121,16 @@ def prepare(results, cluster: Cluster):
         d.kind: DeviceRates(flops_per_s=1e10, memory_bytes_per_s=1e10) for d in cluster.devices
     }
     profile = roofline_profile(capture_graph(question), rates, n_parts=[2], n_microbatches=[1, 2])
-    config = question.profile_config(2)
-    config.path(results).write_bytes(profile.to_json())
+    config, variant = question.profile_config(2), question.optimizer_options().variant
+    timed = [OptimizerTime(device_kind=kind, optimizer=variant, s_per_byte=1e-9) for kind in rates]
+    config.path(results).write_bytes(msgspec.structs.replace(profile, optimizers=timed).to_json())
     told = {**config_json(config), "shards": [1, 2, 3, 4, 8]}
     write_header(results / "1-profile-0", header(cluster, "profile", told))
 
 
 def main():
     results = Path(sys.argv[1])
-    start_fork_server(["torch", "harness.run", "harness.workloads"])
+    start_fork_server(["torch", "harness.run", "harness.workloads.train.workload"])
     meeting = meet(read_launch(os.environ), os.environ)
     options = RunOptions(results=results, run_timeout_s=240.0, collective_timeout_s=TIMEOUT_S)
     launcher = Launcher(meeting, options, sys.argv)
