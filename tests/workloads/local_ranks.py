@@ -23,6 +23,7 @@ from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.progress import Progress
 from harness.runtime.ranks.world import World
+from harness.workloads import WORKLOADS, workload_module
 
 
 def local_world(rank: int, size: int, device: str = "cpu") -> World:
@@ -126,7 +127,8 @@ def run_on_ranks(
         beside(Path(directory))
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "harness.workloads"])
+        workloads = [workload_module(name) for name in WORKLOADS]
+        context.set_forkserver_preload(["torch", "torch.distributed", *workloads])
         ranks = [
             context.Process(target=_rank, args=(rank, size, directory, function, argument))
             for rank in range(size)
