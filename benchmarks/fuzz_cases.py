@@ -107,8 +107,7 @@ def small_profile() -> Profile:
     ]  # fmt: skip
     step = WholeStep(
         device_kind="device", batch=20, dtype="float32", step_s=0.2, operators_s=0.19,
-        graph_hash=small_graph().content_hash(), forward_share=0.3, operators_forward_share=0.33,
-        latest_s=0.21, alone_ratio=0.9, n_devices=3,
+        graph_hash=small_graph().content_hash(),
     )  # fmt: skip
     return Profile(model="mini", measurements=points, whole_steps=[step])
 
@@ -130,7 +129,7 @@ def small_prediction() -> Prediction:
     span = Span(kind="forward", start_s=0.0, duration_s=0.1, name="stage0 #0")
     return Prediction(
         strategy="p", method="search", step_s=0.2, memory_bytes={"node0:0": 1},
-        spans={"0": [span], "1": []}, contention_s={"0": 0.1}, paces={"device": 1.0},
+        spans={"0": [span], "1": []}, contention_s={"0": 0.1}, calibrations={"device": 1.0},
     )  # fmt: skip
 
 
@@ -139,7 +138,7 @@ def _profile(data: bytes, _: Path) -> None:
     times = OperatorTimes(profile)
     for operator in graph.operators[1:]:
         for kind in profile.device_kinds:
-            profile.paces_of(graph.content_hash(), kind, 10)
+            profile.calibration_of(graph.content_hash(), kind, 10)
             with suppress(PlanError):
                 times.lookup(operator, kind)
 

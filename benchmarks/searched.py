@@ -15,8 +15,6 @@ ratios, round by round. What was chosen by hand and found by the search alike tr
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
     error       predicted / measured step - 1, by strategy; median of all |error| at most 10 %
-    paced       error and order of predictions made anew, by the plain step timed in turn with all
-                (searched_pace.py): without what the machine drifted by meanwhile
     order       Spearman's correlation of predicted and measured steps; at least 0.95; beside it,
                 of pairs whose ratio over rounds has an interval without 1, those in order
     regret      measured step of what is predicted to be fastest / fastest measured - 1; at most 3 %
@@ -169,12 +167,9 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
     steps = {line["run"]: line["steps_s"] for line in lines}
     measured = {name: steps[path.name] for name, path in ok.items()}
     measured |= {name: measured["searched"] for name in twice if "searched" in measured}
-    pace = next(json.loads(line) for line in told.splitlines() if line.startswith('{"paces"'))
     return msgspec.structs.replace(
         found,
         steps_s=measured,
-        paces=pace["paces"],
-        paced_s={name: pace["predicted_s"][path.name] for name, path in ok.items()},
         stolen_share=(stolen_s - stolen_before_s) / (all_s - before_s),
     )
 

@@ -40,8 +40,6 @@ class Measured(msgspec.Struct, frozen=True):
     Attributes:
         runs: directories of its runs, by strategy, those that failed included.
         steps_s: seconds of a step in turn with the others, by strategy and round.
-        paces: of the plain step in turn, as in `Prediction.paces`.
-        paced_s: what is predicted by them, by strategy; empty in measurements of before.
         double: largest difference from one device in float64, by strategy, of those that fp32
             leaves open.
         stolen_share: of the processors' time in turn, what a hypervisor gave to other guests.
@@ -49,8 +47,6 @@ class Measured(msgspec.Struct, frozen=True):
 
     runs: dict[str, str]
     steps_s: dict[str, list[float]]
-    paces: dict[str, float] = {}
-    paced_s: dict[str, float] = {}
     double: dict[str, float] = {}
     stolen_share: float | None = None
 
@@ -147,15 +143,12 @@ def trains_the_same(differences: dict[str, float], double: dict[str, float]) -> 
     )
 
 
-def judge_strategy(
-    run: Run, steps_s: list[float], searched_s: list[float], paced_s: float | None
-) -> dict[str, Any]:
+def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> dict[str, Any]:
     """Predicted and measured step of one strategy.
 
     Args:
         steps_s: by round, the first rounds only where it is slow.
         searched_s: of what the search found, by round.
-        paced_s: as `Measured.paced_s`.
     """
     if run.header.status != "ok":
         return {"status": run.header.status, "reason": run.header.reason.splitlines()[0]}
@@ -174,8 +167,6 @@ def judge_strategy(
         "n_rounds": len(steps_s),
         "run_s": median(step_times(run).values()),
         "error": prediction.step_s / measured_s - 1,
-        "paced_s": paced_s,
-        "paced_error": None if paced_s is None else paced_s / measured_s - 1,
         "predicted_parts": predicted.predicted_parts,
         "measured_parts": predicted.measured_parts,
     }
@@ -195,34 +186,26 @@ def told_apart(steps_s: dict[str, list[float]]) -> list[tuple[str, str]]:
 
 
 def judge_order(
-    strategies: dict[str, dict[str, Any]], apart: list[tuple[str, str]], by: str
+    strategies: dict[str, dict[str, Any]], apart: list[tuple[str, str]]
 ) -> dict[str, Any]:
     """How well predictions order a cell's strategies, and what their choice costs.
 
     Args:
         apart: (faster, slower), as `told_apart` finds them.
-        by: which prediction: `predicted_s` or `paced_s`.
     """
     judged = [
-        Judged(name=name, predicted_s=s[by], measured_s=s["measured_s"])
+        Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
         for name, s in strategies.items()
     ]
     summary = cell_summary(judged)
+    predicted_s = {name: s["predicted_s"] for name, s in strategies.items()}
     return {
         "rank_correlation": summary.rank_correlation,
-        "pairs_in_order": sum(strategies[a][by] < strategies[b][by] for a, b in apart),
+        "pairs_in_order": sum(predicted_s[a] < predicted_s[b] for a, b in apart),
         "regret": summary.regret,
         "chosen": summary.chosen,
         "median_absolute_error": summary.median_error,
     }
-
-
-def drift(run: Run, paces: dict[str, float]) -> dict[str, float]:
-    """By kind of device and samples, how much longer the plain step takes in turn than it did when
-    the run was predicted."""
-    prediction = read_prediction(run.path)
-    before = {} if prediction is None else prediction.paces
-    return {key: pace / before[key] for key, pace in paces.items() if before.get(key)}
 
 
 def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
@@ -243,9 +226,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
             )
     searched_s = measured.steps_s["searched"]
     strategies = {
-        name: judge_strategy(
-            run, measured.steps_s.get(name, []), searched_s, measured.paced_s.get(name)
-        )
+        name: judge_strategy(run, measured.steps_s.get(name, []), searched_s)
         for name, run in runs.items()
     }
     ok = {name: s for name, s in strategies.items() if s["status"] == "ok"}
@@ -265,9 +246,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
         "over_ddp": ratios.get("ddp"),
         "must_beat_ddp": cell.must_beat_ddp,
         "pairs_apart": len(apart),
-        **judge_order(ok, apart, "predicted_s"),
-        "paced": judge_order(ok, apart, "paced_s") if measured.paced_s else None,
-        "drift": drift(runs["searched"], measured.paces),
+        **judge_order(ok, apart),
         "loss_difference": max(differences.values()),
         "double_difference": max(measured.double.values(), default=None),
         "is_same": trains_the_same(differences, measured.double),
@@ -290,8 +269,6 @@ def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
         if s["status"] == "ok" and name not in line["same_as_searched"]
     ]
     ordered = [line for line in lines if line["rank_correlation"] is not None]
-    paced = [s for s in ok if s["paced_error"] is not None]
-    told = [line["paced"] for line in lines if line["paced"] is not None]
     slow = [line for line in lines if line["must_beat_ddp"] and line["over_ddp"] is not None]
     return {
         "cells": len(lines),
@@ -306,11 +283,6 @@ def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "pairs_in_order": sum(line["pairs_in_order"] for line in lines),
         "order_at_least_0.95": sum(line["rank_correlation"] >= 0.95 for line in ordered),
         "regret_at_most_3_percent": sum(line["regret"] <= 0.03 for line in lines),
-        "paced_predictions": len(paced),
-        "paced_median_absolute_error": median(abs(s["paced_error"]) for s in paced)
-        if paced
-        else None,
-        "paced_order_at_least_0.95": sum(line["rank_correlation"] >= 0.95 for line in told),
         "same": sum(line["is_same"] for line in lines),
     }
 
@@ -325,18 +297,11 @@ def text(line: dict[str, Any]) -> str:
         f"({line['pairs_in_order']} of {line['pairs_apart']} pairs), regret {line['regret']:.1%}, "
         f"losses within {line['loss_difference']:.1g}"
     )
-    if line["paced"] is not None:
-        head += f"; paced: order {line['paced']['rank_correlation']:.2f}"
     rows = [
         f"    {name:9} predicted {s['predicted_s']:7.3f} s  measured {s['measured_s']:7.3f} s  "
-        f"{s['error']:+7.1%}{_paced(s)}  {s['plan']}"
+        f"{s['error']:+7.1%}  {s['plan']}"
         if s["status"] == "ok"
         else f"    {name:9} {s['status']}: {s['reason']}"
         for name, s in line["strategies"].items()
     ]
     return "\n".join([head, *rows])
-
-
-def _paced(strategy: dict[str, Any]) -> str:
-    error = strategy["paced_error"]
-    return "" if error is None else f" ({error:+.1%} paced)"

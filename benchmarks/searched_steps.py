@@ -6,11 +6,10 @@ A machine whose speed drifts by 15 % within seconds says little when one run fol
 the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
 the executor's under the run's strategy.json), and train a block of steps each in a random order,
 again and again, after one that is not timed: in a run too a step begins on some ranks before the
-last one has ended on others. Each round begins with the plain step, of which each run's prediction
-is made anew at the end (searched_pace.py). Rank 0 prints for each run `{run, steps_s}`: seconds of
-a step on the slowest rank, by round; then `{paces, predicted_s}`. What takes twice as long as the
-fastest or more is measured in the first rounds only, which the given time does not count: it is for
-those that are near each other.
+last one has ended on others. Rank 0 prints for each run `{run, steps_s}`: seconds of a
+step on the slowest rank, by round. Runs that take twice as long as the fastest or more are measured
+in the first rounds only, which the given time does not count: it is for those that are near each
+other.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import torch.distributed as dist
 import tyro
 
 from benchmarks.comparison import find_mpi
-from benchmarks.searched_pace import PlainStep
 from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
@@ -130,9 +128,7 @@ class Stepper:
         self._recorder.discard()
 
 
-def measure(
-    steppers: list[Stepper], plain: PlainStep, options: Options, world: World
-) -> list[list[float]]:
+def measure(steppers: list[Stepper], options: Options, world: World) -> list[list[float]]:
     """Seconds of a step of each run, by round; all ranks must call it."""
     steps: list[list[float]] = [[] for _ in steppers]
     for stepper in steppers:
@@ -144,7 +140,6 @@ def measure(
         if n_rounds <= _FIRST_ROUNDS:
             start_s = time.monotonic()
         shuffle(order)
-        plain.take()
         fastest = min((statistics.median(own) for own in steps if own), default=0.0)
         for k in order:
             if n_rounds < _FIRST_ROUNDS or statistics.median(steps[k]) < _SLOW * fastest:
@@ -159,15 +154,11 @@ def _elapsed(start_s: float, world: World) -> float:
 
 def main(options: Options) -> None:
     with joined_world("steps") as world:
-        cases = {run_dir: read_case(run_dir) for run_dir in options.runs}
-        plain = PlainStep(cases[options.runs[0]], world)
         steppers = [Stepper(run_dir, world) for run_dir in options.runs]
-        steps = measure(steppers, plain, options, world)
-        found = plain.predict(cases)
+        steps = measure(steppers, options, world)
         if world.is_first:
             for run_dir, own in zip(options.runs, steps, strict=True):
                 print(json.dumps({"run": run_dir.name, "steps_s": own}), flush=True)
-            print(msgspec.json.encode(found).decode(), flush=True)
 
 
 if __name__ == "__main__":

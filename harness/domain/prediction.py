@@ -32,7 +32,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
         profile_fit_error: largest relative error of the fitted times that were used; None if
             all were measured.
         search_s: wall seconds of the search; None when nothing was searched.
-        paces: of the devices when it was made (see `Profile.paces`).
+        calibrations: of the profile that it was made from (see `Profile.calibrations`).
     """
 
     FILE = FileKind("prediction", SCHEMA, SCHEMA_VERSION, ResultsError, "run it again")
@@ -45,7 +45,7 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     contention_s: dict[str, Moment] | None = None
     profile_fit_error: Value | None = None
     search_s: Duration | None = None
-    paces: dict[str, Value] = msgspec.field(default_factory=dict)
+    calibrations: dict[str, Value] = msgspec.field(default_factory=dict)
     schema: str = SCHEMA
     version: int = SCHEMA_VERSION
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -18,7 +17,7 @@ from harness.errors import GraphError
 from harness.inputs import MOST_COUNT, MOST_S, is_amount, is_positive
 
 SCHEMA = "harness-profile"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # A normal distribution's quartiles are 1.349 standard deviations apart; those of n samples,
 # linearly interpolated, are closer by a share of 1.12 / n (within 6 % for 2 to 100 samples).
@@ -110,15 +109,9 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         batch: samples in the step: the graph's own batch, or a small one.
-        step_s: seconds of forward plus backward, without the optimizer.
+        step_s: seconds of forward plus backward, without the optimizer, when last timed.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
-        forward_share: of the step's computing, when it was timed last; None when unknown.
-        operators_forward_share: of their sum; None when unknown.
-        latest_s: of the step when it was timed last; None when that was with the operators.
-        alone_ratio: of its time that the step takes while all other devices wait; None where
-            that is not known.
-        n_devices: that are at work otherwise.
     """
 
     device_kind: str
@@ -127,65 +120,24 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float
     operators_s: float
     graph_hash: str = ""
-    forward_share: float | None = None
-    operators_forward_share: float | None = None
-    latest_s: float | None = None
-    alone_ratio: float | None = None
-    n_devices: Count = 1
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise GraphError(
                 f"the whole step on {self.device_kind!r} has batch {self.batch}: it must be >= 1"
             )
-        for field in ("step_s", "operators_s", "latest_s", "alone_ratio"):
+        for field in ("step_s", "operators_s"):
             value = getattr(self, field)
-            if value is not None and not is_positive(value, MOST_S):
+            if not is_positive(value, MOST_S):
                 raise GraphError(
                     f"the whole step on {self.device_kind!r} has {field} {value}: it must be above "
                     "0, and at most 1e10 s"
                 )
 
-        for field in ("forward_share", "operators_forward_share"):
-            value = getattr(self, field)
-            if value is not None and not (is_positive(value) and value < 1):
-                raise GraphError(
-                    f"the whole step on {self.device_kind!r} has {field} {value}: it must be "
-                    "between 0 and 1"
-                )
-
     @property
-    def drift(self) -> float:
-        """Seconds that pass now for each that passed when the operators were timed."""
-        return 1.0 if self.latest_s is None else self.latest_s / self.step_s
-
-    @property
-    def ratio(self) -> float:
-        """Sum over operators over the whole step: 1 is a faithful profile."""
-        return self.operators_s / self.step_s
-
-    @property
-    def pace(self) -> float:
-        """Seconds of a step now for each of its operators' sum."""
-        return self.drift / self.ratio
-
-    @property
-    def pass_paces(self) -> tuple[float, float]:
-        """As `pace`, of forward and of backward: each takes its own share of the step."""
-        whole, operators = self.forward_share, self.operators_forward_share
-        if whole is None or operators is None:
-            return self.pace, self.pace
-        return self.pace * whole / operators, self.pace * (1 - whole) / (1 - operators)
-
-    def share_of(self, n_devices: int) -> float:
-        """Of the time that it takes with all devices at work, what it takes with so many.
-
-        From one to all it goes in proportion to the others at work.
-        """
-        if self.alone_ratio is None or n_devices >= self.n_devices:
-            return 1.0
-        others = (n_devices - 1) / (self.n_devices - 1)
-        return self.alone_ratio + (1 - self.alone_ratio) * others
+    def calibration(self) -> float:
+        """Measured step over the sum of its operators: 1 is a faithful profile."""
+        return self.step_s / self.operators_s
 
 
 class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,7 +174,7 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         SCHEMA,
         SCHEMA_VERSION,
         GraphError,
-        "measure again with `./entry.sh profile`",
+        "delete it, and measure again with `./entry.sh profile`",
     )
 
     model: str
@@ -256,50 +208,19 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         """In order of first appearance."""
         return list(dict.fromkeys(point.device_kind for point in self.measurements))
 
-    def paces_of(
+    def calibration_of(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
-    ) -> tuple[float, float]:
-        """How much longer forward and backward of so many samples of a graph take on a kind of
-        device than its operators' measurements add up to (see `WholeStep`); 1 where not known.
+    ) -> float:
+        """Factor on the measured times of a graph's operators (see `WholeStep`); 1 if not known.
 
-        Between two sizes of batch whose step was timed it goes with the logarithm of the size, and
-        beyond them it is that of the nearest: what slows memory slows small batches less.
+        Between two measured batches it is linear in the logarithm of the batch, and beyond them it
+        is that of the nearest.
 
         Args:
             dtype: of the steps; None for a profile of one dtype.
         """
-        which = graph_hash, device_kind, samples, dtype
-        return (
-            self._between(which, lambda step: step.pass_paces[0]),
-            self._between(which, lambda step: step.pass_paces[1]),
-        )
-
-    def drift(
-        self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
-    ) -> float:
-        """As `paces_of`: how much longer a step takes now than when the operators were timed."""
-        return self._between((graph_hash, device_kind, samples, dtype), lambda step: step.drift)
-
-    def share_of(
-        self,
-        graph_hash: str,
-        device_kind: str,
-        samples: int,
-        dtype: str | None = None,
-        *,
-        n_devices: int,
-    ) -> float:
-        """As `paces_of`: what share of a step is left where so few devices are at work."""
-        return self._between(
-            (graph_hash, device_kind, samples, dtype), lambda step: step.share_of(n_devices)
-        )
-
-    def _between(
-        self, which: tuple[str, str, int, str | None], told: Callable[[WholeStep], float]
-    ) -> float:
-        graph_hash, device_kind, samples, dtype = which
         known = {
-            math.log(step.batch): told(step)
+            math.log(step.batch): step.calibration
             for step in self.whole_steps
             if (step.graph_hash, step.device_kind) == (graph_hash, device_kind)
             if dtype in (None, step.dtype)
@@ -309,25 +230,16 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         sizes = sorted(known)
         return float(np.interp(math.log(samples), sizes, [known[size] for size in sizes]))
 
-    def paces(self, graph_hash: str) -> dict[str, float]:
-        """Of each of a graph's steps that was timed, by kind of device and samples: its pace, that
-        of each pass, and the share of it that is left to a device alone, where those are known."""
-        own = [step for step in self.whole_steps if step.graph_hash == graph_hash]
-        found = {f"{step.device_kind}, {step.batch} samples": step.pace for step in own}
-        for step in own:
-            if step.operators_forward_share is not None:
-                forward, backward = step.pass_paces
-                found[f"{step.device_kind} forward, {step.batch} samples"] = forward
-                found[f"{step.device_kind} backward, {step.batch} samples"] = backward
-        found |= {
-            f"{step.device_kind} alone, {step.batch} samples": step.alone_ratio
-            for step in own
-            if step.alone_ratio is not None
+    def calibrations(self, graph_hash: str) -> dict[str, float]:
+        """The calibration of each measured step of a graph, by kind of device and batch."""
+        return {
+            f"{step.device_kind}, {step.batch} samples": step.calibration
+            for step in self.whole_steps
+            if step.graph_hash == graph_hash
         }
-        return found
 
     def content_hash(self) -> str:
-        """16 hex digits over the measurements, whatever their pace; strategies carry it."""
+        """16 hex digits over the measurements without their calibration; strategies carry it."""
         data = msgspec.json.encode(self.measurements, order="sorted")
         return hashlib.sha256(data).hexdigest()[:16]
 

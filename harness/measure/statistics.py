@@ -8,7 +8,6 @@ interval of Hodges and Lehmann's shift, on logarithms, so that it reads as a rat
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -113,12 +112,6 @@ def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, 
         chance *= first / (n - first + 1)
         first -= 1
     return first, n - 1 - first, coverage
-
-
-def median_error(values: Sequence[float]) -> float:
-    """Standard error of the median, as if samples were normal; infinite for a single one."""
-    n = len(values)
-    return math.sqrt(math.pi / (2 * n)) * statistics.stdev(values) if n > 1 else math.inf
 
 
 def _chance_below(k: int, n: int) -> float:

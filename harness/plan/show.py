@@ -15,7 +15,7 @@ import msgspec
 from harness.domain.cluster import Cluster
 from harness.domain.files import decode
 from harness.domain.graph import Graph
-from harness.domain.profile import Profile, WholeStep
+from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
 from harness.errors import ConfigError, GraphError
 from harness.inputs import decode_text, read_file
@@ -182,9 +182,9 @@ def profile_lines(profile: Profile) -> list[str]:
         f"{', '.join(profile.device_kinds) or 'nothing'}, hash {profile.content_hash()}"
     ]
     lines += [
-        f"{step.device_kind}, batch {step.batch}, {step.dtype}: operators add up to "
-        f"{format_duration(step.operators_s)}, the whole step takes {format_duration(step.step_s)} "
-        f"({step.ratio:.2f} of it)" + _latest(step)
+        f"{step.device_kind}, batch {step.batch}, {step.dtype}: the whole step takes "
+        f"{format_duration(step.step_s)}, its operators add up to "
+        f"{format_duration(step.operators_s)}: calibration {step.calibration:.2f}"
         for step in profile.whole_steps
     ]
     rows = [
@@ -202,16 +202,6 @@ def profile_lines(profile: Profile) -> list[str]:
     ]
     header = ["operator", "device", "output", "dtype", "forward", "backward", "kept", "spread"]
     return [*lines, *table(header, rows)]
-
-
-def _latest(step: WholeStep) -> str:
-    lately = "" if step.latest_s is None else f"; lately {format_duration(step.latest_s)}"
-    alone = (
-        ""
-        if step.alone_ratio is None
-        else f", and by {step.alone_ratio:.2f} where the others of {step.n_devices} devices wait"
-    )
-    return f"{lately}; times are scaled by {step.pace:.2f}{alone}"
 
 
 def cluster_lines(cluster: Cluster) -> list[str]:

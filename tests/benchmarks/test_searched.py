@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from harness.domain.fingerprint import MadeFor
-from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
+from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.measure.store import read_header, read_results, write_header
 
@@ -91,31 +91,17 @@ def test_only_pairs_that_rounds_tell_apart_have_an_order(judging):
     ]  # fmt: skip
 
 
-def test_the_order_is_judged_by_either_prediction(judging):
+def test_the_order_is_judged_by_pairs_and_regret(judging):
     strategies = {
-        "a": {"predicted_s": 3.0, "paced_s": 1.1, "measured_s": 1.0},
-        "b": {"predicted_s": 2.0, "paced_s": 2.2, "measured_s": 2.0},
-        "c": {"predicted_s": 4.0, "paced_s": 2.4, "measured_s": 4.0},
+        "a": {"predicted_s": 3.0, "measured_s": 1.0},
+        "b": {"predicted_s": 2.0, "measured_s": 2.0},
+        "c": {"predicted_s": 4.0, "measured_s": 4.0},
     }
     apart = [("a", "b"), ("b", "c")]
-    before = judging.judge_order(strategies, apart, "predicted_s")
-    assert before == {
+    assert judging.judge_order(strategies, apart) == {
         "rank_correlation": pytest.approx(0.5), "pairs_in_order": 1, "regret": 1.0, "chosen": "b",
         "median_absolute_error": 0.0,
     }  # fmt: skip
-    paced = judging.judge_order(strategies, apart, "paced_s")
-    assert (paced["rank_correlation"], paced["pairs_in_order"], paced["regret"]) == (1.0, 2, 0.0)
-    assert paced["median_absolute_error"] == pytest.approx(0.1)
-
-
-def test_drift_is_the_pace_in_turn_over_that_of_the_prediction(judging, tmp_path):
-    run = write_run(tmp_path, "a", "searched", PLAN, engine="executor")
-    found = read_results(run).runs[0]
-    assert judging.drift(found, {"cpu, 8 samples": 3.0}) == {}  # predicted by none
-    before = Prediction(strategy="a", method="builder", step_s=1.0, paces={"cpu, 8 samples": 2.0})
-    (run / PREDICTION_FILE).write_bytes(before.to_json())
-    paces = {"cpu, 8 samples": 3.0, "cpu, 1 samples": 1.0}
-    assert judging.drift(found, paces) == {"cpu, 8 samples": 1.5}
 
 
 def scale_losses(run, factor):

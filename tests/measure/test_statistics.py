@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.measure.statistics import (
-    median_error,
     median_interval_ranks,
     paired_ratio,
     summarize,
@@ -23,12 +22,6 @@ from harness.measure.statistics import (
 def test_eight_samples_are_the_first_with_a_99_percent_interval() -> None:
     assert median_interval_ranks(8) == (0, 7, 1 - 2 / 2**8)
     assert median_interval_ranks(7) == (0, 6, 1 - 2 / 2**7)
-
-
-def test_error_of_a_median_is_that_of_normal_samples() -> None:
-    # Their standard deviation is the root of 5/3.
-    assert median_error([1, 2, 3, 4]) == pytest.approx(math.sqrt(math.pi / 8 * 5 / 3))
-    assert median_error([1.0]) == math.inf
 
 
 def test_interval_of_twelve_samples_drops_one_from_each_end() -> None:

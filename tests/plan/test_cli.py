@@ -510,10 +510,10 @@ def test_dtype_chooses_among_the_profiles_times(
     ]  # fmt: skip
     steps = [
         WholeStep(
-            device_kind="d", batch=4, dtype=dtype, step_s=1.0, operators_s=1.0, latest_s=pace,
+            device_kind="d", batch=4, dtype=dtype, step_s=step_s, operators_s=1.0,
             graph_hash=graph.content_hash(),
         )
-        for dtype, pace in (("float32", 3.0), ("bfloat16", 1.5))
+        for dtype, step_s in (("float32", 3.0), ("bfloat16", 1.5))
     ]  # fmt: skip
     (tmp_path / "g.json").write_bytes(graph.to_json())
     profile = Profile(model="tiny", measurements=points, whole_steps=steps)
@@ -527,7 +527,7 @@ def test_dtype_chooses_among_the_profiles_times(
         assert main([*flags, "--dtype", dtype]) == 0
         found[dtype] = json.loads(capsys.readouterr().out)["predicted_step_s"]
     assert found == {"fp32": 12.0, "bf16": 3.0}
-    assert main(flags) == 0  # the operators' own dtype, and its pace
+    assert main(flags) == 0  # the operators' own dtype, and its calibration
     assert json.loads(capsys.readouterr().out)["predicted_step_s"] == 12.0
     assert main([*flags, "--dtype", "tf32"]) == 2
     assert "has times of bfloat16, float32 only" in capsys.readouterr().err

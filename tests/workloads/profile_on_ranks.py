@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace as replace_
 from torch import Tensor, nn
 
 from harness.domain.profile import Profile
 from harness.runtime.profiling.stretch import OperatorCall
-from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.ranks.context import Context
 from harness.workloads.planning.profile_points import Point
 from harness.workloads.profile import measure as profile_measure
@@ -62,13 +60,13 @@ def profile_kinds(argument: Any, context: Context) -> dict[str, Any]:
 
 
 def profile_twice(config: Any, context: Context) -> list[dict[str, Any]]:
-    """Profile, then with one more number of shards, then again; with what the step took lately."""
+    """Profile, then with one more number of shards, then again; with the step of each."""
     more = replace(config, shards=(*config.shards, 4))
     found = []
     for one in (config, more, more):
         summary = run_profile(one, context)
         steps = Profile.load(Path(config.profile_file)).whole_steps
-        found.append(summary | {"latest_s": {step.batch: step.latest_s for step in steps}})
+        found.append(summary | {"step_s": {step.batch: step.step_s for step in steps}})
     return found
 
 
@@ -96,11 +94,11 @@ def _profile_until(config: Any, context: Context, n_batches: int) -> str:
     take_in = profile._Profiling._take_in
     calls: list[Any] = []
 
-    def die(self: Any, found: Any, mine: Any) -> Any:
+    def die(self: Any, found: Any) -> Any:
         if len(calls) == n_batches:
             raise KeyboardInterrupt
         calls.append(found)
-        return take_in(self, found, mine)
+        return take_in(self, found)
 
     profile._Profiling._take_in = die  # type: ignore[method-assign]
     try:
@@ -118,39 +116,6 @@ def profile_killed_and_again(config: Any, context: Context) -> tuple[str, Any, s
     left = _profile_until(config, context, n_batches=3)
     summary = run_profile(config, context)
     return left, summary, Path(config.profile_file).read_text()
-
-
-def profile_killed_at_another_pace(config: Any, context: Context) -> tuple[str, str]:
-    """A file that knows the whole step, and as a run left it that found steps a million times as
-    long, measured further shapes, and was killed before its comparison."""
-    path = Path(config.profile_file)
-    run_profile(config, context)
-    known = Profile.load(path)
-    steps = [replace_(step, step_s=1e-6 * step.step_s) for step in known.whole_steps]
-    path.write_bytes(replace_(known, whole_steps=steps).to_json())
-    more = replace(config, shards=(*config.shards, 4))
-    return known.to_json().decode(), _profile_until(more, context, n_batches=3)
-
-
-def profile_on_a_machine_that_slows(config: Any, context: Context) -> None:
-    """Profile where every call of the timer finds the machine slower than the one before."""
-    calls: list[float] = []
-
-    def measure(
-        self: OpTimer, stretch: Any, names: Sequence[str], *args: Any, **kwargs: Any
-    ) -> dict[str, OperatorSamples]:
-        calls.append(1.0 + len(calls))
-        found = OperatorSamples(
-            forward_s=[calls[-1]], backward_s=[2 * calls[-1]], around_s=[10 * calls[-1]]
-        )
-        return dict.fromkeys(names, found)
-
-    timed = OpTimer.measure
-    OpTimer.measure = measure  # type: ignore[method-assign]
-    try:
-        run_profile(config, context)
-    finally:
-        OpTimer.measure = timed  # type: ignore[method-assign]
 
 
 def profile_without_memory(argument: Any, context: Context) -> dict[str, Any]:

@@ -198,22 +198,22 @@ class KeptPlan:
             (self._path / STRATEGY_FILE).write_bytes(files[STRATEGY_FILE])
             (self._path / PREDICTION_FILE).write_bytes(changed.to_json())
 
-    def pace_the_devices(self, paces: dict[int, float]) -> None:
-        """As a profile run finds them later, by samples of the step."""
+    def calibrate(self, calibrations: dict[int, float]) -> None:
+        """As a profile run does later, by samples of the step."""
         if self._is_mine:
             graph_hash = capture_graph(self._question).content_hash()
             steps = [
                 WholeStep(
-                    device_kind="test device", batch=samples, dtype="float32", step_s=1.0,
-                    operators_s=1.0, graph_hash=graph_hash, latest_s=pace,
+                    device_kind="test device", batch=samples, dtype="float32",
+                    step_s=calibration, operators_s=1.0, graph_hash=graph_hash,
                 )
-                for samples, pace in paces.items()
+                for samples, calibration in calibrations.items()
             ]  # fmt: skip
             changed = msgspec.structs.replace(Profile.load(self._profile), whole_steps=steps)
             self._profile.write_bytes(changed.to_json())
 
 
-def plans_at_two_paces(case: TrainCase, context: Context) -> list[dict[str, bytes]]:
+def plans_at_two_calibrations(case: TrainCase, context: Context) -> list[dict[str, bytes]]:
     """Files of a plan: made, found again (with a mark in it), and once devices are slower."""
 
     def planned() -> dict[str, bytes]:
@@ -230,7 +230,7 @@ def plans_at_two_paces(case: TrainCase, context: Context) -> list[dict[str, byte
     found = [planned()]
     kept.write(found[0], step_s=123.0, search_s=45.0)
     found.append(planned())
-    kept.pace_the_devices({12: 3.0})
+    kept.calibrate({12: 3.0})
     return [*found, planned()]
 
 
@@ -245,24 +245,3 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
             kept.write({name: (context.run_dir / name).read_bytes() for name in files})
             found.append((context.run_dir / STRATEGY_FILE).read_bytes())
     return found
-
-
-def predicted_in_turn(case: TrainCase, context: Context) -> tuple[float, float, dict[str, float]]:
-    """Steps: by the pace of plain steps in turn, and as training is predicted by a profile of that
-    pace; and the pace."""
-    from benchmarks.searched_pace import PlainStep
-
-    plan_training(case, context)
-    plain = PlainStep(case, context.world)
-    plain.take()
-    found = plain.predict({context.run_dir: case})
-    paces = {
-        int(key.split()[-2]): pace
-        for key, pace in found.paces.items()
-        if key.startswith("test device,")
-    }
-    KeptPlan(case, context).pace_the_devices(paces)
-    planned = plan_training(case, context)
-    assert planned is not None
-    assert planned.predicted_step_s is not None
-    return found.predicted_s[context.run_dir.name], planned.predicted_step_s, found.paces

@@ -1,9 +1,8 @@
-"""What one block of an operator takes on one device, by the profile and its present pace."""
+"""Seconds of one block of an operator on one device: the profile's, calibrated."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +12,8 @@ from harness.domain.cluster import Device
 from harness.domain.graph import Graph
 from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
-from harness.domain.sharding import full_shape, has_tasks, output_sizes, weight_dims
+from harness.domain.sharding import full_shape, output_sizes, weight_dims
 from harness.plan.fit import OperatorTimes
-from harness.plan.simulate.fans import Floats
 
 
 class BlockSeconds(NamedTuple):
@@ -55,9 +53,6 @@ class BlockTimes:
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
         self._seconds: dict[object, BlockSeconds] = {}
-        self._shares: dict[int, Floats] = {}
-        dtypes = [self._times.dtype_of(op) for op in graph.operators if has_tasks(op)]
-        self._dtype = statistics.mode(dtypes) if dtypes else None  # of the whole step
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
         """What one block takes on one device."""
@@ -68,8 +63,8 @@ class BlockTimes:
             kind = self._devices[device].kind
             samples = sizes.get("sample", self._samples)
             dtype = self._times.dtype_of(operator)
-            forward, backward = self._profile.paces_of(self._graph_hash, kind, samples, dtype)
-            speed = self._devices[device].speed
+            calibration = self._profile.calibration_of(self._graph_hash, kind, samples, dtype)
+            factor = calibration / self._devices[device].speed
             shown = output_sizes(operator, sizes)
             is_whole = all(sizes[dim] == self._shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
@@ -80,31 +75,18 @@ class BlockTimes:
                     shape=shape,
                     in_place=self._is_in_place(op, sizes),
                 )
-                share = 1.0
             else:
                 # An unknown shape: in proportion.
                 time = self._times.lookup(operator, kind)
-                share = volume(block) / self._full_volume(op)
+                factor *= volume(block) / self._full_volume(op)
             # A product of inputs' gradients is of the size of the forward one.
             input_s = time.forward_s if time.input_s is None else time.input_s
             self._seconds[key] = BlockSeconds(
-                time.forward_s * forward * share / speed,
-                time.backward_s * backward * share / speed,
-                min(input_s, time.backward_s) * backward * share / speed,
+                time.forward_s * factor,
+                time.backward_s * factor,
+                min(input_s, time.backward_s) * factor,
             )
         return self._seconds[key]
-
-    def shares(self, n_working: int) -> Floats:
-        """(n_devices,) what is left of these seconds where so few devices are at work."""
-        if n_working not in self._shares:
-            found = [
-                self._profile.share_of(
-                    self._graph_hash, one.kind, self._samples, self._dtype, n_devices=n_working
-                )
-                for one in self._devices
-            ]
-            self._shares[n_working] = np.array(found)
-        return self._shares[n_working]
 
     def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
         """Whether the gradients of a block's weights are written where they stay."""

@@ -54,10 +54,9 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         triggers = _triggers(buckets, flow, position, row_at, gradients.is_apart)
     else:
         triggers = last[buckets.end_device]
-    shares = _shares(tables)[rows % n_devices]
-    seconds = shares * _seconds(simulator, tables, flow, rows, gradients)
+    seconds = _seconds(simulator, tables, flow, rows, gradients)
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
-    joined_s = shares * _joined_seconds(simulator, tables, flow, rows, gradients)
+    joined_s = _joined_seconds(simulator, tables, flow, rows, gradients)
     found = Work(
         n_microbatches=flow.n_microbatches,
         device_of=rows % n_devices,
@@ -173,11 +172,6 @@ def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
         "group_ptr": prices.group_ptr,
         "group": prices.group,
     }
-
-
-def _shares(tables: Tables) -> Floats:
-    """(n_devices,) of what computing takes with all devices at work, where only a plan's are."""
-    return tables.costs.times.shares(int(tables.active.any(axis=0).sum()))
 
 
 def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:

@@ -12,8 +12,7 @@ of its weights, runs just before it and is timed instead. A GPU is held up until
 queued: marks of one that had nothing to do would time the host's calls.
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
-operator that hits is chance. There the processor's time tells how the sample's time is shared out,
-and what the stretch around an operator takes tells how fast the machine was meanwhile.
+operator that hits is chance. There the time of a sample is shared out by the processor's time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -49,30 +48,15 @@ class OperatorSamples:
 
     Attributes:
         backward_s: zeros for an operator that has no gradient.
-        around_s: of the stretch around it, without what was timed in an operator's place; empty
-            where its time is not shared out by the processor's.
     """
 
     forward_s: list[float]
     backward_s: list[float]
-    around_s: list[float] = field(default_factory=list)
 
     def __add__(self, other: OperatorSamples) -> OperatorSamples:
         return OperatorSamples(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
-            around_s=self.around_s + other.around_s,
-        )
-
-    def as_where(self, around_s: float) -> OperatorSamples:
-        """As they would be, had the stretch around each of them taken so long."""
-        if not self.around_s:
-            return self
-        paces = [around_s / own_s for own_s in self.around_s]
-        return OperatorSamples(
-            forward_s=[s * pace for s, pace in zip(self.forward_s, paces, strict=True)],
-            backward_s=[s * pace for s, pace in zip(self.backward_s, paces, strict=True)],
-            around_s=[around_s] * len(paces),
         )
 
     @property
@@ -177,25 +161,22 @@ class OpTimer:
         n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
         samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        idle, around_s = _Idle([], []), list[float]()
+        idle = _Idle([], [])
         for _ in range(budget.count(whole_s * n_each)):
             laps = self._sample(run, stretch, n_each)
-            pace = self._pace(laps)
+            ratio = self._wall_ratio(laps)
             for name, own in laps.forward.items():
                 back = laps.backward.get(name, [])
-                backward_s = self._mean_s(back, pace) if back else 0.0
-                samples[name].append((self._mean_s(own, pace), backward_s))
-            if self._processor is not None:
-                around_s.append(self._around_s(laps, run.beside, pace) / n_each)
-            idle.forward_s.extend(self._seconds(lap, pace) for lap in laps.idle_forward)
-            idle.backward_s.extend(self._seconds(lap, pace) for lap in laps.idle_backward)
+                backward_s = self._mean_s(back, ratio) if back else 0.0
+                samples[name].append((self._mean_s(own, ratio), backward_s))
+            idle.forward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_forward)
+            idle.backward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_backward)
         # Medians over laps: all operators lose them, so chance must not decide.
         idle_s = [statistics.median(seconds) if seconds else 0.0 for seconds in idle]
         return {
             name: OperatorSamples(
                 forward_s=[max(0.0, forward_s - idle_s[0]) for forward_s, _ in own],
                 backward_s=[max(0.0, backward_s - idle_s[1]) for _, backward_s in own],
-                around_s=list(around_s),
             )
             for name, own in samples.items()
         }
@@ -220,8 +201,8 @@ class OpTimer:
         self._clock.settle()
         return run.laps
 
-    def _pace(self, laps: _Laps) -> float | None:
-        """Seconds that pass for each second that the processor computes; None by the clock."""
+    def _wall_ratio(self, laps: _Laps) -> float | None:
+        """Seconds that pass for each second of processor time; None by the clock."""
         if self._processor is None:
             return None
         ((first, last),) = laps.whole
@@ -229,19 +210,12 @@ class OpTimer:
         passed_s = self._clock.seconds_at(last.at) - self._clock.seconds_at(first.at)
         return passed_s / computed_s if computed_s > 0 else None
 
-    def _around_s(self, laps: _Laps, beside: Collection[str], pace: float | None) -> float:
-        """Seconds of all iterations, without what was timed in an operator's place."""
-        own = [lap for name in beside for lap in (*laps.forward[name], *laps.backward[name])]
-        return sum(self._seconds(lap, pace) for lap in laps.whole) - sum(
-            self._seconds(lap, pace) for lap in own
-        )
+    def _mean_s(self, laps: list[Lap], ratio: float | None) -> float:
+        return statistics.fmean(self._seconds(lap, ratio) for lap in laps)
 
-    def _mean_s(self, laps: list[Lap], pace: float | None) -> float:
-        return statistics.fmean(self._seconds(lap, pace) for lap in laps)
-
-    def _seconds(self, lap: Lap, pace: float | None) -> float:
-        if pace is not None:
-            return (lap[1].processor_s - lap[0].processor_s) * pace
+    def _seconds(self, lap: Lap, ratio: float | None) -> float:
+        if ratio is not None:
+            return (lap[1].processor_s - lap[0].processor_s) * ratio
         return self._clock.seconds_at(lap[1].at) - self._clock.seconds_at(lap[0].at)
 
     # What an iteration needs
@@ -293,7 +267,6 @@ class _Iteration:
         self._timer, self._names, self._instead = timer, names, instead
         self._n_in_flight, self._is_added = n_in_flight, is_added
         self.laps = _Laps()
-        self.beside = set(instead)
         self._beside: dict[str, list[_Beside]] = defaultdict(list)
         self._gradients: dict[Tensor, Tensor] = {}
         self._n_forward = self._n_backward = 0

@@ -31,7 +31,7 @@ def predict(
         contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
         profile_fit_error=largest_fit_error(simulator, strategy),
         search_s=search_s,
-        paces=paces(simulator),
+        calibrations=_calibrations(simulator),
     )
 
 
@@ -50,13 +50,12 @@ def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: st
         spans={str(rank): own for rank, own in found.spans.items()},
         contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
         profile_fit_error=largest_fit_error(simulator, strategy),
-        paces=paces(simulator),
+        calibrations=_calibrations(simulator),
     )
 
 
-def paces(simulator: Simulator) -> dict[str, float]:
-    """Of the devices, as the simulator prices them."""
-    return simulator.profile.paces(simulator.graph.content_hash())
+def _calibrations(simulator: Simulator) -> dict[str, float]:
+    return simulator.profile.calibrations(simulator.graph.content_hash())
 
 
 def largest_fit_error(simulator: Simulator, strategy: Strategy) -> float | None:

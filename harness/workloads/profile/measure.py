@@ -8,7 +8,6 @@ memory holds.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -117,7 +116,6 @@ class PointMeasurer:
         self._between = between
         self._known: dict[_Name, _Known] = {}
         self._samples: dict[tuple[_Name, str, _Where], OperatorSamples] = {}
-        self._around_s: dict[_Where, list[float]] = defaultdict(list)
         self._cannot: set[_Name] = set()
         self._sound: dict[int, bool] = {}
         self._recorded: set[_Name] = set()  # in this call of `measure`
@@ -219,8 +217,6 @@ class PointMeasurer:
             one.forget()
         for name, (point, variant) in wanted.items():
             self._keep(point, variant, _where(part, point), found[name])
-        (point, _), *_ = wanted.values()
-        self._around_s[_where(part, point)] += found[point.operator].around_s
 
     def _keep(self, point: Point, variant: str, where: _Where, found: OperatorSamples) -> None:
         key = _name(point), variant, where
@@ -230,7 +226,6 @@ class PointMeasurer:
         metrics = {
             "operator_forward_s": found.forward_s,
             "operator_backward_s": found.backward_s,
-            "operator_around_s": found.around_s,
         }
         if variant:
             metrics = {f"operator_{variant}": found.backward_s}
@@ -239,13 +234,9 @@ class PointMeasurer:
                 self._sample(metric, value, point, step=step)
 
     def _record(self, point: Point, where: _Where) -> None:
-        """Each sample at the pace that the machine mostly had where it was taken."""
         known = self._known[_name(point)]
-        around_s = self._around_s[where]
-        usual_s = statistics.median(around_s) if around_s else 0.0
         samples, *others = (
-            self._samples[_name(point), variant, where].as_where(usual_s)
-            for variant in ("", *known.variants)
+            self._samples[_name(point), variant, where] for variant in ("", *known.variants)
         )
         variants_s = {
             variant: other.median_backward_s

@@ -75,8 +75,8 @@ def optimizer_s_per_byte(
         _settle(device)
         own_s += clock() - before_s
         n_steps += 1
-    pace = (time.perf_counter() - start_s) / (clock() - begin_s)
-    return own_s * pace / n_steps / sum(updated.sizes)
+    ratio = (time.perf_counter() - start_s) / (clock() - begin_s)
+    return own_s * ratio / n_steps / sum(updated.sizes)
 
 
 def _settle(device: torch.device) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,35 +71,12 @@ class _Data:
         return cls(make_inputs(task, samples, device), make_targets(task, samples, device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """Of one step, mean.
-
-    Attributes:
-        processor_s: what this process computed for in it, on a CPU only.
-        forward_share: of it, on a CPU of `processor_s`: which pass a pause falls in is chance.
-    """
-
-    seconds: float
-    processor_s: float | None
-    forward_share: float
-
-
-class _Mark(NamedTuple):
-    """An instant by the clock, and the processor's seconds so far."""
-
-    at: Any
-    processor_s: float | None
-
-
 class StepSampler:
     """Times forward and backward of the whole model with its loss: no optimizer, no gradients kept.
 
-    Both of the batch and of a small one are taken: a machine that becomes slower need not slow
-    what stays in its caches as it slows what does not.
-
+    Steps of the batch and of a small one are timed, because caches serve small batches better.
     Steps are taken in between the operators, for about as long as those take together, so that
-    both see the same machine: its speed drifts with clocks, heat and neighbours.
+    both see the same machine.
     """
 
     def __init__(
@@ -107,7 +84,6 @@ class StepSampler:
     ) -> None:
         self._task = task
         self._recorder = recorder
-        self._is_cpu = device.type == "cpu"
         self._precision = Precision(dtype, device)
         self._data = {n: _Data.made(task, n, device) for n in (batch, small_batch(batch))}
         self._shortest_s = shortest_sample_s(device.type)
@@ -115,8 +91,6 @@ class StepSampler:
         self._spent_s = 0.0
         self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
         """Of a step, by its samples."""
-        self.forward_shares: dict[int, list[float]] = {samples: [] for samples in self._data}
-        """Of a step's computing, by its samples."""
 
     @property
     def n_taken(self) -> int:
@@ -126,7 +100,7 @@ class StepSampler:
     def restart(self) -> None:
         """Forget the samples so far: those of the warm-up."""
         self._recorder.discard()
-        for values in (*self.seconds.values(), *self.forward_shares.values()):
+        for values in self.seconds.values():
             values.clear()
         self._begin_s, self._spent_s = time.monotonic(), 0.0
 
@@ -141,72 +115,48 @@ class StepSampler:
                 raise
             self._task.model.zero_grad(set_to_none=True)
 
-    def take(self) -> dict[int, StepTime]:
+    def take(self) -> None:
         """Take one sample of each batch: the mean over as many steps as it needs to be steady.
 
         Small batches may be impossible (batch normalisation of one value): those are left out.
-
-        Returns:
-            By samples.
         """
-        found = self.time_once()
-        for samples, time_taken in found.items():
-            number = len(self.seconds[samples])
-            self._recorder.sample("model_step_s", time_taken.seconds, step=number, batch=samples)
-            self._recorder.sample(
-                "model_step_forward_share", time_taken.forward_share, step=number, batch=samples
-            )
-            self.seconds[samples].append(time_taken.seconds)
-            self.forward_shares[samples].append(time_taken.forward_share)
-        return found
-
-    def time_once(self) -> dict[int, StepTime]:
-        """The same, kept apart from the others."""
         start_s = time.monotonic()
-        largest, found = max(self._data), {}
+        largest = max(self._data)
         for samples in list(self._data):
             try:
-                found[samples] = self._time(samples)
+                step_s = self._time(samples)
             except (RuntimeError, ValueError) as error:
                 if samples == largest or is_out_of_memory(error):
                     raise
                 reason = first_line(error)
                 self._recorder.sample("model_step_skipped", 1, batch=samples, reason=reason)
-                del self._data[samples], self.seconds[samples], self.forward_shares[samples]
+                del self._data[samples], self.seconds[samples]
+            else:
+                number = len(self.seconds[samples])
+                self._recorder.sample("model_step_s", step_s, step=number, batch=samples)
+                self.seconds[samples].append(step_s)
         self._task.model.zero_grad(set_to_none=True)
         self._recorder.clock.settle()
         self._spent_s += time.monotonic() - start_s
-        return found
 
-    def _time(self, samples: int) -> StepTime:
+    def _time(self, samples: int) -> float:
         data = self._data[samples]
-        once = self._mean([self._step(data)])  # also brings the model back into the cache
-        n_steps = max(1, round(self._shortest_s / max(once.seconds, 1e-6)))
-        return self._mean([self._step(data) for _ in range(n_steps)])
+        once_s = self._mean_s([self._step(data)])  # also brings the model back into the cache
+        n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
+        return self._mean_s([self._step(data) for _ in range(n_steps)])
 
-    def _step(self, data: _Data) -> list[_Mark]:
-        """Marks before and after each pass."""
+    def _step(self, data: _Data) -> tuple[Any, Any]:
+        """Clock marks before and after it."""
+        clock = self._recorder.clock
         self._task.model.zero_grad(set_to_none=True)
-        marks = [self._mark()]
+        start = clock.mark()
         with self._precision.autocast():
             loss = self._task.sum_loss(self._task.model(*data.inputs), data.targets)
             loss = loss / len(data.targets)
-        marks.append(self._mark())
         loss.backward()
-        return [*marks, self._mark()]
+        return start, clock.mark()
 
-    def _mark(self) -> _Mark:
-        return _Mark(self._recorder.clock.mark(), time.process_time() if self._is_cpu else None)
-
-    def _mean(self, steps: list[list[_Mark]]) -> StepTime:
+    def _mean_s(self, steps: Sequence[tuple[Any, Any]]) -> float:
         clock = self._recorder.clock
         clock.settle()
-        at_s = np.array([[clock.seconds_at(mark.at) for mark in step] for step in steps])
-        passes_s = own_s = np.diff(at_s).mean(axis=0)
-        if self._is_cpu:
-            own_s = np.diff([[mark.processor_s for mark in step] for step in steps]).mean(axis=0)
-        return StepTime(
-            seconds=float(passes_s.sum()),
-            processor_s=float(own_s.sum()) if self._is_cpu else None,
-            forward_share=float(own_s[0] / own_s.sum()),
-        )
+        return fmean(clock.seconds_at(end) - clock.seconds_at(start) for start, end in steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ import msgspec
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import (
-    BACKWARD_VARIANTS,
     Measurement,
     OptimizerTime,
     Profile,
@@ -20,7 +18,6 @@ from harness.domain.profile import (
 )
 from harness.domain.sharding import full_shape, has_tasks, output_sizes
 from harness.errors import ConfigError, PlanError
-from harness.measure.statistics import median_error
 from harness.measure.store import write_atomically
 from harness.plan.fit import OperatorTime, OperatorTimes
 from harness.workloads.planning.profile_points import Point
@@ -68,9 +65,9 @@ def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
     return msgspec.structs.replace(profile, measurements=list(found.values()))
 
 
-def _passes_s(
+def _operators_s(
     profile: Profile, graph: Graph, kind: str, dtype: str, samples: int
-) -> tuple[float, float] | None:
+) -> float | None:
     """Forward and backward of all operators; None when one is missing."""
     times = OperatorTimes(profile)
 
@@ -83,12 +80,7 @@ def _passes_s(
         found = list(map(time_of, filter(has_tasks, graph.operators)))
     except PlanError:
         return None
-    return sum(one.forward_s for one in found), sum(one.backward_s for one in found)
-
-
-def _forward_share(forward_s: float, backward_s: float) -> float | None:
-    """None where a pass takes no time."""
-    return forward_s / (forward_s + backward_s) if min(forward_s, backward_s) > 0 else None
+    return sum(one.total_s for one in found)
 
 
 def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[str, float]:
@@ -101,126 +93,26 @@ def fit_errors(profile: Profile, graph: Graph, kind: str, dtype: str) -> dict[st
     return {key: error for key, error in errors.items() if error is not None}
 
 
-# Standard deviation of what sharing a machine mostly changes.
-_SHARED = 0.1
-
-# What whole steps took, by kind of device and samples.
+# Seconds of whole steps, by kind of device and samples.
 StepValues = dict[tuple[str, int], list[float]]
 
 
-def with_whole_steps(
-    profile: Profile,
-    graph: Graph,
-    dtype: str,
-    seconds: StepValues,
-    forward_shares: StepValues,
-) -> Profile:
-    """Add the median of each kind's steps, beside the sum over operators as it is now.
-
-    Where the step is known, it becomes the latest; where only that of another number of samples
-    is, its drift is taken for this one's.
-
-    Args:
-        forward_shares: of what each of the steps computed.
-    """
-    own, known = graph.content_hash(), profile.whole_steps
-    now = _at_present(profile, own, seconds)
-    steps = {(s.device_kind, s.graph_hash, s.dtype, s.batch): s for s in known}
-    for (kind, samples), values in seconds.items():
-        if not values:
-            continue
-        key, latest_s = (kind, own, dtype, samples), statistics.median(values)
-        forward_share = statistics.median(forward_shares[kind, samples])
-        if key in steps:
-            steps[key] = msgspec.structs.replace(
-                steps[key], latest_s=latest_s, forward_share=forward_share
-            )
-            continue
-        passes_s = _passes_s(profile, graph, kind, dtype, samples)
-        if passes_s is None:
-            continue
-        is_first = not any(s.device_kind == kind and s.graph_hash == own for s in known)
-        steps[key] = WholeStep(
-            device_kind=kind,
-            batch=samples,
-            dtype=dtype,
-            step_s=latest_s / now.drift(own, kind, samples),
-            operators_s=sum(passes_s),
-            graph_hash=own,
-            forward_share=forward_share,
-            operators_forward_share=_forward_share(*passes_s),
-            latest_s=None if is_first else latest_s,
-        )
-    return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
-
-
-def knows_alone(profile: Profile, graph: Graph, kinds: Sequence[str], dtype: str) -> bool:
-    """Whether a graph's step was timed alone on each kind of device, one of so many devices."""
-    known = {
-        step.device_kind
-        for step in profile.whole_steps
-        if (step.graph_hash, step.dtype) == (graph.content_hash(), dtype)
-        if step.alone_ratio is not None and step.n_devices == len(kinds)
-    }
-    return known >= set(kinds)
-
-
-def with_alone(
-    profile: Profile, graph: Graph, dtype: str, factors: Sequence[StepValues], n_devices: int
-) -> Profile:
-    """Add what share of its time each step takes alone, of so many devices: the product of the
-    factors' medians, each drawn to 1, which machines that share nothing have, by its noise."""
+def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepValues) -> Profile:
+    """Set each kind's step to the median, beside the sum over the operators as it is now."""
     own = graph.content_hash()
-
-    def told(step: WholeStep) -> WholeStep:
-        key = step.device_kind, step.batch
-        found = [values[key] for values in factors if key in values]
-        if not found or (step.graph_hash, step.dtype) != (own, dtype):
-            return step
-        ratio = math.prod(map(_drawn_to_one, found))
-        return msgspec.structs.replace(step, alone_ratio=ratio, n_devices=n_devices)
-
-    return msgspec.structs.replace(profile, whole_steps=list(map(told, profile.whole_steps)))
-
-
-def _drawn_to_one(ratios: list[float]) -> float:
-    """Their median, the less of it the larger its standard error."""
-    weight = _SHARED**2 / (_SHARED**2 + median_error(ratios) ** 2)
-    return 1 + weight * (statistics.median(ratios) - 1)
-
-
-def _at_present(profile: Profile, graph_hash: str, seconds: StepValues) -> Profile:
-    """The profile with the latest of a graph's steps that it knows."""
-    steps = []
-    for step in profile.whole_steps:
-        values = seconds.get((step.device_kind, step.batch))
-        if values and step.graph_hash == graph_hash:
-            step = msgspec.structs.replace(step, latest_s=statistics.median(values))
-        steps.append(step)
-    return msgspec.structs.replace(profile, whole_steps=steps)
-
-
-def without_drift(
-    profile: Profile, graph: Graph, new: Sequence[Measurement], seconds: StepValues
-) -> list[Measurement]:
-    """New measurements as they would have been when the profile's first ones were taken.
-
-    Args:
-        seconds: of whole steps, taken in between the new measurements.
-    """
-    own, batch = graph.content_hash(), graph.batch or 1
-    now = _at_present(profile, own, seconds)
-    return [
-        _slower(point, 1 / now.drift(own, point.device_kind, point.shape.get("sample", batch)))
-        for point in new
-    ]
-
-
-def _slower(point: Measurement, factor: float) -> Measurement:
-    fields = ("forward_s", "backward_s", *BACKWARD_VARIANTS)
-    measured = {field: getattr(point, field) for field in fields}
-    slower = {field: factor * s for field, s in measured.items() if s is not None}
-    return msgspec.structs.replace(point, **slower)
+    steps = {(s.device_kind, s.graph_hash, s.dtype, s.batch): s for s in profile.whole_steps}
+    for (kind, samples), values in seconds.items():
+        operators_s = _operators_s(profile, graph, kind, dtype, samples)
+        if values and operators_s:
+            steps[kind, own, dtype, samples] = WholeStep(
+                device_kind=kind,
+                batch=samples,
+                dtype=dtype,
+                step_s=statistics.median(values),
+                operators_s=operators_s,
+                graph_hash=own,
+            )
+    return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
 
 
 def with_optimizer(

@@ -79,28 +79,25 @@ def _sums(profile: Profile, graph: Graph) -> str:
                 format_duration(sum(time.backward_s for time in found)),
                 "-" if step is None else format_duration(step.operators_s),
                 "-" if step is None else format_duration(step.step_s),
-                "-" if step is None else f"{step.ratio:.2f}",
-                _by_samples([(s, s.pace) for s in known if s.device_kind == kind], graph),
-                _by_samples([(s, s.alone_ratio) for s in known if s.device_kind == kind], graph),
+                _by_samples([s for s in known if s.device_kind == kind], graph),
                 f"{errors[len(errors) // 2]:.0%}, at most {errors[-1]:.0%}" if errors else "-",
             ]
         )
-        if step is not None and not _FAITHFUL[0] <= step.ratio <= _FAITHFUL[1]:
+        if step is not None and not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
             doubts.append(
-                f"{kind}: the operators add up to {step.ratio:.2f} of the whole step; "
+                f"{kind}: the whole step takes {step.calibration:.2f} of the sum of its operators; "
                 "docs/profile.md says what may be why"
             )
-    heads = ["device", "operators", "forward", "backward", "sum", "whole step", "sum/step",
-             "pace", "alone", "error of fits"]  # fmt: skip
+    heads = ["device", "operators", "forward", "backward", "sum", "whole step", "calibration",
+             "error of fits"]  # fmt: skip
     return "\n".join([columns(heads, rows), *doubts])
 
 
-def _by_samples(told: list[tuple[WholeStep, float | None]], graph: Graph) -> str:
-    """Of the graph's batch, and of other sizes with their number of samples."""
+def _by_samples(steps: list[WholeStep], graph: Graph) -> str:
+    """Calibrations of the graph's batch, and of other sizes with their number of samples."""
     found = [
-        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{value:.2f}"
-        for step, value in sorted(told, key=lambda one: -one[0].batch)
-        if value is not None
+        ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{step.calibration:.2f}"
+        for step in sorted(steps, key=lambda step: -step.batch)
     ]
     return ", ".join(found) or "-"
 

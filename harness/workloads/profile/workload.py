@@ -28,21 +28,16 @@ from harness.runtime.ranks.context import Context
 from harness.workloads.common.contract import Workload
 from harness.workloads.planning.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.planning.profile_points import Point, points_of
-from harness.workloads.profile.alone import AloneRatios, alone_ratios
 from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
 from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
 from harness.workloads.profile.step import StepSampler, gather_steps
 from harness.workloads.profile.store import (
-    StepValues,
     fit_errors,
-    knows_alone,
     missing_points,
     read_profile,
-    with_alone,
     with_measurements,
     with_optimizer,
     with_whole_steps,
-    without_drift,
     write_profile,
 )
 from harness.workloads.profile.table import profile_text
@@ -95,8 +90,8 @@ class _Profiling:
     def run(self) -> dict[str, Any]:
         """Measure what the file lacks, and write it after each size of batch in each round.
 
-        The whole step is taken in between: where the file has it already, it says how fast the
-        devices are now.
+        The whole step is timed in between, also where the file has it already: calibration then
+        brings the file's operators to the devices' present speed.
         """
         steps = self._step_sampler()
         measurer = PointMeasurer(
@@ -109,14 +104,13 @@ class _Profiling:
         )
         sizes = dict.fromkeys(point.samples for point in self._points)
         batches = [self._mine([p for p in self._points if p.samples == size]) for size in sizes]
-        seconds = {} if steps is None else steps.seconds
         for _ in range(self._config.rounds):
             for batch in batches:
-                self._take_in(measurer.measure(batch).measurements, seconds)
+                self._take_in(measurer.measure(batch).measurements)
                 self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
-        self._compare(steps, self._time_alone(steps))
+        self._compare(steps)
         self._time_optimizer()
         self._write()
         return self._summary()
@@ -135,40 +129,21 @@ class _Profiling:
         rates = gather_numbers(mine, world)
         self.profile = with_optimizer(self.profile, options.variant, kinds, rates)
 
-    def _time_alone(self, steps: StepSampler | None) -> AloneRatios:
-        """What this rank finds of the step alone; nothing where the file knows it."""
-        kinds = self._sharing.kinds
-        if len(kinds) == 1 or knows_alone(self.profile, self.graph, kinds, self._dtype):
-            return AloneRatios()
-        return alone_ratios(steps, kinds, self._context)
-
     def _mine(self, points: list[Point]) -> list[Point]:
         missing = missing_points(
             self.profile, self._kind, self._dtype, points, self._config.min_samples
         )
         return missing[self._sharing.index :: self._sharing.n_ranks]
 
-    def _take_in(self, found: list[Measurement], mine: dict[int, list[float]]) -> StepValues:
-        """Gather all ranks' measurements, at the pace of the profile's first.
-
-        Args:
-            mine: seconds of whole steps on this rank so far, by samples.
-
-        Returns:
-            Those of all ranks.
-        """
+    def _take_in(self, found: list[Measurement]) -> None:
+        """Gather all ranks' measurements."""
         world = self._context.world
         wait_for_all(world)  # some kinds of device are done long before others
+        new: list[Measurement] = []
         for part in gather_bytes(msgspec.json.encode(found), world):
-            new = msgspec.json.decode(part, type=list[Measurement])
-            self._new |= {point.key: point for point in new}
-        seconds = self._gathered(mine)
-        paced = without_drift(self.profile, self.graph, list(self._new.values()), seconds)
-        self.profile = with_measurements(self.profile, paced)
-        return seconds
-
-    def _gathered(self, mine: dict[int, list[float]]) -> StepValues:
-        return gather_steps(mine, self._sharing.kinds, self._context.world)
+            new += msgspec.json.decode(part, type=list[Measurement])
+        self._new |= {point.key: point for point in new}
+        self.profile = with_measurements(self.profile, new)
 
     def _write(self) -> None:
         if self._context.world.is_first:
@@ -195,30 +170,23 @@ class _Profiling:
         sampler.restart()
         return sampler
 
-    def _compare(self, steps: StepSampler | None, alone: AloneRatios) -> None:
-        """The whole step beside the operators' sum, by kind of device and samples; and alone."""
-        seconds = self._take_in([], {} if steps is None else steps.seconds)
-        forward_shares = self._gathered({} if steps is None else steps.forward_shares)
-        self.profile = with_whole_steps(
-            self.profile, self.graph, self._dtype, seconds, forward_shares
-        )
-        factors = [self._gathered(alone.processor), self._gathered(alone.rest)]
-        n_devices = self._context.world.size
-        self.profile = with_alone(self.profile, self.graph, self._dtype, factors, n_devices)
+    def _compare(self, steps: StepSampler | None) -> None:
+        """The whole step beside the operators' sum, by kind of device and samples."""
+        world = self._context.world
+        wait_for_all(world)
+        mine = {} if steps is None else steps.seconds
+        seconds = gather_steps(mine, self._sharing.kinds, world)
+        self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
-        if self._context.world.is_first:
+        if world.is_first:
             self._record_comparison()
 
     def _record_comparison(self) -> None:
         recorder, own = self._context.recorder, self.graph.content_hash()
         for step in self.profile.whole_steps:
             if step.graph_hash == own and step.dtype == self._dtype:
-                told: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
-                recorder.sample("profile_pace", step.pace, **told)
-                if step.batch == self.graph.batch:
-                    recorder.sample("profile_sum_over_step_ratio", step.ratio, **told)
-                if step.alone_ratio is not None:
-                    recorder.sample("profile_alone_ratio", step.alone_ratio, **told)
+                labels: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
+                recorder.sample("profile_calibration", step.calibration, **labels)
         for kind in dict.fromkeys(self._sharing.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():

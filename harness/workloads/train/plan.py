@@ -140,10 +140,10 @@ class _Planner:
             _log.warning("the step is not predicted: %s", error)
 
     def _is_present(self, strategy: Strategy, prediction: Prediction) -> bool:
-        """Whether it was predicted by the profile as it is, at the pace that is known now."""
+        """Whether it was predicted by the profile as it is now, calibration included."""
         assert self.inputs is not None
-        paces = self.inputs.profile.paces(self.inputs.graph.content_hash())
-        return strategy.made_for == self.inputs.made_for and prediction.paces == paces
+        known = self.inputs.profile.calibrations(self.inputs.graph.content_hash())
+        return strategy.made_for == self.inputs.made_for and prediction.calibrations == known
 
     def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction] | None:
         """The plan of a search or of an earlier repeat for the same inputs.

@@ -126,7 +126,7 @@ def test_pauses_are_shared_out_by_what_the_processor_computed():
 
     def run(x):
         computed.advance(3.0)
-        return Slow.apply(Paced.apply(x, computed), clock, 3.0 + 4.0, 5.0)
+        return Slow.apply(OnProcessor.apply(x, computed), clock, 3.0 + 4.0, 5.0)
 
     found = timer(clock, processor=lambda: computed.now_s).measure(line([run]), ["op0"])["op0"]
     # 12 s pass while the processor computes 8.
@@ -134,7 +134,7 @@ def test_pauses_are_shared_out_by_what_the_processor_computed():
     assert found.backward_s == pytest.approx([7.5] * 4)
 
 
-class Paced(torch.autograd.Function):
+class OnProcessor(torch.autograd.Function):
     """Computes for 5 s of the processor in backward."""
 
     @staticmethod
@@ -203,46 +203,6 @@ def test_what_is_called_instead_is_timed_before_the_operator_which_still_runs():
     found = timer(clock).measure(line([whole, slow(clock, 1.0, 1.0)]), ["op0"], {"op0": instead})
     assert (found["op0"].forward_s, found["op0"].backward_s) == ([1.5] * 4, [2.5] * 4)
     assert ran == ["half", "whole"] * 5
-
-
-def test_what_the_stretch_took_tells_how_fast_the_machine_was():
-    clock, n_runs = FakeClock(), []
-
-    def whole(x):
-        n_runs.append(1)
-        factor = 1.0 if len(n_runs) < 4 else 2.0  # after a warm-up and two samples
-        clock.advance(6.0 * factor)
-        return x * 1.0
-
-    def half(x):
-        factor = 1.0 if len(n_runs) < 3 else 2.0
-        return Slow.apply(x, clock, 1.5 * factor, 2.5 * factor)
-
-    def instead(call):
-        return OperatorCall(half, call.args, call.kwargs)
-
-    by_processor = timer(clock, processor=lambda: clock.now_s)
-    found = by_processor.measure(line([whole]), ["op0"], {"op0": instead})["op0"]
-    assert found.around_s == pytest.approx([6.0, 6.0, 12.0, 12.0])  # without what stood beside it
-    assert found.forward_s == pytest.approx([1.5, 1.5, 3.0, 3.0])
-    level = found.as_where(9.0)
-    assert level.forward_s == pytest.approx([2.25] * 4)
-    assert level.backward_s == pytest.approx([3.75] * 4)
-    assert level.spread == pytest.approx(0.0)
-
-
-def test_where_the_processor_counted_nothing_each_sample_still_has_what_was_around_it():
-    clock = FakeClock()
-    found = timer(clock, processor=lambda: 0.0).measure(two_slow(clock), ["op0"])["op0"]
-    assert found.around_s == [11.0] * 4
-    assert found.as_where(22.0).forward_s == [6.0] * 4
-
-
-def test_by_the_devices_own_clock_samples_stay_as_they_are():
-    clock = FakeClock()
-    found = timer(clock).measure(two_slow(clock), ["op0"])["op0"]
-    assert found.around_s == []
-    assert found.as_where(9.0) is found
 
 
 @pytest.mark.parametrize(("is_added", "times"), [(False, 1), (True, 3)])

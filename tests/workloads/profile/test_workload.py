@@ -11,7 +11,7 @@ import torch
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
-from harness.domain.profile import Measurement, Profile, WholeStep
+from harness.domain.profile import Measurement, Profile
 from harness.domain.record import Sample
 from harness.domain.sharding import has_tasks
 from harness.errors import ConfigError, ModelError
@@ -26,13 +26,7 @@ from harness.runtime.profiling.stretch import steps_of
 from harness.workloads.planning.profile_points import part_sizes, points_of, shard_counts
 from harness.workloads.profile import workload as profile
 from harness.workloads.profile.part import is_microbatch, stage_bounds
-from harness.workloads.profile.store import (
-    knows_alone,
-    read_profile,
-    with_alone,
-    with_whole_steps,
-    without_drift,
-)
+from harness.workloads.profile.store import read_profile, with_whole_steps
 from harness.workloads.profile.workload import ProfileConfig, profile_cases, profile_text
 
 QUICK = ProfileConfig(
@@ -216,21 +210,12 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     ]
     assert abs(n_each[0] - n_each[1]) <= 2
     assert n_each[2] == len(points)
-    ratios = values(run, "profile_sum_over_step_ratio")
-    assert {r.labels["device_kind"]: r.value for r in ratios} == {
-        step.device_kind: step.ratio for step in profile.whole_steps if step.batch == graph.batch
+    found = values(run, "profile_calibration")
+    assert {(r.labels["device_kind"], r.labels["batch"]): r.value for r in found} == {
+        (step.device_kind, step.batch): step.calibration for step in profile.whole_steps
     }
     steps = {(step.device_kind, step.batch) for step in profile.whole_steps}
     assert steps == {(kind, samples) for kind in kinds for samples in (8, 1)}
-    # The first rank of each kind has computed alone, in turn with all.
-    for factor in ("processor", "rest"):
-        labels = {"batch": 8, "factor": factor}
-        alone = [
-            sum(r.metric == "model_step_alone_ratio" and r.labels == labels for r in records)
-            for _, records in sorted(run.ranks.items())
-        ]
-        assert alone == [12, 0, 12]
-    assert all(step.alone_ratio and step.n_devices == 3 for step in profile.whole_steps)
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     text = profile_text([run])
     assert f"{len(graph.operators) - 1} of {len(graph.operators) - 1}" in text
@@ -253,15 +238,9 @@ def test_a_second_run_measures_only_what_is_missing(run_on_ranks, tmp_path):
     assert (first["n_known"], first["n_measured"]) == (0, n[0])
     assert (second["n_known"], second["n_measured"]) == (n[0], n[1] - n[0])
     assert (third["n_known"], third["n_measured"]) == (n[1], 0)
-    # Each later run says how fast the device is now, whether shapes were missing or not.
-    assert first["latest_s"] == {8: None, 1: None}
-    profile = Profile.load(tmp_path / "lenet.json")
-    for step in profile.whole_steps:
-        latest_s = second["latest_s"][step.batch]
-        assert latest_s not in (None, third["latest_s"][step.batch])
-        assert step.latest_s == third["latest_s"][step.batch]
-        drift = profile.drift(graph.content_hash(), step.device_kind, step.batch)
-        assert drift == pytest.approx(step.latest_s / step.step_s)
+    # Each later run times the step again, whether shapes were missing or not.
+    for samples in (8, 1):
+        assert len({run["step_s"][samples] for run in (first, second, third)}) == 3
 
 
 def test_a_slow_kind_of_device_may_take_longer_than_a_collective(run_on_ranks, tmp_path):
@@ -291,18 +270,6 @@ def test_a_run_that_was_killed_half_way_is_completed(run_on_ranks, tmp_path):
     # What was whole stays as it was.
     kept = {point.key: point for point in whole.measurements}
     assert all(kept[p.key] == p for p in left.measurements if p.n_samples == 4)
-
-
-def test_what_a_killed_run_leaves_has_the_pace_of_the_first(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
-    config = replace(QUICK, profile_file=tmp_path / "lenet.json", rounds=1)
-    results, _ = run_on_ranks(profile_on_ranks.profile_killed_at_another_pace, config, 1)
-    known, left = (Profile.from_json(text.encode()) for text in results[0])
-    before = {point.key for point in known.measurements}
-    new = [point for point in left.measurements if point.key not in before]
-    assert new
-    assert max(point.forward_s + point.backward_s for point in new) < 1e-7
 
 
 @pytest.fixture
@@ -342,35 +309,7 @@ def test_a_file_that_is_gone_costs_its_own_table_alone(profiled, tmp_path):
     assert profile_text([profiled, elsewhere]) == f"{gone}\n\n{gone}"
 
 
-def test_later_measurements_join_at_the_pace_of_the_first():
-    graph = capture_model("lenet", 8)
-    step = WholeStep(
-        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
-        graph_hash=graph.content_hash(),
-    )  # fmt: skip
-    small = msgspec.structs.replace(step, batch=1, step_s=1.0)
-    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
-    new = [
-        Measurement(
-            device_kind=kind,
-            operator="conv",
-            shape={"sample": samples},
-            forward_s=3.0,
-            backward_s=6.0,
-            in_place_backward_s=4.5,
-            input_backward_s=1.5,
-        )
-        for kind, samples in (("a", 8), ("a", 1), ("b", 8))
-    ]
-    seconds = {("a", 8): [2.9, 3.0, 9.0], ("a", 1): [0.75], ("b", 8): [1.0]}
-    scaled, faster, kept = without_drift(profile, graph, new, seconds)
-    times = (scaled.forward_s, scaled.backward_s, scaled.in_place_backward_s)
-    assert (*times, scaled.input_backward_s) == pytest.approx((2.0, 4.0, 3.0, 1.0))
-    assert (faster.forward_s, faster.backward_s) == pytest.approx((4.0, 8.0))
-    assert kept == new[2]  # a kind without a step of its own
-
-
-def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
+def test_a_later_step_replaces_the_one_before():
     graph = capture_model("lenet", 8)
     own = graph.content_hash()
     points = [
@@ -384,46 +323,13 @@ def test_a_step_that_joins_later_has_the_pace_of_the_one_that_is_known():
         for operator in {op.profile_key: op for op in graph.operators if has_tasks(op)}.values()
     ]
     profile = Profile(model="lenet", measurements=points)
-
-    def added(before, seconds, share=0.5):
-        shares = {key: [share] * len(values) for key, values in seconds.items()}
-        return with_whole_steps(before, graph, "float32", seconds, shares)
-
-    first = added(profile, {("a", 8): [2.0]})
-    assert first.drift(own, "a", 8) == 1.0
-    forward, backward = first.paces_of(own, "a", 8)
-    assert forward / backward == pytest.approx(2.0)  # of the operators' time it is a third
-    later = added(first, {("a", 8): [3.0], ("a", 1): [0.6]}, share=1 / 3)
-    assert later.paces_of(own, "a", 8) == pytest.approx([later.whole_steps[0].pace] * 2)
-    (step,) = (step for step in later.whole_steps if step.batch == 1)
-    assert (step.step_s, step.latest_s) == pytest.approx((0.4, 0.6))
-    assert later.drift(own, "a", 8) == later.drift(own, "a", 1) == pytest.approx(1.5)
-    last = added(later, {("a", 8): [3.0], ("a", 1): [0.4]})
-    assert [last.drift(own, "a", n) for n in (16, 8, 1)] == pytest.approx([1.5, 1.5, 1.0])
-    assert 1.0 < last.drift(own, "a", 2) < last.drift(own, "a", 4) < 1.5
-
-
-def test_a_step_alone_is_told_apart_from_one_beside_others():
-    graph = capture_model("lenet", 8)
-    step = WholeStep(
-        device_kind="a", batch=8, dtype="float32", step_s=2.0, operators_s=2.0,
-        graph_hash=graph.content_hash(),
-    )  # fmt: skip
-    small = msgspec.structs.replace(step, batch=1)
-    profile = Profile(model="lenet", measurements=[], whole_steps=[step, small])
-    assert not knows_alone(profile, graph, ["a", "a"], "float32")
-    steady, noisy = [0.88, 0.9, 0.9, 0.92], [0.5, 0.9, 0.9, 1.3]
-    factors = [{("a", 8): steady, ("a", 1): noisy}, {("a", 8): [0.9] * 4, ("a", 1): [1.0]}]
-    found = with_alone(profile, graph, "float32", factors, 2)
-    large, little = (step.alone_ratio for step in found.whole_steps)
-    assert large == pytest.approx(0.81, abs=0.003)
-    # What says little is drawn to 1: a standard error of 0.2 is twice what is mostly there.
-    assert little == pytest.approx(0.98, abs=0.003)
-    on_gpus = with_alone(profile, graph, "float32", [{}, {("a", 8): [0.9] * 4}], 2)
-    assert [s.alone_ratio for s in on_gpus.whole_steps] == [pytest.approx(0.9), None]
-    assert knows_alone(found, graph, ["a", "a"], "float32")
-    assert not knows_alone(found, graph, ["a", "a", "a"], "float32")
-    assert not knows_alone(found, graph, ["a", "b"], "float32")
+    first = with_whole_steps(profile, graph, "float32", {("a", 8): [2.0, 9.0, 3.0], ("b", 8): [1]})
+    (step,) = first.whole_steps  # no operator was measured on the other kind of device
+    n_operators = sum(map(has_tasks, graph.operators))
+    assert (step.step_s, step.operators_s) == (3.0, 3.0 * n_operators)
+    later = with_whole_steps(first, graph, "float32", {("a", 8): [6.0], ("a", 1): []})
+    assert [step.step_s for step in later.whole_steps] == [6.0]
+    assert later.calibration_of(own, "a", 8) == 2 * first.calibration_of(own, "a", 8)
 
 
 def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
@@ -440,21 +346,6 @@ def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
     assert [sample.step for sample in samples] == [0] * n + [1] * n
     measured = Profile.from_json((tmp_path / "lenet.json").read_bytes()).measurements
     assert len(measured) == n
-
-
-def test_parts_that_met_a_slower_machine_keep_their_proportion(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
-    path = tmp_path / "lenet.json"
-    config = replace(QUICK, profile_file=path, shards=(1, 2), rounds=3, min_samples=3)
-    run_on_ranks(profile_on_ranks.profile_on_a_machine_that_slows, config, 1)
-    by_samples: dict[int, list[Measurement]] = {}
-    for point in Profile.load(path).measurements:
-        by_samples.setdefault(point.shape["sample"], []).append(point)
-    for points in by_samples.values():
-        assert len({point.forward_s for point in points}) == 1
-        assert all(p.backward_s == pytest.approx(2 * p.forward_s) for p in points)
-        assert {(point.n_samples, point.spread) for point in points} == {(3, 0.0)}
 
 
 def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks, tmp_path):
@@ -506,7 +397,7 @@ def test_an_operator_out_of_memory_is_a_row(run_on_ranks, tmp_path):
     found = read_profile(tmp_path / "lenet.json", config.model, "float32").measurements
     points = points_of(Graph.load(tmp_path / "lenet.graph.json"), [1], [1])
     assert len(found) == len(points) - 1
-    assert not values(run, "profile_sum_over_step_ratio")  # the sum would lack an operator
+    assert not values(run, "profile_calibration")  # the sum would lack an operator
     run = replace(run, header=msgspec.structs.replace(run.header, summary=results[0]))
     assert "features.3" in profile_text([run])
 

@@ -18,7 +18,6 @@ from harness.domain.strategy import Strategy
 from harness.errors import PlanError, StrategyError
 from harness.measure.derive import training_summary
 from harness.measure.store import Run, read_header, write_header
-from harness.plan.roofline import DeviceRates
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.inputs import read_inputs
 from harness.workloads.planning.profile_config import ProfileConfig, profile_cases
@@ -337,48 +336,25 @@ def test_without_trials_the_prediction_decides(run_on_ranks, ranks):
 
 
 @pytest.mark.parametrize("name", ["ddp", "pipeline", "asynchronous", "searched"])
-def test_a_plan_is_kept_and_predicted_by_the_pace_of_now(run_on_ranks, ranks, name):
+def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, ranks, name):
     train, results = ranks
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
         results.write_profile(directory, question_of(CASE), 2)
 
-    found = run_on_ranks(train.plans_at_two_paces, CASES[name], 2, beside)[0][0]
+    found = run_on_ranks(train.plans_at_two_calibrations, CASES[name], 2, beside)[0][0]
     made, again, slower = (
         Prediction.from_json(files[PREDICTION_FILE], source=name) for files in found
     )
     assert len({files[STRATEGY_FILE] for files in found}) == 1
-    assert made.paces == {}
+    assert made.calibrations == {}
     assert again == msgspec.structs.replace(made, step_s=123.0, search_s=45.0)
-    assert slower.paces == {"test device, 12 samples": 3.0}
+    assert slower.calibrations == {"test device, 12 samples": 3.0}
     assert made.step_s < slower.step_s < 4 * made.step_s
     assert slower.method == made.method
     # An asynchronous step is never that of a search.
     assert slower.search_s == (None if name == "asynchronous" else 45.0)
-
-
-def test_a_benchmark_predicts_by_the_plain_step_in_turn_as_training_would(
-    run_on_ranks, ranks, monkeypatch
-):
-    train, results = ranks
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3]))  # ranks import benchmarks
-
-    rates = DeviceRates(flops_per_s=1e13, memory_bytes_per_s=1e13, launch_s=0)  # no processor
-
-    def beside(directory: Path) -> None:
-        results.write_links(directory, 2)
-        results.write_profile(directory, question_of(CASE), 2, rates)
-
-    case = CASES["pipeline"]
-    in_turn, planned, paces = run_on_ranks(train.predicted_in_turn, case, 2, beside)[0][0]
-    assert paces.keys() == {
-        f"test device{which}, {samples} samples"
-        for which in ("", " forward", " backward")
-        for samples in (12, 1)
-    }
-    assert all(pace > 10 for pace in paces.values())
-    assert in_turn == pytest.approx(planned, rel=0.3)
 
 
 def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, ranks):
