@@ -20,6 +20,14 @@ SCHEMA = "harness-run"
 SCHEMA_VERSION = 1
 
 Status = Literal["running", "ok", "oom", "timeout", "crash", "skipped", "invalid"]
+STATUS_WORDS = {
+    "oom": "out of memory",
+    "timeout": "timed out",
+    "crash": "crashed",
+    "skipped": "skipped",
+    "invalid": "invalid: failed verification",
+    "running": "not finished",
+}
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,88 +1,131 @@
-"""What the report begins with: strategies against each other, and what speaks against them."""
+"""What the report begins with: an answer for each comparison of strategies, and all warnings."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from harness.measure.derive import (
-    StrategyRow,
-    low_peak_warnings,
-    strategy_table,
-)
+from harness.domain.run import RunHeader
+from harness.measure.derive import StrategyRow, TrainingSummary, low_peak_warnings
+from harness.measure.derive.doubts import Doubt, DoubtKind
+from harness.measure.derive.finding import strategy_finding
 from harness.measure.derive.host import warnings_of_shares
-from harness.measure.text import interval_words
-from harness.plot.catalog import Catalog
+from harness.measure.derive.strategies import strategy_tables
+from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.cells import cells
+from harness.plot.numbers import RunNumbers
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-COLUMNS = [
-    "cell",
-    "label",
-    "status",
-    "reason",
-    "repeats",
-    "throughput_samples_per_s",
-    "step_s",
-    "interval",
-    "speed-up",
-    "verdict",
-]
+MAX_SUBJECTS = 3  # runs that are named beside one warning
 
 
-def compared_strategies(catalog: Catalog) -> pd.DataFrame:
-    """A row per strategy of each cell with two or more, as rank 0's last table has it."""
-    import pandas as pd
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One sentence, with the rows that it is derived from.
 
-    rows = []
-    for cell, cases in sorted(cells(catalog.training).items()):
-        repeats = [
-            (run, summary)
-            for case in cases
-            for run, summary in zip(case.case.runs, case.summaries, strict=True)
-        ]
-        rows += [_row(cell, row) for row in strategy_table(repeats)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    Attributes:
+        cell: model, batch, dtype and cluster; empty where there is nothing to compare.
+        rows: cell and numbers of each strategy.
+    """
+
+    cell: str
+    sentence: str
+    rows: tuple[tuple[str, StrategyRow], ...]
 
 
-def _row(cell: str, row: StrategyRow) -> dict[str, Any]:
-    n_ok, n_started = len(row.step_s), row.n_started
+def answers(catalog: Catalog) -> list[Answer]:
+    """An answer for each comparison of two or more strategies, the largest comparison first; one
+    that says so where there is none."""
+    tables = [
+        (cell, rows)
+        for cell, cases in sorted(cells(catalog.training).items())
+        for rows in strategy_tables(_repeats(cases))
+    ]
+    compared = [(cell, rows) for cell, rows in tables if len(rows) > 1]
+    if not compared and len(tables) != 1:
+        every = tuple((cell, row) for cell, rows in tables for row in rows)
+        return [Answer(cell="", sentence=_no_comparison(len(tables)), rows=every)]
+    return [
+        Answer(cell=cell, sentence=strategy_finding(rows), rows=tuple((cell, row) for row in rows))
+        for cell, rows in sorted(compared or tables, key=lambda table: -len(table[1]))
+    ]
+
+
+def _repeats(cases: Iterable[TrainingCase]) -> Iterator[tuple[RunNumbers, TrainingSummary]]:
+    for case in cases:
+        yield from zip(case.case.runs, case.summaries, strict=True)
+
+
+def _no_comparison(n_cells: int) -> str:
+    if not n_cells:
+        return "No strategies to compare: there is no training run in these results."
+    return f"No strategies to compare: each of {n_cells} cells was trained by one strategy."
+
+
+def warnings(catalog: Catalog) -> dict[str, list[str]]:
+    """Reasons to doubt the numbers of any workload, by kind; each once, with the runs it is of."""
+    found: dict[DoubtKind, dict[str, list[str]]] = {kind: {} for kind in DoubtKind}
+    for subject, doubt in _doubts(catalog):
+        found[doubt.kind].setdefault(doubt.text, []).append(subject)
     return {
-        "cell": cell,
-        "label": row.strategy,
-        "status": "ok" if n_ok else "failed",
-        "reason": "",
-        "repeats": str(n_ok) if n_ok == n_started else f"{n_ok} of {n_started}",
-        "throughput_samples_per_s": row.throughput,
-        "step_s": row.median_s,
-        "interval": interval_words(row.interval) if row.interval else "",
-        "speed-up": row.speedup,
-        "verdict": f"against {row.against}: {row.verdict}" if row.verdict else "",
+        kind.value: [_line(subjects, text) for text, subjects in texts.items()]
+        for kind, texts in found.items()
+        if texts
     }
 
 
-def warnings(catalog: Catalog) -> list[str]:
-    """All that speaks against the numbers, of every workload."""
+def _line(subjects: Sequence[str], text: str) -> str:
+    named = ", ".join(subject for subject in subjects[:MAX_SUBJECTS] if subject)
+    n_more = len(subjects) - MAX_SUBJECTS
+    more = f" and {n_more} more" if n_more > 0 else ""
+    return f"{named}{more}: {text}" if named else text
+
+
+def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
+    """Each doubt after the run that it is of; empty where it is of several."""
+    for summary in (summary for case in catalog.training for summary in case.summaries):
+        name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
+        yield from ((name, doubt) for doubt in summary.warnings)
+    yield from _doubts_of_products(catalog)
+    for header in (run.header for run in catalog.runs):
+        for text in header.texts("left_out"):
+            yield header.run_id, Doubt(DoubtKind.LEFT_OUT, text)
+    for text in warnings_of_shares((run, run.stolen) for run in catalog.runs):
+        yield "", Doubt(DoubtKind.STOLEN, text)
+    for text in _unlike_software([run.header for run in catalog.runs]):
+        yield "", Doubt(DoubtKind.VERSIONS, text)
+
+
+def _doubts_of_products(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
     from harness.plot.figures.matmul import skipped_products
 
-    found = []
-    for trained in catalog.training:
-        for run, summary in zip(trained.case.runs, trained.summaries, strict=True):
-            found += [f"{run.header.run_id}: {text}" for text in summary.warnings]
     for case in catalog.cases("matmul"):
-        skipped = skipped_products(case) if case.is_ok else []
-        found += [f"{row['label']}: skipped: {row['reason']}" for row in skipped]
-        for run in case.runs if case.is_ok else ():
-            if run.header.status != "ok":
-                continue
-            doubts = low_peak_warnings(catalog.distributed(run))
-            found += [f"{run.header.run_id}: {text}" for text in doubts]
-    runs = catalog.runs
-    left_out = [(run.header, text) for run in runs for text in run.header.texts("left_out")]
-    found += [f"{header.run_id}: left out: {text}" for header, text in left_out]
-    found += warnings_of_shares((run, run.stolen) for run in runs)
-    commits = {run.header.commit for run in runs if run.header.commit}
-    if len(commits) > 1:
-        found.append(f"runs of {len(commits)} commits stand side by side")
-    return found
+        if not case.is_ok:
+            continue
+        for row in skipped_products(case):
+            yield str(row["label"]), Doubt(DoubtKind.LEFT_OUT, str(row["reason"]))
+        for run in case.runs:
+            for text in low_peak_warnings(catalog.distributed(run)):
+                yield run.header.run_id, Doubt(DoubtKind.PEAK, text)
+
+
+def _unlike_software(headers: Sequence[RunHeader]) -> list[str]:
+    commits = {header.commit for header in headers if header.commit}
+    lines = [f"runs of {len(commits)} commits stand side by side"] if len(commits) > 1 else []
+    return lines + [
+        f"runs disagree on the version of {name}: {found}"
+        for name, found, differ in library_versions(headers)
+        if differ
+    ]
+
+
+def library_versions(headers: Iterable[RunHeader]) -> list[tuple[str, str, bool]]:
+    """Library, its versions over all runs, and whether they disagree."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for header in headers:
+        for library, version in header.versions.items():
+            found[library].add(version)
+    return [
+        (name, ", ".join(sorted(versions)), len(versions) > 1)
+        for name, versions in sorted(found.items())
+    ]

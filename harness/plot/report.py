@@ -7,7 +7,7 @@ which nothing can run.
 from __future__ import annotations
 
 import base64
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import resources
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.domain.run import RunHeader
+from harness.measure.derive import StrategyRow
+from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
-from harness.plot.headlines import compared_strategies, warnings
+from harness.plot.headlines import Answer, answers, library_versions, warnings
 from harness.plot.numbers import RunNumbers
 from harness.plot.present import present
 from harness.plot.render import Drawn, Rendered
@@ -24,7 +26,7 @@ from harness.plot.style import status_words
 from harness.units import format_bytes, format_duration
 
 MAX_TABLE_ROWS = 200
-MAX_LISTED = 200  # warnings, and files and lines that were skipped
+MAX_LISTED = 200  # warnings of a kind, and files and lines that were skipped
 
 
 def _data_url(svg: bytes) -> str:
@@ -94,25 +96,55 @@ def _devices(headers: Sequence[RunHeader]) -> list[dict[str, str]]:
     return list(rows.values())
 
 
-def _versions(headers: Sequence[RunHeader]) -> list[tuple[str, str, bool]]:
-    """Library, its versions over all runs, and whether they disagree."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for header in headers:
-        for library, version in header.versions.items():
-            found[library].add(version)
-    return [
-        (name, ", ".join(sorted(versions)), len(versions) > 1)
-        for name, versions in sorted(found.items())
-    ]
+def _answer(answer: Answer) -> dict[str, Any]:
+    rows = [row for _, row in answer.rows]
+    against = next((row.against for row in rows if row.against), "")
+    return {
+        "cell": answer.cell,
+        "sentence": answer.sentence,
+        "rows": [
+            _strategy_row(row, "" if answer.cell else cell, against) for cell, row in answer.rows
+        ],
+        "against": against,
+    }
 
 
-def _warnings(catalog: Catalog) -> list[str]:
-    versions = _versions([run.header for run in catalog.runs])
-    return warnings(catalog) + [
-        f"runs disagree on the version of {name}: {found}"
-        for name, found, differ in versions
-        if differ
-    ]
+def _strategy_row(row: StrategyRow, cell: str, against: str) -> dict[str, Any]:
+    n_ok = len(row.step_s)
+    verdict, detail = _verdict(row, against)
+    return {
+        "strategy": row.strategy,
+        "cell": cell,
+        "is_ok": bool(n_ok),
+        "repeats": str(n_ok) if n_ok == row.n_started else f"{n_ok} of {row.n_started}",
+        "rate": f"{row.throughput:.4g}" if row.throughput else "",
+        "step": "" if row.median_s is None else format_duration(row.median_s),
+        "interval": _interval(row.interval) if n_ok else "",
+        "is_range": row.interval is not None and row.interval.coverage < CONFIDENCE,
+        "speedup": "" if row.speedup is None else f"{row.speedup:.2f}",
+        "outcome": row.verdict.outcome if row.verdict else "",
+        "verdict": verdict,
+        "detail": detail,
+    }
+
+
+def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
+    """The verdict of one strategy in a word, and by how much or how little it is decided."""
+    if not row.step_s:
+        return ", ".join(dict.fromkeys(map(status_words, row.failures))) or "no step timed", ""
+    if row.verdict is None:
+        return ("baseline" if row.strategy == against else ""), ""
+    if row.verdict.outcome == "inconclusive":
+        return "inconclusive", f"about {row.verdict.n_more} more repeats"
+    if row.verdict.outcome == "same":
+        return "same", "within 10%"
+    return row.verdict.outcome, f"p = {row.verdict.p:.2g}"
+
+
+def _interval(step_s: Summary | None) -> str:
+    if step_s is None:
+        return ""
+    return f"{format_duration(step_s.low)} to {format_duration(step_s.high)}"
 
 
 def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
@@ -129,29 +161,29 @@ def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
     template = environment.from_string((files / "report.html").read_text(encoding="utf-8"))
     headers = [run.header for run in catalog.runs]
     counts = Counter(header.status for header in headers)
-    strategies = rendered.attempt("strategies", lambda: present(compared_strategies(catalog)))
-    doubts = rendered.attempt("warnings", lambda: _warnings(catalog))
+    first = rendered.attempt("answers", lambda: [_answer(found) for found in answers(catalog)])
+    doubts = rendered.attempt("warnings", lambda: warnings(catalog)) or {}
     return template.render(
         css=(files / "report.css").read_text(encoding="utf-8"),
         root=root.resolve().name,
-        strategies=strategies or {"rows": []},
+        answers=first or [],
         sections=[_section(figure) for figure in rendered.drawn],
         missing=rendered.missing,
         failed=rendered.failed,
         runs=[_run_row(run) for run in catalog.runs],
         statuses=[f"{n} {status}" for status, n in sorted(counts.items())],
         devices=_devices(headers),
-        versions=_versions(headers),
-        warnings=_first(doubts or [], "warnings"),
+        versions=library_versions(headers),
+        warnings=[(kind, len(lines), _first(lines)) for kind, lines in doubts.items()],
         skipped=[(_shown(path, root), reason) for path, reason in catalog.skipped[:MAX_LISTED]],
         n_skipped=len(catalog.skipped),
     )
 
 
-def _first(lines: Sequence[str], what: str) -> list[str]:
+def _first(lines: Sequence[str]) -> list[str]:
     """As many as a reader will read, and how many more there are."""
     n_more = len(lines) - MAX_LISTED
-    return [*lines[:MAX_LISTED], *([f"{n_more} more {what}"] if n_more > 0 else [])]
+    return [*lines[:MAX_LISTED], *([f"and {n_more} more"] if n_more > 0 else [])]
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from harness.domain.run import STATUS_WORDS
 from harness.inputs import find_int
 
 if TYPE_CHECKING:
@@ -63,14 +64,6 @@ FEWEST = 8  # values of which a median has an interval of 99 %
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 DIGITS = re.compile(r"([0-9]{1,15})")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-STATUS_WORDS = {
-    "oom": "out of memory",
-    "timeout": "timed out",
-    "crash": "crashed",
-    "skipped": "skipped",
-    "invalid": "invalid: failed verification",
-    "running": "not finished",
-}
 
 RC: Any = {
     "font.family": "DejaVu Sans",

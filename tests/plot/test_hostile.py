@@ -22,7 +22,7 @@ from harness.measure.store import find_runs, read_header, read_results
 from harness.plot.__main__ import main
 from harness.plot.catalog import read_catalog
 from harness.plot.figures import FIGURES, load_figure
-from harness.plot.headlines import compared_strategies, warnings
+from harness.plot.headlines import answers, warnings
 from harness.plot.plans import read_plan
 from harness.plot.present import present
 from harness.plot.trace import trace_bytes
@@ -143,7 +143,7 @@ def check(root: Path, run_dir: Path) -> None:
         if not table.empty:
             present(figure.report_table(table))
     assert "single" in set(load_figure("throughput").table(catalog)["strategy"])
-    present(compared_strategies(catalog))
+    answers(catalog)
     warnings(catalog)
     finished_repeats(root)
     of_workload = {

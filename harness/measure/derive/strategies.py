@@ -1,13 +1,13 @@
-"""Strategies of one launch against each other: the same model, batch and dtype, over repeats."""
+"""A row for each strategy of equal model, batch and dtype, over its repeats."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from harness.domain.run import Headed
+from harness.domain.run import Headed, Status
 from harness.measure.derive.training import TrainingSummary, configured
 from harness.measure.statistics import Summary, Verdict, summarize, verdict
 
@@ -25,23 +25,35 @@ class StrategyRow:
     Attributes:
         workload: what was trained: model, dtype and batch; rows of one workload compare.
         n_started: repeats, those that failed included.
+        failures: the status of each repeat that did not end ok.
         step_s: the median step of each repeat that ended ok; empty when none did.
         throughput: samples per second of the job, at the median of `step_s`.
         interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
+        exposed_share: share of the mean step that is exposed communication, median over repeats.
+        sent_bytes: bytes that the busiest rank sends in a step, median over repeats.
         against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
     """
 
     workload: str
-    strategy: str
+    name: str
+    n_ranks: int
     n_started: int
+    failures: tuple[Status, ...]
     step_s: tuple[float, ...]
     throughput: float | None
     interval: Summary | None = None
     run_ids: tuple[str, ...] = ()
+    exposed_share: float | None = None
+    sent_bytes: float | None = None
     against: str = ""
     speedup: float | None = None
     verdict: Verdict | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The name with the number of ranks: `ddp on 5`."""
+        return f"{self.name} on {self.n_ranks}"
 
     @property
     def median_s(self) -> float | None:
@@ -52,17 +64,24 @@ class StrategyRow:
 def strategy_table(
     runs: Sequence[tuple[Headed, TrainingSummary]], *, at_least: int = 2
 ) -> list[StrategyRow]:
-    """A row for each strategy of each workload that was trained by two or more.
-
-    The baseline is plain `single`, else the first strategy that has a run which ended ok.
+    """The rows of `strategy_tables` in one list.
 
     Args:
         at_least: strategies that a workload must have been trained by.
     """
+    return [row for rows in strategy_tables(runs) if len(rows) >= at_least for row in rows]
+
+
+def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list[StrategyRow]]:
+    """For each workload a row for each strategy that trained it, the baseline first of those that
+    have a number.
+
+    The baseline is plain `single`, else the first strategy that has a run which ended ok.
+    """
     workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
         workloads.setdefault(_rest_of_config(run), []).append((run, summary))
-    return [row for group in workloads.values() for row in _compared(group, at_least)]
+    return [_compared(group) for group in workloads.values()]
 
 
 def _rest_of_config(run: Headed) -> str:
@@ -75,15 +94,13 @@ def _kind_of(run: Headed) -> str:
     return run.header.ranks[0].device_kind if run.header.ranks else ""
 
 
-def _compared(group: Sequence[tuple[Headed, TrainingSummary]], at_least: int) -> list[StrategyRow]:
+def _compared(group: Sequence[tuple[Headed, TrainingSummary]]) -> list[StrategyRow]:
     by_strategy: dict[tuple[bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in group:
         # Plain `single` first, then by name: repeats are carried out in random order.
         name, digest = summary.strategy, configured(run, "strategy_digest")
         place = (name != "single", name, summary.n_ranks, digest)
         by_strategy.setdefault(place, []).append((run, summary))
-    if len(by_strategy) < at_least:
-        return []
     rows = [_row(by_strategy[place]) for place in sorted(by_strategy)]
     baseline = next((row for row in rows if row.step_s), None)
     return rows if baseline is None else [_against(baseline, row) for row in rows]
@@ -92,17 +109,35 @@ def _compared(group: Sequence[tuple[Headed, TrainingSummary]], at_least: int) ->
 def _row(repeats: Sequence[tuple[Headed, TrainingSummary]]) -> StrategyRow:
     first_run, first = repeats[0]
     ok = [summary for _, summary in repeats if summary.status == "ok"]
-    steps = tuple(summary.duration.median for summary in ok if summary.duration is not None)
+    timed = [(s, s.duration) for s in ok if s.duration is not None]
+    steps = tuple(duration.median for _, duration in timed)
     n_samples = next((summary.n_samples for summary in ok if summary.n_samples), None)
     return StrategyRow(
         workload=f"{first.model} {first.dtype} batch {first_run.header.config.get('batch', '?')}",
-        strategy=f"{first.strategy} on {first.n_ranks}",
+        name=first.strategy,
+        n_ranks=first.n_ranks,
         n_started=len(repeats),
+        failures=tuple(summary.status for _, summary in repeats if summary.status != "ok"),
         step_s=steps,
         throughput=n_samples / median(steps) if n_samples and steps else None,
         interval=_interval(ok, steps),
         run_ids=tuple(summary.run_id for summary in ok),
+        exposed_share=_median(_exposed_share(summary) for summary in ok),
+        sent_bytes=_median(
+            summary.sent_bytes_per_s and summary.sent_bytes_per_s * duration.median
+            for summary, duration in timed
+        ),
     )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _exposed_share(summary: TrainingSummary) -> float | None:
+    step_s = sum(summary.phases.values())
+    return summary.phases["exposed_communication"] / step_s if step_s else None
 
 
 def _interval(repeats: Sequence[TrainingSummary], steps: Sequence[float]) -> Summary | None:

@@ -16,6 +16,7 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.run import Headed, RankInfo, Status
 from harness.inputs import MOST_NUMBER
 from harness.measure.derive.devices import PeakKey, sum_of_peaks
+from harness.measure.derive.doubts import Doubt, DoubtKind
 from harness.measure.derive.pipeline import computes
 from harness.measure.derive.ranks import RankSummary, mark_stragglers, median_of, rank_summary
 from harness.measure.derive.spans import (
@@ -85,7 +86,7 @@ class TrainingSummary:
     last_loss: float | None = None
     ranks: tuple[RankSummary, ...] = ()
     outlier_steps: tuple[int, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Doubt, ...] = ()
 
     @property
     def throughput_per_device(self) -> float | None:
@@ -247,10 +248,10 @@ def add_mfu_of_measured_peak(
     if not measured or summary.flops_per_s is None:
         return summary
     mfu = summary.flops_per_s / measured
-    doubt = (
+    text = (
         f"MFU of measured peak is {mfu:.0%}: the measured matmul peak is too low, measure it again"
     )
-    doubts = (doubt,) if mfu > 1 and summary.status == "ok" else ()
+    doubts = (Doubt(DoubtKind.PEAK, text),) if mfu > 1 and summary.status == "ok" else ()
     return dataclasses.replace(
         summary, mfu_of_measured_peak=mfu, warnings=(*summary.warnings, *doubts)
     )
@@ -344,12 +345,16 @@ def _losses(run: Run) -> dict[str, float]:
 
 
 def _with_warnings(summary: TrainingSummary) -> TrainingSummary:
-    doubts = list(summary.duration.warnings) if summary.duration else []
+    texts = summary.duration.warnings if summary.duration else ()
+    doubts = [Doubt(DoubtKind.SPREAD, text) for text in texts]
     n_far = len(summary.outlier_steps)
     if n_far:
-        doubts.append(f"{n_far} {summary.unit}{'s' if n_far > 1 else ''} far above the others")
+        text = f"{n_far} {summary.unit}{'s' if n_far > 1 else ''} far above the others"
+        doubts.append(Doubt(DoubtKind.OUTLIERS, text))
     for rank in filter(lambda rank: rank.is_straggler, summary.ranks):
-        doubts.append(f"rank {rank.rank} ({rank.info.hostname}) is a straggler")
+        text = f"rank {rank.rank} ({rank.info.hostname}) is a straggler"
+        doubts.append(Doubt(DoubtKind.STRAGGLER, text))
     if summary.mfu is not None and summary.mfu > 1:
-        doubts.append("MFU above 1: FLOPs, times or the device's peak are wrong")
+        text = "MFU above 1: FLOPs, times or the device's peak are wrong"
+        doubts.append(Doubt(DoubtKind.MFU, text))
     return dataclasses.replace(summary, warnings=tuple(doubts))

@@ -137,13 +137,13 @@ def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
         for name, summary in rows
         if summary.reason.strip()
     ]
-    doubts: dict[str, list[str]] = {}
+    runs_of: dict[str, list[str]] = {}
     for name, summary in rows:
         for doubt in summary.warnings:
-            doubts.setdefault(doubt, []).append(name)
-    for doubt, names in doubts.items():
+            runs_of.setdefault(doubt.text, []).append(name)
+    for text, names in runs_of.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"{names[0]}{more}: {doubt}")
+        lines.append(f"{names[0]}{more}: {text}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from harness.domain.record import Record, Sample, Span
 from harness.domain.run import RankInfo, RunHeader
 from harness.measure import derive
 from harness.measure.derive import ScalingPoint
+from harness.measure.derive.doubts import DoubtKind
 from harness.measure.derive.spans import phase_table
 from harness.measure.store import Run
 
@@ -202,7 +203,7 @@ def test_rank_with_a_third_more_own_work_is_a_straggler() -> None:
     run = make_run([one_step(), one_step(stretch=1.3), one_step(stretch=1.4)])
     summary = derive.training_summary(run)
     assert [rank.is_straggler for rank in summary.ranks] == [False, False, True]
-    assert any("node2" in warning for warning in summary.warnings)
+    assert any("node2" in warning.text for warning in summary.warnings)
 
 
 def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
@@ -215,7 +216,7 @@ def test_a_failed_run_has_its_numbers_and_no_verdicts() -> None:
         derive.training_summary(make_run(ranks, status=status)) for status in ("ok", "crash")
     )
     assert ended.outlier_steps
-    assert any("straggler" in warning for warning in ended.warnings)
+    assert any("straggler" in warning.text for warning in ended.warnings)
     assert failed.outlier_steps == failed.warnings == ()
     assert not any(rank.is_straggler for rank in failed.ranks)
     assert failed.duration == ended.duration
@@ -336,9 +337,9 @@ def test_a_rate_above_the_measured_peak_is_warned_of() -> None:
     (warning,) = derive.low_peak_warnings(derive.summa_table(run, {("GPU", 4, "fp32"): 2e6}))
     assert "(most: 200%, n = 100 fp32 on 1)" in warning
     summary = derive.training_summary(full_run(), {("GPU", 4, "fp32"): 0.5e11})
-    assert (
+    (doubt,) = (doubt for doubt in summary.warnings if doubt.kind is DoubtKind.PEAK)
+    assert doubt.text == (
         "MFU of measured peak is 190%: the measured matmul peak is too low, measure it again"
-        in summary.warnings
     )
 
 
