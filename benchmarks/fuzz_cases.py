@@ -34,8 +34,8 @@ from harness.plan.fit import OperatorTimes
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import parse_console, parse_text, print_console, print_text
 from harness.plan.formats.flexflow_protobuf import parse_protobuf, print_protobuf
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
 from harness.plan.show import show_file
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.numbers import derive_numbers

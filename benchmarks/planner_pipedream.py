@@ -7,7 +7,7 @@ Every search is a process of its own, the command line that a user types. CPU se
 `search_cpu_s` (docs/plan.md), the median of the repeats. PipeDream's are those of its
 optimizer alone: measured in turn with ours, given a clone of its repository; else as they were
 read once on one core of the same kind of machine, whose speed may have been another. "bound" is
-the target: a hundredth of PipeDream's CPU seconds where it takes over one, or 10 s and 1 GiB for
+the target: a tenth of PipeDream's CPU seconds where it takes over one, or 10 s and 1 GiB for
 inception_v3 and 60 s and 2 GiB for the large graphs, which PipeDream cannot plan.
 """
 
@@ -119,7 +119,7 @@ class Row:
     @property
     def bound_s(self) -> float:
         if self.pipedream_cpu_s is not None:
-            return self.pipedream_cpu_s / 100
+            return self.pipedream_cpu_s / 10
         return 10.0 if self.name == "inception_v3" else 60.0
 
     @property

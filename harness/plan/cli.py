@@ -22,7 +22,7 @@ from harness.plan.estimate import estimate_profile
 from harness.plan.find import default_profile, graph_beside, knows
 from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import read_strategy_file
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.request import PlanRequest, Progress
 from harness.plan.roofline import DeviceRates, likely_parts, roofline_profile
 from harness.plan.show import load_graph

@@ -21,7 +21,7 @@ from harness.errors import ConfigError, GraphError
 from harness.inputs import decode_text, read_file
 from harness.measure.text import format_shape, table
 from harness.plan.formats.detect import read_strategy_file
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.units import format_bandwidth, format_bytes, format_duration, format_flops
 
 _MOST_LINKS = 20

@@ -12,11 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import StrategyError
-
-Floats = npt.NDArray[np.float64]
+from harness.plan.bottleneck import Floats, best_chain
 
 
 class Balanced(NamedTuple):
@@ -24,6 +22,27 @@ class Balanced(NamedTuple):
 
     ends: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+
+
+class _Consecutive:
+    """Stages of consecutive operators on consecutive workers, without transfers; each worker is one
+    of the devices."""
+
+    def __init__(self, totals: Floats) -> None:
+        self._totals = totals
+        self.n_workers, self.n_cuts = totals.shape
+
+    def block(self, first: int, r: int, rows: slice) -> Floats:
+        ends, starts = (
+            self._totals[first : first + r, rows.start :],
+            self._totals[first : first + r, rows],
+        )
+        block: Floats = (ends[:, None, :] - starts[:, :, None]).max(axis=0) / r
+        block[np.tri(*block.shape) > 0] = np.inf
+        return block
+
+    def transfers(self, first: int, r: int) -> None:
+        return None
 
 
 def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
@@ -35,66 +54,29 @@ def balance(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
     Raises:
         StrategyError: more stages than operators or devices.
     """
-    times = np.asarray(seconds, dtype=np.float64)
-    n_devices, n_ops = times.shape
-    _check(n_stages, n_ops, n_devices)
-    if n_stages == n_devices:
-        return balance_in_turn(seconds, n_stages)
-    totals = _running_totals(times)
-    # best[d, i]: pace of the first i operators on the first d devices; nothing on none is free.
-    best = np.full((n_devices + 1, n_ops + 1), np.inf)
-    best[0, 0] = 0.0
-    choices = []
-    for _ in range(n_stages):
-        best, choice = _add_stage(best, totals)
-        choices.append(choice)
-    return _walk_back(choices, n_devices, n_ops)
-
-
-def _check(n_stages: int, n_ops: int, n_devices: int) -> None:
+    n_devices, n_ops = np.shape(seconds)
     most = min(n_ops, n_devices)
     if not 1 <= n_stages <= most:
         raise StrategyError(
             f"{n_stages} stages cannot be made of {n_ops} operators on {n_devices} devices: use "
             f"--stages 1 to {most}"
         )
+    return _balanced(_running_totals(seconds), n_stages)
 
 
-def _running_totals(times: Floats) -> Floats:
+def _running_totals(seconds: Sequence[Sequence[float]]) -> Floats:
     """(devices, operators + 1): seconds of the operators before each."""
+    times = np.asarray(seconds, dtype=np.float64)
     return np.concatenate([np.zeros((len(times), 1)), times.cumsum(axis=1)], axis=1)
 
 
-def _add_stage(
-    before: Floats, totals: Floats
-) -> tuple[Floats, dict[tuple[int, int], tuple[int, int]]]:
-    """The best paces with one stage more, and where each one's last stage starts."""
-    n_devices, n_ops = before.shape[0] - 1, before.shape[1] - 1
-    after = np.full_like(before, np.inf)
-    choice: dict[tuple[int, int], tuple[int, int]] = {}
-    for d in range(1, n_devices + 1):
-        for i in range(1, n_ops + 1):
-            for start in range(d):
-                own = (totals[start:d, i : i + 1] - totals[start:d, :i]).max(axis=0) / (d - start)
-                paces = np.maximum(before[start, :i], own)
-                cut = int(paces.argmin())
-                if paces[cut] < after[d, i]:
-                    after[d, i] = paces[cut]
-                    choice[d, i] = (start, cut)
-    return after, choice
-
-
-def _walk_back(
-    choices: Sequence[dict[tuple[int, int], tuple[int, int]]], n_devices: int, n_ops: int
-) -> Balanced:
-    d, i = n_devices, n_ops
-    ends, groups = [], []
-    for choice in reversed(choices):
-        start, cut = choice[d, i]
-        ends.append(i)
-        groups.append(tuple(range(start, d)))
-        d, i = start, cut
-    return Balanced(tuple(reversed(ends)), tuple(reversed(groups)))
+def _balanced(totals: Floats, n_stages: int) -> Balanced:
+    found = best_chain(_Consecutive(totals), n_stages)
+    assert found is not None, "there are as many operators and workers as stages"
+    return Balanced(
+        tuple(stage.end for stage in found[1]),
+        tuple(tuple(range(stage.first, stage.first + stage.r)) for stage in found[1]),
+    )
 
 
 def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
@@ -107,31 +89,17 @@ def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanc
     Raises:
         StrategyError: more stages than operators.
     """
-    times = np.asarray(seconds, dtype=np.float64)
-    n_devices, n_ops = times.shape
+    n_devices, n_ops = np.shape(seconds)
     if not 1 <= n_stages <= n_ops:
         raise StrategyError(
             f"{n_stages} stages cannot be made of {n_ops} operators: use --stages 1 to {n_ops}"
         )
-    totals = _running_totals(times)
-    best = np.full(n_ops + 1, np.inf)
-    best[0] = 0.0
-    cuts = []
-    for stage in range(n_stages):
-        own = totals[stage % n_devices]
-        # paces[i, j]: the stage holds operators j to i.
-        paces = np.maximum(best[None, :], own[:, None] - own[None, :])
-        paces[np.triu_indices(n_ops + 1)] = np.inf
-        cuts.append(paces.argmin(axis=1))
-        best = paces.min(axis=1)
-    ends = [n_ops]
-    for cut in reversed(cuts[1:]):
-        ends.append(int(cut[ends[-1]]))
-    ends.reverse()
+    totals = _running_totals(seconds)
+    in_turn = [stage % n_devices for stage in range(n_stages)]
+    ends = list(_balanced(totals[in_turn], n_stages).ends)
     if n_stages > n_devices:
         ends = _levelled(ends, totals)
-    groups = tuple((stage % n_devices,) for stage in range(n_stages))
-    return Balanced(tuple(ends), groups)
+    return Balanced(tuple(ends), tuple((device,) for device in in_turn))
 
 
 def _levelled(ends: list[int], totals: Floats) -> list[int]:

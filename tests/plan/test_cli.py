@@ -17,7 +17,7 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile, WholeStep
 from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.report import ProgressLine
 from harness.plan.request import Progress
 

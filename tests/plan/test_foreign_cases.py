@@ -10,8 +10,8 @@ from harness.errors import HarnessError
 from harness.plan.commands import main
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.flexflow import Entry, parse_text, print_text
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.formats.pipedream_plan import PipeDreamPlan
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
 
 CASES = Path(__file__).parents[1] / "cases" / "graphs"
 

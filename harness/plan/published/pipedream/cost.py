@@ -15,53 +15,17 @@ optimizer forgets `inner` in pipelines, and transfers unless a compression ratio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
+
+from harness.plan.bottleneck import Floats
+from harness.plan.published.pipedream.cuts import Cuts
 
 # Bytes held per byte of parameters: the parameters, their gradients, and momentum.
 STATE_BYTES_PER_PARAMETER_BYTE = 3
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of the hierarchy, innermost first.
-
-    Attributes:
-        n_workers: devices (innermost) or groups of the level below.
-        bandwidth: bytes/s between them.
-        inner: workers inside each: 1 on the innermost level.
-    """
-
-    n_workers: int
-    bandwidth: float
-    inner: int = 1
-
-    def sync_s_per_byte(self, n_replicas: int) -> float:
-        """Seconds of gradient synchronisation per byte of a stage's parameters."""
-        return 4 * (n_replicas - 1) / (self.bandwidth * n_replicas * n_replicas) / self.inner
-
-    def transfer_s_per_byte(self, n_replicas: int) -> float:
-        """Seconds per byte of a cut's activations, forward and gradients back."""
-        return 2 / (self.bandwidth * n_replicas)
-
-
-def levels_of(n_workers: Sequence[int], bandwidths: Sequence[float]) -> list[Level]:
-    """Stack levels, innermost first; `inner` is the workers of the level just below."""
-    inner = [1, *n_workers[:-1]]
-    return [Level(*each) for each in zip(n_workers, bandwidths, inner, strict=True)]
-
-
-def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
-    """Step time when every device holds the whole model."""
-    time_s = compute_s
-    for level in levels:
-        n = level.n_workers
-        time_s = time_s / n + level.sync_s_per_byte(n) * parameter_bytes
-    return time_s
 
 
 def n_in_flight(n_replicas: int, n_after: int) -> int:
@@ -73,7 +37,7 @@ def n_in_flight(n_replicas: int, n_after: int) -> int:
     return math.ceil(n_after / n_replicas) + 1
 
 
-Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
+Amount = TypeVar("Amount", float, Floats)
 
 
 def memory_bytes(parameters: Amount, activations: Amount, in_flight: int) -> Amount:
@@ -86,20 +50,170 @@ def memory_bytes(parameters: Amount, activations: Amount, in_flight: int) -> Amo
     return (STATE_BYTES_PER_PARAMETER_BYTE + in_flight - 1) * parameters + in_flight * activations
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Consecutive operators on `n_replicas` workers of one level.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Level:
+    """Workers of one level, in order; tables are indexed [first, r] for workers first..first+r-1.
 
     Attributes:
-        start: members (bit i: operator i) of the cut where it begins.
-        end: members of the cut where it ends; its operators are `end & ~start`.
-        first: its workers are first, ..., first + n_replicas - 1 of its level's.
-        n_replicas: each takes every n_replicas-th minibatch.
-        inner: how each worker, itself a group of workers, runs it; empty on the innermost level.
+        bandwidth: bytes/s of the slowest link between them.
+        inner: workers inside each: 1 on the innermost level, where they are devices.
+        rate: compute of the group, in units of the profiled device.
+        sync_s_per_byte: gradient synchronisation inside the group, per byte of parameters.
+        receive_s_per_byte: from the worker before the group, per byte of activations.
+        send_s_per_byte: to the worker after the group.
+        memory_bytes: least memory of a device of the group; infinite for no limit.
     """
 
-    start: int
-    end: int
-    first: int
-    n_replicas: int
-    inner: tuple[Stage, ...] = ()
+    bandwidth: float
+    inner: int
+    rate: Floats
+    sync_s_per_byte: Floats
+    receive_s_per_byte: Floats
+    send_s_per_byte: Floats
+    memory_bytes: Floats
+
+    @property
+    def n_workers(self) -> int:
+        return len(self.rate)
+
+
+def levels_of(
+    n_workers: Sequence[int], bandwidths: Sequence[float], memory: float = math.inf
+) -> list[Level]:
+    """Levels of equal workers, innermost first; `memory` is of each device."""
+    levels: list[Level] = []
+    for n, bandwidth, inner in zip(n_workers, bandwidths, [1, *n_workers[:-1]], strict=True):
+        r = np.tile(np.array([math.nan, *range(1, n + 1)]), (n, 1))
+        transfer = 2 / (bandwidth * r)
+        levels.append(
+            Level(
+                bandwidth=bandwidth,
+                inner=inner,
+                rate=r,
+                sync_s_per_byte=4 * (r - 1) / (bandwidth * r * r) / inner,
+                receive_s_per_byte=transfer,
+                send_s_per_byte=transfer,
+                memory_bytes=np.full(r.shape, math.inf if levels else memory),
+            )
+        )
+    return levels
+
+
+def unlike_level(speeds: Sequence[float], bandwidth: Floats, memory: Sequence[float]) -> Level:
+    """Unlike devices in the given order.
+
+    Replicas share the samples in proportion to their speeds; a group synchronises at the
+    slowest link inside it, and hands over at the slowest link to its neighbour.
+
+    Args:
+        speeds: per device, in units of the profiled one.
+        bandwidth: bytes/s from device to device, shape (n, n); the diagonal is not read.
+        memory: bytes per device.
+    """
+    n = len(speeds)
+    rate, sync = np.full((n, n + 1), math.nan), np.full((n, n + 1), math.nan)
+    receive, send, limit = np.zeros((n, n + 1)), np.zeros((n, n + 1)), np.zeros((n, n + 1))
+    for first in range(n):
+        for r in range(1, n - first + 1):
+            group = slice(first, first + r)
+            apart = bandwidth[group, group][~np.eye(r, dtype=bool)]
+            rate[first, r], limit[first, r] = sum(speeds[group]), min(memory[group])
+            sync[first, r] = 4 * (r - 1) / (apart.min() * r * r) if r > 1 else 0.0
+            if first > 0:
+                receive[first, r] = 2 / (r * bandwidth[first - 1, group].min())
+            if first + r < n:
+                send[first, r] = 2 / (r * bandwidth[group, first + r].min())
+    return Level(
+        bandwidth=float(bandwidth[~np.eye(n, dtype=bool)].min()) if n > 1 else math.inf,
+        inner=1,
+        rate=rate,
+        sync_s_per_byte=sync,
+        receive_s_per_byte=receive,
+        send_s_per_byte=send,
+        memory_bytes=limit,
+    )
+
+
+def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[Level]) -> float:
+    """Step time when every device holds the whole model."""
+    time_s = compute_s
+    for level in levels:
+        everyone = 0, level.n_workers
+        sync_s = float(level.sync_s_per_byte[everyone]) * parameter_bytes
+        time_s = time_s / float(level.rate[everyone]) + sync_s
+    return time_s
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What lies around one group of workers when it is one of the replicas of an outer stage.
+
+    Attributes:
+        n_copies: groups that replicate the outer stage.
+        n_after: devices behind the outer stage.
+    """
+
+    n_copies: int = 1
+    n_after: int = 0
+
+    def within(self, outer: Surroundings) -> Surroundings:
+        """Of a group inside a group."""
+        n_after = self.n_after * outer.n_copies + outer.n_after
+        return Surroundings(self.n_copies * outer.n_copies, n_after)
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Stages between cuts on the workers of one level (`bottleneck.StageTimes`).
+
+    Attributes:
+        around: what lies around the level's workers.
+        group_s: best time of one worker between any two cuts, given what surrounds it, where
+            workers are groups of the level below; None where they are devices.
+    """
+
+    cuts: Cuts
+    level: Level
+    n_devices_each: int = 1
+    around: Surroundings = Surroundings()
+    group_s: Callable[[Surroundings], Floats] | None = None
+
+    @property
+    def n_cuts(self) -> int:
+        return len(self.cuts)
+
+    @property
+    def n_workers(self) -> int:
+        return self.level.n_workers
+
+    def inside(self, first: int, r: int) -> Surroundings:
+        """What one worker of a stage sees around it."""
+        n_after = (self.n_workers - first - r) * self.n_devices_each
+        return Surroundings(r, n_after).within(self.around)
+
+    def block(self, first: int, r: int, rows: slice) -> Floats:
+        cuts, group, cols = self.cuts, (first, r), slice(rows.start, None)
+        sync_s = cuts.parameter_bytes * self.level.sync_s_per_byte[group]
+        block: Floats
+        if self.group_s is not None:
+            block = self.group_s(self.inside(first, r))[rows, cols] / self.level.rate[group]
+            block += np.subtract.outer(-sync_s[rows], -sync_s[cols])
+            return block
+        whole_s = cuts.compute_s / self.level.rate[group] + sync_s
+        block = np.subtract.outer(-whole_s[rows], -whole_s[cols])
+        np.copyto(block, math.inf, where=cuts.blocked[rows, cols])
+        if self.level.memory_bytes[group] < math.inf:
+            inside = self.inside(first, r)
+            in_flight = n_in_flight(inside.n_copies, inside.n_after)
+            held = memory_bytes(cuts.parameter_bytes, cuts.activation_bytes, in_flight)
+            received = in_flight * cuts.crossing_bytes
+            needed = np.subtract.outer(received[rows] - held[rows], -held[cols])
+            block[needed > self.level.memory_bytes[group]] = math.inf
+        return block
+
+    def transfers(self, first: int, r: int) -> tuple[Floats, Floats]:
+        crossing, group = self.cuts.crossing_bytes, (first, r)
+        return (
+            self.level.receive_s_per_byte[group] * crossing,
+            self.level.send_s_per_byte[group] * crossing,
+        )

@@ -1,4 +1,4 @@
-"""Cuts as arrays, in an order that respects inclusion, for the dynamic programs."""
+"""Cuts as arrays, in an order that respects inclusion, for the dynamic program."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from harness.plan.bottleneck import Floats
 from harness.plan.published.pipedream.lattice import Cut
 from harness.plan.published.pipedream.workload import TICK_S
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.intp]
 
@@ -35,9 +35,8 @@ class Cuts:
 
     @classmethod
     def from_cuts(cls, cuts: Iterable[Cut]) -> Cuts:
-        """Sort, and drop repetitions."""
-        unique = {cut.covers: cut for cut in cuts}
-        ordered = sorted(unique.values(), key=lambda c: (c.ticks, c.covers.bit_count(), c.covers))
+        """Sort them."""
+        ordered = sorted(cuts, key=lambda c: (c.ticks, c.covers.bit_count(), c.covers))
         return cls(
             members=[cut.covers for cut in ordered],
             compute_s=np.array([cut.ticks for cut in ordered], dtype=float) * TICK_S,
@@ -50,26 +49,14 @@ class Cuts:
         return len(self.members)
 
     @cached_property
-    def _words(self) -> npt.NDArray[np.uint64]:
-        n_bytes = (self.members[-1].bit_length() + 63) // 64 * 8
-        raw = b"".join(members.to_bytes(n_bytes, "little") for members in self.members)
-        return np.frombuffer(raw, dtype="<u8").reshape(len(self), -1)
-
-    @cached_property
     def blocked(self) -> Bools:
         """[i, j] is True unless a stage may run from cut i to another cut j: i is within j."""
-        words = self._words
-        outside = ~words
-        n = len(self)
-        blocked = np.empty((n, n), dtype=bool)
-        step = max(1, 200_000 // n)
-        for low in range(0, n, step):
-            rows = words[low : low + step]
-            extra = rows[:, 0, None] & outside[None, :, 0]
-            for k in range(1, words.shape[1]):
-                extra |= rows[:, k, None] & outside[None, :, k]
-            np.not_equal(extra, 0, out=blocked[low : low + step])
-        np.fill_diagonal(blocked, True)
+        n_bytes = (self.members[-1].bit_length() + 63) // 64 * 8
+        raw = b"".join(members.to_bytes(n_bytes, "little") for members in self.members)
+        words = np.frombuffer(raw, dtype="<u8").reshape(len(self), -1)
+        blocked = np.eye(len(self), dtype=bool)
+        for column in words.T:
+            blocked |= (column[:, None] & ~column[None, :]) != 0
         return blocked
 
     def take(self, positions: Indices) -> Cuts:
@@ -82,15 +69,15 @@ class Cuts:
             crossing_bytes=self.crossing_bytes[positions],
         )
 
-    def between(self, start: int, end: int) -> Cuts:
-        """The cuts from position `start` to position `end`, both included, by inclusion."""
+    def between(self, start: int, end: int) -> Indices:
+        """Positions of the cuts from one position to another, both included, by inclusion."""
         low, high = self.members[start], self.members[end]
         inside = [
             i
             for i in range(start, end + 1)
             if not low & ~self.members[i] and not self.members[i] & ~high
         ]
-        return self.take(np.array(inside, dtype=np.intp))
+        return np.array(inside, dtype=np.intp)
 
     def thin(self, n_buckets: int, per_bucket: int) -> Cuts:
         """Keep the cuts cheapest to cross among those of about equal compute, and both ends."""
@@ -98,8 +85,7 @@ class Cuts:
         bucket = np.minimum((share * n_buckets).astype(int), n_buckets - 1)
         order = np.lexsort((self.crossing_bytes, bucket))
         ordered = bucket[order]
-        first = np.searchsorted(ordered, ordered, side="left")
-        rank = np.arange(len(self)) - first
+        rank = np.arange(len(self)) - np.searchsorted(ordered, ordered, side="left")
         kept = np.zeros(len(self), dtype=bool)
         kept[order[rank < per_bucket]] = True
         kept[[0, -1]] = True

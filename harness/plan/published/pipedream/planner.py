@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-import msgspec
+import numpy as np
 
 from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
@@ -15,21 +15,23 @@ from harness.domain.profile import Profile
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.domain.strategy import Stage as StrategyStage
 from harness.errors import PlanError
-from harness.plan.published.pipedream.cluster_levels import Machines, machines_of
+from harness.plan.bottleneck import Floats
 from harness.plan.published.pipedream.cost import (
     STATE_BYTES_PER_PARAMETER_BYTE,
-    Stage,
+    Level,
     data_parallel_s,
+    levels_of,
     memory_bytes,
+    unlike_level,
 )
-from harness.plan.published.pipedream.evaluate import (
+from harness.plan.published.pipedream.search import (
     DeviceStage,
-    StageCost,
+    Found,
+    Problem,
     device_stages,
-    stage_costs,
+    list_cuts,
+    search,
 )
-from harness.plan.published.pipedream.lattice import Lattice
-from harness.plan.published.pipedream.search import Found, Problem, search
 from harness.plan.published.pipedream.workload import TICK_S, Workload, workload_from
 from harness.plan.request import PlanRequest, PlanResult, Progress, RunnerUp
 from harness.units import format_bandwidth, format_bytes, format_duration
@@ -45,25 +47,19 @@ def plan(request: PlanRequest) -> PlanResult:
     graph, profile, cluster = request.graph, request.profile, request.cluster
     if graph is None or profile is None:
         raise PlanError("--cost pipedream needs a profile: give --profile FILE or --model NAME")
-    start_cpu_s = time.process_time()
     workload = workload_from(graph, profile, cluster.devices[0].kind)
-    lattice = Lattice(workload)
     speeds = _speeds(graph, profile, cluster, workload)
-    machines = machines_of(cluster, request.memory_bytes, speeds)
-    memory = math.inf if machines.memory >= _most_memory(workload, cluster) else machines.memory
-    problem = Problem(workload, machines.levels, memory, machines.unlike)
-    deadline_s = None if request.seconds is None else time.monotonic() + request.seconds
+    problem = Problem(workload, levels_for(cluster, request.memory_bytes, speeds, workload))
+    deadline_s = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
-    def report(best_s: float, phase: str, n_cuts: int) -> None:
-        request.progress(Progress(n_proposals=n_cuts, best_step_s=best_s, phase=phase))
+    def report(quick: Found) -> None:
+        n_cuts = len(quick.cuts)
+        request.progress(Progress(n_proposals=n_cuts, best_step_s=quick.step_s, phase="all cuts"))
 
-    found = search(problem, lattice, report=report, deadline_s=deadline_s)
+    found = search(problem, report=report, deadline_s=deadline_s)
     if found is None:
-        is_certain = lattice.every(problem.most_cuts) is not None
-        raise PlanError(_nothing_fits(workload, machines, is_certain))
-    cpu_s = time.process_time() - start_cpu_s
-    result = _result(graph, profile, request, problem, machines, lattice, found)
-    return msgspec.structs.replace(result, search_cpu_s=cpu_s)
+        raise PlanError(_nothing_fits(problem))
+    return _result(graph, profile, request, problem, found)
 
 
 def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload) -> list[float]:
@@ -84,25 +80,76 @@ def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload
     return [device.speed * base / totals[device.kind] for device in cluster.devices]
 
 
-def _most_memory(workload: Workload, cluster: Cluster) -> float:
-    """No plan needs more on any device; a limit above it is none."""
+def levels_for(
+    cluster: Cluster, limit_bytes: int | None, speeds: list[float], workload: Workload
+) -> list[Level]:
+    """A cluster as the formula sees it: one or two levels of equal workers, innermost first.
+
+    The formula knows one bandwidth per level: the slowest link counts. Nodes of unequal size, or
+    unlike devices, become one level of devices in the cluster's order.
+
+    Args:
+        limit_bytes: of memory, that replaces the devices' own.
+        speeds: of each device, relative to the one whose times the workload holds.
+
+    Raises:
+        PlanError: several devices but a missing link.
+    """
+    memories = [float(limit_bytes or device.memory_bytes) for device in cluster.devices]
+    sizes = {len(node.devices) for node in cluster.nodes}
+    bandwidth = _bandwidths(cluster)
+    if len(set(speeds)) > 1 or len(set(memories)) > 1 or len(sizes) > 1:
+        return [unlike_level(speeds, bandwidth, memories)]
+    node_of = np.array(cluster.node_of())
+    apart = ~np.eye(len(node_of), dtype=bool)
+    same = (node_of[:, None] == node_of[None, :]) & apart
+    inside, between = (
+        float(bandwidth[pairs].min()) if pairs.any() else math.inf
+        for pairs in (same, apart & ~same)
+    )
+    # No plan needs more on any device; a limit above it is none.
     kept = sum(workload.activation_bytes) + sum(workload.output_bytes)
-    return memory_bytes(sum(workload.parameter_bytes), kept, cluster.n_devices)
+    most = memory_bytes(float(sum(workload.parameter_bytes)), float(kept), cluster.n_devices)
+    memory = math.inf if memories[0] >= most else memories[0]
+    n_nodes, size = len(cluster.nodes), sizes.pop()
+    if n_nodes == 1:
+        return levels_of([size], [inside], memory)
+    if size == 1:
+        return levels_of([n_nodes], [between], memory)
+    return levels_of([size, n_nodes], [inside, between], memory)
 
 
-def _nothing_fits(workload: Workload, machines: Machines, is_certain: bool) -> str:
-    memory = machines.memory
-    if machines.unlike is not None:
-        memory = float(machines.unlike.memory_bytes.min())
-    largest = max(range(workload.n_operators), key=lambda i: workload.parameter_bytes[i])
-    state = STATE_BYTES_PER_PARAMETER_BYTE * workload.parameter_bytes[largest]
-    n = math.prod(level.n_workers for level in machines.levels)
-    what = "no plan" if is_certain else "no plan over the sampled cuts"
+def _bandwidths(cluster: Cluster) -> Floats:
+    position = {device.name: i for i, device in enumerate(cluster.devices)}
+    n = cluster.n_devices
+    bandwidth = np.zeros((n, n))
+    for link in cluster.links:
+        bandwidth[position[link.source], position[link.target]] = link.bandwidth_bytes_per_s
+    np.fill_diagonal(bandwidth, math.inf)
+    if not bandwidth.all():
+        a, b = (int(i) for i in np.argwhere(bandwidth == 0)[0])
+        names = [device.name for device in cluster.devices]
+        raise PlanError(
+            f"the cluster has no link {names[a]} -> {names[b]} ({len(cluster.links)} links for "
+            f"{n} devices): measure it with `./entry.sh links`, or write the link"
+        )
+    return bandwidth
+
+
+def _nothing_fits(problem: Problem) -> str:
+    workload, parameters = problem.workload, problem.workload.parameter_bytes
+    memory = float(problem.levels[0].memory_bytes.min())
+    largest = max(range(workload.n_operators), key=lambda i: parameters[i])
+    state, largest_state = (
+        format_bytes(STATE_BYTES_PER_PARAMETER_BYTE * n)
+        for n in (sum(parameters), parameters[largest])
+    )
+    what = "no plan" if list_cuts(problem)[1] else "no plan over the sampled cuts"
     return (
-        f"{what} fits {format_bytes(memory)} on each of {n} devices: the model keeps "
-        f"{format_bytes(STATE_BYTES_PER_PARAMETER_BYTE * sum(workload.parameter_bytes))} of "
-        f"parameters, gradients and momentum (operator {workload.names[largest]!r} alone "
-        f"{format_bytes(state)}) and {format_bytes(sum(workload.activation_bytes))} of activations "
+        f"{what} fits {format_bytes(memory)} on each of {problem.n_devices} devices: the model "
+        f"keeps {state} of parameters, gradients and momentum (operator "
+        f"{workload.names[largest]!r} alone {largest_state}) and "
+        f"{format_bytes(sum(workload.activation_bytes))} of activations "
         "per minibatch: raise --memory, add devices, or profile a smaller minibatch"
     )
 
@@ -112,20 +159,17 @@ def _result(
     profile: Profile,
     request: PlanRequest,
     problem: Problem,
-    machines: Machines,
-    lattice: Lattice,
     found: Found,
 ) -> PlanResult:
-    costs = stage_costs(lattice, found.stages, machines.levels, machines.unlike)
-    placed = device_stages(lattice, found.stages, machines.levels)
+    placed = device_stages(found, problem.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S
-    ddp_s = _data_parallel_s(problem, machines)
+    ddp_s = data_parallel_s(single_s, sum(problem.workload.parameter_bytes), problem.levels)
     strategy = _strategy(graph, profile, request, problem.workload, placed)
     names = [device.name for device in request.cluster.devices]
     memory: dict[str, int] = dict.fromkeys(names, 0)
     for stage in placed:
         memory.update({names[device]: stage.memory_bytes for device in stage.devices})
-    exact = "over all cuts" if found.is_exact else "over a sample of cuts, refined"
+    exact = "over all cuts" if found.is_exact else "over a sample of cuts"
     return PlanResult(
         cost="pipedream",
         method=f"pipeline dynamic programming {exact}",
@@ -134,37 +178,25 @@ def _result(
         speedup_over_ddp=ddp_s / found.step_s,
         memory_bytes=memory,
         strategy=strategy,
-        explanation=_explain(found, costs, placed, machines, names)
+        explanation=_explain(found, placed, problem, names)
         + _batch_note(request.batch or graph.batch, strategy.batch),
         runners_up=[
             _runner_up("data parallel", ddp_s, problem, "every device holds all operators"),
             _runner_up("one device", single_s, problem, "no communication"),
         ],
-        n_proposals=found.n_cuts,
+        n_proposals=len(found.cuts),
         interrupted=found.interrupted,
     )
 
 
 def _runner_up(name: str, step_s: float, problem: Problem, note: str) -> RunnerUp:
     """A plan in which a device holds the whole model, if its memory lets it."""
-    work, limit = problem.workload, problem.memory
-    if problem.unlike is not None:
-        limit = float(problem.unlike.memory_bytes[0, problem.unlike.n])
+    work, devices = problem.workload, problem.levels[0]
+    limit = float(devices.memory_bytes[0, devices.n_workers])
     needed = memory_bytes(sum(work.parameter_bytes), sum(work.activation_bytes), 1)
     if needed > limit:
         return RunnerUp(name=name, step_s=None, note=f"does not fit: {format_bytes(needed)}")
     return RunnerUp(name=name, step_s=step_s, note=note)
-
-
-def _data_parallel_s(problem: Problem, machines: Machines) -> float:
-    compute_s = sum(problem.workload.compute_ticks) * TICK_S
-    parameters = sum(problem.workload.parameter_bytes)
-    workers = machines.unlike
-    if workers is None:
-        return data_parallel_s(compute_s, parameters, machines.levels)
-    everyone = 0, workers.n
-    rate, sync = float(workers.rate[everyone]), float(workers.sync_s_per_byte[everyone])
-    return compute_s / rate + sync * parameters
 
 
 def _strategy(
@@ -210,29 +242,27 @@ def _strategy(
 
 
 def _explain(
-    found: Found,
-    costs: Sequence[StageCost],
-    placed: Sequence[DeviceStage],
-    machines: Machines,
-    names: Sequence[str],
+    found: Found, placed: Sequence[DeviceStage], problem: Problem, names: Sequence[str]
 ) -> list[str]:
     lines = []
-    for number, (stage, cost) in enumerate(zip(found.stages, costs, strict=True)):
+    for number, stage in enumerate(found.stages):
         workers = "group" if stage.inner else "device"
-        inner = f" of {_replicas(stage.inner)} inside" if stage.inner else ""
+        inside = "-".join(str(each.n_replicas) for each in stage.inner)
+        inside = f" of {inside} inside" if inside else ""
         parts = {
-            "compute": cost.compute_s,
-            "gradients": cost.sync_s,
-            "activations in": cost.receive_s,
-            "activations out": cost.send_s,
+            "compute": stage.compute_s,
+            "gradients": stage.sync_s,
+            "activations in": stage.receive_s,
+            "activations out": stage.send_s,
         }
         times = ", ".join(f"{name} {format_duration(s)}" for name, s in parts.items() if s > 0)
+        members = found.cuts.members[stage.end] & ~found.cuts.members[stage.start]
         lines.append(
-            f"stage {number}: {(stage.end & ~stage.start).bit_count()} operators on "
-            f"{stage.n_replicas} {workers}{'s' if stage.n_replicas > 1 else ''}{inner}: {times}"
+            f"stage {number}: {members.bit_count()} operators on {stage.n_replicas} {workers}"
+            f"{'s' if stage.n_replicas > 1 else ''}{inside}: {times}"
         )
-    slowest = max(range(len(costs)), key=lambda i: costs[i].total_s)
-    lines.append(f"stage {slowest} sets the pace, by {costs[slowest].binding}")
+    slowest = max(range(len(lines)), key=lambda i: found.stages[i].total_s)
+    lines.append(f"stage {slowest} sets the pace, by {found.stages[slowest].binding}")
     n_idle = len(names) - sum(len(stage.devices) for stage in placed)
     if n_idle:
         lines.append(f"{n_idle} of {len(names)} devices stay idle: more replicas would not help")
@@ -241,9 +271,9 @@ def _explain(
         f"memory is fullest on {names[fullest.devices[0]]}: {format_bytes(fullest.memory_bytes)} "
         f"with {fullest.in_flight} minibatches in flight"
     )
-    for depth, level in enumerate(machines.levels):
+    for depth, level in enumerate(problem.levels):
         if level.n_workers > 1:
-            where = "inside nodes" if depth < len(machines.levels) - 1 else "between workers"
+            where = "inside nodes" if depth < len(problem.levels) - 1 else "between workers"
             lines.append(f"links {where}: {format_bandwidth(level.bandwidth)} (the slowest counts)")
     return lines
 
@@ -257,7 +287,3 @@ def _batch_note(asked: int | None, written: int) -> list[str]:
             f"for a batch of {written} (--batch B sets it)"
         ]
     return [f"a batch of {asked} leaves replicas without a sample: the strategy is for {written}"]
-
-
-def _replicas(stages: Sequence[Stage]) -> str:
-    return "-".join(str(stage.n_replicas) for stage in stages)

@@ -1,8 +1,7 @@
-"""The search: which cuts to consider, a bound from a few of them, the exact program, refinement.
+"""The search: which cuts to consider, the dynamic program on each level, the devices of a plan.
 
-With all cuts listed the result is exact. A graph with too many has its parallel branches merged,
-or its cuts sampled by a beam; then the cuts around those of the best plan are added at full
-resolution, until nothing improves.
+With all cuts listed the result is exact. A graph with too many has its parallel branches merged; if
+there are too many still, the cuts of one topological order are taken.
 """
 
 from __future__ import annotations
@@ -12,68 +11,112 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from harness.plan.published.pipedream.cost import Level, Stage
-from harness.plan.published.pipedream.cuts import Cuts, Floats
-from harness.plan.published.pipedream.dynamic import (
-    DeviceStages,
-    Placed,
-    StageTimes,
+from harness.plan.bottleneck import Floats, all_pairs, best_chain
+from harness.plan.published.pipedream.cost import (
+    Level,
+    Stages,
     Surroundings,
-    Workers,
-    best_chain,
+    memory_bytes,
+    n_in_flight,
 )
-from harness.plan.published.pipedream.lattice import Cut, Lattice, merge_branches
-from harness.plan.published.pipedream.nested import GroupStages, all_pairs
+from harness.plan.published.pipedream.cuts import Cuts
+from harness.plan.published.pipedream.lattice import Lattice, bits
 from harness.plan.published.pipedream.workload import Workload
 
-_BEAM_WIDTH = 12
-_COARSE_PARTS, _FINE_PARTS = 4, 32  # a merged branch is at most this part of a device's share
-_MAX_ROUNDS = 6
+_MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000
+_FEW_CUTS = 96
 _PAIR_OPERATIONS = 3e9  # element operations that one solution over pairs may take: some seconds
-_COARSE_CUTS = 96
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Consecutive operators on consecutive workers of one level.
+
+    Attributes:
+        start, end: positions of the cuts where it begins and ends.
+        first: its workers are first, ..., first + n_replicas - 1 of its level's.
+        n_replicas: each takes every n_replicas-th minibatch.
+        compute_s: seconds per minibatch of one replica's share; for groups of devices, of their
+            pipeline's bottleneck.
+        sync_s: gradient synchronisation among the replicas.
+        receive_s, send_s: activations and their gradients; 0 where the formula leaves them out.
+        inner: how each worker, itself a group of workers, runs it; empty on the innermost level.
+    """
+
+    start: int
+    end: int
+    first: int
+    n_replicas: int
+    compute_s: float
+    sync_s: float
+    receive_s: float
+    send_s: float
+    inner: tuple[Stage, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        return max(self.compute_s + self.sync_s, self.receive_s, self.send_s)
+
+    @property
+    def binding(self) -> str:
+        """What takes the stage's time."""
+        if self.total_s > self.compute_s + self.sync_s:
+            return f"{'receiving' if self.receive_s >= self.send_s else 'sending'} activations"
+        return "gradient synchronisation" if self.sync_s > self.compute_s else "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStage:
+    """A stage as devices see it, all levels taken apart.
+
+    Attributes:
+        operators: positions in the workload.
+        devices: one per replica, in order.
+        in_flight: minibatches that a replica holds activations of.
+        memory_bytes: of each replica.
+    """
+
+    operators: list[int]
+    devices: list[int]
+    in_flight: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """A plan by PipeDream's formula.
 
     Attributes:
         step_s: seconds per minibatch.
         stages: of the outermost level, in order.
-        n_cuts: cuts considered.
-        is_exact: all cuts were considered, so that no plan is better.
+        cuts: that were considered; positions in stages are theirs.
+        is_exact: they were all, so that no plan is better.
         interrupted: ended by Ctrl-C.
     """
 
     step_s: float
     stages: list[Stage]
-    n_cuts: int
+    cuts: Cuts
     is_exact: bool
     interrupted: bool = False
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A workload on levels of equal devices, or on one level of unlike ones.
-
-    Attributes:
-        levels: innermost first.
-        memory: bytes per device; infinite for no limit.
-        unlike: the devices in order when they differ; then there is one level, and `memory` is
-            not read.
-    """
+    """A workload on levels of workers, innermost first; unlike devices make one level."""
 
     workload: Workload
     levels: Sequence[Level]
-    memory: float = math.inf
-    unlike: Workers | None = None
 
     @property
     def n_devices(self) -> int:
         return math.prod(level.n_workers for level in self.levels)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether memory is."""
+        return float(self.levels[0].memory_bytes.min()) < math.inf
 
     @property
     def most_cuts(self) -> int:
@@ -81,198 +124,170 @@ class Problem:
         if len(self.levels) == 1:
             return _FLAT_CUTS
         n_products = sum(level.n_workers**2 / 2 for level in self.levels[:-1])
-        if self.memory < math.inf:
+        if self.is_limited:
             n_products *= 2 * self.levels[-1].n_workers ** 2
         return int((_PAIR_OPERATIONS * 3 / n_products) ** (1 / 3))
 
 
 def search(
     problem: Problem,
-    lattice: Lattice,
     *,
-    report: Callable[[float, str, int], None] = lambda best_s, phase, n_cuts: None,
-    deadline_s: float | None = None,
+    report: Callable[[Found], None] = lambda found: None,
+    deadline_s: float = math.inf,
 ) -> Found | None:
-    """Find the best plan; None when no plan fits the memory.
+    """Find the best plan; None when no plan over the cuts considered fits the memory.
 
     Args:
-        lattice: of the problem's workload.
-        report: called with the best seconds so far, what comes next, and the cuts considered.
-        deadline_s: on the monotonic clock; no refinement begins after it.
+        report: called with the best plan over few cuts, where there are many.
+        deadline_s: on the monotonic clock; that plan is returned where it has passed by then, or
+            when the search is interrupted after it.
     """
-    best: Found | None = None
+    cuts, is_exact = list_cuts(problem)
+    quick: Found | None = None
     try:
-        for found in _improve(lattice, problem):
-            if best is None or found.is_exact or found.step_s < best.step_s:
-                best = found
-            if found.is_exact or (deadline_s is not None and time.monotonic() > deadline_s):
-                break
-            report(best.step_s, "refining", found.n_cuts)
+        if len(cuts) > 2 * _FEW_CUTS:
+            quick = solve(problem, cuts.thin(_FEW_CUTS // 2, 2))
+            if quick is not None:
+                report(quick)
+                if time.monotonic() > deadline_s:
+                    return quick
+        return solve(problem, cuts, is_exact=is_exact)
     except KeyboardInterrupt:
-        if best is None:
+        if quick is None:
             raise
-        return replace(best, interrupted=True)
-    return best
+        return replace(quick, interrupted=True)
 
 
-def _improve(lattice: Lattice, problem: Problem) -> Iterator[Found]:
-    """Better and better plans: over a few cuts, over all listed ones, and over those nearby."""
-    listed, is_exact = _list_cuts(lattice, problem)
-    if listed is None:
-        quick = solve(Cuts.from_cuts(lattice.line()).thin(_COARSE_CUTS, 1), problem)
-        if quick is not None:
-            yield quick
-        listed = _sample_cuts(lattice, problem)
-    cuts = Cuts.from_cuts(listed)
-    if len(cuts) > problem.most_cuts:
-        cuts = cuts.thin(max(1, problem.most_cuts // 4), 4)
-    bound_s = math.inf
-    if len(cuts) > 2 * _COARSE_CUTS:
-        coarse = solve(cuts.thin(_COARSE_CUTS // 2, 2), problem)
-        if coarse is not None:
-            yield coarse
-            bound_s = coarse.step_s
-    found = solve(cuts, problem, bound_s=bound_s)
-    if found is None:
-        return
-    yield replace(found, is_exact=is_exact)
-    for _ in range(_MAX_ROUNDS):
-        better = _refine(lattice, problem, listed, found)
-        if better is None or better.step_s >= found.step_s * (1 - 1e-6):
-            return
-        found = better
-        yield found
-
-
-def _list_cuts(lattice: Lattice, problem: Problem) -> tuple[list[Cut] | None, bool]:
-    """All cuts when there are few (then True), else those of the graph with merged branches."""
-    every = lattice.every(problem.most_cuts)
-    if every is not None:
-        return every, True
-    return _merged(lattice, problem, _COARSE_PARTS).every(problem.most_cuts), False
-
-
-def _sample_cuts(lattice: Lattice, problem: Problem) -> list[Cut]:
-    """Cuts that are cheap to cross, of a graph with too many to list."""
-    fine = _merged(lattice, problem, _FINE_PARTS)
-    return [*fine.beam(_BEAM_WIDTH), *fine.principal()]
-
-
-def _merged(lattice: Lattice, problem: Problem, n_parts: int) -> Lattice:
-    share = sum(lattice.workload.compute_ticks) / problem.n_devices
-    return Lattice(*merge_branches(lattice, share / n_parts))
-
-
-def _refine(lattice: Lattice, problem: Problem, listed: list[Cut], found: Found) -> Found | None:
-    """Solve again with the cuts near the plan's, at full resolution."""
-    ends = _ends(found.stages)
-    per_end = problem.most_cuts // (2 * len(ends))
-    near = [cut for end in ends for cut in lattice.around(end, per_end)]
-    coarse = Cuts.from_cuts(listed).thin(max(1, problem.most_cuts // 4), 2)
-    members = set(coarse.members)
-    cuts = Cuts.from_cuts([*(cut for cut in listed if cut.covers in members), *near])
-    return solve(cuts, problem, bound_s=found.step_s)
-
-
-def _ends(stages: Sequence[Stage]) -> list[int]:
-    """Cuts of a plan on all levels."""
-    found: list[int] = []
-    for stage in stages:
-        found.extend(_ends(stage.inner))
-        found.append(stage.end)
-    return list(dict.fromkeys(found))
-
-
-def solve(cuts: Cuts, problem: Problem, *, bound_s: float = math.inf) -> Found | None:
-    """Best plan over the given cuts that is at most as slow as the bound."""
-    best = _Solver(problem).chain(_within_bound(cuts, problem, bound_s), bound_s)
-    if best is None:
+def solve(problem: Problem, cuts: Cuts, *, is_exact: bool = False) -> Found | None:
+    """The best plan over the given cuts."""
+    depth, everything = len(problem.levels) - 1, range(len(cuts))
+    solved = _Solver(problem).chain(cuts, everything, depth, Surroundings())
+    if solved is None:
         return None
-    step_s, stages = best
-    return Found(step_s, stages, len(cuts), is_exact=False)
+    return Found(step_s=solved[0], stages=solved[1], cuts=cuts, is_exact=is_exact)
 
 
-def _within_bound(cuts: Cuts, problem: Problem, bound_s: float) -> Cuts:
-    """The cuts that a plan can use if no device is busier than the bound.
-
-    If w devices work before a cut, they and the others each get through their part in time.
-    """
-    if bound_s == math.inf:
-        return cuts
-    n = problem.n_devices
-    speeds = np.ones(n) if problem.unlike is None else problem.unlike.rate[:, 1]
-    before_s = np.concatenate([[0.0], np.cumsum(speeds)]) * bound_s * (1 + 1e-9) + 1e-12
-    after_s = before_s[-1] - before_s
-    whole_s = cuts.compute_s[-1]
-    # Fewest devices that can do what is before; then the others are as many as they can be.
-    fewest = np.searchsorted(before_s, cuts.compute_s, side="left")
-    kept = (fewest <= n) & (whole_s - cuts.compute_s <= after_s[np.minimum(fewest, n)] + 1e-12)
-    kept[[0, -1]] = True
-    return cuts.take(np.flatnonzero(kept))
+def list_cuts(problem: Problem) -> tuple[Cuts, bool]:
+    """The cuts to consider, and whether they are all."""
+    lattice, most = Lattice(problem.workload), problem.most_cuts
+    every = lattice.every(most)
+    if every is not None:
+        return Cuts.from_cuts(every), True
+    share = sum(problem.workload.compute_ticks) / problem.n_devices
+    for n_parts in _MERGED_PARTS:
+        every = lattice.merged(share / n_parts).every(most)
+        if every is not None:
+            return Cuts.from_cuts(every), False
+    cuts = Cuts.from_cuts(lattice.line())
+    return (cuts if len(cuts) <= most else cuts.thin(max(1, most // 4), 4)), False
 
 
 class _Solver:
     """Nests the levels: the compute of a stage is the best time of the level below."""
 
     def __init__(self, problem: Problem) -> None:
-        self._memory = problem.memory
-        self._unlike = problem.unlike
-        self._levels = list(problem.levels)
+        self._levels, self._is_limited = problem.levels, problem.is_limited
+        self._sizes = [1]
+        for level in problem.levels:
+            self._sizes.append(self._sizes[-1] * level.n_workers)
 
-    def chain(self, cuts: Cuts, bound_s: float) -> tuple[float, list[Stage]] | None:
-        """Best time and stages on the outermost level."""
-        return self._chain(cuts, len(self._levels) - 1, Surroundings(), bound_s)
-
-    def _workers(self, depth: int) -> Workers:
-        if self._unlike is not None:
-            return self._unlike
-        return Workers.uniform(self._levels[depth], self._memory if depth == 0 else math.inf)
-
-    def _stages(self, cuts: Cuts, depth: int, around: Surroundings) -> StageTimes:
-        workers = self._workers(depth)
+    def _stages(self, cuts: Cuts, depth: int, around: Surroundings) -> Stages:
+        stages = Stages(cuts, self._levels[depth], self._sizes[depth], around)
         if depth == 0:
-            return DeviceStages(cuts, workers, around)
+            return stages
         known: dict[Surroundings, Floats] = {}
-        limited = self._memory < math.inf
 
-        def inner_s(inside: Surroundings) -> Floats:
+        def group_s(inside: Surroundings) -> Floats:
             # Without a memory limit, what lies around a group does not change its time.
-            key = inside if limited else Surroundings()
+            key = inside if self._is_limited else Surroundings()
             if key not in known:
-                stages = self._stages(cuts, depth - 1, _within(around, key))
-                known[key] = all_pairs(cuts, self._workers(depth - 1), stages, limited=limited)
+                inner = self._stages(cuts, depth - 1, key)
+                known[key] = all_pairs(inner, may_idle=not self._is_limited)
             return known[key]
 
-        rate = float(np.prod([level.n_workers for level in self._levels[:depth]]))
-        return GroupStages(cuts, workers, inner_s, rate)
+        return replace(stages, group_s=group_s)
 
-    def _chain(
-        self, cuts: Cuts, depth: int, around: Surroundings, bound_s: float
+    def chain(
+        self, cuts: Cuts, positions: Sequence[int], depth: int, around: Surroundings
     ) -> tuple[float, list[Stage]] | None:
+        """Best time and stages of the workers of one level.
+
+        Args:
+            positions: of the cuts among all of the problem.
+        """
         stages = self._stages(cuts, depth, around)
-        best = best_chain(cuts, self._workers(depth), stages, bound_s=bound_s)
+        best = best_chain(stages)
         if best is None:
             return None
-        step_s, chain = best
-        return step_s, [self._stage(cuts, depth, around, placed, stages) for placed in chain]
+        level, found = self._levels[depth], []
+        for k, (start, end, first, r) in enumerate(best[1]):
+            compute_s = float(cuts.compute_s[end] - cuts.compute_s[start])
+            inner: list[Stage] = []
+            if depth > 0:
+                own = cuts.between(start, end)
+                solved = self.chain(
+                    cuts.take(own),
+                    [positions[i] for i in own],
+                    depth - 1,
+                    stages.inside(first, r),
+                )
+                assert solved is not None, "the outer stage was costed by this very chain"
+                compute_s, inner = solved
+            parameters = float(cuts.parameter_bytes[end] - cuts.parameter_bytes[start])
+            receive_s, send_s = stages.transfers(first, r)
+            pays = k > 0  # the formula charges no transfers to the first stage of a level
+            found.append(
+                Stage(
+                    start=positions[start],
+                    end=positions[end],
+                    first=first,
+                    n_replicas=r,
+                    compute_s=compute_s / float(level.rate[first, r]),
+                    sync_s=float(level.sync_s_per_byte[first, r]) * parameters,
+                    receive_s=pays * float(receive_s[start]),
+                    send_s=pays * float(send_s[end]),
+                    inner=tuple(inner),
+                )
+            )
+        return best[0], found
 
-    def _stage(
-        self, cuts: Cuts, depth: int, around: Surroundings, placed: Placed, stages: StageTimes
-    ) -> Stage:
-        inner: tuple[Stage, ...] = ()
-        if isinstance(stages, GroupStages):
-            inside = _within(around, stages.surroundings(placed.first, placed.r))
-            between = cuts.between(placed.start, placed.end)
-            solved = self._chain(between, depth - 1, inside, math.inf)
-            assert solved is not None, "the outer stage was costed by this very chain"
-            inner = tuple(solved[1])
-        start, end = cuts.members[placed.start], cuts.members[placed.end]
-        return Stage(start, end, placed.first, placed.r, inner)
+
+def device_stages(found: Found, levels: Sequence[Level]) -> list[DeviceStage]:
+    """Take the levels apart; stages in order of flow."""
+    cuts, placed = found.cuts, []
+    for stage, devices, n_after in _flatten(found.stages, levels, [0], 0):
+        start, end = stage.start, stage.end
+        in_flight = n_in_flight(len(devices), n_after)
+        held = (
+            cuts.activation_bytes[end] - cuts.activation_bytes[start] + cuts.crossing_bytes[start]
+        )
+        parameters = cuts.parameter_bytes[end] - cuts.parameter_bytes[start]
+        placed.append(
+            DeviceStage(
+                operators=list(bits(cuts.members[end] & ~cuts.members[start])),
+                devices=devices,
+                in_flight=in_flight,
+                memory_bytes=math.ceil(memory_bytes(float(parameters), float(held), in_flight)),
+            )
+        )
+    return placed
 
 
-def _within(outer: Surroundings, inner: Surroundings) -> Surroundings:
-    """Surroundings of a group inside a group."""
-    return Surroundings(
-        n_copies=outer.n_copies * inner.n_copies,
-        n_after=inner.n_after * outer.n_copies + outer.n_after,
-    )
+def _flatten(
+    stages: Sequence[Stage], levels: Sequence[Level], bases: list[int], n_after: int
+) -> Iterator[tuple[Stage, list[int], int]]:
+    """Innermost stages with their devices and how many devices lie behind them.
+
+    Args:
+        bases: first device of each replica of the surrounding stage.
+        n_after: devices behind the surrounding stage.
+    """
+    width = math.prod(level.n_workers for level in levels[:-1])
+    for stage in stages:
+        end = stage.first + stage.n_replicas
+        starts = [base + w * width for base in bases for w in range(stage.first, end)]
+        behind = (levels[-1].n_workers - end) * width * len(bases) + n_after
+        if stage.inner:
+            yield from _flatten(stage.inner, levels[:-1], starts, behind)
+        else:
+            yield stage, starts, behind

@@ -6,7 +6,9 @@ results nobody reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Profile
@@ -26,7 +28,6 @@ class Workload:
         activation_bytes: what stays until the backward pass, whole minibatch.
         output_bytes: what its consumers are sent, whole minibatch.
         producers: positions of the distinct producers.
-        consumers: positions of the distinct consumers.
     """
 
     names: list[str]
@@ -35,11 +36,38 @@ class Workload:
     activation_bytes: list[int]
     output_bytes: list[int]
     producers: list[list[int]]
-    consumers: list[list[int]]
+
+    @cached_property
+    def consumers(self) -> list[list[int]]:
+        """Positions of the distinct consumers."""
+        found: list[list[int]] = [[] for _ in self.names]
+        for i, sources in enumerate(self.producers):
+            for source in sources:
+                found[source].append(i)
+        return found
 
     @property
     def n_operators(self) -> int:
         return len(self.names)
+
+    def grouped(self, groups: Sequence[Sequence[int]], group_of: Sequence[int]) -> Workload:
+        """With runs of operators as one; the last of each is what others read."""
+
+        def summed(values: list[int]) -> list[int]:
+            return [sum(values[i] for i in members) for members in groups]
+
+        outside = [
+            [group_of[p] for i in members for p in self.producers[i] if group_of[p] != k]
+            for k, members in enumerate(groups)
+        ]
+        return Workload(
+            names=[self.names[members[-1]] for members in groups],
+            compute_ticks=summed(self.compute_ticks),
+            parameter_bytes=summed(self.parameter_bytes),
+            activation_bytes=summed(self.activation_bytes),
+            output_bytes=[self.output_bytes[members[-1]] for members in groups],
+            producers=[list(dict.fromkeys(sources)) for sources in outside],
+        )
 
 
 def workload_from(graph: Graph, profile: Profile, device_kind: str) -> Workload:
@@ -49,40 +77,24 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> Workload:
         GraphError: nothing but inputs is left.
         PlanError: the profile does not know an operator on that kind of device.
     """
-    kept = _planned(graph)
+    read = {name for operator in graph.operators for name in operator.inputs}
+    kept = [op for op in graph.operators if op.kind != "input" and not _is_unread_item(op, read)]
     if not kept:
         raise GraphError(f"graph {graph.name!r} has only inputs: there is nothing to plan")
     times = OperatorTimes(profile)
     position = {operator.name: i for i, operator in enumerate(kept)}
-    producers = [
-        [position[name] for name in dict.fromkeys(operator.inputs) if name in position]
-        for operator in kept
-    ]
-    consumers: list[list[int]] = [[] for _ in kept]
-    for i, sources in enumerate(producers):
-        for source in sources:
-            consumers[source].append(i)
     return Workload(
-        names=[operator.name for operator in kept],
-        compute_ticks=[
-            round(times.lookup(operator, device_kind).total_s / TICK_S) for operator in kept
+        names=[op.name for op in kept],
+        compute_ticks=[round(times.lookup(op, device_kind).total_s / TICK_S) for op in kept],
+        parameter_bytes=[op.parameter_bytes for op in kept],
+        activation_bytes=[op.activation_bytes for op in kept],
+        output_bytes=[op.activation_bytes for op in kept],
+        producers=[
+            [position[name] for name in dict.fromkeys(op.inputs) if name in position] for op in kept
         ],
-        parameter_bytes=[operator.parameter_bytes for operator in kept],
-        activation_bytes=[operator.activation_bytes for operator in kept],
-        output_bytes=[operator.activation_bytes for operator in kept],
-        producers=producers,
-        consumers=consumers,
     )
 
 
-def _planned(graph: Graph) -> list[Operator]:
-    read = {name for operator in graph.operators for name in operator.inputs}
-    return [
-        operator
-        for operator in graph.operators
-        if operator.kind != "input" and not (operator.name not in read and _is_getitem(operator))
-    ]
-
-
-def _is_getitem(operator: Operator) -> bool:
-    return str(operator.attrs.get("description", "")).startswith("__getitem__")
+def _is_unread_item(operator: Operator, read: set[str]) -> bool:
+    is_item = str(operator.attrs.get("description", "")).startswith("__getitem__")
+    return is_item and operator.name not in read

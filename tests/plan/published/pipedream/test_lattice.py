@@ -7,21 +7,23 @@ import pytest
 
 from harness.domain.cluster import Cluster, Device, Link, Node
 from harness.errors import PlanError
-from harness.plan.published.pipedream.cluster_levels import machines_of
-from harness.plan.published.pipedream.cost import Level, data_parallel_s, levels_of, n_in_flight
+from harness.plan.bottleneck import all_pairs
+from harness.plan.published.pipedream.cost import (
+    Level,
+    Stages,
+    data_parallel_s,
+    levels_of,
+    n_in_flight,
+)
 from harness.plan.published.pipedream.cuts import Cuts
-from harness.plan.published.pipedream.lattice import Cut, Lattice, merge_branches
-from harness.plan.published.pipedream.nested import product
+from harness.plan.published.pipedream.lattice import Lattice
+from harness.plan.published.pipedream.planner import levels_for
 from harness.plan.published.pipedream.workload import Workload
 
 
 def workload(producers: list[list[int]], seed: int = 0) -> Workload:
     rng = random.Random(seed)
     n = len(producers)
-    consumers: list[list[int]] = [[] for _ in producers]
-    for i, sources in enumerate(producers):
-        for source in sources:
-            consumers[source].append(i)
     outputs = [rng.randint(1, 9) for _ in range(n)]
     return Workload(
         names=[f"op{i}" for i in range(n)],
@@ -30,7 +32,6 @@ def workload(producers: list[list[int]], seed: int = 0) -> Workload:
         activation_bytes=outputs,
         output_bytes=outputs,
         producers=producers,
-        consumers=consumers,
     )
 
 
@@ -53,56 +54,59 @@ def test_listing_stops_at_the_limit() -> None:
 
 def test_crossing_counts_last_outputs_and_open_forks() -> None:
     work = workload(MODULE)
-    lattice, size = Lattice(work), work.output_bytes
-    assert lattice.cut(0b000000001).crossing_bytes == size[0]
-    assert lattice.cut(0b000000111).crossing_bytes == size[2] + size[0]  # 0 still feeds 3 and 4
-    assert lattice.cut(0b011111111).crossing_bytes == size[7]
-    assert lattice.cut(0b111111111).crossing_bytes == 0
+    size = work.output_bytes
+    every = Lattice(work).every(100)
+    assert every is not None
+    crossing = {cut.members: cut.crossing_bytes for cut in every}
+    assert crossing[0b000000001] == size[0]
+    assert crossing[0b000000111] == size[2] + size[0]  # 0 still feeds 3 and 4
+    assert crossing[0b011111111] == size[7]
+    assert crossing[0b111111111] == 0
     # All branches are inside, not joined: the fork is counted though nobody outside reads it.
-    assert lattice.cut(0b001111111).crossing_bytes == size[2] + size[3] + size[6] + size[0]
-
-
-def same(a: Cut, b: Cut) -> bool:
-    return a._replace(ready=(), members=0) == b._replace(ready=(), members=0) and set(
-        a.ready
-    ) == set(b.ready)
+    assert crossing[0b001111111] == size[2] + size[3] + size[6] + size[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_grown_and_shrunk_cuts_equal_those_built_from_members(seed: int) -> None:
+def test_cuts_are_closed_under_producers_and_sum_their_members(seed: int) -> None:
     rng = random.Random(seed)
     producers = [[j for j in range(i) if rng.random() < 0.3] for i in range(10)]
-    lattice = Lattice(workload(producers, seed))
-    every = lattice.every(5000)
+    work = workload(producers, seed)
+    every = Lattice(work).every(5000)
     assert every is not None
-    assert all(same(cut, lattice.cut(cut.members)) for cut in every)
-    middle = every[len(every) // 2].members
-    near = lattice.around(middle, 40)
-    assert len(near) == min(40, len(every))
-    assert all(same(cut, lattice.cut(cut.members)) for cut in near)
-    assert {c.members for c in lattice.beam(3)} <= {c.members for c in every}
-    assert {c.members for c in lattice.principal()} <= {c.members for c in every}
+    closed = [
+        members
+        for members in range(1 << 10)
+        if all(members >> j & 1 for i in range(10) if members >> i & 1 for j in producers[i])
+    ]
+    assert sorted(cut.members for cut in every) == closed
+    for cut in every:
+        inside = [i for i in range(10) if cut.members >> i & 1]
+        assert cut.ticks == sum(work.compute_ticks[i] for i in inside)
+        assert cut.parameter_bytes == sum(work.parameter_bytes[i] for i in inside)
+        assert cut.activation_bytes == sum(work.activation_bytes[i] for i in inside)
+    assert {c.members for c in Lattice(work).line()} <= {c.members for c in every}
 
 
 def test_merging_joins_branches_and_keeps_the_trunk() -> None:
     work = workload(MODULE)
-    merged, units = merge_branches(Lattice(work), most_ticks=1000)
-    assert units == [0b1, 0b110, 0b1000, 0b1110000, 0b10000000, 0b100000000]
-    assert merged.producers == [[], [0], [0], [0], [1, 2, 3], [4]]
-    fine = Lattice(work)
-    coarse = Lattice(merged, units).every(100)
+    merged = Lattice(work).merged(most_ticks=1000)
+    assert merged.workload.producers == [[], [0], [0], [0], [1, 2, 3], [4]]
+    fine, coarse = Lattice(work).every(100), merged.every(100)
+    assert fine is not None
     assert coarse is not None
+    known = {cut.covers: cut for cut in fine}
+    assert coarse[-1].covers == 0b111111111
     for cut in coarse:
-        known = fine.cut(cut.covers)
-        assert cut[1:6] == known[1:6]
+        assert cut[1:6] == known[cut.covers][1:6]
 
 
 def test_merged_operator_is_bounded_in_compute() -> None:
     producers = [[], *[[i] for i in range(4)], [0], [4, 5]]
     work = workload(producers)
     work.compute_ticks[:] = [1] * 7
-    _, units = merge_branches(Lattice(work), most_ticks=2)
-    assert units == [0b1, 0b110, 0b11000, 0b100000, 0b1000000]
+    merged = Lattice(work).merged(most_ticks=2).workload
+    assert merged.names == ["op0", "op2", "op4", "op5", "op6"]
+    assert merged.compute_ticks == [1, 2, 2, 1, 1]
 
 
 def test_blocked_is_the_complement_of_inclusion() -> None:
@@ -126,22 +130,34 @@ def test_thinned_cuts_keep_the_ends_and_the_cheapest() -> None:
     assert cuts.thin(10, len(cuts)).members == cuts.members
 
 
-def test_min_max_product_equals_its_definition() -> None:
-    rng = np.random.default_rng(0)
-    n = 7
-    left, right = rng.random((n, n)), rng.random((n, n))
-    into = rng.random((n, n)) + 0.3
-    expected = into.copy()
-    for i in range(n):
-        for j in range(n):
-            for k in range(i + 1, j):
-                expected[i, j] = min(expected[i, j], max(left[i, k], right[k, j]))
-    product(left, right, into)
-    np.testing.assert_array_equal(into, expected)
+def test_all_pairs_of_two_workers_equal_their_definition() -> None:
+    every = Lattice(workload(MODULE)).every(100)
+    assert every is not None
+    cuts = Cuts.from_cuts(every)
+    stages = Stages(cuts, levels_of([2], [1e13])[0])
+    whole = slice(0, len(cuts))
+    both, head, tail = (
+        stages.block(0, 2, whole),
+        stages.block(0, 1, whole),
+        stages.block(1, 1, whole),
+    )
+    receive_s, send_s = stages.transfers(1, 1)
+    found = all_pairs(stages, may_idle=True)
+    for i in range(len(cuts)):
+        for j in range(len(cuts)):
+            pairs = [max(head[i, k], tail[k, j], receive_s[k], send_s[j]) for k in range(i + 1, j)]
+            assert found[i, j] == min([both[i, j], tail[i, j], *pairs])
+
+
+def shape(level: Level) -> tuple[int, float, int]:
+    return level.n_workers, level.bandwidth, level.inner
 
 
 def test_levels_know_the_workers_just_below() -> None:
-    assert levels_of([4, 2], [1e10, 1e9]) == [Level(4, 1e10, 1), Level(2, 1e9, 4)]
+    assert [shape(level) for level in levels_of([4, 2], [1e10, 1e9])] == [
+        (4, 1e10, 1),
+        (2, 1e9, 4),
+    ]
 
 
 def test_data_parallel_time_on_two_levels_by_hand() -> None:
@@ -186,33 +202,40 @@ def linked(base: Cluster, missing: int = 0) -> Cluster:
     return Cluster(nodes=base.nodes, links=links[: len(links) - missing])
 
 
+def levels_at(base: Cluster, speeds: list[float], limit: int | None = None) -> list[Level]:
+    work = workload(MODULE)
+    work.parameter_bytes[:] = [10**9] * work.n_operators  # so that no limit is above all needs
+    return levels_for(base, limit, speeds, work)
+
+
 def test_equal_nodes_become_two_levels_at_their_slowest_links() -> None:
-    machines = machines_of(linked(cluster(2, 2)), None, [1.0] * 4)
-    assert machines.unlike is None
-    assert machines.memory == 1e9
-    inside, between = machines.levels
-    assert inside == Level(2, 8.0, 1)
-    assert between.n_workers == 2
-    assert between.bandwidth == pytest.approx(2.01)
-    assert between.inner == 2
+    inside, between = levels_at(linked(cluster(2, 2)), [1.0] * 4)
+    assert (inside.memory_bytes == 1e9).all()
+    assert shape(inside) == (2, 8.0, 1)
+    assert shape(between) == (2, pytest.approx(2.01), 2)
+    assert np.isinf(between.memory_bytes).all()
 
 
 def test_nodes_of_one_device_become_one_level() -> None:
-    machines = machines_of(linked(cluster(1, 1, 1)), 5, [1.0] * 3)
-    assert [level.n_workers for level in machines.levels] == [3]
-    assert machines.memory == 5
+    (level,) = levels_at(linked(cluster(1, 1, 1)), [1.0] * 3, limit=5)
+    assert level.n_workers == 3
+    assert (level.memory_bytes == 5).all()
 
 
 @pytest.mark.parametrize(("sizes", "speeds"), [((2, 1), [1.0, 1.0, 1.0]), ((3,), [1.0, 0.5, 1.0])])
 def test_unlike_nodes_or_devices_become_one_level_in_order(
     sizes: tuple[int, ...], speeds: list[float]
 ) -> None:
-    machines = machines_of(linked(cluster(*sizes)), None, speeds)
-    assert [level.n_workers for level in machines.levels] == [3]
-    assert machines.unlike is not None
-    assert machines.unlike.rate[0, 3] == sum(speeds)
+    (level,) = levels_at(linked(cluster(*sizes)), speeds)
+    assert level.n_workers == 3
+    assert level.rate[0, 3] == sum(speeds)
+
+
+def test_a_limit_that_no_plan_reaches_is_none() -> None:
+    (level,) = levels_for(linked(cluster(2)), None, [1.0] * 2, workload(MODULE))
+    assert np.isinf(level.memory_bytes).all()
 
 
 def test_missing_link_is_named() -> None:
     with pytest.raises(PlanError, match="no link n1:0 -> n0:0"):
-        machines_of(linked(cluster(1, 1), missing=1), None, [1.0, 1.0])
+        levels_at(linked(cluster(1, 1), missing=1), [1.0, 1.0])

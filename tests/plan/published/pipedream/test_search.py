@@ -12,11 +12,8 @@ import pytest
 
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
-from harness.plan.published.pipedream.cost import Level, levels_of
-from harness.plan.published.pipedream.dynamic import Workers
-from harness.plan.published.pipedream.evaluate import device_stages, stage_costs
-from harness.plan.published.pipedream.lattice import Lattice
-from harness.plan.published.pipedream.search import Found, Problem, search
+from harness.plan.published.pipedream.cost import Level, levels_of, unlike_level
+from harness.plan.published.pipedream.search import Found, Problem, device_stages, search
 from harness.plan.published.pipedream.workload import Workload, workload_from
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
@@ -144,8 +141,8 @@ def best_uniform(
     return best
 
 
-def solve(work: Workload, levels: list[Level], limit: float, unlike: Workers | None = None):
-    return search(Problem(work, levels, limit, unlike), Lattice(work))
+def solve(work: Workload, levels: list[Level]) -> Found | None:
+    return search(Problem(work, levels))
 
 
 def check(found: Found | None, expected_s: float) -> None:
@@ -161,11 +158,12 @@ def check(found: Found | None, expected_s: float) -> None:
 def test_flat_search_equals_exhaustive_search(seed: int) -> None:
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(1, 6))
-    levels = levels_of([rng.randint(1, 4)], [rng.choice([1e6, 1e7, 1e8])])
+    counts, bandwidths = [rng.randint(1, 4)], [rng.choice([1e6, 1e7, 1e8])]
     limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
+    levels = levels_of(counts, bandwidths, limit)
     oracle = Oracle(work)
     expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
-    check(solve(work, levels, limit), expected_s)
+    check(solve(work, levels), expected_s)
 
 
 @pytest.mark.parametrize("seed", range(100, 160))
@@ -173,11 +171,12 @@ def test_hierarchical_search_equals_exhaustive_search(seed: int) -> None:
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(2, 4))
     counts = rng.choice([[2, 2], [3, 2], [2, 3]])
-    levels = levels_of(counts, [rng.choice([1e7, 1e8]), rng.choice([1e6, 1e7])])
+    bandwidths = [rng.choice([1e7, 1e8]), rng.choice([1e6, 1e7])]
     limit = math.inf if seed % 2 else rng.uniform(1e5, 3e6)
+    levels = levels_of(counts, bandwidths, limit)
     oracle = Oracle(work)
     expected_s = best_uniform(oracle, levels, limit, frozenset(), oracle.all)
-    check(solve(work, levels, limit), expected_s)
+    check(solve(work, levels), expected_s)
 
 
 def best_unlike(
@@ -218,24 +217,25 @@ def test_search_on_unlike_devices_and_links_equals_exhaustive_search(seed: int) 
     speeds = [rng.choice([0.25, 0.5, 1.0, 2.0]) for _ in range(n)]
     bandwidth = np.array([[rng.choice([1e6, 1e7, 1e8]) for _ in range(n)] for _ in range(n)])
     memory = [math.inf if seed % 2 else rng.uniform(2e5, 3e6) for _ in range(n)]
-    unlike = Workers.ordered(speeds, bandwidth, memory)
+    level = unlike_level(speeds, bandwidth, memory)
     expected_s = best_unlike(Oracle(work), speeds, bandwidth, memory)
-    check(solve(work, [Level(n, 1.0)], math.inf, unlike), expected_s)
+    check(solve(work, [level]), expected_s)
 
 
 @pytest.mark.parametrize("seed", range(300, 330))
-def test_evaluation_of_the_plan_gives_the_searched_time(seed: int) -> None:
+def test_stages_of_the_plan_take_the_searched_time(seed: int) -> None:
     rng = random.Random(seed)
     work = random_workload(rng, rng.randint(3, 8))
-    levels = levels_of([3, 2], [1e8, 1e7])
     limit = rng.choice([math.inf, 3e6])
-    found = solve(work, levels, limit)
+    levels = levels_of([3, 2], [1e8, 1e7], limit)
+    found = solve(work, levels)
     if found is None:
         return
-    lattice = Lattice(work)
-    costs = stage_costs(lattice, found.stages, levels)
-    assert max(cost.total_s for cost in costs) == pytest.approx(found.step_s, rel=RELATIVE)
-    placed = device_stages(lattice, found.stages, levels)
+    assert max(stage.total_s for stage in found.stages) == pytest.approx(found.step_s, rel=RELATIVE)
+    for stage in found.stages:
+        inside_s = max((each.total_s for each in stage.inner), default=0.0)
+        assert stage.compute_s == pytest.approx(inside_s / stage.n_replicas, rel=RELATIVE)
+    placed = device_stages(found, levels)
     assert max(stage.memory_bytes for stage in placed) <= limit
     assert sorted(i for stage in placed for i in stage.operators) == list(range(work.n_operators))
     devices = [device for stage in placed for device in stage.devices]
@@ -252,21 +252,22 @@ def chain_workload(compute_s: list[float], parameters: list[int], outputs: list[
         activation_bytes=outputs,
         output_bytes=outputs,
         producers=[[i - 1] if i else [] for i in range(n)],
-        consumers=[[i + 1] if i < n - 1 else [] for i in range(n)],
     )
 
 
 def test_balanced_chain_is_split_in_the_middle() -> None:
     work = chain_workload([1.0, 1.0, 1.0, 1.0], [10**9] * 4, [0] * 4)
-    found = solve(work, levels_of([2], [1e6]), math.inf)
+    found = solve(work, levels_of([2], [1e6]))
     assert found is not None
     assert found.step_s == 2.0
-    assert [(s.start, s.end, s.n_replicas) for s in found.stages] == [(0, 3, 1), (3, 15, 1)]
+    members = found.cuts.members
+    stages = [(members[s.start], members[s.end], s.n_replicas) for s in found.stages]
+    assert stages == [(0, 3, 1), (3, 15, 1)]
 
 
 def test_model_without_parameters_is_replicated() -> None:
     work = chain_workload([3.0, 1.0], [0, 0], [10**9, 10**9])
-    found = solve(work, levels_of([4], [1e6]), math.inf)
+    found = solve(work, levels_of([4], [1e6]))
     assert found is not None
     assert found.step_s == 1.0
     assert [s.n_replicas for s in found.stages] == [4]
@@ -276,10 +277,10 @@ def test_replicas_pay_for_gradients() -> None:
     # (c + 4 (r - 1) P / (B r)) / r with c = 4, P = 8e6, B = 1e6, r = 2: (4 + 16) / 2
     work = chain_workload([4.0], [8 * 10**6], [0])
     levels = levels_of([2], [1e6])
-    found = solve(work, levels, math.inf)
+    found = solve(work, levels)
     assert found is not None
     assert found.step_s == 4.0  # one device, the other idles: 10 s together
-    assert levels[0].sync_s_per_byte(2) * 8e6 == 8.0
+    assert levels[0].sync_s_per_byte[0, 2] * 8e6 == 8.0
 
 
 def test_device_with_too_little_memory_for_everything_makes_a_pipeline() -> None:
@@ -287,10 +288,10 @@ def test_device_with_too_little_memory_for_everything_makes_a_pipeline() -> None
     # Replicated: 3 x 2e6 of state and 2000 of activations. As a pipeline the first stage has two
     # minibatches in flight: 4 x 1e6 + 2 x 1000, the second one: 3 x 1e6 + 1000 + 1000 received.
     enough = 4 * 10**6 + 2000
-    found = solve(work, levels_of([2], [1e9]), enough)
+    found = solve(work, levels_of([2], [1e9], enough))
     assert found is not None
     assert [s.n_replicas for s in found.stages] == [1, 1]
-    assert solve(work, levels_of([2], [1e9]), enough - 1) is None
+    assert solve(work, levels_of([2], [1e9], enough - 1)) is None
 
 
 def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
@@ -300,10 +301,6 @@ def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
         for depth in range(3):
             producers.append([0] if depth == 0 else [len(producers) - 1])
     producers.append([i for i in range(1, 121) if i % 3 == 0])
-    consumers: list[list[int]] = [[] for _ in producers]
-    for i, sources in enumerate(producers):
-        for source in sources:
-            consumers[source].append(i)
     n = len(producers)
     work = Workload(
         names=[f"op{i}" for i in range(n)],
@@ -312,9 +309,8 @@ def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
         activation_bytes=[1] * n,
         output_bytes=[1] * n,
         producers=producers,
-        consumers=consumers,
     )
-    found = solve(work, levels_of([4], [1e9]), math.inf)
+    found = solve(work, levels_of([4], [1e9]))
     assert found is not None
     assert not found.is_exact
     assert found.step_s <= 1.05 * n * 1e-3 / 4

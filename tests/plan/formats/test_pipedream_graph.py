@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import GraphError
-from harness.plan.published.pipedream.graph_txt import parse_graph_txt
+from harness.plan.formats.pipedream_graph import parse_graph_txt
 
 DATA = Path(__file__).parents[5] / "shared/data/pipedream_profiles"
 

@@ -1,0 +1,181 @@
+"""The chain of pipeline stages with the least bottleneck, by dynamic programming.
+
+PipeDream's program (Narayanan et al., SOSP 2019, section 3.1).
+
+Cuts stand in an order; a stage runs from one cut to a later one on consecutive workers. V[m][k] is
+the least bottleneck of what follows cut k on the last m workers; a stage on r of them leads to
+V[m - r]. One (m, r) is a (min, max) product of arrays. Counting workers from the end makes the
+workers behind a stage, and so its minibatches in flight, known when it is placed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Rest = Sequence[Floats | None]  # V by m; None is infinite
+
+_BLOCK = 250_000  # elements of a temporary: it and its mask stay in the cache
+
+
+class StageTimes(Protocol):
+    """Seconds of stages between cuts, on workers first, ..., first + r - 1."""
+
+    @property
+    def n_cuts(self) -> int: ...
+
+    @property
+    def n_workers(self) -> int: ...
+
+    def block(self, first: int, r: int, rows: slice) -> Floats:
+        """A new array, [i, j] for a stage from cut rows.start + i to cut rows.start + j, without
+        transfers; infinite where there is none."""
+        ...
+
+    def transfers(self, first: int, r: int) -> tuple[Floats, Floats] | None:
+        """By cut, seconds of a stage for what crosses it at the stage's start, and at its end; None
+        for no transfers. The first stage of a chain pays neither."""
+        ...
+
+
+class Placed(NamedTuple):
+    """A stage of a chain: cuts by position, the first of its workers, and how many."""
+
+    start: int
+    end: int
+    first: int
+    r: int
+
+
+def best_chain(
+    stages: StageTimes, n_stages: int | None = None
+) -> tuple[float, list[Placed]] | None:
+    """Bottleneck and stages, in order, of the best chain from the first cut to the last one.
+
+    Args:
+        n_stages: so many stages on all workers; None for any number, where workers may stay idle:
+            those first in the order.
+
+    Returns:
+        None where there is no chain.
+    """
+    n = stages.n_workers
+    end = np.full(stages.n_cuts, math.inf)
+    end[-1] = 0.0
+    rest: list[Floats | None] = [end]
+    layers: list[Rest] = [rest]
+    if n_stages is None:
+        for m in range(1, n):
+            rest.append(_tail(stages, m, rest))
+        rests: Iterator[Rest] = itertools.repeat(rest)
+    else:
+        rest += [None] * n
+        for s in range(1, n_stages):
+            counts = range(s, n - n_stages + s + 1)
+            tails = {m: _tail(stages, m, layers[-1]) for m in counts}
+            layers.append([tails.get(m) for m in range(n + 1)])
+        rests = reversed(layers)
+    heads = range(1, n + 1) if n_stages is None else [n]
+    rest_of_head = next(rests)
+    found = (_first_stage(stages, 0, m, rest_of_head, pays=False) for m in heads)
+    best_s, head = min(found, key=lambda each: each[0])
+    if best_s == math.inf:
+        return None
+    chain = [head]
+    while chain[-1].end != stages.n_cuts - 1:
+        m = n - chain[-1].first - chain[-1].r
+        chain.append(_first_stage(stages, chain[-1].end, m, next(rests), pays=True)[1])
+    return best_s, chain
+
+
+def _tail(stages: StageTimes, m: int, rest: Rest) -> Floats:
+    """V[m], of chains that go on by `rest` after their first stage."""
+    n_cuts = stages.n_cuts
+    found = np.full(n_cuts, math.inf)
+    step = max(1, _BLOCK // n_cuts)
+    for low in range(0, n_cuts, step):
+        rows = slice(low, min(low + step, n_cuts))
+        for _, block in _blocks(stages, m, rows, rest, pays=True):
+            np.minimum(found[rows], block.min(axis=1), out=found[rows])
+    return found
+
+
+def _first_stage(
+    stages: StageTimes, start: int, m: int, rest: Rest, *, pays: bool
+) -> tuple[float, Placed]:
+    """The best of a chain from a cut on the last m workers, and the chain's first stage."""
+    found = []
+    for r, block in _blocks(stages, m, slice(start, start + 1), rest, pays=pays):
+        k = int(block[0].argmin())
+        found.append((float(block[0, k]), Placed(start, start + k, stages.n_workers - m, r)))
+    return min(found, key=lambda each: each[0])
+
+
+def _blocks(
+    stages: StageTimes, m: int, rows: slice, rest: Rest, *, pays: bool
+) -> Iterator[tuple[int, Floats]]:
+    """By workers of the first stage, [i, j]: bottlenecks of chains from cut rows.start + i on the
+    last m workers whose first stage ends at cut rows.start + j."""
+    for r in range(1, m + 1):
+        tail = rest[m - r]
+        if tail is not None:
+            block = stages.block(stages.n_workers - m, r, rows)
+            if pays:
+                pay_transfers(stages, stages.n_workers - m, r, rows, block)
+            yield r, np.maximum(block, tail[rows.start :], out=block)
+
+
+def pay_transfers(stages: StageTimes, first: int, r: int, rows: slice, block: Floats) -> None:
+    """Raise a block of stages to what their transfers take."""
+    seconds = stages.transfers(first, r)
+    if seconds is not None:
+        np.maximum(block, seconds[0][rows, None], out=block)
+        np.maximum(block, seconds[1][rows.start :], out=block)
+
+
+def all_pairs(stages: StageTimes, *, may_idle: bool) -> Floats:
+    """Least bottleneck between any two cuts on all workers, infinite where there is none.
+
+    Args:
+        may_idle: a stage takes as long wherever it stands, so that idle workers may stand last.
+            Else chains on the last workers are looked at too.
+    """
+    n, every = stages.n_workers, slice(0, stages.n_cuts)
+    best = np.full((stages.n_cuts, stages.n_cuts), math.inf)
+    tails: list[Floats] = []  # tails[q - 1]: chains of paying stages on q workers
+    for m in range(1, n + 1):
+        tail = np.full_like(best, math.inf)
+        for r in range(1, m + 1):
+            block = stages.block(n - m, r, every)
+            rest = tails[m - r - 1] if r < m else None
+            if not may_idle or m == n or rest is None:
+                _lower(best, block, rest)
+            if m < n:
+                pay_transfers(stages, n - m, r, every, block)
+                _lower(tail, block, rest)
+        if may_idle and tails:
+            np.minimum(tail, tails[-1], out=tail)
+        tails.append(tail)
+    return best
+
+
+def _lower(into: Floats, left: Floats, right: Floats | None) -> None:
+    """Lower `into`[i, j] to the least max(left[i, k], right[k, j]) over i < k < j, or to `left`."""
+    if right is None:
+        np.minimum(into, left, out=into)
+        return
+    n = len(left)
+    columns = np.ascontiguousarray(left.T)
+    buffer = np.empty(n * n // 4 + n)
+    for k in range(1, n - 1):
+        width = n - k - 1
+        both = buffer[: k * width].reshape(k, width)
+        np.maximum(columns[k, :k, None], right[k, None, k + 1 :], out=both)
+        target = into[:k, k + 1 :]
+        np.minimum(target, both, out=target)
