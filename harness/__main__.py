@@ -123,17 +123,17 @@ def _told(config: Any) -> str:
 
 def _print_dry_run(cases: list[Any]) -> None:
     """Every run in order; what a run builds on is named where nothing before it has made it."""
-    from harness.cases import case_of, needs_of, neighbours
+    from harness.cases import adjacent_cases, case_of, needs_of
 
     made = {case.name for case in cases if case.name != "train"}
-    for alike in neighbours(cases):
-        for need in needs_of([cases[at] for at in alike]):
+    for adjacent in adjacent_cases(cases):
+        for need in needs_of([cases[at] for at in adjacent]):
             if need.name not in made:
                 made.add(need.name)
-                place = f"[{alike[0] + 1}/{len(cases)}]"
+                place = f"[{adjacent[0] + 1}/{len(cases)}]"
                 needed = case_of(need.name, need.config)
                 print(f"{place} before it, where missing: {need.name} {_told(needed.config)}")
-        for at in alike:
+        for at in adjacent:
             print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_told(cases[at].config)}")
 
 
@@ -201,7 +201,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
-    if not name:  # the models depend on what the slowest rank has, and must be alike on all
+    if not name:  # the models depend on what the slowest rank has, and must be equal on all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
         # Ranks that share a GPU, over gloo, would take hours for the model of one GPU each.
         cases = _cases(name, None, launch, has_gpu=has_gpus and world.backend == "nccl")
@@ -212,7 +212,7 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         return 0
     ended: SweepEnded | None = None
     try:
-        headers = launcher.carry_out(cases)
+        headers = launcher.run_cases(cases)
     except SweepEnded as error:
         ended, headers = error, error.headers
     if world.is_first:

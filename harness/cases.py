@@ -1,4 +1,4 @@
-"""Runs to be carried out: their order, repeats, what they build on, which of them are done."""
+"""The runs of a launch: their order, repeats, needs, and which of them are done."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FINISHED = ("ok", "oom")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run to carry out."""
+    """One run: a workload with all flags set."""
 
     name: str
     workload: Workload
@@ -101,7 +101,7 @@ def case_of(name: str, config: dict[str, Any]) -> Case:
 
 
 def needs_of(cases: Sequence[Case]) -> list[Need]:
-    """What cases build on; what builds on more itself comes last, for then that is complete."""
+    """Runs that cases build on; one that builds on others itself comes last."""
     needs = [need for case in cases for need in case.workload.needs(case.config)]
 
     def has_needs(need: Need) -> bool:
@@ -111,9 +111,8 @@ def needs_of(cases: Sequence[Case]) -> list[Need]:
     return sorted(needs, key=has_needs)
 
 
-def neighbours(cases: Sequence[Case]) -> Iterator[list[int]]:
-    """Positions of cases of one workload that follow one another; what any of them builds on comes
-    before the first."""
+def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
+    """Positions of adjacent cases of one workload; their needs come before the first."""
     for _, positions in groupby(range(len(cases)), key=lambda position: cases[position].name):
         yield list(positions)
 

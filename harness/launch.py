@@ -1,7 +1,12 @@
-"""Carry out a list of runs on all ranks: directory, header, isolation, agreement, resume.
+"""Run cases on all ranks, in four steps:
 
-Every rank executes this same code and agrees with the others after each run; rank 0 writes the
-headers. A run has a process of its own on each rank, so one that dies takes nobody with it.
+    run_cases      all runs: their order, those that `--resume` skips, missing ones that they need
+    _record_run    one run: its directory, the header before and after, all records on rank 0
+    _watch_run     its deadline and heartbeats, and how every rank's part ended
+    _run_part      this rank's part, in a process of its own, so that one that dies takes no other
+
+Every rank makes the same calls and agrees with the others after each run; rank 0 writes the
+headers.
 """
 
 from __future__ import annotations
@@ -22,11 +27,11 @@ import torch.distributed as dist
 from harness.cases import (
     Case,
     PlannedRun,
+    adjacent_cases,
     case_of,
     describe_cluster,
     finished_repeats,
     needs_of,
-    neighbours,
     plan_runs,
     remaining_repeats,
 )
@@ -140,12 +145,12 @@ class Launcher:
                 f"({error.strerror}): give a directory that you may write to"
             ) from None
 
-    def carry_out(self, cases: Sequence[Case]) -> list[RunHeader]:
-        """Carry out every case in order; returns the headers (complete on rank 0).
+    def run_cases(self, cases: Sequence[Case]) -> list[RunHeader]:
+        """Run every case in order; returns the headers (complete on rank 0).
 
-        What neighbouring cases of a workload build on comes before the first of them, so that all
-        are planned by the same measurements. Headers of runs that are skipped since they were
-        finished before are among those returned.
+        Missing runs that adjacent cases of a workload build on come before the first of them, so
+        that all are planned by the same measurements. The headers of finished runs that `--resume`
+        skips are among those returned.
 
         Raises:
             SweepEnded: rank 0 has no space for a further run; on all ranks alike.
@@ -156,30 +161,28 @@ class Launcher:
         repeats = self._control.broadcast("repeats", repeats, list[int | None])
         if n_done := repeats.count(None):
             _log.info("%d of %d runs are in %s already", n_done, len(planned), self._results)
-        for alike in neighbours(cases):
-            missing = [cases[at] for at in alike if repeats[at] is not None]
-            self._carry_out_needs(missing, str(alike[0] + 1))
-            for at in alike:
+        for adjacent in adjacent_cases(cases):
+            missing = [cases[at] for at in adjacent if repeats[at] is not None]
+            self._run_missing_needs(missing, str(adjacent[0] + 1))
+            for at in adjacent:
                 plan, number, repeat = planned[at], at + 1, repeats[at]
                 if repeat is not None:
-                    what = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
-                    plan = replace(plan, repeat=repeat)
-                    self._carry_out_logged(plan, str(number), what)
+                    title = f"[{number}/{len(cases)}] {plan.case.name} {plan.key} repeat {repeat}"
+                    self._record_run(replace(plan, repeat=repeat), f"run{number}", title)
                 elif self._world.is_first:
                     self._headers.append(done[plan.key][plan.repeat])
         return self._headers
 
-    def _carry_out_needs(self, cases: Sequence[Case], number: str) -> None:
-        """Carry out what cases build on, as far as rank 0 finds it missing."""
+    def _run_missing_needs(self, cases: Sequence[Case], number: str) -> None:
+        """Run what cases build on, as far as rank 0 finds it missing."""
         n_before = len(self._headers)
         needs = needs_of(cases) if self._world.is_first else []
         while missing := self._control.broadcast("need", self._next_missing(needs), list[Any]):
             needed = case_of(*missing)
             place = f"{number}.{len(self._headers) - n_before}"
-            self._carry_out_needs([needed], place)
+            self._run_missing_needs([needed], place)
             (plan,) = plan_runs([needed], self.ranks)
-            what = f"[before {number}] {needed.name} {plan.key}"
-            self._carry_out_logged(plan, place, what)
+            self._record_run(plan, f"run{place}", f"[before {number}] {needed.name} {plan.key}")
 
     def _next_missing(self, needs: list[Need]) -> list[Any]:
         """Name and flags of the next run that is missing; each is tried once a launch."""
@@ -191,12 +194,6 @@ class Launcher:
                 self._tried.add(plan.key)
                 return [need.name, need.config]
         return []
-
-    def _carry_out_logged(self, plan: PlannedRun, number: str, what: str) -> None:
-        _log.info("%s", what)
-        header = self._carry_out_one(plan, number)
-        _log.info("%s: %s", what, header.ending)
-        self._headers.append(header)
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
         """The runs as written; rank 0 only."""
@@ -244,7 +241,13 @@ class Launcher:
             backend=self._world.backend,
         )
 
-    def _carry_out_one(self, plan: PlannedRun, number: str) -> RunHeader:
+    def _record_run(self, plan: PlannedRun, name: str, title: str) -> None:
+        """One run with its row: the header before and after it, and all records on rank 0.
+
+        Args:
+            name: of the run among all ranks, unique in this launch.
+        """
+        _log.info("%s", title)
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
         run_dir = self._results / header.run_id
         problem = self._write_header(run_dir, header)
@@ -252,56 +255,56 @@ class Launcher:
             raise SweepEnded(problem, self._headers)
         is_writer = self._world.is_first and not self._meeting.channel.has_agent
         with Heartbeat(run_dir) if is_writer else nullcontext():
-            return self._carry_out_open(plan, f"run{number}", header)
+            start_s = time.monotonic()
+            outcomes = self._watch_run(plan, name, run_dir)
+            status, reason = worst(outcomes, self._world.hostnames)
+            if problem := self._bring_records(run_dir):
+                reason = f"{reason}; {problem}" if reason else problem
+                status = "crash" if status == "ok" else status
+            closed = msgspec.structs.replace(
+                header,
+                status=status,
+                reason=reason,
+                summary=outcomes[0].summary,
+                duration_s=round(time.monotonic() - start_s, 3),
+            )
+            if problem := self._write_header(run_dir, closed):
+                _log.error(
+                    "%s: %s, but run.json does not say so: %s", header.run_id, status, problem
+                )
+            self._meeting.channel.close_run()
+        _log.info("%s: %s", title, closed.ending)
+        self._headers.append(closed)
 
-    def _carry_out_open(self, plan: PlannedRun, name: str, header: RunHeader) -> RunHeader:
-        run_dir, channel = self._results / header.run_id, self._meeting.channel
+    def _watch_run(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
+        """This rank's part under the agents' eyes, and how every rank's part ended."""
+        channel, is_isolated = self._meeting.channel, plan.case.workload.is_isolated
         channel.begin_run(
             name,
             str(run_dir) if self._world.is_first else "",
             self._options.run_timeout_s,
-            is_isolated=plan.case.workload.is_isolated,
+            is_isolated=is_isolated,
         )
-        start_s = time.monotonic()
-        outcomes = self._parts(plan, name, run_dir)
-        channel.end_run()
-        status, reason = worst(outcomes, self._world.hostnames)
-        if not plan.case.workload.is_isolated:
-            _let_go()
-        if problem := self._bring_records(run_dir):
-            reason = f"{reason}; {problem}" if reason else problem
-            status = "crash" if status == "ok" else status
-        closed = msgspec.structs.replace(
-            header,
-            status=status,
-            reason=reason,
-            summary=outcomes[0].summary,
-            duration_s=round(time.monotonic() - start_s, 3),
-        )
-        if problem := self._write_header(run_dir, closed):
-            _log.error("%s: %s, but run.json does not say so: %s", header.run_id, status, problem)
-        channel.close_run()
-        return closed
-
-    def _parts(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
-        """Carry out this rank's part, and learn how the others' ended."""
         outcome = Outcome(status="ok")
         if self._world.rank < plan.n_ranks:
-            outcome = self._part(plan, name, run_dir)
+            outcome = self._run_part(plan, name, run_dir)
         who = f"({self._world.hostname})"
+        fault = None
         if outcome.status != "ok":
             self._control.report_failure(name, f"{who} {outcome.reason}")
-        # A rank that waits in MPI for this one cannot be stopped alone: the agents end the launch.
-        is_fatal = outcome.status != "ok" and not plan.case.workload.is_isolated
-        reason = f"rank {self._world.rank} {who}: {outcome.reason}"
-        status = "skipped" if outcome.peers else outcome.status
-        fault = (status, reason) if is_fatal else None
-        self._meeting.channel.end_part(name, fault)
-        return self._control.gather("outcome", outcome, Outcome)
+            if not is_isolated:  # a peer that waits in MPI cannot be stopped: agents end the launch
+                status = "skipped" if outcome.peers else outcome.status
+                fault = (status, f"rank {self._world.rank} {who}: {outcome.reason}")
+        channel.end_part(name, fault)
+        outcomes = self._control.gather("outcome", outcome, Outcome)
+        channel.end_run()
+        if not is_isolated:
+            _free_process()
+        return outcomes
 
-    def _part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
-        """This rank's part of a run."""
-        meeting, case = self._meeting, plan.case
+    def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
+        """This rank's part, in a process of its own unless the workload needs MPI."""
+        meeting, workload, config = self._meeting, plan.case.workload, plan.case.config
         world = replace(
             self._world, size=plan.n_ranks, hostnames=self._world.hostnames[: plan.n_ranks]
         )
@@ -312,13 +315,13 @@ class Launcher:
             port=meeting.port,
             collective_timeout_s=self._options.collective_timeout_s,
         )
-        if not case.workload.is_isolated:
-            return run_case(case.workload.body, case.config, world, spec)
+        if not workload.is_isolated:
+            return run_case(workload.body, config, world, spec)
         with closing(ReachedReader()) as reached:
             spec = msgspec.structs.replace(spec, reached_file=reached.path)
             ending = run_isolated(
                 run_case,
-                (case.workload.body, case.config, without_mpi(world), spec),
+                (workload.body, config, without_mpi(world), spec),
                 timeout_s=self._options.run_timeout_s,
                 peer_failure=lambda: self._control.read_failure(name),
                 reached=reached,
@@ -365,8 +368,8 @@ def _outcome_of(ending: Ending) -> Outcome:
     return msgspec.structs.replace(outcome, standstill=ending.standstill)
 
 
-def _let_go() -> None:
-    """Leave what a run in this process held to the processes of later runs."""
+def _free_process() -> None:
+    """Free what a run in this process held, for the processes of later runs."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.cuda.empty_cache()  # does nothing unless a GPU was used

@@ -107,7 +107,7 @@ def main():
         table=lambda runs: "",
     )  # fmt: skip
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
-    Launcher(meeting, options, sys.argv).carry_out(cases)
+    Launcher(meeting, options, sys.argv).run_cases(cases)
     meeting.leave()
 
 

@@ -105,7 +105,7 @@ def main():
     )
     cases = [Case(name="faulty", workload=workload, config=Config(fault=fault)) for fault in faults]
     try:
-        headers = Launcher(meeting, options, sys.argv).carry_out(cases)
+        headers = Launcher(meeting, options, sys.argv).run_cases(cases)
     except SweepEnded as ended:
         headers = ended.headers
         print(ended, file=sys.stderr)

@@ -136,7 +136,7 @@ def main():
     launcher = Launcher(meeting, options, sys.argv)
     if meeting.world.is_first:
         prepare(results, describe_cluster(launcher.ranks))
-    headers = launcher.carry_out([Case(name="train", workload=WORKLOAD, config=CASE)])
+    headers = launcher.run_cases([Case(name="train", workload=WORKLOAD, config=CASE)])
     if meeting.world.is_first:
         print(" ".join(header.status for header in headers))
     meeting.leave()
