@@ -42,8 +42,8 @@ from harness.errors import VerificationError
 from harness.measure.statistics import paired_ratio
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.devices.precision import set_tensor_cores
-from harness.runtime.ranks.agreement import agree_on_maximum, gather_numbers
 from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 
@@ -93,7 +93,7 @@ def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
     wall_s = time.perf_counter() - start_s
     cpu_s = sum(gather_numbers(time.process_time() - start_cpu_s, world))
     side.rest()
-    return agree_on_maximum([wall_s], world)[0], cpu_s
+    return maximum_over_ranks([wall_s], world)[0], cpu_s
 
 
 def loss_difference(sides: list[Side], world: World) -> float:

@@ -20,7 +20,7 @@ from harness.domain.sharding import CONTRACTION, has_tasks
 from harness.domain.strategy import OperatorPlan, Strategy
 from harness.plan import builders
 from harness.runtime.capture.capture import Captured, capture
-from harness.runtime.ranks.agreement import agree_on_maximum
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
 
 _PER_RANK = {"lenet": 64, "resnet18": 16, "alexnet": 16, "vit_small": 16}
@@ -79,7 +79,7 @@ def _pipeline(world: World, model: str, schedule: str) -> Case:
         batch = microbatch * n_microbatches
         n_stages = world.size * (2 if schedule == "interleaved" else 1)
         example = torch.randn(microbatch, *task.inputs[0].shape)
-        weights = agree_on_maximum(child_times(task.model, example), world)
+        weights = maximum_over_ranks(child_times(task.model, example), world)
         numbers = [str(k) for k in range(len(weights))]
         children = [
             [int(k) for k in stage]

@@ -32,8 +32,8 @@ from harness.errors import EXIT_CODE, EnvironmentSetupError, HarnessError
 from harness.measure.derive import bus_factor
 from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.interface import list_interfaces
 from harness.runtime.ranks.rendezvous import Meeting, join_process_group, meet
 from harness.runtime.ranks.world import World
@@ -109,7 +109,7 @@ def message_bytes_per_s(transport: Transport, n_bytes: int, budget: Budget) -> f
 def busbw_bytes_per_s(transport: Transport, n_bytes: int, world: World, n: int) -> float:
     """Of all_reduce over all ranks, from the median of the slowest rank's times."""
     trial = make_trial("all_reduce", n_bytes, transport)
-    times = agree_on_maximum(time_trial(trial, transport, n + 1), world)[1:]
+    times = maximum_over_ranks(time_trial(trial, transport, n + 1), world)[1:]
     trial.check()
     return bus_factor("all_reduce", transport.size) * trial.n_bytes / median(times)
 

@@ -32,9 +32,9 @@ from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.engines.optimizers import make_optimizer
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.progress import Progress
 from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
@@ -109,7 +109,7 @@ def cost_of(run: Callable[[int], None], n_steps: int, world: World) -> Cost:
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     spent = [time.perf_counter() - wall_s, time.process_time() - cpu_s]
-    return Cost(*(one / n_steps for one in agree_on_maximum(spent, world)))
+    return Cost(*(one / n_steps for one in maximum_over_ranks(spent, world)))
 
 
 def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, Cost]]:

@@ -34,7 +34,7 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.ranks.agreement import gather_numbers
+from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.setup import make_task, prepare, set_norm_scope

@@ -39,9 +39,9 @@ from harness.measure.store import read_header
 from harness.runtime.devices.cuda_clock import clock_for
 from harness.runtime.devices.memory import keep_freed_memory
 from harness.runtime.engines.engine import Share
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.broadcast import wait_for_all
 from harness.runtime.ranks.environment import read_launch
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import TrainCase
@@ -117,7 +117,7 @@ class Stepper:
         start_s = time.perf_counter()
         self._train(n_steps)
         seconds = (time.perf_counter() - start_s) / n_steps
-        return agree_on_maximum([seconds], self._world)[0]
+        return maximum_over_ranks([seconds], self._world)[0]
 
     def _train(self, n_steps: int) -> None:
         training = self._training
@@ -149,7 +149,7 @@ def measure(steppers: list[Stepper], options: Options, world: World) -> list[lis
 
 
 def _elapsed(start_s: float, world: World) -> float:
-    return agree_on_maximum([time.monotonic() - start_s], world)[0]
+    return maximum_over_ranks([time.monotonic() - start_s], world)[0]
 
 
 def main(options: Options) -> None:

@@ -16,7 +16,7 @@ from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainConfig
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
 # Two sides of seven each, fully apart, are the fewest that can call a difference.
@@ -49,9 +49,9 @@ def _training(*, has_gpu: bool) -> TrainConfig:
     )
 
 
-def _profile(question: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
+def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
     """Shards of data parallelism and of the pipelines' microbatches; the rest is fitted."""
-    config = question.profile_config()
+    config = search_config.profile_config()
     if has_gpu:
         return config
     shards = {1, 2, n_ranks, 4 * n_ranks}
@@ -72,7 +72,7 @@ def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
     """Workloads with their configurations, in order; on one rank all strategies are `single`."""
     training = _training(has_gpu=has_gpu)
     searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
-    question = question_of(train_cases(searched, n_ranks)[0])
+    search_config = search_config_of(train_cases(searched, n_ranks)[0])
     if n_ranks == 1:
         unsearched = TrainConfig.search_seconds
         training = dataclasses.replace(training, strategy=("single",), search_seconds=unsearched)
@@ -80,7 +80,7 @@ def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
     return [
         ("matmul", matmul),
         ("links", links),
-        ("profile", _profile(question, n_ranks, has_gpu=has_gpu)),
-        ("search", question),
+        ("profile", _profile(search_config, n_ranks, has_gpu=has_gpu)),
+        ("search", search_config),
         ("train", training),
     ]

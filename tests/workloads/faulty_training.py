@@ -30,7 +30,7 @@ from harness.workloads.common.contract import config_json
 from harness.workloads.planning.files import CLUSTER_FILE
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.workload import WORKLOAD
 
 # Long enough for ranks that share a busy machine to start.
@@ -116,12 +116,14 @@ def prepare(results, cluster: Cluster):
     measured = msgspec.structs.replace(cluster, links=links)
     (results / "1-links-0" / CLUSTER_FILE).write_bytes(measured.to_json())
     (results / "plan.json").write_bytes(three_stages().to_json())
-    question = question_of(CASE)
+    search_config = search_config_of(CASE)
     rates = {
         d.kind: DeviceRates(flops_per_s=1e10, memory_bytes_per_s=1e10) for d in cluster.devices
     }
-    profile = roofline_profile(capture_graph(question), rates, n_parts=[2], n_microbatches=[1, 2])
-    config, variant = question.profile_config(2), question.optimizer_options().variant
+    profile = roofline_profile(
+        capture_graph(search_config), rates, n_parts=[2], n_microbatches=[1, 2]
+    )
+    config, variant = search_config.profile_config(2), search_config.optimizer_options().variant
     timed = [OptimizerTime(device_kind=kind, optimizer=variant, s_per_byte=1e-9) for kind in rates]
     config.path(results).write_bytes(msgspec.structs.replace(profile, optimizers=timed).to_json())
     told = {**config_json(config), "shards": [1, 2, 3, 4, 8]}

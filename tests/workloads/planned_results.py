@@ -48,21 +48,24 @@ def write_links(results: Path, size: int, *, start_utc: str = "", rate: float = 
 
 
 def write_profile(
-    results: Path, question: SearchConfig, size: int, rates: DeviceRates = RATES
+    results: Path, search_config: SearchConfig, size: int, rates: DeviceRates = RATES
 ) -> None:
     """A finished profile run, its times by FLOPs and bytes."""
     profile = roofline_profile(
-        capture_graph(question), {KIND: rates}, n_parts=range(1, size + 1), n_microbatches=(1, 2, 4)
+        capture_graph(search_config),
+        {KIND: rates},
+        n_parts=range(1, size + 1),
+        n_microbatches=(1, 2, 4),
     )
-    config = question.profile_config()
+    config = search_config.profile_config()
     config.path(results).write_bytes(
         msgspec.structs.replace(
             profile,
-            model=question.model,
+            model=search_config.model,
             optimizers=[
                 OptimizerTime(
                     device_kind=KIND,
-                    optimizer=question.optimizer_options().variant,
+                    optimizer=search_config.optimizer_options().variant,
                     s_per_byte=8 / rates.memory_bytes_per_s,
                 )
             ],

@@ -11,7 +11,7 @@ from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
 from harness.workloads.planning.files import is_whole
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -26,13 +26,13 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
     parts = dict(comparison(has_gpu=False, n_ranks=n_ranks))
     cases = {name: load_workload(name).cases(part, n_ranks) for name, part in parts.items()}
     searched = next(case for case in cases["train"] if case.strategy == "searched")
-    assert config_json(question_of(searched)) == config_json(cases["search"][0])
+    assert config_json(search_config_of(searched)) == config_json(cases["search"][0])
     for case in cases["train"]:
         for need in load_workload("train").needs(case):
             assert need.name in parts
     assert is_whole(config_json(parts["links"]))
     (profile,) = cases["profile"]
-    wanted = config_json(question_of(searched).profile_config())
+    wanted = config_json(search_config_of(searched).profile_config())
     same = {"model", "batch_size", "image_size", "n_classes", "n_channels", "dropout", "dtype"}
     assert {name: config_json(profile)[name] for name in same} == {
         name: wanted[name] for name in same

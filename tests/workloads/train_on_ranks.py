@@ -27,7 +27,7 @@ from harness.workloads.search.workload import run_search
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.loop import TrainLoop
 from harness.workloads.train.plan import plan_training
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import run_train
 
@@ -65,7 +65,7 @@ def tiny_uncapturable(n_classes: int, n_channels: int, image_size: int) -> nn.Mo
     return nn.Sequential(tiny_mlp(n_classes, n_channels, image_size), Counting())
 
 
-def search_whose_best_is_refused(question: SearchConfig, context: Context) -> Any:
+def search_whose_best_is_refused(search_config: SearchConfig, context: Context) -> Any:
     """A search on a backend that cannot carry out the first plan that is tried."""
 
     class Refusing(plan_trials.ExecutorEngine):
@@ -78,7 +78,7 @@ def search_whose_best_is_refused(question: SearchConfig, context: Context) -> An
             super().__init__(*arguments)
 
     plan_trials.ExecutorEngine = Refusing  # type: ignore[misc]
-    return run_search(question, context)
+    return run_search(search_config, context)
 
 
 def not_a_model() -> str:
@@ -148,12 +148,12 @@ def planned_training(case: TrainCase, context: Context) -> dict[str, Any]:
 
 def search_before(case: TrainCase, context: Context) -> None:
     """Search what a case needs, as a run of its own beside the run of a test."""
-    question = question_of(case)
+    search_config = search_config_of(case)
     run_dir = context.run_dir.parent / "0-search-0"
     if context.world.is_first:
-        told = {"workload": "search", "config": config_json(question), "run_id": run_dir.name}
+        told = {"workload": "search", "config": config_json(search_config), "run_id": run_dir.name}
         write_header(run_dir, msgspec.structs.replace(read_header(context.run_dir), **told))
-    run_search(question, replace(context, run_dir=run_dir))
+    run_search(search_config, replace(context, run_dir=run_dir))
 
 
 def planned_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
@@ -179,12 +179,12 @@ class KeptPlan:
     """What an earlier run of a case has planned, beside the run of a test; rank 0's only."""
 
     def __init__(self, case: TrainCase, context: Context) -> None:
-        self._question = question = question_of(case)
+        self._search_config = search_config = search_config_of(case)
         header = read_header(context.run_dir)
         is_search = case.strategy == "searched"
-        name, config = ("search", config_json(question)) if is_search else ("train", {})
+        name, config = ("search", config_json(search_config)) if is_search else ("train", {})
         self._path = context.run_dir.parent / f"0-{name}-0"
-        self._profile = question.profile_config().path(context.run_dir.parent)
+        self._profile = search_config.profile_config().path(context.run_dir.parent)
         self._is_mine = context.world.is_first
         if self._is_mine:
             told = {"workload": name, "config": config, "run_id": self._path.name}
@@ -201,7 +201,7 @@ class KeptPlan:
     def calibrate(self, calibrations: dict[int, float]) -> None:
         """As a profile run does later, by samples of the step."""
         if self._is_mine:
-            graph_hash = capture_graph(self._question).content_hash()
+            graph_hash = capture_graph(self._search_config).content_hash()
             steps = [
                 WholeStep(
                     device_kind="test device", batch=samples, dtype="float32",

@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 
 from harness.domain.graph import Graph, Operator
 from harness.errors import HarnessError, ModelError
-from harness.runtime.capture.draws import draws, is_dropout
 from harness.runtime.capture.meta_run import (
     Measured,
     parameters_of,
@@ -26,6 +25,7 @@ from harness.runtime.capture.meta_run import (
     untrained,
 )
 from harness.runtime.capture.operators import describe_node, function_name, is_known, is_opaque
+from harness.runtime.capture.random_operators import draws_random, is_dropout
 from harness.runtime.capture.sample_dims import (
     is_cut_by_samples,
     named_shape,
@@ -206,7 +206,7 @@ class _Builder:
         function = "" if is_users else str(attrs["function"])
         if not self._is_cut_by_samples(kind, function, node, sources):
             attrs["is_cut_by_samples"] = False
-        is_drawing = draws(node, self._module) and not is_dropout(node, self._module)
+        is_drawing = draws_random(node, self._module) and not is_dropout(node, self._module)
         if is_users or is_unknown or is_hooked or is_drawing:
             attrs["is_repeatable"] = False
         if node.op == "call_module":

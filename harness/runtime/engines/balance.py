@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.runtime.devices.precision import Precision
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.ranks.agreement import gather_numbers
+from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import World
 
 # Long enough for a CPU quota, which lets a process run and pause in turn, to even out.

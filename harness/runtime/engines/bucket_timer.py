@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.measure.recorder import Recorder
-from harness.runtime.engines.aside import Aside
+from harness.runtime.engines.completion_stream import CompletionStream
 from harness.runtime.ranks.world import World
 
 
@@ -18,7 +18,7 @@ class BucketTimer:
     """DDP's communication hook: all-reduces each bucket and marks when it was under way."""
 
     def __init__(self, recorder: Recorder, world: World) -> None:
-        self._recorder, self._aside = recorder, Aside(world)
+        self._recorder, self._aside = recorder, CompletionStream(world)
         self.n_buckets = 0
         self.last_ready: Any = None
         self.last_done: Any = None

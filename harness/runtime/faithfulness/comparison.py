@@ -38,7 +38,7 @@ from harness.runtime.faithfulness.outcomes import (
 )
 from harness.runtime.faithfulness.preserved import RandomSources, preserved, seed_all
 from harness.runtime.models.task import InputSpec, Task
-from harness.runtime.ranks.agreement import raise_alike
+from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
 # Unlike each other, above 1 for batch normalisation, and few, because models are large.
@@ -126,7 +126,7 @@ def hold_alike(task: Task, captured: Captured, dtype: str, world: World) -> None
         ModelError: on every rank, where any rank finds a difference.
     """
     name = type(task.model).__name__
-    raise_alike(lambda: hold_to_model(task, captured, name, dtype), world)
+    raise_on_all_ranks(lambda: hold_to_model(task, captured, name, dtype), world)
 
 
 class _Comparison:

@@ -10,7 +10,7 @@ import msgspec
 import torch.distributed as dist
 
 from harness.errors import HarnessError
-from harness.runtime.ranks.agreement import error_named, gather_bytes
+from harness.runtime.ranks.gather import error_class, gather_bytes
 from harness.runtime.ranks.world import World
 
 _PATIENCE = timedelta(days=1)
@@ -46,7 +46,7 @@ def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
     wait_for_all(world)
     received = msgspec.msgpack.decode(gather_bytes(encoded, world)[0], type=_Result)
     if received.error:
-        raise error_named(received.kind)(received.error)
+        raise error_class(received.kind)(received.error)
     decoded: T = msgspec.json.decode(received.data, type=type_)
     return decoded
 

@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from harness.runtime.capture.draws import draws
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.meta_run import parameters_of, tensors_in_order
 from harness.runtime.capture.operators import function_name, is_known, is_opaque
+from harness.runtime.capture.random_operators import draws_random
 from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class SampleMixing:
             return _Answer.MIXES
         is_fixed = not any(one.dims or self._varies(one.node) for one in given)
         is_undefined = function_name(node.target) in _UNDEFINED
-        if is_fixed or is_undefined or draws(node, self._module):
+        if is_fixed or is_undefined or draws_random(node, self._module):
             return _Answer.SAMPLE_WISE
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         what = f"{node.target}" if module is None else f"{type(module)} {module}"

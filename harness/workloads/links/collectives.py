@@ -9,8 +9,8 @@ from harness.domain.cluster import CollectivePoint
 from harness.errors import VerificationError
 from harness.measure.statistics import summarize
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.runtime.ranks.world import World
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.operations import CollectiveTrial, Transport, make_trial, time_trial
@@ -49,7 +49,7 @@ def measure_collective(
             operation=operation, transport=transport.name, n_bytes=trial.n_bytes,
         )  # fmt: skip
     context.flush()
-    slowest = agree_on_maximum(durations, context.world)
+    slowest = maximum_over_ranks(durations, context.world)
     return CollectivePoint(
         operation=operation,
         transport=transport.name,
@@ -67,7 +67,7 @@ def _count_iterations(
     start_ns = time.perf_counter_ns()
     time_trial(trial, transport, budget.n_warm_up)
     iteration_s = (time.perf_counter_ns() - start_ns) * 1e-9 / budget.n_warm_up
-    return budget.count(agree_on_maximum([iteration_s], world)[0])
+    return budget.count(maximum_over_ranks([iteration_s], world)[0])
 
 
 def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
@@ -92,7 +92,7 @@ def raise_everywhere(failure: VerificationError | None, what: str, world: World)
     Raises:
         VerificationError: this rank's failure, or that another rank has one.
     """
-    is_wrong_anywhere = agree_on_maximum([float(failure is not None)], world)[0] > 0
+    is_wrong_anywhere = maximum_over_ranks([float(failure is not None)], world)[0] > 0
     if failure is not None:
         raise failure
     if is_wrong_anywhere:

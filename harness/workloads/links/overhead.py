@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from harness.runtime.devices.sampling import shortest_sample_s
-from harness.runtime.ranks.agreement import agree_on_maximum, gather_numbers
 from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks
 from harness.runtime.ranks.world import World
 
 _N_SAMPLES = 5
@@ -145,7 +145,7 @@ def _message_of(sample_s: float, world: World) -> torch.Tensor:
     _idle_s(torch.zeros(n_bytes // 4, device=world.wire), world)  # opens connections
     while True:
         message = torch.zeros(n_bytes // 4, device=world.wire)
-        took_s = agree_on_maximum([_idle_s(message, world)], world)[0]
+        took_s = maximum_over_ranks([_idle_s(message, world)], world)[0]
         larger = n_bytes * min(8, max(2, round(1.2 * sample_s / took_s)))
         is_long = took_s >= sample_s or took_s * larger / n_bytes > _LONGEST_S
         if is_long or larger > _MOST_BYTES:

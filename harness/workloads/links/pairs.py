@@ -18,8 +18,8 @@ import torch
 
 from harness.errors import VerificationError
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.units import format_bytes, format_duration
 from harness.workloads.links.collectives import Limits, raise_everywhere
 from harness.workloads.links.operations import ELEMENT_BYTES, Transport, pattern
@@ -242,7 +242,7 @@ def _share(
         numbers += [known.transfers.get(n, -1.0) if known else -1.0 for n in sizes]
     if not numbers:
         return {}
-    shared = iter(agree_on_maximum(numbers, context.world))
+    shared = iter(maximum_over_ranks(numbers, context.world))
     found: dict[Pair, PairTimes] = {}
     for pair in pairs:
         latency_s = next(shared)

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from harness.errors import ConfigError
 from harness.runtime.devices.memory import peak_bytes
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.ranks.agreement import gather_bytes, gather_numbers
 from harness.runtime.ranks.broadcast import wait_for_all
 from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import gather_bytes, gather_numbers
 from harness.runtime.ranks.world import World
 from harness.workloads.common.contract import Workload
 from harness.workloads.common.number_flags import check_above_zero, check_at_least

@@ -186,7 +186,7 @@ def find_search(
     made_for: MadeFor | None = None,
     commit: str | None = None,
 ) -> tuple[Strategy, Prediction] | None:
-    """What the newest search for the same question found.
+    """The plan of the newest search with these flags.
 
     Args:
         cluster: as a launch describes it.

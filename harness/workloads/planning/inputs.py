@@ -43,18 +43,18 @@ class Inputs:
         """What a strategy that is planned with these carries."""
         return fingerprint(self.graph, self.cluster, self.profile)
 
-    def simulator(self, question: SearchConfig, device: torch.device | None) -> Simulator:
-        """Prices strategies for this question.
+    def simulator(self, search_config: SearchConfig, device: torch.device | None) -> Simulator:
+        """Prices strategies for this search_config.
 
         Args:
             device: where the executor trains; None for an engine that leaves all to autograd.
         """
-        variant = question.optimizer_options().variant
+        variant = search_config.optimizer_options().variant
         rates = [
             self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
             for one in self.cluster.devices
         ]
-        options = question.simulator_options(
+        options = search_config.simulator_options(
             optimizer_s_per_byte=tuple(rates),
             in_place_bytes=math.inf if device is None else in_place_bytes(device),
             joined_weight_bytes=math.inf if device is None else joined_bytes(device),
@@ -64,11 +64,11 @@ class Inputs:
             self.profile,
             self.cluster,
             options=options,
-            memory_bytes=question.memory_bytes,
+            memory_bytes=search_config.memory_bytes,
         )
 
 
-def capture_graph(question: SearchConfig, results: Path | None = None) -> Graph:
+def capture_graph(search_config: SearchConfig, results: Path | None = None) -> Graph:
     """The model's graph for the global batch; without its weights where it can be built so.
 
     Args:
@@ -81,23 +81,25 @@ def capture_graph(question: SearchConfig, results: Path | None = None) -> Graph:
     """
     try:
         with torch.device("meta"):
-            task, captured = _captured(question)
+            task, captured = _captured(search_config)
     except HarnessError:
         raise
     except Exception:  # a factory that needs memory for its weights
-        task, captured = _captured(question)
+        task, captured = _captured(search_config)
     if results is not None:
-        make = partial(_captured, question)
-        hold_once(captured, task, question.model, question.dtype, results, make)
+        make = partial(_captured, search_config)
+        hold_once(captured, task, search_config.model, search_config.dtype, results, make)
     return captured.graph
 
 
-def _captured(question: SearchConfig) -> tuple[Task, Captured]:
-    task = build_task(question.model, fit_options(question.model, question.model_options()))
-    return task, capture(task, question.batch_size, question.model)
+def _captured(search_config: SearchConfig) -> tuple[Task, Captured]:
+    task = build_task(
+        search_config.model, fit_options(search_config.model, search_config.model_options())
+    )
+    return task, capture(task, search_config.batch_size, search_config.model)
 
 
-def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
+def read_inputs(search_config: SearchConfig, run_dir: Path) -> Inputs:
     """Capture the model, and read what was measured beside this run; rank 0 only.
 
     Raises:
@@ -118,23 +120,23 @@ def read_inputs(question: SearchConfig, run_dir: Path) -> Inputs:
             or f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
             "ranks are: run ./entry.sh links on them"
         )
-    graph = capture_graph(question, results)
-    config = question.profile_config()
+    graph = capture_graph(search_config, results)
+    config = search_config.profile_config()
     path = config.path(results)
     profile = Profile.load(path) if path.is_file() else None
-    if profile is None or not _knows(profile, question, graph, cluster):
+    if profile is None or not _knows(profile, search_config, graph, cluster):
         failure = find_failure(results, "profile", profiled_of(config), header.cluster)
         raise PlanError(
             failure
-            or f"{path} does not hold every operator of {question.model} and the optimizer's step "
-            f"on these devices: run {_profile_command(config)} on them"
+            or f"{path} does not hold every operator of {search_config.model} and the "
+            f"optimizer's step on these devices: run {_profile_command(config)} on them"
         )
     return Inputs(graph=graph, cluster=cluster, profile=profile)
 
 
-def _knows(profile: Profile, question: SearchConfig, graph: Graph, cluster: Cluster) -> bool:
+def _knows(profile: Profile, search_config: SearchConfig, graph: Graph, cluster: Cluster) -> bool:
     """Whether it holds every operator, and the optimizer's step, on every kind of device."""
-    variant = question.optimizer_options().variant
+    variant = search_config.optimizer_options().variant
     return knows(profile, graph, cluster) and all(
         profile.optimizer_s_per_byte(device.kind, variant) is not None for device in cluster.devices
     )

@@ -34,13 +34,13 @@ def profiled_of(config: ProfileConfig) -> dict[str, Any]:
     return {name: value for name, value in config_json(config).items() if name not in _HOW}
 
 
-def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
+def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
     """The operators of a model on each kind of device.
 
     Args:
         n_parts: a number of parts that batches are cut into, beside the usual ones.
     """
-    config = question.profile_config(n_parts)
+    config = search_config.profile_config(n_parts)
     wanted = profiled_of(config)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
@@ -51,15 +51,15 @@ def profile_need(question: SearchConfig, n_parts: int = 1) -> Need:
     return Need(name="profile", config=config_json(config), is_met=is_met)
 
 
-def search_need(question: SearchConfig) -> Need:
-    """A search for this question on these ranks, by this code and by what is measured now."""
-    config = config_json(question)
+def search_need(search_config: SearchConfig) -> Need:
+    """A search with these flags on these ranks, by this code and today's measurements."""
+    config = config_json(search_config)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         found = find_search(results, config, cluster, commit=code_commit())
         measured = find_cluster(results, cluster) or cluster
         try:
-            profile = Profile.load(question.profile_config().path(results))
+            profile = Profile.load(search_config.profile_config().path(results))
         except HarnessError:
             return False
         return found is not None and is_by(found[0].made_for, measured, profile)

@@ -63,8 +63,7 @@ class ProfileConfig(ModelFlags):
         return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
 
     def of_a_device(self) -> ProfileConfig:
-        """The same question, asked in one way: a device computes by global statistics as long as by
-        local ones."""
+        """With local statistics where they are global: a device computes by both equally long."""
         return replace(self, batch_norm="local") if self.batch_norm == "global" else self
 
     def budget(self) -> Budget:

@@ -1,4 +1,4 @@
-"""What is planned: the flags of the search workload, which every plan of a training run is told."""
+"""The flags of the search workload, which every plan of a training run depends on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SearchConfig(SearchFlags, ModelFlags):
         return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
 
     def profile_config(self, n_parts: int = 1) -> ProfileConfig:
-        """What the profile workload is told.
+        """The flags of the profile that planning needs.
 
         Args:
             n_parts: a number of parts that batches are cut into, beside the usual ones.

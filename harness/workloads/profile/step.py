@@ -18,7 +18,7 @@ from harness.runtime.devices.memory import is_out_of_memory
 from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import shortest_sample_s
 from harness.runtime.models import Task
-from harness.runtime.ranks.agreement import gather_bytes
+from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
 from harness.workloads.profile.store import StepValues
 

@@ -34,9 +34,9 @@ from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import Task, build_task, fit_options
-from harness.runtime.ranks.agreement import agree_on_maximum
 from harness.runtime.ranks.broadcast import broadcast_result, wait_for_all
 from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import maximum_over_ranks
 from harness.units import format_duration
 from harness.workloads.planning.search_config import SearchConfig
 
@@ -79,7 +79,7 @@ def worth_trying(found: Searched, most: int) -> list[Candidate]:
     return chosen
 
 
-def try_out(question: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:
+def try_out(search_config: SearchConfig, found: Searched | None, context: Context) -> list[Tried]:
     """Train the best plans for a few steps each, in turn; all ranks must call it.
 
     Args:
@@ -97,13 +97,13 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
     def choose() -> list[Strategy]:
         nonlocal candidates
         assert found is not None
-        candidates = worth_trying(found, question.trials)
+        candidates = worth_trying(found, search_config.trials)
         return [found.strategy(candidate) for candidate in candidates]
 
     strategies = broadcast_result(choose, list[Strategy], context.world)
     if len(strategies) < 2:
         return []
-    seconds = _measure(question, strategies, context)
+    seconds = _measure(search_config, strategies, context)
     if found is None or not seconds:
         return []
     known = list(seconds)
@@ -122,12 +122,12 @@ def try_out(question: SearchConfig, found: Searched | None, context: Context) ->
 
 
 def _measure(
-    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+    search_config: SearchConfig, strategies: Sequence[Strategy], context: Context
 ) -> dict[int, list[float]]:
     """Seconds of a step of each strategy on the slowest rank, by round; by place among those given,
     of those that the backend can carry out."""
-    set_tensor_cores(question.dtype)
-    built = _build(question, strategies, context)
+    set_tensor_cores(search_config.dtype)
+    built = _build(search_config, strategies, context)
     if not built:
         return {}
     trials = list(built.values())
@@ -138,10 +138,10 @@ def _measure(
     def time_one(k: int) -> float:
         n_timed[k] += 1
         context.progress.update("trial steps, round", max(n_timed), MOST_ROUNDS, "at most")
-        return agree_on_maximum([trials[k].run(_STEPS_A_ROUND)], context.world)[0]
+        return maximum_over_ranks([trials[k].run(_STEPS_A_ROUND)], context.world)[0]
 
     def is_late() -> bool:
-        (elapsed_s,) = agree_on_maximum([time.monotonic() - start_s], context.world)
+        (elapsed_s,) = maximum_over_ranks([time.monotonic() - start_s], context.world)
         return elapsed_s > _SECONDS
 
     rounds = dict(zip(built, race(time_one, len(trials), is_late), strict=True))
@@ -155,13 +155,13 @@ def _measure(
 
 
 def _build(
-    question: SearchConfig, strategies: Sequence[Strategy], context: Context
+    search_config: SearchConfig, strategies: Sequence[Strategy], context: Context
 ) -> dict[int, _Trial]:
     """Engines by place of their strategy; what one refuses, all ranks refuse alike."""
     built: dict[int, _Trial] = {}
     for place, strategy in enumerate(strategies):
         try:
-            built[place] = _Trial(question, strategy, context)
+            built[place] = _Trial(search_config, strategy, context)
         except StrategyError as error:
             if context.world.is_first:
                 _log.warning("%s is not tried: %s", strategy.name, error)
@@ -195,19 +195,19 @@ def trial_lines(tried: Sequence[Tried]) -> list[str]:
 class _Trial:
     """One strategy on this rank, on a batch of synthetic samples."""
 
-    def __init__(self, question: SearchConfig, strategy: Strategy, context: Context) -> None:
+    def __init__(self, search_config: SearchConfig, strategy: Strategy, context: Context) -> None:
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
-        task = _task(question, context)
+        task = _task(search_config, context)
         self._engine = ExecutorEngine(
-            task, context.world, self._recorder, _options(question),
+            task, context.world, self._recorder, _options(search_config),
             ExecutorPlan(
-                strategy=strategy, batch_norm=question.norm_scope, seed=question.seed,
+                strategy=strategy, batch_norm=search_config.norm_scope, seed=search_config.seed,
                 timeout_s=context.collective_timeout_s, is_held=True,
             ),
         )  # fmt: skip
         data = DataOptions(
-            data_dir=Path(), n_samples=strategy.batch, seed=question.seed,
-            dlrm=question.dlrm_options(),
+            data_dir=Path(), n_samples=strategy.batch, seed=search_config.seed,
+            dlrm=search_config.dlrm_options(),
         )  # fmt: skip
         own = self._engine.samples
         self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(own)
@@ -235,14 +235,14 @@ class _Trial:
         self._recorder.discard()  # waits for the device
 
 
-def _task(question: SearchConfig, context: Context) -> Task:
-    fitted = fit_options(question.model, question.model_options())
-    task = build_task(question.model, fitted, question.seed)
+def _task(search_config: SearchConfig, context: Context) -> Task:
+    fitted = fit_options(search_config.model, search_config.model_options())
+    task = build_task(search_config.model, fitted, search_config.seed)
     return replace(task, model=task.model.to(context.world.device))
 
 
-def _options(question: SearchConfig) -> EngineOptions:
+def _options(search_config: SearchConfig) -> EngineOptions:
     # Weights that stay as they are: what is timed must not depend on where training leads.
-    still = replace(question.optimizer_options(), learning_rate=0.0)
-    bucket_bytes = round(question.bucket_mib * (1 << 20))
-    return EngineOptions(dtype=question.dtype, optimizer=still, bucket_bytes=bucket_bytes)
+    still = replace(search_config.optimizer_options(), learning_rate=0.0)
+    bucket_bytes = round(search_config.bucket_mib * (1 << 20))
+    return EngineOptions(dtype=search_config.dtype, optimizer=still, bucket_bytes=bucket_bytes)

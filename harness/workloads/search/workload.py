@@ -37,26 +37,26 @@ from harness.workloads.search.trials import Tried, trial_lines, try_out
 class _Searcher:
     """Rank 0's part, with progress on its terminal; on the other ranks it knows nothing."""
 
-    def __init__(self, question: SearchConfig, context: Context) -> None:
-        self._question, self._context = question, context
+    def __init__(self, search_config: SearchConfig, context: Context) -> None:
+        self._search_config, self._context = search_config, context
         self._search_s = self._search_cpu_s = 0.0
         self.found: Searched | None = None
 
     def search(self) -> None:
-        question = self._question
-        inputs = read_inputs(question, self._context.run_dir)
-        simulator = inputs.simulator(question, self._context.world.device)
-        compile_events(simulator, builders.single(inputs.graph, question.batch_size))
+        search_config = self._search_config
+        inputs = read_inputs(search_config, self._context.run_dir)
+        simulator = inputs.simulator(search_config, self._context.world.device)
+        compile_events(simulator, builders.single(inputs.graph, search_config.batch_size))
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         request = PlanRequest(
             cluster=inputs.cluster,
             graph=inputs.graph,
             profile=inputs.profile,
-            batch=question.batch_size,
-            memory_bytes=question.memory_bytes,
-            budget=question.search_budget,
-            seconds=question.search_seconds,
-            seed=question.seed,
+            batch=search_config.batch_size,
+            memory_bytes=search_config.memory_bytes,
+            budget=search_config.search_budget,
+            seconds=search_config.search_seconds,
+            seed=search_config.seed,
             progress=self._show,
         )
         self.found = search_portfolio(request, options=simulator.options)

@@ -32,7 +32,7 @@ from harness.workloads.planning.predict import predict, predict_asynchronous
 from harness.workloads.planning.search_config import PLANNED_DTYPES, SearchConfig
 from harness.workloads.train.build import build_strategy, load_strategy
 from harness.workloads.train.config import TrainCase, is_file
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 
 _log = logging.getLogger(__name__)
 
@@ -61,13 +61,13 @@ def train_needs(case: TrainCase) -> list[Need]:
     if case.engine != "executor" and not (case.predict and is_predictable(case)):
         return []
     try:
-        question = question_of(case)
+        search_config = search_config_of(case)
     except HarnessError:
         return []  # the run itself says what is wrong
     needs = [links_need()] if case.n_ranks > 1 else []
-    needs.append(profile_need(question, case.microbatches or 1))
+    needs.append(profile_need(search_config, case.microbatches or 1))
     if case.strategy == "searched":
-        needs.append(search_need(question))
+        needs.append(search_need(search_config))
     return needs
 
 
@@ -107,17 +107,17 @@ class _Planner:
     def plan(self) -> Planned | None:
         """An earlier plan, the one that a search has found, or one that is built now; None where
         the engine needs none and its step cannot be predicted."""
-        question = question_of(self._case)
+        search_config = search_config_of(self._case)
         try:
-            self.inputs = read_inputs(question, self._context.run_dir)
+            self.inputs = read_inputs(search_config, self._context.run_dir)
         except HarnessError as error:
             self._report_unpredicted(error)
             return None
         self._check_samples_apart(self.inputs.graph)
         try:
-            found = self._known(question)
+            found = self._known(search_config)
             if found is None or not self._is_present(*found):
-                strategy, prediction = self._predicted(question, found)
+                strategy, prediction = self._predicted(search_config, found)
             else:
                 strategy, prediction = found
         except HarnessError as error:
@@ -145,7 +145,7 @@ class _Planner:
         known = self.inputs.profile.calibrations(self.inputs.graph.content_hash())
         return strategy.made_for == self.inputs.made_for and prediction.calibrations == known
 
-    def _known(self, question: SearchConfig) -> tuple[Strategy, Prediction] | None:
+    def _known(self, search_config: SearchConfig) -> tuple[Strategy, Prediction] | None:
         """The plan of a search or of an earlier repeat for the same inputs.
 
         Raises:
@@ -159,7 +159,7 @@ class _Planner:
             repeated = header.repeat > 0 and find_plan(
                 run_dir.parent, header, made_for, any_profile=True
             )
-            return repeated or self._found_by_search(question, header)
+            return repeated or self._found_by_search(search_config, header)
         if case.balance == "speed":
             return None  # its shares were measured for this repeat
         found = find_plan(run_dir.parent, header, made_for)
@@ -168,17 +168,17 @@ class _Planner:
         return found
 
     def _found_by_search(
-        self, question: SearchConfig, header: RunHeader
+        self, search_config: SearchConfig, header: RunHeader
     ) -> tuple[Strategy, Prediction]:
         assert self.inputs is not None
-        results, config = self._context.run_dir.parent, config_json(question)
+        results, config = self._context.run_dir.parent, config_json(search_config)
         made_for = self.inputs.made_for
         found = find_search(results, config, header.cluster, made_for, header.commit)
         if found is None:
             failure = find_failure(results, "search", config, header.cluster)
             raise PlanError(
                 failure
-                or f"no search in {results} has planned {question.model} for these devices as "
+                or f"no search in {results} has planned {search_config.model} for these devices as "
                 "they are measured now: run ./entry.sh search"
             )
         return found
@@ -194,13 +194,13 @@ class _Planner:
             )
 
     def _predicted(
-        self, question: SearchConfig, kept: tuple[Strategy, Prediction] | None
+        self, search_config: SearchConfig, kept: tuple[Strategy, Prediction] | None
     ) -> tuple[Strategy, Prediction | None]:
         """The strategy that is kept, in the user's file, or well known, and its step."""
         assert self.inputs is not None
         case, search_s = self._case, None
         device = self._context.world.device if case.engine == "executor" else None
-        simulator = self.inputs.simulator(question, device)
+        simulator = self.inputs.simulator(search_config, device)
         if kept is not None:
             strategy, before = kept
             method, search_s = before.method, before.search_s

@@ -28,8 +28,8 @@ from harness.runtime.engines.balance import measure_speeds
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.models import Task, build_task, fit_options
-from harness.runtime.ranks.agreement import gather_bytes
 from harness.runtime.ranks.broadcast import wait_for_all
+from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
 from harness.workloads.train.check import data_options
 from harness.workloads.train.config import TrainCase

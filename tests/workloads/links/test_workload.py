@@ -199,7 +199,7 @@ def test_opening_a_connection_does_not_make_a_message_long(monkeypatch):
 
     monkeypatch.setattr(links_overhead, "_start", start)
     monkeypatch.setattr(links_overhead.dist, "barrier", lambda: None)
-    monkeypatch.setattr(links_overhead, "agree_on_maximum", lambda values, world: values)
+    monkeypatch.setattr(links_overhead, "maximum_over_ranks", lambda values, world: values)
     monkeypatch.setattr(links_overhead.time, "perf_counter", clock.mark)
     world = SimpleNamespace(backend="gloo", wire=torch.device("cpu"))
     message = links_overhead._message_of(0.1, world)

@@ -16,7 +16,7 @@ from harness.plan.simulate.unflushed import simulate_unflushed
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.build import build_strategy, load_strategy
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 
 CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24, n_ranks=3)
 
@@ -25,7 +25,7 @@ CASE = TrainCase(model="lenet", strategy="pipeline", engine="executor", batch=24
 def simulator(run_on_ranks):
     import planned_results
 
-    graph = capture_graph(question_of(CASE))
+    graph = capture_graph(search_config_of(CASE))
     rates = {planned_results.KIND: planned_results.RATES}
     profile = roofline_profile(graph, rates, n_parts=[2, 3], n_microbatches=(1, 2, 4))
     return Simulator(graph, profile, planned_results.measured_cluster(3))

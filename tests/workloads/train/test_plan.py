@@ -27,7 +27,7 @@ from harness.workloads.train import plan as train_plan
 from harness.workloads.train.cases import train_cases
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.plan import train_needs
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.workload import run_train
 
 CASE = TrainCase(
@@ -90,7 +90,7 @@ def trained(run_on_ranks, ranks):
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
-        results.write_profile(directory, question_of(CASE), 2)
+        results.write_profile(directory, search_config_of(CASE), 2)
 
     return run_on_ranks(train.planned_trainings, CASES, 2, beside)[0]
 
@@ -179,7 +179,7 @@ def test_flops_of_the_ranks_sum_to_those_of_one(run_on_ranks, ranks):
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
-        results.write_profile(directory, question_of(CASE), 2)
+        results.write_profile(directory, search_config_of(CASE), 2)
 
     rates = []
     for case in (CASES["tensor"], replace(CASE, strategy="ddp", n_samples=24)):
@@ -219,7 +219,7 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
     assert links.is_met(tmp_path, here)
     assert not links.is_met(tmp_path, elsewhere)
     assert not profile.is_met(tmp_path, here)
-    results.write_profile(tmp_path, question_of(CASE), 2)
+    results.write_profile(tmp_path, search_config_of(CASE), 2)
     assert profile.is_met(tmp_path, here)
     other = train_needs(replace(CASES["tensor"], batch=24))[1]
     assert not other.is_met(tmp_path, here)
@@ -230,7 +230,7 @@ def test_needs_are_met_by_finished_runs(tmp_path, ranks):
 
 def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
     _, results = ranks
-    results.write_profile(tmp_path, question_of(CASE), 2)
+    results.write_profile(tmp_path, search_config_of(CASE), 2)
     (made,) = profile_cases(ProfileConfig(model=CASE.model, batch_size=CASE.batch), 2)
     path = tmp_path / "run-profile-0"
     write_header(path, msgspec.structs.replace(read_header(path), config=config_json(made)))
@@ -240,21 +240,21 @@ def test_a_profile_that_was_made_ahead_is_known(tmp_path, ranks):
 
 def test_a_missing_profile_is_made_by_the_command_that_is_told(tmp_path, ranks):
     _, results = ranks
-    question = replace(question_of(CASE), image_size=32, dtype="bf16", n_ranks=1)
+    search_config = replace(search_config_of(CASE), image_size=32, dtype="bf16", n_ranks=1)
     write_header(tmp_path / "run", results.header_of(["node0"]))
     with pytest.raises(PlanError) as refused:
-        read_inputs(question, tmp_path / "run")
+        read_inputs(search_config, tmp_path / "run")
     command = str(refused.value).partition("run ./entry.sh profile ")[2].removesuffix(" on them")
     config = tyro.cli(ProfileConfig, args=shlex.split(command))
-    assert config == question.profile_config()
+    assert config == search_config.profile_config()
 
 
 @pytest.mark.parametrize("failed", ["profile", "links"])
 def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks, failed):
     _, results = ranks
     write_header(tmp_path / "run", results.header_of(["node0", "node1"]))
-    question = question_of(CASES["ddp"])
-    config = config_json(question.profile_config()) if failed == "profile" else {}
+    search_config = search_config_of(CASES["ddp"])
+    config = config_json(search_config.profile_config()) if failed == "profile" else {}
     if failed == "profile":
         results.write_links(tmp_path, 2)
     run = tmp_path / f"1-{failed}-a"
@@ -265,10 +265,10 @@ def test_the_reason_is_that_of_the_run_that_should_have_measured(tmp_path, ranks
     )  # fmt: skip
     write_header(run, header)
     with pytest.raises(PlanError, match=rf"^{failed} failed: rank 2 \(node2\): boom$"):
-        read_inputs(question, tmp_path / "run")
+        read_inputs(search_config, tmp_path / "run")
     write_header(run, msgspec.structs.replace(header, status="ok"))
     with pytest.raises(PlanError, match=r": run \./entry\.sh"):
-        read_inputs(question, tmp_path / "run")
+        read_inputs(search_config, tmp_path / "run")
 
 
 def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
@@ -276,7 +276,7 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert found[1] == {}
     summary = found[0]
     assert summary["predicted_step_s"] > 0
-    asked = config_json(replace(question_of(CASE), search_budget=40))
+    asked = config_json(replace(search_config_of(CASE), search_budget=40))
     header = msgspec.structs.replace(run.header, summary=summary, config=asked)
     text = search_text([Run(path=run.path, header=header, ranks=run.ranks)])
     assert "best plan by simulator" in text
@@ -289,19 +289,19 @@ def test_the_search_workload_writes_what_searched_trains(run_on_ranks, ranks):
     assert case.n_ranks == 2
     how = {"search_seconds": 1, "search_budget": 0, "trials": 1, "n_ranks": 0, "memory": ""}
     told = msgspec.convert(header.config, SearchConfig)
-    assert replace(question_of(case), **how) == replace(told, **how)
+    assert replace(search_config_of(case), **how) == replace(told, **how)
 
 
 def searched(run_on_ranks, ranks, body=run_search, **changes):
     """What a short search on two ranks returned, and its run."""
     _, results = ranks
-    question = replace(question_of(CASE), search_budget=40, **changes)
+    search_config = replace(search_config_of(CASE), search_budget=40, **changes)
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
-        results.write_profile(directory, question, 2)
+        results.write_profile(directory, search_config, 2)
 
-    return run_on_ranks(body, question, 2, beside)
+    return run_on_ranks(body, search_config, 2, beside)
 
 
 def test_a_plan_that_the_backend_refuses_is_not_tried(run_on_ranks, ranks):
@@ -341,7 +341,7 @@ def test_a_plan_is_kept_and_predicted_by_the_present_calibration(run_on_ranks, r
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
-        results.write_profile(directory, question_of(CASE), 2)
+        results.write_profile(directory, search_config_of(CASE), 2)
 
     found = run_on_ranks(train.plans_at_two_calibrations, CASES[name], 2, beside)[0][0]
     made, again, slower = (
@@ -362,7 +362,7 @@ def test_a_repeat_is_predicted_by_the_speeds_that_it_measured(run_on_ranks, rank
 
     def beside(directory: Path) -> None:
         results.write_links(directory, 2)
-        results.write_profile(directory, question_of(CASE), 2)
+        results.write_profile(directory, search_config_of(CASE), 2)
 
     case = replace(CASE, strategy="ddp", balance="speed")
     found = run_on_ranks(train.plans_at_two_speeds, case, 2, beside)[0][0]

@@ -15,7 +15,7 @@ from harness.runtime.capture.capture import capture
 from harness.runtime.data import DataOptions, entry_for, open_data
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
-from harness.workloads.train.question import question_of
+from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.setup import make_task, set_norm_scope
 from harness.workloads.train.table import train_text
 from harness.workloads.train.workload import run_train
@@ -217,13 +217,13 @@ def test_a_rank_without_samples_is_timed_without_synchronisation_too(run_on_rank
 @pytest.mark.parametrize("mode", ["local", "global", "frozen"])
 def test_what_is_planned_has_the_norms_that_are_trained(mode, ranks):
     case = replace(CASE, model="train_on_ranks:tiny_norm", batch_norm=mode, engine="executor")
-    question = question_of(case)
+    search_config = search_config_of(case)
     trained = capture(make_task(case), case.batch, case.model).graph
-    assert capture_graph(question).content_hash() == trained.content_hash()
+    assert capture_graph(search_config).content_hash() == trained.content_hash()
     frozen = [op for op in trained.operators if op.attrs.get("statistics") == "frozen"]
     assert bool(frozen) == (mode == "frozen")
     # Local and global statistics take a device equally long.
-    profiled = question.profile_config().batch_norm
+    profiled = search_config.profile_config().batch_norm
     assert profiled == {"local": "local", "global": "local", "frozen": "frozen"}[mode]
 
 

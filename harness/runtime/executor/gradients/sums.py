@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
-from harness.runtime.engines.aside import Aside
+from harness.runtime.engines.completion_stream import CompletionStream
 from harness.runtime.executor.gradients.weight_gradients import GradientHomes
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
@@ -112,7 +112,7 @@ class GradientSync:
                 for parameter in chunk:
                     self._bucket_of[parameter] = devices, bucket
                     homes.settle(parameter, bucket.views[parameter])
-        self._asides = {devices: Aside(world) for devices in self._queues}
+        self._asides = {devices: CompletionStream(world) for devices in self._queues}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}

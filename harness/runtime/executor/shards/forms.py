@@ -22,8 +22,8 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
-from harness.runtime.capture.draws import draws, is_dropout
 from harness.runtime.capture.operators import function_name, is_frozen_norm
+from harness.runtime.capture.random_operators import draws_random, is_dropout
 from harness.runtime.executor.geometry.layout import Layout, Part, check_samples
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
@@ -220,7 +220,7 @@ def _warn(chosen: Forms) -> None:
 
 def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
-    if draws(node, root):
+    if draws_random(node, root):
         module = _module_of(node, root)
         function = function_name(node.target) if module is None else type(module).__name__
         raise ModelError(

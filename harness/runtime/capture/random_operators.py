@@ -51,10 +51,10 @@ def is_dropout(node: fx.Node, root: nn.Module) -> bool:
         return isinstance(module, nn.Dropout | nn.Dropout2d) and _module_draws(module)
     if isinstance(node.target, CustomFunction):
         return False  # whatever the name says
-    return function_name(node.target) == "dropout" and draws(node, root)
+    return function_name(node.target) == "dropout" and draws_random(node, root)
 
 
-def draws(node: fx.Node, root: nn.Module) -> bool:
+def draws_random(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node draws random numbers, as far as that is known of its module or function."""
     if node.op == "call_module":
         return any(map(_module_draws, root.get_submodule(str(node.target)).modules()))

@@ -1,4 +1,4 @@
-"""The planning question of a training run."""
+"""The search configuration of a training run: all flags that its plan depends on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harness.workloads.planning.search_config import PLANNED_DTYPES, PlannedDtyp
 from harness.workloads.train.config import TrainCase
 
 
-def question_of(case: TrainCase) -> SearchConfig:
-    """What planning is asked for a training run: all that a plan depends on, and nothing else.
+def search_config_of(case: TrainCase) -> SearchConfig:
+    """The flags of a training run that its plan depends on, and nothing else.
 
     Raises:
         ConfigError: a dtype that is not profiled.

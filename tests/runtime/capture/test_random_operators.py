@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from harness.domain.sharding import may_have_copies
 from harness.runtime.capture.capture import capture
-from harness.runtime.capture.draws import draws, is_dropout
+from harness.runtime.capture.random_operators import draws_random, is_dropout
 from harness.runtime.models import InputSpec, Task
 
 
@@ -74,7 +74,7 @@ STILL = [
 @pytest.mark.parametrize("model", DROPOUTS + DRAWING + STILL)
 def test_what_draws_is_told_by_module_function_and_probability(model):
     node, root = node_of(model)
-    assert draws(node, root) == (model not in STILL)
+    assert draws_random(node, root) == (model not in STILL)
     assert is_dropout(node, root) == (model in DROPOUTS)
 
 

@@ -24,14 +24,14 @@ def gather_numbers(value: float, world: World) -> list[float]:
     return [float(number) for number in torch.cat(everyone).tolist()]
 
 
-def agree_on_maximum(values: Sequence[float], world: World) -> list[float]:
+def maximum_over_ranks(values: Sequence[float], world: World) -> list[float]:
     """The maximum over ranks of each number."""
     numbers = _tensor(values, world)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return [float(number) for number in numbers.tolist()]
 
 
-def raise_alike(check: Callable[[], None], world: World) -> None:
+def raise_on_all_ranks(check: Callable[[], None], world: World) -> None:
     """Carry out a check on every rank; all ranks must call it.
 
     Raises:
@@ -46,12 +46,12 @@ def raise_alike(check: Callable[[], None], world: World) -> None:
         said = "" if mine is None else f"{type(mine).__name__}:{mine}"
         first = next(filter(None, gather_bytes(said.encode(), world)), b"").decode()
         kind, _, text = first.partition(":")
-        mine = error_named(kind)(text) if first else None
+        mine = error_class(kind)(text) if first else None
     if mine is not None:
         raise mine
 
 
-def error_named(kind: str) -> type[HarnessError]:
+def error_class(kind: str) -> type[HarnessError]:
     """The error of a name, as another rank said it."""
     found = getattr(errors, kind, HarnessError)
     return found if isinstance(found, type) and issubclass(found, HarnessError) else HarnessError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.measure.clock import FakeClock
-from harness.runtime.engines.aside import Aside
+from harness.runtime.engines.completion_stream import CompletionStream
 
 
 class Machine:
@@ -39,7 +39,7 @@ def test_the_end_is_marked_behind_the_sum_and_not_behind_what_computes(
     backend, priority, monkeypatch
 ):
     machine, device = Machine(monkeypatch), torch.device("cuda", 1)
-    aside = Aside(SimpleNamespace(device=device, backend=backend))
+    aside = CompletionStream(SimpleNamespace(device=device, backend=backend))
     assert aside.mark(machine, machine) == "end"
     assert machine.told == [("wait", (device, priority)), ("mark", (device, priority))]
     assert machine.current == "computing"
@@ -48,5 +48,5 @@ def test_the_end_is_marked_behind_the_sum_and_not_behind_what_computes(
 def test_a_cpu_has_one_queue():
     clock = FakeClock()
     clock.advance(3.0)
-    aside = Aside(SimpleNamespace(device=torch.device("cpu"), backend="gloo"))
+    aside = CompletionStream(SimpleNamespace(device=torch.device("cpu"), backend="gloo"))
     assert aside.mark(None, clock) == 3.0

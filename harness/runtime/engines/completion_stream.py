@@ -13,7 +13,7 @@ from harness.runtime.ranks.world import World
 _PRIORITY = {"nccl": -1, "gloo": 0}
 
 
-class Aside:
+class CompletionStream:
     """A stream of a GPU for the ends of one group's sums; nothing on a CPU.
 
     It comes from the pool that the backend leaves alone: a group whose stream waited for the sum of
