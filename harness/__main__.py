@@ -113,12 +113,12 @@ def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any
     ]
 
 
-def _told(config: Any) -> str:
+def _changed_flags(config: Any) -> str:
     """What a configuration sets apart from the defaults."""
     defaults = type(config)()
     names = [field.name for field in dataclasses.fields(config)]
-    told = [n for n in names if getattr(config, n) != getattr(defaults, n)]
-    return " ".join(f"{name}={getattr(config, name)}" for name in told) or "(defaults)"
+    changed = [n for n in names if getattr(config, n) != getattr(defaults, n)]
+    return " ".join(f"{name}={getattr(config, name)}" for name in changed) or "(defaults)"
 
 
 def _print_dry_run(cases: list[Any]) -> None:
@@ -132,9 +132,11 @@ def _print_dry_run(cases: list[Any]) -> None:
                 made.add(need.name)
                 place = f"[{adjacent[0] + 1}/{len(cases)}]"
                 needed = case_of(need.name, need.config)
-                print(f"{place} before it, where missing: {need.name} {_told(needed.config)}")
+                print(
+                    f"{place} before it, where missing: {need.name} {_changed_flags(needed.config)}"
+                )
         for at in adjacent:
-            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_told(cases[at].config)}")
+            print(f"[{at + 1}/{len(cases)}] {cases[at].name} {_changed_flags(cases[at].config)}")
 
 
 def _print_tables(runs: list[Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident set; on Linux since /proc/self/clear_refs was last told to forget it.
+    """Peak resident set; on Linux since /proc/self/clear_refs last reset it.
 
     Elsewhere ru_maxrss, which also counts what the parent held when it forked.
     """

@@ -2,7 +2,7 @@
 
 A machine's speed drifts, so what is timed in one round is compared within that round. Racing leaves
 time for those that are near each other: Maron and Moore, Hoeffding races, NIPS 1993; here who is
-behind is told by the interval of `paired_ratio`, which assumes no distribution.
+behind is decided by the interval of `paired_ratio`, which assumes no distribution.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def race(
 ) -> list[list[float]]:
     """Time n racers in turn until one is left, or until it is late, or rounds are many.
 
-    Who was slower than another in all of the first rounds, and later by all that can be told,
+    Who was slower than another in all of the first rounds, and later by all that can be decided,
     leaves. On several ranks all must call it, with answers that are equal on all.
 
     Args:

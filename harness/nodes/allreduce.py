@@ -91,7 +91,7 @@ async def run_allreduce(
 def rank_orders(
     hosts: Sequence[str], facts: Mapping[str, Facts], backend: str, timeout_s: float
 ) -> list[dict[str, object]]:
-    """What each rank is told; the port is 0 until rank 0 has one."""
+    """Arguments of each rank; the port is 0 until rank 0 has one."""
     is_alone = len(hosts) == 1
     address = "127.0.0.1" if is_alone else facts[hosts[0]].cluster_address or hosts[0]
     orders: list[dict[str, object]] = []

@@ -149,7 +149,7 @@ async def _find_culprits(
 
 
 def _root_consent() -> dict[str, str]:
-    """Open MPI refuses root unless told twice; a user who logs in as root has decided."""
+    """Variables without which Open MPI refuses root; a user who logs in as root has decided."""
     if sys.platform == "win32" or os.geteuid() != 0:
         return {}
     return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

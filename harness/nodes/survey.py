@@ -35,7 +35,7 @@ from harness.nodes.talk import Healthy, Progress, Talk
 _N_AT_ONCE = 128
 # Hosts that share cores, as virtual ones do, answer one after another, mostly closer than this.
 _QUIET_S = 1.0
-# Whoever is left out is told so: rather wait.
+# A host that is left out is reported.
 _PATIENT_QUIET_S = 3.0
 
 

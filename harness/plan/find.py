@@ -1,4 +1,4 @@
-"""Find the files that `./entry.sh profile` wrote, so that planning need not be told."""
+"""Find the files that `./entry.sh profile` wrote, so that planning finds them by itself."""
 
 from __future__ import annotations
 

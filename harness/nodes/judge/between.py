@@ -141,7 +141,7 @@ def _judge_names(report: HostReport, survey: Survey) -> Verdict:
         )
     if hello.network:
         return warn(
-            f"the job starts only where mpirun is told the network {hello.network}",
+            f"the job starts only if mpirun gets the network {hello.network}",
             f"mpirun {' '.join(network_flags(hello.network))} ... in every run: hosts have "
             "interfaces with addresses that lead nowhere",
         )

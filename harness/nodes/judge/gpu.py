@@ -279,9 +279,9 @@ def _major(release: str) -> int:
 
 def _capabilities(gpu: GpuFacts) -> Iterable[tuple[int, int]]:
     """By nvidia-smi, else, where its driver is too old to tell, by torch."""
-    told = [one.capability for one in gpu.gpus if one.capability is not None]
-    if len(told) == len(gpu.gpus):
-        return told
+    capabilities = [one.capability for one in gpu.gpus if one.capability is not None]
+    if len(capabilities) == len(gpu.gpus):
+        return capabilities
     return gpu.torch.capabilities if gpu.torch else ()
 
 

@@ -143,7 +143,7 @@ def _others(report: HostReport, survey: Survey) -> str:
 
 def _describe(interface: Interface, facts: Facts) -> str:
     speed = interface.speed_mbit_per_s
-    rate = f", {speed} Mbit/s" if speed else ", speed not told"
+    rate = f", {speed} Mbit/s" if speed else ", speed unknown"
     others = [
         other.name
         for other in facts.interfaces

@@ -57,8 +57,8 @@ class Channel:
 
     def end_part(self, name: str, fault: tuple[str, str] | None = None) -> None:
         """This rank's part of a run is over; a fault (status, reason) ends the launch."""
-        told = None if fault is None else [fault[0], fault[1][:_LONGEST_REASON]]
-        self._send("part", name=name, fault=told)
+        message = None if fault is None else [fault[0], fault[1][:_LONGEST_REASON]]
+        self._send("part", name=name, fault=message)
 
     def end_run(self) -> None:
         """Every rank's part is over."""

@@ -74,8 +74,8 @@ def _text(shape: Iterable[int]) -> str:
 
 
 def _signature(kind: str, attrs: dict[str, Any], inputs: list[Tensor], output: Tensor) -> str:
-    told = {k: v for k, v in sorted(attrs.items()) if k not in ("module", "parameters")}
-    words = [f"{name}={value}" for name, value in told.items()]
+    shown = {k: v for k, v in sorted(attrs.items()) if k not in ("module", "parameters")}
+    words = [f"{name}={value}" for name, value in shown.items()]
     shapes = ", ".join(_text(tensor.shape[1:]) for tensor in inputs)
     return f"{kind}({', '.join(words)}) {shapes} -> {_text(output.shape[1:])}"
 

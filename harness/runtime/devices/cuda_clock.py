@@ -13,7 +13,7 @@ _REBASE_S = 0.1
 class CudaClock:
     """Marks are events of a device's current stream; the origin is its creation.
 
-    Any thread may mark: what is current of a thread is the first device, until it is told another.
+    Any thread may mark: what is current of a thread is the first device, until it sets another.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -33,7 +33,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What every engine is told.
+    """Options of every engine.
 
     Attributes:
         dtype: fp32, tf32, bf16 or fp16.

@@ -1,4 +1,4 @@
-"""What the executor is told beside the strategy."""
+"""Options of the executor beside the strategy."""
 
 from __future__ import annotations
 

@@ -95,12 +95,12 @@ class _Line:
 
     def _tell(self, number: int, *, is_teller: bool) -> int:
         """The teller's number on both."""
-        told = torch.tensor([float(number)], device=self._transport.device)
+        message = torch.tensor([float(number)], device=self._transport.device)
         if is_teller:
-            self._transport.send(told, self._peer)
+            self._transport.send(message, self._peer)
         else:
-            self._transport.receive(told, self._peer)
-        return int(told.item())
+            self._transport.receive(message, self._peer)
+        return int(message.item())
 
     def _check(self, message: torch.Tensor) -> None:
         """Fail on both when the target's message is wrong: the source would wait for its acks."""

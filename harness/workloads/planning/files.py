@@ -97,7 +97,7 @@ def is_whole(config: dict[str, Any]) -> bool:
 def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
     """The newest measured cluster that is, or begins with, these devices; None without one.
 
-    Runs that were told to measure only some sizes, operations or transports do not count.
+    Runs that were to measure only some sizes, operations or transports do not count.
 
     Args:
         wanted: as a launch describes it, without links.

@@ -147,8 +147,8 @@ class _Profiling:
 
     def _write(self) -> None:
         if self._context.world.is_first:
-            told = _with_provenance(self.profile, self._context.world.hostnames)
-            write_profile(self._path, told)
+            profile = _with_provenance(self.profile, self._context.world.hostnames)
+            write_profile(self._path, profile)
             write_atomically(graph_beside(self._path), self.graph.to_json())
 
     def _step_sampler(self) -> StepSampler | None:
@@ -202,15 +202,15 @@ class _Profiling:
 
 
 def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
-    """Say where and when the newest measurements were made."""
-    told = {
+    """Add where and when the newest measurements were made."""
+    provenance = {
         "source": "measured",
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "hosts": " ".join(dict.fromkeys(hostnames)),
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return msgspec.structs.replace(profile, provenance=told)
+    return msgspec.structs.replace(profile, provenance=provenance)
 
 
 def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:

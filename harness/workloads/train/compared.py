@@ -29,10 +29,10 @@ def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> 
     """The table, then what the repeats say of each strategy against the baseline."""
     repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
     rows = strategy_table(list(repeats.values()), at_least=1)
-    told = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
-    lines = [columns(_HEADS, [_cells(row, own) for row, own in told])]
+    compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
+    lines = [columns(_HEADS, [_cells(row, own) for row, own in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
-    lines += [_stale(row, own) for row, own in told if _is_asynchronous(own)]
+    lines += [_stale(row, own) for row, own in compared if _is_asynchronous(own)]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The flags of training: what the command line asks for, and what one run is told."""
+"""The flags of training: of the command line, and of one run."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _engine_options(case: TrainCase, n_local: int) -> EngineOptions:
 
 
 def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
-    """What the executor is told beside the strategy."""
+    """Options of the executor beside the strategy."""
     return ExecutorPlan(
         strategy=strategy,
         batch_norm=case.norm_scope,
@@ -218,16 +218,16 @@ def prepare(
     set_tensor_cores(case.dtype)
     task = _place(case, make_task(case), world.device)
     n_parameters, n_bytes = _trained(task)
-    told: ExecutorPlan | None = None
+    executor_options: ExecutorPlan | None = None
     if planned is not None and case.engine == "executor":
-        told = executor_plan(case, planned.strategy, timeout_s)
+        executor_options = executor_plan(case, planned.strategy, timeout_s)
         shares = _counted(planned.strategy, world.size)
         flops: float | None = planned.flops[world.rank]
     else:
         shares = _shares(case, task, world)
         flops = step_flops(task, lambda: make_task(case), shares[world.rank])
     data = _open(case, task)
-    trainer = _make_trainer(case, task, world, recorder, told, shares[world.rank])
+    trainer = _make_trainer(case, task, world, recorder, executor_options, shares[world.rank])
     plan = _batch_plan(case, len(data), shares, trainer, world)
     batches = load_batches(data, plan, world.rank, n_workers=case.n_workers, device=world.device)
     return Training(

@@ -81,7 +81,7 @@ class GradientSync:
             the model.
         groups: process groups by their devices.
         n_uses: how often backward reaches each parameter in a step, over all microbatches.
-        homes: told where in the buckets gradients may be written straight away.
+        homes: receives where in the buckets gradients may be written straight away.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Shards of linear layers, embeddings and layer normalisation.
 
-Dims are told by their position, whatever a graph calls them: the last is that of the features, and
+Dims are known by their position, whatever a graph calls them: the last is that of the features, and
 all others pass through.
 """
 

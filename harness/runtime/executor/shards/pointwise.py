@@ -108,7 +108,7 @@ def _held_in(arguments: Any) -> Iterable[Held]:
 
 
 def _function(part: Part) -> Callable[..., Any] | None:
-    """What computes the node, out of place; None where it cannot be told to."""
+    """What computes the node, out of place; None where it cannot be."""
     module, target = part.module, part.node.target
     if module is not None:
         return _module(part, module)

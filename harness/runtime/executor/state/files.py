@@ -38,7 +38,7 @@ Pieces = list[tuple[WeightSlice, Tensor]]
 
 
 @dataclass(frozen=True)
-class Told:
+class Metadata:
     """What all shards of a state say alike.
 
     Attributes:
@@ -58,7 +58,7 @@ def save_sharded(
     """Write this rank's parts as `shardRANK.safetensors`, whole or not at all."""
     own = dict(_named(gatherer.own_parts(optimizer)))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
-    told = {
+    metadata = {
         "format": _FORMAT,
         "ranks": str(world.size),
         "step": str(step),
@@ -66,7 +66,7 @@ def save_sharded(
         "parameters": json.dumps(gatherer.parameters),
     }
     with replacing(directory / _file_name(world.rank)) as temporary:
-        save_file(tensors, str(temporary), metadata=told)
+        save_file(tensors, str(temporary), metadata=metadata)
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
@@ -75,10 +75,10 @@ def load_sharded(directory: Path) -> dict[str, Any]:
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
     """
-    paths, told = check_sharded(directory)
+    paths, metadata = check_sharded(directory)
     model, cut, single = _read(paths)
     whole = {name: _join(name, parts, directory) for name, parts in model.items()}
-    numbers = {name: index for index, name in enumerate(told.parameters)}
+    numbers = {name: index for index, name in enumerate(metadata.parameters)}
     state: dict[int, dict[str, Tensor]] = {}
     for (key, name), parts in cut.items():
         index = _known(numbers, name, "parameters", directory)
@@ -87,10 +87,11 @@ def load_sharded(directory: Path) -> dict[str, Any]:
         state.setdefault(_known(numbers, name, "parameters", directory), {})[key] = value
     return {
         "model": {
-            name: _known(whole, first, "tensors", directory) for name, first in told.names.items()
+            name: _known(whole, first, "tensors", directory)
+            for name, first in metadata.names.items()
         },
         "optimizer": {"state": dict(sorted(state.items()))},
-        "step": told.step,
+        "step": metadata.step,
     }
 
 
@@ -103,7 +104,7 @@ def _known(found: dict[str, T], name: str, what: str, directory: Path) -> T:
     return found[name]
 
 
-def check_sharded(directory: Path) -> tuple[list[Path], Told]:
+def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
     """The shards of a state, and what all of them say alike; tensors are not read.
 
     Raises:
@@ -112,19 +113,19 @@ def check_sharded(directory: Path) -> tuple[list[Path], Told]:
     paths = sorted(directory.glob(_file_name("*")))
     if not paths:
         raise ResultsError(f"{directory} holds no {_file_name('*')}: give the directory of a state")
-    told = _told(_common_metadata(paths), paths[0])
-    wanted, found = {_file_name(rank) for rank in range(told.n_ranks)}, {p.name for p in paths}
+    metadata = _parse_metadata(_common_metadata(paths), paths[0])
+    wanted, found = {_file_name(rank) for rank in range(metadata.n_ranks)}, {p.name for p in paths}
     if not wanted <= found:
         raise ResultsError(
-            f"{directory} holds {len(wanted & found)} of {told.n_ranks} shards, "
+            f"{directory} holds {len(wanted & found)} of {metadata.n_ranks} shards, "
             f"{min(wanted - found)} is missing: copy the shards of all nodes there"
         )
     if not found <= wanted:
         raise ResultsError(
-            f"{directory} holds {min(found - wanted)} beside the {told.n_ranks} shards of its "
+            f"{directory} holds {min(found - wanted)} beside the {metadata.n_ranks} shards of its "
             "ranks: move it elsewhere"
         )
-    return paths, told
+    return paths, metadata
 
 
 def _file_name(rank: int | str) -> str:
@@ -167,9 +168,9 @@ def _common_metadata(paths: list[Path]) -> dict[str, str]:
                 f"{path} has format {shorten(found[-1].get('format'))}, not {_FORMAT!r}: it is no "
                 "shard of this version"
             )
-    for path, told in zip(paths, found, strict=True):
-        for key in found[0].keys() | told.keys():
-            here, there = found[0].get(key), told.get(key)
+    for path, metadata in zip(paths, found, strict=True):
+        for key in found[0].keys() | metadata.keys():
+            here, there = found[0].get(key), metadata.get(key)
             if here != there:
                 raise ResultsError(
                     f"{paths[0]} and {path} are of different saves: their {shorten(key)} are "
@@ -178,11 +179,11 @@ def _common_metadata(paths: list[Path]) -> dict[str, str]:
     return found[0]
 
 
-def _told(metadata: dict[str, str], path: Path) -> Told:
+def _parse_metadata(metadata: dict[str, str], path: Path) -> Metadata:
     missing = [key for key in ("ranks", "step", "names", "parameters") if key not in metadata]
     if missing:
         raise ResultsError(f"{path} does not say its {', '.join(missing)}: save the state again")
-    told = Told(
+    parsed = Metadata(
         n_ranks=parse_int(
             metadata["ranks"], f"{path}: ranks", at_least=1, at_most=_MOST_RANKS, error=ResultsError
         ),
@@ -190,9 +191,9 @@ def _told(metadata: dict[str, str], path: Path) -> Told:
         names=_listed(metadata, "names", dict[str, str], path),
         parameters=_listed(metadata, "parameters", list[str], path),
     )
-    if len(set(told.parameters)) != len(told.parameters):
+    if len(set(parsed.parameters)) != len(parsed.parameters):
         raise ResultsError(f"{path} has a name twice in its parameters: save the state again")
-    return told
+    return parsed
 
 
 def _listed(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T:

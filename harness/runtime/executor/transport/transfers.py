@@ -101,7 +101,7 @@ class PairedTransfers:
         return dist.irecv(buffer, pair.sender.rank, group=self._groups[pair])
 
     def wait(self, work: Any) -> None:
-        work.wait()  # told a timeout, it would hold up the host too
+        work.wait()  # with a timeout it would hold up the host too
 
 
 class _Pair(NamedTuple):
