@@ -63,10 +63,10 @@ def request_from(
         HarnessError: a file is missing or malformed.
     """
     _check_numbers(args)
-    _check_model_flags(args)
+    _check_read(args)
     cluster = _cluster(args)
     graph, profile = None, None
-    if COSTS[args.cost].needs_model:
+    if "model" not in COSTS[args.cost].unread:
         graph, profile = _model(args, cluster, capture_model)
         profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
     batch = args.batch or (graph.batch if graph is not None else None)
@@ -93,28 +93,17 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise ConfigError(f"--memory {args.memory} must be above 0")
 
 
-def _check_model_flags(args: argparse.Namespace) -> None:
-    """Refuse flags of a model, links and kinds of devices for a cost that brings its own."""
-    if COSTS[args.cost].needs_model:
-        return
-    flags = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
-    given = [name for name in flags if getattr(args, name) is not None]
-    if given:
-        raise ConfigError(
-            f"--cost {args.cost} plans a model of its own: leave out --{given[0].replace('_', '-')}"
-        )
-    for flag, what in (("bandwidth", "links"), ("device_kind", "a kind of devices")):
-        if getattr(args, flag) is not None:
-            raise ConfigError(
-                f"--cost {args.cost} has {what} of its own: leave out --{flag.replace('_', '-')}"
-            )
+def _check_read(args: argparse.Namespace) -> None:
+    """Refuse flags that the cost has no use for."""
+    for name in COSTS[args.cost].unread:
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"--cost {args.cost} has no use for {flag}: leave it out")
 
 
 def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> Strategy | None:
     if args.start is None:
         return None
-    if not COSTS[args.cost].takes_start:
-        raise ConfigError(f"--cost {args.cost} starts from no strategy: leave out --start")
     imported = read_strategy_file(args.start)
     if isinstance(imported.content, Strategy):
         return imported.content  # the search says what does not fit
@@ -148,7 +137,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     n_nodes, n_devices = parse_topology(args.topology)
     inside, between = _bandwidths(args)
     memory = _NO_LIMIT_BYTES if args.memory is None else parse_bytes(args.memory)
-    if args.memory is None and args.cost == "simulator":
+    if args.memory is None and COSTS[args.cost].needs_memory:
         raise ConfigError("--topology needs --memory BYTES, what each device may use, such as 12GB")
     return Cluster.uniform(
         n_nodes,
@@ -176,9 +165,9 @@ def _profiled_kind(args: argparse.Namespace) -> str | None:
 
 def _bandwidths(args: argparse.Namespace) -> tuple[float, float | None]:
     if args.bandwidth is None:
-        if COSTS[args.cost].needs_model:
+        if "bandwidth" not in COSTS[args.cost].unread:
             raise ConfigError("--topology needs --bandwidth INSIDE[,BETWEEN], such as 1e10,1.25e9")
-        return 1.0, None  # this cost brings its own links
+        return 1.0, None  # nobody reads it
     values = [parse_bandwidth(part) for part in args.bandwidth.split(",")]
     if len(values) > 2 or not all(value > 0 for value in values):
         raise ConfigError(
@@ -320,8 +309,3 @@ def _check_times(profile: Profile, path: Path) -> None:
             f"profile {path} has backward_compute_time=0 for every operator, and training has a "
             "backward pass: profile it too, or write what it takes (about twice the forward)"
         )
-
-
-def strategy_bytes(strategy: object) -> bytes:
-    """A strategy of any cost as an indented JSON file."""
-    return msgspec.json.format(msgspec.json.encode(strategy), indent=1) + b"\n"

@@ -57,7 +57,7 @@ def _search(args: argparse.Namespace) -> None:
     finally:
         progress.clear()
     if args.output is not None:
-        write_atomically(args.output, cli.strategy_bytes(result.strategy))
+        write_atomically(args.output, result.strategy.to_json())
     print(json_line(result) if args.json else "\n".join(result_lines(result)))
 
 

@@ -17,45 +17,46 @@ from harness.plan.request import PlanRequest, PlanResult
 Planner = Callable[[PlanRequest], PlanResult]
 
 
-@dataclass(frozen=True)
+_MODEL = ("model", "profile", "graph", "rates", "dlrm_tables", "dtype")
+_HARDWARE = ("bandwidth", "device_kind")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """A planner, imported when it is first used, so that `show` does not load compilers.
 
     Attributes:
-        module: where it lives.
-        function: its name there; takes a PlanRequest, returns a PlanResult.
+        module: whose function `plan` takes a PlanRequest and returns a PlanResult.
         summary: what it is, for --help.
-        needs_model: it plans the caller's model; otherwise it brings its own.
-        takes_start: its search can start from a strategy.
+        unread: flags that it has no use for, which are refused.
+        needs_memory: it plans for no device whose memory is not known.
     """
 
     module: str
-    function: str
     summary: str
-    needs_model: bool = True
-    takes_start: bool = False
+    unread: tuple[str, ...] = ()
+    needs_memory: bool = False
 
     def load(self) -> Planner:
-        return cast(Planner, getattr(importlib.import_module(self.module), self.function))
+        return cast(Planner, importlib.import_module(self.module).plan)
 
 
 COSTS = {
     "simulator": Cost(
-        "harness.plan.portfolio",
-        "plan",
-        "the harness's own event-driven simulator, searched by a portfolio",
-        takes_start=True,
+        module="harness.plan.portfolio",
+        summary="the harness's own event-driven simulator, searched by a portfolio",
+        needs_memory=True,
     ),
     "pipedream": Cost(
-        "harness.plan.published.pipedream.planner",
-        "plan",
-        "PipeDream's published formula with transfers counted, by exact dynamic programming",
+        module="harness.plan.published.pipedream.planner",
+        summary="PipeDream's published formula with transfers counted, by exact dynamic "
+        "programming",
+        unread=("start",),
     ),
     "flexflow2018": Cost(
-        "harness.plan.published.flexflow2018.search",
-        "plan",
-        "FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
-        needs_model=False,
+        module="harness.plan.published.flexflow2018.search",
+        summary="FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",
+        unread=(*_MODEL, *_HARDWARE, "start"),
     ),
 }
 
@@ -63,9 +64,8 @@ COSTS = {
 def run(cost: str, request: PlanRequest) -> PlanResult:
     """Plan, and fill in what it took.
 
-    `search_cpu_s` is the CPU time of this process, all threads, from the request's graph to the
-    plan: not the imports, nor reading files, nor writing the explanation where a planner times
-    its search itself.
+    `search_cpu_s` is the CPU time of this process, all threads, from the request to the result:
+    loading or compiling kernels counts, importing modules and reading files do not.
 
     Raises:
         ConfigError: unknown cost.
@@ -80,7 +80,7 @@ def run(cost: str, request: PlanRequest) -> PlanResult:
     rate = result.proposals_per_s or result.n_proposals / max(wall_s, 1e-9)
     return msgspec.structs.replace(
         result,
-        search_cpu_s=result.search_cpu_s or cpu_s,
+        search_cpu_s=cpu_s,
         proposals_per_s=rate,
         peak_rss_bytes=peak_rss_bytes(),
     )

@@ -121,19 +121,17 @@ def search_portfolio(
         PlanError: nothing fits, no operator takes time, or the request lacks graph or profile.
         StrategyError: the request's start is stale or does not fit.
     """
-    if request.graph is None or request.profile is None:
-        raise PlanError("the simulator plans a model: give a graph and its profile")
-    batch = request.batch or request.graph.batch
+    graph, profile = request.model()
+    batch = request.batch or graph.batch
     if batch is None:
-        raise PlanError(f"graph {request.graph.name!r} has no batch: give --batch")
-    graph = request.graph
+        raise PlanError(f"graph {graph.name!r} has no batch: give --batch")
     if graph.batch is None:  # its numbers are for a whole minibatch: take it to be this one
         graph = msgspec.structs.replace(graph, batch=batch)
     simulator = Simulator(
         graph,
-        request.profile,
+        profile,
         request.cluster,
-        options=options or _options_of(request.profile),
+        options=options or _options_of(profile),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)

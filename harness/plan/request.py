@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -12,6 +11,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
 from harness.domain.strategy import Strategy
+from harness.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,7 @@ class PlanRequest:
     """One question: how to spread this model over this cluster.
 
     Attributes:
-        graph: None for `flexflow2018`, which brings its own AlexNet.
-        profile: None where `graph` is.
+        graph, profile: what to train; None for a planner that brings a model of its own.
         cluster: devices in rank order; `--topology` becomes one by `Cluster.uniform`.
         batch: global batch, samples; None where the cost does not need it.
         memory_bytes: limit per device that replaces the cluster's; None keeps the cluster's.
@@ -65,6 +64,16 @@ class PlanRequest:
     seed: int = 0
     progress: Callable[[Progress], None] = ignore_progress
 
+    def model(self) -> tuple[Graph, Profile]:
+        """The model to plan and its times.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if self.graph is None or self.profile is None:
+            raise PlanError("a model is to be planned: give its graph and its profile")
+        return self.graph, self.profile
+
 
 class RunnerUp(msgspec.Struct, frozen=True, kw_only=True):
     """Another plan that was considered, by name; `step_s` is None when it does not fit."""
@@ -84,7 +93,6 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
             where there are fewer samples than devices, or `seconds` ended the search before it.
         method: which search found it, such as `pipeline dynamic programming`.
         memory_bytes: predicted peak per device name.
-        strategy: a domain Strategy, or plain JSON values where the cost has its own plan format.
         explanation: lines for people: breakdown, which link or device binds.
         runners_up: plans that lost, cheapest first.
         n_proposals: plans or states judged.
@@ -100,7 +108,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     speedup_over_single: float
     speedup_over_ddp: float
     memory_bytes: dict[str, int]
-    strategy: Any
+    strategy: Strategy
     explanation: list[str] = []
     runners_up: list[RunnerUp] = []
     n_proposals: int = 0

@@ -95,7 +95,6 @@ def plan(request: PlanRequest) -> PlanResult:
         ],
         n_proposals=found.n_proposals,
         proposals_per_s=found.n_proposals / found.cpu_s if found.n_proposals else 0.0,
-        search_cpu_s=found.cpu_s,
         interrupted=found.interrupted,
     )
 

@@ -44,9 +44,7 @@ def plan(request: PlanRequest) -> PlanResult:
         PlanError: no plan fits the memory, no operator takes time, or the profile lacks an operator
             or device kind.
     """
-    graph, profile, cluster = request.graph, request.profile, request.cluster
-    if graph is None or profile is None:
-        raise PlanError("--cost pipedream needs a profile: give --profile FILE or --model NAME")
+    (graph, profile), cluster = request.model(), request.cluster
     workload = workload_from(graph, profile, cluster.devices[0].kind)
     speeds = _speeds(graph, profile, cluster, workload)
     problem = Problem(workload, levels_for(cluster, request.memory_bytes, speeds, workload))
