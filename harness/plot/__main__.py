@@ -1,5 +1,5 @@
-"""`python -m harness.plot results/`: figures and a report; `import` brings in foreign logs, and
-`trace` writes one run for Perfetto."""
+"""`python -m harness.plot results/` draws figures and a report; `import` reads logs of other
+programs; `trace` writes one run for Perfetto."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from harness.errors import EXIT_CODE, ConfigError, HarnessError, ResultsError
 from harness.inputs import one_line
 from harness.plot.figures import FIGURES
 
-EPILOG = (
-    "figures:\n"
-    + "\n".join(f"  {name:15} {title}" for name, title in FIGURES.items())
-    + "\n\nexit code: 0 when all is drawn that has data (runs, files and lines that cannot be used "
-    "are\nnamed on stderr and in the report), 1 when a figure could not be drawn from its data, "
-    "2 when\nnothing could be done"
+EPILOG = "\n".join(
+    [
+        "figures:",
+        *(f"  {name:17} {title}" for name, title in FIGURES.items()),
+        "",
+        "exit codes:",
+        "  0  every figure that has data is drawn; stderr names unusable runs, files and lines",
+        "  1  a figure could not be drawn from its data",
+        "  2  no figure could be drawn",
+    ]
 )
 MAX_LISTED = 20
 FAILED = 1
@@ -29,27 +33,33 @@ FAILED = 1
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot",
-        description="Draw figures and one self-contained HTML report from a results directory. "
-        "`python -m harness.plot import --help` brings in logs of other programs, "
-        "`python -m harness.plot trace --help` writes one run as a trace for Perfetto.",
+        description="Draw figures and one self-contained HTML report from a results directory.\n"
+        "The report begins with the fastest strategy, the verdicts and the warnings.\n\n"
+        "python -m harness.plot import --help   logs of other programs\n"
+        "python -m harness.plot trace --help    a trace of one run for Perfetto",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("results", type=Path, help="results directory, or one run's directory")
     parser.add_argument(
-        "--out", type=Path, default=Path("plots"), help="where to write (default: plots)"
+        "--out", type=Path, default=Path("plots"), help="output directory (default: plots)"
     )
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", default=[], help="draw these figures only"
     )
     parser.add_argument(
-        "--format", choices=["png", "svg", "pdf"], default="png", help="of the files (default: png)"
+        "--format",
+        choices=["png", "svg", "pdf"],
+        default="png",
+        help="format of the image files (default: png)",
     )
     parser.add_argument(
-        "--timings", action="store_true", help="print on stderr how long each part took"
+        "--timings", action="store_true", help="print the duration of each part on stderr"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one object: files, tables, what was skipped"
+        "--json",
+        action="store_true",
+        help="print one JSON object: files, tables, skipped runs and lines",
     )
     return parser
 
@@ -58,7 +68,7 @@ def _import_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot import",
         description="Turn per-epoch CSVs and DeepSpeed step lines into runs. Importing a file "
-        "again replaces what it gave before. What a log does not say is taken from its name "
+        "again replaces its runs. Facts that a log lacks come from its name "
         "(vit_b16_strong_2gpu.csv) and from these flags.",
     )
     parser.add_argument("paths", type=Path, nargs="+", help="log files, or directories of them")
@@ -69,7 +79,7 @@ def _import_parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", default="deepspeed_zero0", help="default: deepspeed_zero0")
     parser.add_argument(
         "--batch-per-device", type=int, default=16,
-        help="of a micro-step, where a log shows several in a step (default: 16)",
+        help="samples of a micro-step, if a log shows several in a step (default: 16)",
     )  # fmt: skip
     parser.add_argument(
         "--epoch-samples",
@@ -83,8 +93,8 @@ def _import_parser() -> argparse.ArgumentParser:
         default=0.1,
         help="share of the data set that each device trains in a weak scaling log (default: 0.1)",
     )
-    parser.add_argument("--device-kind", default="", help="of a log that does not name its GPU")
-    parser.add_argument("--device-memory", default="", help="of such a GPU, such as 8GiB")
+    parser.add_argument("--device-kind", default="", help="GPU of a log that names none")
+    parser.add_argument("--device-memory", default="", help="memory of that GPU, such as 8GiB")
     return parser
 
 
@@ -109,10 +119,10 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 
 def _make_directory(path: Path) -> None:
-    """Where files are to be written, made before anything is read.
+    """Make the output directory before results are read.
 
     Raises:
-        ConfigError: it cannot be, or may not be written to.
+        ConfigError: the directory cannot be made or written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -172,7 +182,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _complain(lines: Sequence[str]) -> None:
-    """Say on stderr what was left out; all of it is in the report."""
+    """Print skipped and failed parts on stderr; the report has all of them."""
     shown = lines if len(lines) <= MAX_LISTED + 1 else lines[:MAX_LISTED]
     for line in shown:
         print(line, file=sys.stderr)

@@ -154,10 +154,10 @@ def wrap_label(text: str, limit: int = 44) -> str:
 
 
 def spread_caption(what: str) -> str:
-    """What whiskers and shades are, for captions."""
+    """Explain whiskers or shades in a caption."""
     return (
-        f"{what} are 99 % intervals of the median, over repeats where there are several; of fewer "
-        f"than {FEWEST} values they are their range."
+        f"{what} are 99 % intervals of the median, over repeats if there are several; fewer than "
+        f"{FEWEST} values show their range."
     )
 
 

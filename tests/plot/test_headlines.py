@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.domain.record import Sample
 from harness.measure.store import find_runs
 from harness.plot.catalog import Catalog, read_catalog
+from harness.plot.figures import load_figure
 from harness.plot.headlines import Answer, answers, warnings
 
 Write = Callable[..., Path]
@@ -99,3 +102,13 @@ def test_warnings_are_of_every_workload_and_folded_by_kind(
     assert found["Versions differ between runs"] == [
         "runs disagree on the version of torch: 2.12.0, 2.13.0"
     ]
+
+
+def test_the_answer_and_the_figure_have_the_same_throughput() -> None:
+    """Of an even number of repeats, where the median of rates is not the rate of the median."""
+    catalog = catalog_of(Path(__file__).parents[2] / "results")
+    drawn = load_figure("throughput").table(catalog)
+    by_strategy = dict(zip(drawn["strategy"], drawn["throughput_samples_per_s"], strict=True))
+    (answer,) = answers(catalog)
+    assert {len(row.step_s) for _, row in answer.rows} == {2}
+    assert by_strategy == pytest.approx({row.name: row.throughput for _, row in answer.rows})

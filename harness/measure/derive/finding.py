@@ -90,15 +90,18 @@ class _Finding:
         ]
 
     def losses(self) -> list[str]:
-        """Strategies that are no faster than the baseline, or read slower; the slowest first."""
+        """Strategies that are no faster than the baseline, or read slower; the slowest one first,
+        with its cause."""
         best = min(self._measured, key=lambda row: row.median_s or 0.0)
         lost = [row for row in self._measured[1:] if row is not best and _is_loss(row)]
-        return [self._loss(row) for row in sorted(lost, key=lambda row: row.speedup or 0.0)]
+        lost.sort(key=lambda row: row.speedup or 0.0)
+        causes = [self._cause(row) for row in lost[:1]] + [""] * len(lost[1:])
+        return [self._loss(row) + cause for row, cause in zip(lost, causes, strict=True)]
 
     def _loss(self, row: StrategyRow) -> str:
         is_open = row.verdict is None or row.verdict.outcome == "inconclusive"
         words = "reads slower" if is_open else "is no gain"
-        return f"{self._name(row)} {words} ({row.speedup:.2f} times){self._cause(row)}"
+        return f"{self._name(row)} {words} ({row.speedup:.2f} times)"
 
     def _cause(self, row: StrategyRow) -> str:
         """Communication, where the strategy would beat the baseline if none of it were exposed."""

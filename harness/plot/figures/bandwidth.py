@@ -160,12 +160,11 @@ FIGURE = Figure(
     name="bandwidth",
     title="Bandwidth against message size",
     caption=(
-        "Bus bandwidth in GB/s (1e9 bytes per second, one way) of each operation: bytes / median "
-        "time, scaled by nccl-tests' factor so that a perfect ring reads the speed of the link "
-        "whatever the number of ranks. The time is the slowest rank's. The dashed line is what the "
-        "slowest NIC can carry, the dotted one the best bandwidth measured between two nodes. "
-        "Small messages are bound by latency, not by bandwidth. "
-        f"{spread_caption('Shades')}"
+        "Bus bandwidth of each operation, one way (1 GB/s is 1e9 bytes per second): bytes / "
+        "median time of the slowest rank, scaled by the factor of nccl-tests, so that a perfect "
+        "ring reaches the speed of the link for any number of ranks. Dashed: the limit of the "
+        "slowest NIC. Dotted: the best bandwidth measured between two nodes. Latency limits small "
+        f"messages. {spread_caption('Shades')}"
     ),
     better="higher is better; at large messages, close to the dashed line",
     needs="a links run: ./entry.sh links",

@@ -112,11 +112,11 @@ FIGURE = Figure(
     name="device_load",
     title="Device load and temperature over time",
     caption=(
-        "What each device reported during the run: load, temperature, memory, power. Of a GPU, "
-        "memory is what anybody uses of it. Of a CPU, load and memory are its rank's process's "
-        "own: percent of the cores that the rank may use, and the resident set. A device that is "
-        "hot and falls in load is throttling; one that is idle waits for data or for other ranks. "
-        "Of repeats the first is drawn. Times are seconds or minutes from each rank's own start."
+        "Load, temperature, memory and power of each device during the run. For a GPU, memory is "
+        "the use of all processes. For a CPU, load (share of the rank's cores) and memory "
+        "(resident set) are of the rank's process. A hot device whose load falls is throttling; "
+        "an idle device waits for data or for other ranks. Of several repeats the first is drawn. "
+        "Time starts with each rank."
     ),
     better="load: higher is better; temperature: lower and steady is better",
     needs="a run on devices with counters (NVML), or imported logs",

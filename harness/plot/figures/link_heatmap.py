@@ -192,10 +192,11 @@ FIGURE = Figure(
     name="link_heatmap",
     title="Links between every pair of ranks",
     caption=(
-        "Every ordered pair of ranks, each way measured on its own: a row sends to a column. "
-        "Left: bandwidth of the largest message. Right: latency, half a round trip of the smallest "
-        "one. Dark cells are slow in both; a dark row or column points to one node's NIC. Colours "
-        "of bandwidth begin at 0, those of latency are logarithmic, over a factor of two at least."
+        "Every ordered pair of ranks: rows send to columns, and each direction is measured "
+        "separately. Left: bandwidth of the largest message. Right: latency, half the round trip "
+        "of the smallest message. Dark cells are slow in both; a dark row or column points to one "
+        "node's NIC. Colours of bandwidth start at 0; those of latency are logarithmic and span "
+        "at least a factor of two."
     ),
     better="bandwidth: higher is better; latency: lower is better",
     needs="a links run: ./entry.sh links",

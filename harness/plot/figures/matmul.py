@@ -199,10 +199,10 @@ FIGURE = Figure(
     name="matmul",
     title="Matrix multiplication on each device",
     caption=(
-        "Floating-point operations per second of one dense product, 2n³ / median time, on each "
-        "device alone, verified against a float64 reference. Full lines are rank 0, pale lines the "
-        "other ranks. A black bar is the published dense peak where it is known; a red cross would "
-        "be a rate above it, which is a wrong measurement."
+        "FLOP/s of one dense matrix product on each single device: 2n³ / median time, verified "
+        "against a float64 reference. Full lines are rank 0, pale lines the other ranks. A black "
+        "bar is the published dense peak, if it is known; a red cross marks a rate above it, "
+        "which is a wrong measurement."
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",

@@ -146,11 +146,10 @@ FIGURE = Figure(
     name="memory",
     title="Peak memory",
     caption=(
-        "The highest use of memory during the run, on the rank where it was highest. The black "
-        "mark is what that device has (for a CPU: the limit of its rank), written at "
-        "the right where it is far more. A run out of memory "
-        "stays as a red cross. The simulator predicts the tensors of training alone, so that the "
-        "resident set of a process, which holds the interpreter and the libraries too, lies above."
+        "Peak memory of the rank that used most. The black mark is the device's memory (for a "
+        "CPU, the limit of its rank), written at the right if it is far larger. A run out of "
+        "memory is a red cross. The simulator predicts the tensors of training only; the resident "
+        "set of a process is larger, because it also holds the interpreter and the libraries."
     ),
     better="lower is better",
     needs="a training run: ./entry.sh train",

@@ -122,10 +122,9 @@ FIGURE = Figure(
     name="memory_bandwidth",
     title="Memory bandwidth of each device",
     caption=(
-        "How fast each device reads and writes its own memory: STREAM's copy (two arrays) and "
-        "triad (three arrays), traffic / median time, on arrays larger than its caches. It "
-        "bounds all that computes little on much data, such as the optimizer. "
-        f"{spread_caption('Whiskers')}"
+        "Rate at which each device reads and writes its own memory: traffic / median time of "
+        "STREAM's copy (two arrays) and triad (three arrays), on arrays larger than the caches. "
+        f"It limits memory-bound work such as the optimizer. {spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="a matmul run: ./entry.sh matmul",

@@ -142,10 +142,10 @@ FIGURE = Figure(
     name="pipeline_bubble",
     title="Pipeline bubble",
     caption=(
-        "The share of a step in which the ranks of a pipeline idle: they neither compute nor run "
-        "the optimizer, because the pipeline fills or drains, a stage is slower than another, or a "
-        "transfer or a gradient is awaited. The bar is the mean over ranks, a dot each rank, the "
-        f"black mark the same of the simulated step. {spread_caption('Whiskers')}"
+        "Share of a step in which the ranks of a pipeline idle: they neither compute nor run the "
+        "optimizer, because the pipeline fills or drains, another stage is slower, or a transfer "
+        "or gradient has not arrived. The bar is the mean over ranks, dots are single ranks, the "
+        f"black mark is the simulated step. {spread_caption('Whiskers')}"
     ),
     better="lower is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",

@@ -206,11 +206,10 @@ FIGURE = Figure(
     name="prediction",
     title="Predicted against measured step time",
     caption=(
-        "Each point is a run: what planning predicted for its step, and the median of its "
-        "steps; the whisker is their 99 % interval, of fewer than 8 steps their range. On the "
-        "diagonal the prediction is exact; below it the run was slower than predicted. The bands "
-        "are 10 % and 20 % off; points that miss by more are named. Predictions are made before "
-        "the run and never corrected afterwards."
+        "Each point is one planned run: predicted step against the median of its measured steps, "
+        "with the 99 % interval (below 8 steps the range). On the diagonal the prediction is "
+        "exact; below it the prediction was optimistic. Bands mark 10 % and 20 %; points outside "
+        "them are named. Predictions are made before the run and never changed."
     ),
     better="nearer to the diagonal is better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",

@@ -182,14 +182,14 @@ def _verdict(row: Any) -> str:
 
 FIGURE = Figure(
     name="prediction_choice",
-    title="What the predicted choice costs",
+    title="Regret of the predicted choice",
     caption=(
-        "A panel for each cell: strategies for one model, batch, dtype and cluster, from the "
-        "fastest predicted down. Where the prediction orders them rightly, the filled points "
-        "(measured) go to the right from row to row. Regret is what is lost by training the "
-        "strategy that was predicted to be the fastest instead of the one that is; rank "
-        "correlation is Spearman's, blank below three strategies. Repeats count as one strategy. A "
-        "strategy that failed has its predicted step only; as the choice it has no regret."
+        "One panel per cell (model, batch, dtype and cluster), with strategies in the order of "
+        "their predicted steps. If that order is right, the filled points (measured) move right "
+        "from row to row. Regret is the extra step time of the strategy that was predicted to be "
+        "fastest, over the one that was measured to be fastest. Rank correlation is Spearman's "
+        "and needs three strategies. Repeats count as one strategy. A failed strategy has a "
+        "predicted step only, and no regret if it was the choice."
     ),
     better="lower regret is better; rank correlation 1 is best",
     needs="training runs by two or more strategies: ./entry.sh train --strategy ddp searched",

@@ -1,4 +1,4 @@
-"""Where the error of a prediction comes from: the difference of every part of the step."""
+"""Prediction error by part of the step: the difference of every part of the step."""
 
 from __future__ import annotations
 
@@ -117,17 +117,17 @@ def _draw_model(axes: Axes, model: str, rows: pd.DataFrame) -> None:
 
 FIGURE = Figure(
     name="prediction_error",
-    title="Where the error of a prediction comes from",
+    title="Prediction error by part of the step",
     caption=(
-        "Predicted less measured seconds of each part of a step, as a share of the measured step: "
-        "mean over the ranks that compute and over the middle half of the steps. To the left, the "
-        "part took longer than predicted. The parts sum to the diamond: not quite the error of "
-        "the step, which is of its slowest rank and of the median step. "
-        "Contention is what computing takes longer because transfers run beside it: predicted from "
-        "what a byte and a message cost their ends, measured as computing in a step less that in "
-        "steps without communication (where a run has none, compute holds it). Exposed "
-        "communication holds all that waiting for other ranks costs; the rest (data, copies, time "
-        "between spans) is not predicted at all."
+        "Predicted minus measured time of each part of a step, as a share of the measured step: "
+        "mean over the ranks that compute and over the middle half of the steps. Bars to the "
+        "left: the prediction was optimistic. The diamond is the sum of the parts; the error of "
+        "the step differs from it, because that is of the slowest rank and of the median step. "
+        "Contention is the slowdown of computation by concurrent transfers: predicted from the "
+        "processor time per transferred byte, measured as computation minus computation in steps "
+        "without communication (compute includes it if a run has no such steps). Exposed "
+        "communication includes waits for other ranks. The rest (data, copies, time between "
+        "spans) is not predicted."
     ),
     better="shorter bars are better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",

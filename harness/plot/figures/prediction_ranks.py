@@ -133,14 +133,13 @@ def _ranks_in_words(ranks: list[int]) -> str:
 
 FIGURE = Figure(
     name="prediction_ranks",
-    title="Which ranks compute longer than predicted",
+    title="Prediction error by rank",
     caption=(
-        "Predicted less measured seconds of computing of each rank, as a share of the measured "
-        "step: mean over repeats and over the middle half of the steps; the numbers are ranks. To "
-        "the left of zero a rank computed longer than predicted. Where some ranks lie left and "
-        "others right, the mean over ranks looks right and the waits between them are not: one "
-        "stage's operators, or one device's profile, are off. Computing is that of steps without "
-        "communication where the run has those, else that of the steps."
+        "Predicted minus measured computation time of each rank, as a share of the measured step: "
+        "mean over repeats and over the middle half of the steps. The numbers are ranks. Left of "
+        "zero the prediction was optimistic. If ranks lie on both sides, the mean over ranks "
+        "looks right, although one stage's operators or one device's profile are wrong. "
+        "Computation is measured in steps without communication, if the run has any."
     ),
     better="nearer to zero is better",
     needs="a training run by a strategy on several ranks: ./entry.sh train --strategy searched",

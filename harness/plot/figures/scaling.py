@@ -256,13 +256,13 @@ FIGURE = Figure(
     name="scaling",
     title="Strong and weak scaling efficiency",
     caption=(
-        "How much of perfect speed-up is left with more devices. Strong scaling keeps the whole "
-        "problem and divides it: t(1) / (n t(n)). Weak scaling keeps the problem of each device: "
-        "t(1) / t(n). The problem is a step's global batch, an epoch's samples or a product's "
-        "FLOPs. 100 % (grey) means that adding devices costs nothing. A series starts at the run "
-        "on the fewest devices; its line is dashed where it skips more than a doubling would. "
-        "Where the devices of a run are unlike, it starts at the first rank alone, and 100 % is "
-        f"not the ideal. {spread_caption('Whiskers')}"
+        "How much of the ideal speed-up remains with more devices. Strong scaling divides a fixed "
+        "problem: t(1) / (n t(n)). Weak scaling gives each device a fixed problem: t(1) / t(n). "
+        "The problem is a global batch, the samples of an epoch or the FLOPs of a product. 100 % "
+        "(grey) is ideal. A series starts at its run on the fewest devices; its line is dashed "
+        "between points that are more than a doubling apart. If a run has unlike devices, its "
+        "series starts at the first rank's device, so 100 % is not the ideal. "
+        f"{spread_caption('Whiskers')}"
     ),
     better="higher is better",
     needs="runs of one problem on two numbers of devices: ./entry.sh train or matmul",

@@ -133,10 +133,9 @@ FIGURE = Figure(
     name="stage_times",
     title="Time of each pipeline stage",
     caption=(
-        "What one microbatch takes in each stage, forward, recomputation and backward, without "
-        "what the rank waits inside; on the slowest of the stage's ranks. The slowest stage paces "
-        "the pipeline; bars of equal length are a balanced pipeline. The black mark is the same of "
-        "the simulated step."
+        "Time of one microbatch in each stage: forward, recomputation and backward, without "
+        "waits, on the slowest rank of the stage. The slowest stage limits the pipeline; equal "
+        "bars are a balanced pipeline. The black mark is the simulated step."
     ),
     better="equal bars are better; shorter is better",
     needs="a run of two or more stages: ./entry.sh train --strategy pipeline",

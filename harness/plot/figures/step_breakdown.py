@@ -125,13 +125,13 @@ FIGURE = Figure(
     name="step_breakdown",
     title="Where the time of a step goes",
     caption=(
-        "The mean step of the ranks that compute, split into its phases. Exposed "
-        "communication is the part of the transfers that no computation hides: it is what a "
-        "better link or a better strategy can win. Other is time that no span explains. "
-        "no_sync_exposed_s is a second reading of exposed communication: the step minus the same "
-        "step without communication; it holds slowed_compute_s too, what communication takes from "
-        "computing. In a pipeline it is far less: without communication the slowest rank still "
-        "takes its time, while the first reading is the mean over ranks, which wait for that one."
+        "The mean step of the ranks that compute, split into phases. Exposed communication is the "
+        "part of the transfers that no computation hides; a better link or strategy can shorten "
+        "it. Other is time without a span. The table has a second estimate of exposed "
+        "communication (no sync exposed): the step minus a step without communication. It "
+        "includes slowed compute, the slowdown of computation by concurrent transfers. In a "
+        "pipeline the second estimate is much smaller, because it is of the slowest rank, while "
+        "the first is a mean over ranks, most of which wait for that one."
     ),
     better="shorter is better; less orange is better",
     needs="a training run with step spans: ./entry.sh train",

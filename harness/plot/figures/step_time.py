@@ -141,11 +141,10 @@ FIGURE = Figure(
     name="step_time",
     title="Time of every step",
     caption=(
-        "Wall time of each step (or epoch, where only epochs were logged), the maximum over "
-        "ranks, after the warm-up. The dashed line is the median over repeats of "
-        "their medians. Red circles are outliers: above the third quartile by three interquartile "
-        "ranges and above the median by a tenth. "
-        "Repeats of one configuration are drawn in lighter tones."
+        "Wall time of each step after warm-up (or epoch, if only epochs were logged): the maximum "
+        "over ranks. The dashed line is the median over repeats. Red circles are outliers: more "
+        "than three interquartile ranges above the third quartile, and more than 10 % above the "
+        "median. Repeats of one configuration have lighter tones."
     ),
     better="lower and flatter is better",
     needs="a training run: ./entry.sh train",

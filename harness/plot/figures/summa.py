@@ -162,13 +162,12 @@ def _draw_times(axes: Axes, table: pd.DataFrame) -> None:
 
 FIGURE = Figure(
     name="summa",
-    title="One product over all devices",
+    title="One matrix product over all devices",
     caption=(
-        "One matrix product distributed over all ranks in blocks (SUMMA). Left: FLOP/s of all "
-        "devices together; the percentage is the efficiency against the sum of the peaks that "
-        "each device reached alone (black mark); above 100 %, in red, that peak is too low. Right: "
-        "the product's time, and of it the slowest rank's computing and the transfers that "
-        "computing did not hide."
+        "One matrix product distributed in blocks over all ranks (SUMMA). Left: FLOP/s of all "
+        "devices together; the percentage is the efficiency against the sum of the single "
+        "devices' peaks (black mark). Above 100 %, in red, that peak was measured too low. Right: "
+        "time of the product, with computation and exposed communication of the slowest rank."
     ),
     better="left: higher is better; right: shorter is better",
     needs="a matmul run on several ranks: ./entry.sh matmul",

@@ -68,9 +68,9 @@ def _numbers(known: list[Any]) -> dict[str, Any]:
     median, low, high = first.throughput, first.throughput_low, first.throughput_high
     cv, n_values = first.duration.cv, first.duration.n
     if len(known) > 1:
-        over = summarize([summary.throughput for summary in known], shortest=0)
-        median, low, high, cv = over.median, over.low, over.high, over.cv
-        n_values = over.n
+        over = summarize([summary.duration.median for summary in known], shortest=0)
+        median, low, high = (first.n_samples / s for s in (over.median, over.high, over.low))
+        cv, n_values = over.cv, over.n
     return {
         "n_values": n_values,
         "throughput_samples_per_s": median,
@@ -131,9 +131,9 @@ FIGURE = Figure(
     name="throughput",
     title="Training throughput by strategy",
     caption=(
-        "Samples that the whole job trains in a second: global batch / median step time. The bar "
-        "is the median, over repeats where there are several, else over the steps of the one run. "
-        f"{spread_caption('Whiskers')} A red cross stands for a run that gave no number."
+        "Samples per second of the whole job: global batch / median step time. The bar is the "
+        "median over repeats, or over the steps of a single run. "
+        f"{spread_caption('Whiskers')} A red cross marks a run without a result."
     ),
     better="higher is better",
     needs="a training run: ./entry.sh train",

@@ -193,16 +193,16 @@ FIGURE = Figure(
     name="timeline",
     title="One step of every rank, predicted and measured",
     caption=(
-        "The simulated step above the measured step of median duration, on one scale of time. Each "
-        "rank has a row: computing above, with the number of the microbatch, transfers and waiting "
-        "in the narrow strip below. A measured wait lasts until the transfer has arrived, so "
-        "it holds waiting for the sender; a predicted transfer is drawn while it is under way. "
-        "Ranks begin and end a step at times of their own; its duration is the longest of theirs. "
-        "They are aligned by offsets of their clocks that were measured when the run began, with "
-        "the stated error. Of repeats the first is drawn. Zoom into a whole run with: "
-        "python -m harness.plot trace results/<run>"
+        "The simulated step above the measured step of median duration, on one time scale. Each "
+        "rank has a row: computation with its microbatch above, transfers and waits in the narrow "
+        "strip below. A measured wait lasts until the transfer has arrived, so it includes "
+        "waiting for the sender; a predicted transfer is drawn while its bytes move. Ranks begin "
+        "and end a step at different times; the step lasts as long as that of the slowest rank. "
+        "Ranks are aligned by clock offsets that were measured when the run began, with the "
+        "stated error. Of several repeats the first is drawn. For a whole run: python -m "
+        "harness.plot trace results/<run>"
     ),
-    better="no bar and shorter is better: white is idle",
+    better="shorter is better; less white (idle) is better",
     needs="a training run by a strategy: ./entry.sh train --strategy searched",
     table=table,
     draw=draw,

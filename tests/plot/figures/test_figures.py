@@ -107,7 +107,7 @@ def test_whiskers_of_few_values_are_said_to_be_their_range(catalog: Catalog) -> 
     assert drawn.count(b"(range of 3)") == 2
     assert b"(range of 40)" not in drawn
     for name in ("throughput", "pipeline_bubble", "memory_bandwidth", "bandwidth", "scaling"):
-        assert "of fewer than 8 values they are their range" in load_figure(name).caption
+        assert "fewer than 8 values show their range" in load_figure(name).caption
 
 
 def test_mfu_of_measured_peak_uses_the_matmul_run_beside_it(catalog: Catalog) -> None:
