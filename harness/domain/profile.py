@@ -24,9 +24,6 @@ SCHEMA_VERSION = 2
 _QUARTILES, _FEW = 1.349, 1.12
 
 
-# Fields of a measurement: how else the executor may carry the backward pass out.
-BACKWARD_VARIANTS = ("in_place_backward_s", "input_backward_s")
-
 MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 
 
@@ -45,12 +42,6 @@ class Measurement(
         saved_bytes: what the forward pass keeps for the backward pass; None when not measured.
         spread: interquartile range over the median of forward plus backward; None when unknown.
         n_samples: of the medians; None when unknown.
-        in_place_backward_s: of the backward pass where gradients of large weights are written where
-            they stay, as the executor does on CPUs, and those of a microbatch are added to what is
-            there; None for other operators.
-        input_backward_s: of the part of the backward pass that gives the gradients of inputs, where
-            the executor may compute those of weights later, for all microbatches together; None
-            for other operators.
     """
 
     device_kind: str
@@ -62,8 +53,6 @@ class Measurement(
     saved_bytes: Count | None = None
     spread: float | None = None
     n_samples: Count | None = None
-    in_place_backward_s: float | None = None
-    input_backward_s: float | None = None
 
     @property
     def key(self) -> MeasurementKey:
@@ -80,9 +69,9 @@ class Measurement(
         return math.sqrt(math.pi / (2 * n)) * deviation
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s", *BACKWARD_VARIANTS):
+        for field in ("forward_s", "backward_s"):
             value = getattr(self, field)
-            if value is not None and not is_amount(value, MOST_S):
+            if not is_amount(value, MOST_S):
                 raise GraphError(
                     f"operator {self.operator!r} on {self.device_kind!r} has {field} {value}: "
                     "a time must be >= 0, and at most 1e10 s"

@@ -35,16 +35,11 @@ _LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing withou
 
 
 class OperatorTime(NamedTuple):
-    """Seconds of one operator at one shape; `fitted` says that it was not measured there.
-
-    Attributes:
-        input_s: of backward, to inputs alone; None when that was not measured.
-    """
+    """Seconds of one operator at one shape; `fitted` says that it was not measured there."""
 
     forward_s: float
     backward_s: float
     fitted: bool
-    input_s: float | None = None
 
     @property
     def total_s(self) -> float:
@@ -206,7 +201,6 @@ class _Curve:
     def __init__(self, points: list[Measurement]) -> None:
         self._points = points
         self._passes: tuple[_Pass, _Pass] | None = None
-        self._variants: dict[str, _Pass | None] = {}
         self.exact = {tuple(point.shape.items()): point for point in points}
         self.is_noisy = any(point.relative_noise for point in points)
 
@@ -219,16 +213,6 @@ class _Curve:
                 _Pass(self._points, wholes, lambda point: point.backward_s),
             )
         return self._passes
-
-    def variant(self, operator: Operator, field: str) -> _Pass | None:
-        """Backward as one of BACKWARD_VARIANTS; None if not measured."""
-        if field not in self._variants:
-            points = [point for point in self._points if getattr(point, field) is not None]
-            wholes = _whole_weights(operator)
-            self._variants[field] = (
-                _Pass(points, wholes, lambda point: getattr(point, field)) if points else None
-            )
-        return self._variants[field]
 
 
 def _whole_weights(operator: Operator) -> dict[str, int]:
@@ -256,14 +240,12 @@ class OperatorTimes:
         *,
         shape: dict[str, int] | None = None,
         dtype: str | None = None,
-        in_place: bool = False,
     ) -> OperatorTime:
         """Seconds of one shard of an operator.
 
         Args:
             shape: of the shard's output; the operator's whole output when None.
             dtype: that was profiled; the profile's only one when None, else the operator's own.
-            in_place: its gradients are written where they stay.
 
         Raises:
             PlanError: the profile does not know the operator on that kind of device.
@@ -274,14 +256,7 @@ class OperatorTimes:
         curve = self._curve(operator, device_kind, dtype)
         if curve is None:
             raise PlanError(self._unknown(operator, device_kind, self.dtype_of(operator, dtype)))
-        found = self._found(curve, operator, shape)
-        backward = curve.variant(operator, "in_place_backward_s") if in_place else None
-        of_inputs = curve.variant(operator, "input_backward_s")
-        if backward is not None:
-            found = found._replace(backward_s=backward.at(shape))
-        if of_inputs is not None and shape:
-            found = found._replace(input_s=of_inputs.at(shape))
-        return found
+        return self._found(curve, operator, shape)
 
     def dtype_of(self, operator: Operator, dtype: str | None = None) -> str:
         """The dtype of the times that `lookup` finds."""

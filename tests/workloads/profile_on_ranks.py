@@ -23,16 +23,6 @@ from harness.workloads.profile.measure import Measured, PointMeasurer
 from harness.workloads.profile.workload import run_profile
 
 
-def large_linear(n_classes: int, n_channels: int, image_size: int) -> nn.Module:
-    """Of its linear layers the second is large and has a gradient to hand back."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(n_channels * image_size**2, 1024),
-        nn.Linear(1024, 1024),
-        nn.Linear(1024, n_classes),
-    )
-
-
 class _Masked(nn.Module):
     """Attention with a causal mask of minus infinity, as nanoGPT writes it."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,22 +11,15 @@ from harness.domain.cluster import Device
 from harness.domain.graph import Graph
 from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
-from harness.domain.sharding import full_shape, output_sizes, weight_dims
+from harness.domain.sharding import full_shape, output_sizes
 from harness.plan.fit import OperatorTimes
 
 
 class BlockSeconds(NamedTuple):
-    """Of one block on one device; `input_s` is the part of backward that gives the gradients of
-    inputs."""
+    """Of one block on one device."""
 
     forward_s: float
     backward_s: float
-    input_s: float
-
-    @property
-    def weight_s(self) -> float:
-        """The part of backward that gives the gradients of weights."""
-        return self.backward_s - self.input_s
 
 
 class BlockTimes:
@@ -36,7 +28,6 @@ class BlockTimes:
     Args:
         samples: of the microbatch.
         shapes: of the operators, for a microbatch.
-        in_place_bytes: see SimulatorOptions.
     """
 
     def __init__(
@@ -46,10 +37,9 @@ class BlockTimes:
         devices: Sequence[Device],
         samples: int,
         shapes: Sequence[dict[str, int]],
-        in_place_bytes: float,
     ) -> None:
         self._graph, self._devices, self._shapes = graph, devices, shapes
-        self._samples, self._in_place_bytes = samples, in_place_bytes
+        self._samples = samples
         self._times = OperatorTimes(profile)
         self._profile, self._graph_hash = profile, graph.content_hash()
         self._seconds: dict[object, BlockSeconds] = {}
@@ -69,32 +59,13 @@ class BlockTimes:
             is_whole = all(sizes[dim] == self._shapes[op][dim] for dim in sizes if dim not in shown)
             if operator.shape:
                 shape = shown if is_whole else sizes
-                time = self._times.lookup(
-                    operator,
-                    kind,
-                    shape=shape,
-                    in_place=self._is_in_place(op, sizes),
-                )
+                time = self._times.lookup(operator, kind, shape=shape)
             else:
                 # An unknown shape: in proportion.
                 time = self._times.lookup(operator, kind)
                 factor *= volume(block) / self._full_volume(op)
-            # A product of inputs' gradients is of the size of the forward one.
-            input_s = time.forward_s if time.input_s is None else time.input_s
-            self._seconds[key] = BlockSeconds(
-                time.forward_s * factor,
-                time.backward_s * factor,
-                min(input_s, time.backward_s) * factor,
-            )
+            self._seconds[key] = BlockSeconds(time.forward_s * factor, time.backward_s * factor)
         return self._seconds[key]
-
-    def _is_in_place(self, op: int, sizes: dict[str, int]) -> bool:
-        """Whether the gradients of a block's weights are written where they stay."""
-        operator, whole = self._graph.operators[op], self._shapes[op]
-        if operator.kind != "linear":
-            return False
-        shares = [sizes[dim] / whole[dim] for dim in weight_dims(operator) if dim in sizes]
-        return math.prod(shares) * operator.parameter_bytes >= self._in_place_bytes
 
     def _full_volume(self, op: int) -> float:
         """Elements of the output at the graph's own batch, with partial dims."""

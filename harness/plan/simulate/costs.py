@@ -7,7 +7,6 @@ touches: that is the simulator's delta.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
-from harness.domain.partition import SAMPLE, Block, volume
+from harness.domain.partition import Block, volume
 from harness.domain.profile import Profile
 from harness.domain.sharding import (
     full_blocks,
@@ -24,7 +23,6 @@ from harness.domain.sharding import (
     full_units,
     input_block,
     is_partial,
-    output_sizes,
     weight_dims,
     weight_part,
 )
@@ -52,8 +50,6 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
-        input_s: of backward, to inputs alone.
-        fed_bytes: inputs and outputs of a product with weights; 0 for other operators.
         shared_bytes: of the weights, those that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
     """
@@ -61,9 +57,7 @@ class OperatorCosts:
     active: npt.NDArray[np.bool_]
     forward_s: Floats
     backward_s: Floats
-    input_s: Floats
     output_bytes: Floats
-    fed_bytes: Floats
     weight_bytes: Floats
     shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
@@ -74,7 +68,7 @@ class Costs:
 
     Args:
         samples: of the microbatch that every shape is scaled to.
-        in_place_bytes, wire_bytes_per_fp32_byte: see SimulatorOptions.
+        wire_bytes_per_fp32_byte: see SimulatorOptions.
 
     Attributes:
         shapes: of the operators, for a microbatch.
@@ -92,7 +86,6 @@ class Costs:
         cluster: Cluster,
         samples: int,
         *,
-        in_place_bytes: float = math.inf,
         wire_bytes_per_fp32_byte: float = 1.0,
     ) -> None:
         self.graph, self.samples = graph, samples
@@ -102,11 +95,7 @@ class Costs:
         self.shapes = [
             full_shape(op, batch=samples, graph_batch=graph.batch) for op in graph.operators
         ]
-        self.times = BlockTimes(
-            graph, profile, cluster.devices, samples, self.shapes, in_place_bytes
-        )
-        self._index = graph.index()
-        self._joined: dict[object, Floats] = {}
+        self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes)
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
         self._fans: dict[object, Fan] = {}
@@ -143,28 +132,6 @@ class Costs:
         operator, batch = self.graph.operators[op], self.graph.batch
         return full_units(operator, batch=self.samples, graph_batch=batch)
 
-    def joined_s(self, op: int, plan: OperatorPlan, n: int) -> Floats:
-        """(n_devices,) seconds of the gradients of weights, computed together for `n` microbatches
-        (`runtime.executor.deferred`): what backward of all of them takes beyond that to inputs.
-        Without samples its size is not known, and it takes as long as they do one by one.
-        """
-        key = (op, self._key(plan), n)
-        found = self._joined.get(key)
-        if found is None:
-            found = np.zeros(self.n_devices)
-            dims = list(self.shapes[op])
-            for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
-                least_s = n * self.times.block_s(op, block, device).weight_s
-                if SAMPLE in dims:
-                    all_n = tuple(
-                        (start * n, stop * n) if dim == SAMPLE else (start, stop)
-                        for dim, (start, stop) in zip(dims, block, strict=True)
-                    )
-                    least_s = min(least_s, self.times.block_s(op, all_n, device).weight_s)
-                found[device] += least_s
-            self._joined[key] = found
-        return found
-
     def bytes_per_element(self, op: int) -> float:
         """Of the output; from the bytes of the whole, so that unknown shapes and lists work too."""
         operator = self.graph.operators[op]
@@ -185,8 +152,7 @@ class Costs:
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
-        forward, backward, to_inputs = np.zeros(n), np.zeros(n), np.zeros(n)
-        output, fed = np.zeros(n), np.zeros(n)
+        forward, backward, output = np.zeros(n), np.zeros(n), np.zeros(n)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         shown = self._shown(op)
@@ -194,33 +160,15 @@ class Costs:
             seconds = self.times.block_s(op, block, device)
             forward[device] += seconds.forward_s
             backward[device] += seconds.backward_s
-            to_inputs[device] += seconds.input_s
             output[device] += per_element * volume(tuple(block[k] for k in shown))
-            fed[device] += self._input_bytes(op, block)
             active[device] = True
-        if is_product(operator):
-            fed += output
         slices = self._slices(operator, op, plan)
         weight, shared = np.zeros(n), np.zeros(n)
         for n_bytes, devices in slices:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        return OperatorCosts(
-            active, forward, backward, to_inputs, output, fed, weight, shared, slices
-        )
-
-    def _input_bytes(self, op: int, block: Block) -> float:
-        """What a block of a product with weights reads."""
-        operator, found = self.graph.operators[op], 0.0
-        if not is_product(operator):
-            return found
-        for argument, name in enumerate(operator.inputs):
-            k = self._index[name]
-            theirs = output_sizes(self.graph.operators[k], self.shapes[k])
-            read = input_block(operator, self.shapes[op], block, theirs, argument=argument)
-            found += self.bytes_per_element(k) * volume(read)
-        return found
+        return OperatorCosts(active, forward, backward, output, weight, shared, slices)
 
     def _shown(self, op: int) -> list[int]:
         """Positions of the dims that the output really has."""

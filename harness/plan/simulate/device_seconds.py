@@ -11,7 +11,7 @@ from harness.plan.simulate.simulator import Simulator, Trial
 
 def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:
     """(n_devices, n_placed) of a microbatch, forward and backward: each operator whole on each
-    device, with its part of what all microbatches take together."""
+    device."""
     devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
     alike: dict[object, Floats] = {}
     found = []
@@ -24,8 +24,7 @@ def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) 
             trial = Trial(simulator, plans, batch=batch, n_microbatches=n_microbatches)
             lowered = trial.lowered()
             ops = (lowered.rows // len(devices)).tolist()
-            seconds = lowered.work.seconds[:3] + lowered.work.joined_s[:3] / n_microbatches
-            by_op = dict(zip(ops, seconds.sum(axis=0), strict=True))
+            by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
             alike[key] = np.array([by_op[op] for op in simulator.placed])
         found.append(alike[key])
     return np.stack(found)

@@ -239,8 +239,6 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             m, row = divmod(rest, rows)
             device = work.device_of[row]
             seconds = work.seconds[what, row]
-            if m == work.n_microbatches - 1:
-                seconds += work.joined_s[what, row]
             start[task] = now
             if is_timed:
                 running[device] = task

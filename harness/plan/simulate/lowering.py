@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ class Lowered:
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
-        joined: (n_devices,) bytes that products keep of a step's microbatches for their weights.
     """
 
     work: Work
@@ -40,7 +39,6 @@ class Lowered:
     rows: Ints
     last: Ints
     peak: Floats
-    joined: Floats
 
 
 def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
@@ -49,19 +47,17 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
     rows, row_at = _number_rows(tables.active)
     returns = edges.returns & simulator.returns[edges.source // n_devices]
     following, position, first, last, gate, peak = _ordered(tables, flow, rows, row_at, returns)
-    gradients = _gradients(simulator, tables, flow, rows)
+    is_deferred = _defers_weights(simulator, tables, flow, rows)
     if simulator.options.overlap:
-        triggers = _triggers(buckets, flow, position, row_at, gradients.is_apart)
+        triggers = _triggers(buckets, flow, position, row_at, is_deferred)
     else:
         triggers = last[buckets.end_device]
-    seconds = _seconds(simulator, tables, flow, rows, gradients)
+    seconds = _seconds(simulator, tables, flow, rows, is_deferred)
     seconds += tables.mean_size * _streams(simulator, tables, rows, row_at)
-    joined_s = _joined_seconds(simulator, tables, flow, rows, gradients)
     found = Work(
         n_microbatches=flow.n_microbatches,
         device_of=rows % n_devices,
         seconds=seconds,
-        joined_s=joined_s,
         following=following,
         first=first,
         gate=gate,
@@ -85,9 +81,6 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
         rows=rows,
         last=last,
         peak=peak,
-        joined=np.bincount(
-            rows % n_devices, weights=gradients.kept_bytes, minlength=n_devices
-        ).astype(float),
     )
 
 
@@ -206,42 +199,29 @@ def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> 
 
 
 def _seconds(
-    simulator: Simulator, tables: Tables, flow: Flow, rows: Ints, gradients: _Gradients
+    simulator: Simulator,
+    tables: Tables,
+    flow: Flow,
+    rows: Ints,
+    is_deferred: npt.NDArray[np.bool_],
 ) -> Floats:
     """(4, n_rows): forward, backward, weight pass and recomputation.
 
-    Adding gradients up, from the second microbatch on, is shared out evenly over all of them; a
-    product in place adds by itself, and is measured so. What joined microbatches take together is
-    not in it.
+    Adding gradients up, from the second microbatch on, is shared out evenly over all of them. Of a
+    product, the gradients of the inputs take as long as the forward pass, which is as large.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
-    to_inputs = tables.input_s.ravel()[rows]
+    to_inputs = np.minimum(forward, backward)
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
     n_summed = 1 if simulator.options.updates_each_microbatch else n  # into one update
     streamed = ADDS * weight_bytes * (n_summed - 1) / n_summed
     streamed += COPIES * tables.shared_bytes.ravel()[rows] / n_summed
-    is_streamed = ~(gradients.in_place | gradients.is_joined)
-    stream_s = np.where(is_streamed, streamed, 0.0) * _stream_rates(simulator, rows)
-    is_split = gradients.is_apart & ~gradients.is_joined
-    weight = np.where(is_split, backward - to_inputs + stream_s, 0.0)
-    backward = np.where(is_split | gradients.is_joined, to_inputs, backward + stream_s)
+    stream_s = streamed * _stream_rates(simulator, rows)
+    weight = np.where(is_deferred, backward - to_inputs + stream_s, 0.0)
+    backward = np.where(is_deferred, to_inputs, backward + stream_s)
     if simulator.options.updates_each_microbatch:
         weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
     return np.stack([forward, backward, weight, forward])
-
-
-def _joined_seconds(
-    simulator: Simulator, tables: Tables, flow: Flow, rows: Ints, gradients: _Gradients
-) -> Floats:
-    """(4, n_rows): the one product of joined microbatches, beside what each of them takes."""
-    found, rates = np.zeros((order.N_PASSES, len(rows))), _stream_rates(simulator, rows)
-    copied = gradients.kept_bytes + tables.shared_bytes.ravel()[rows]
-    for k in np.flatnonzero(gradients.is_joined).tolist():
-        op, device = divmod(int(rows[k]), tables.n_devices)
-        product_s = tables.costs.joined_s(op, tables.plans[op], flow.n_microbatches)[device]
-        which = order.WEIGHT if gradients.is_apart[k] else order.BACKWARD
-        found[which, k] = tables.mean_size * product_s + COPIES * copied[k] * rates[k]
-    return found
 
 
 def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:
@@ -268,41 +248,24 @@ def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
     return np.stack([summed[rows], updates])
 
 
-class _Gradients(NamedTuple):
-    """(n_rows,) how the executor computes those of weights (`runtime.executor.deferred`).
-
-    Attributes:
-        kept_bytes: inputs and outputs of all microbatches, where these are joined.
-        is_apart: in weight passes, after what the stage before waits for: of products under zero
-            bubble, of joined microbatches under any schedule. The first stage has none.
-    """
-
-    in_place: npt.NDArray[np.bool_]
-    is_joined: npt.NDArray[np.bool_]
-    kept_bytes: Floats
-    is_apart: npt.NDArray[np.bool_]
-
-
-def _gradients(simulator: Simulator, tables: Tables, flow: Flow, rows: Ints) -> _Gradients:
-    ops, weight_bytes = rows // tables.n_devices, tables.weight_bytes.ravel()[rows]
-    options, kept = simulator.options, tables.fed_bytes.ravel()[rows] * flow.n_microbatches
-    most_kept = tables.fed_bytes.max(axis=1)[ops] * flow.n_microbatches  # decided for all devices
-    in_place = simulator.is_linear[ops] & (weight_bytes >= options.in_place_bytes)
-    is_joined = simulator.is_product[ops] & ~in_place & (most_kept <= weight_bytes)
-    is_joined &= (weight_bytes >= options.joined_weight_bytes) & (flow.n_microbatches > 1)
-    is_apart = simulator.is_product[ops] if flow.split_weight else is_joined
-    is_apart = is_apart & (flow.stage_of[ops] > 0)
-    return _Gradients(in_place, is_joined, np.where(is_joined, kept, 0.0), is_apart)
+def _defers_weights(
+    simulator: Simulator, tables: Tables, flow: Flow, rows: Ints
+) -> npt.NDArray[np.bool_]:
+    """(n_rows,) whether gradients of weights are computed in weight passes: those of products under
+    zero bubble, on all stages but the first, for which nobody waits."""
+    ops = rows // tables.n_devices
+    found: npt.NDArray[np.bool_] = simulator.is_product[ops] & (flow.stage_of[ops] > 0)
+    return found & flow.split_weight
 
 
 def _triggers(
-    buckets: Buckets, flow: Flow, position: Ints, row_at: Ints, is_apart: npt.NDArray[np.bool_]
+    buckets: Buckets, flow: Flow, position: Ints, row_at: Ints, is_deferred: npt.NDArray[np.bool_]
 ) -> Ints:
     """(n_ends,) on each device of a bucket, the compute task after which it starts: the last that
     gives a gradient of the last microbatch to it, or to an earlier bucket of the same devices."""
     rows = row_at[buckets.trigger_place]
-    which = np.where(is_apart[rows], order.WEIGHT, order.BACKWARD)
-    tasks = ((which + 1) * flow.n_microbatches - 1) * len(is_apart) + rows
+    which = np.where(is_deferred[rows], order.WEIGHT, order.BACKWARD)
+    tasks = ((which + 1) * flow.n_microbatches - 1) * len(is_deferred) + rows
     found: Ints = order.last_tasks(position, tasks, buckets.trigger_end, buckets.end_before)
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +25,6 @@ class SimulatorOptions:
         stream_s_per_byte: seconds that reading or writing a byte of memory takes on a device of
             speed 1, or of each device: what adding up the gradients of microbatches costs, and
             copying those that several devices hold into buckets.
-        in_place_bytes: gradients of a linear layer's weights of at least this size on a device are
-            written where they stay: the product adds to them, and no bucket copies them, as by the
-            executor on CPUs. By default none are.
-        joined_weight_bytes: gradients of the weights of a product, of at least this size on a
-            device but not in place, are computed once for all microbatches of a step and not added
-            up, if what these feed it and get of it is no more than the weights. By default none.
         wire_bytes_per_fp32_byte: of a value that travels between devices within a microbatch, or
             is summed there; under autocast it has autocast's dtype.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
@@ -46,8 +39,6 @@ class SimulatorOptions:
     n_optimizer_states: int = 1
     optimizer_s_per_byte: float | tuple[float, ...] = 0.0
     stream_s_per_byte: float | tuple[float, ...] = 0.0
-    in_place_bytes: float = math.inf
-    joined_weight_bytes: float = math.inf
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
     updates_each_microbatch: bool = False

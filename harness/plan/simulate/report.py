@@ -151,7 +151,6 @@ def contention_seconds(simulation: Simulation) -> list[float]:
     n_compute = 4 * n_microbatches * n_rows
     taken = (out.finish - out.start)[:n_compute].reshape(4, n_microbatches, n_rows)
     taken -= out.seconds[:, None, :]
-    taken[:, -1] -= out.joined_s
     longer = np.nansum(taken, axis=(0, 1))
     n_devices = len(simulation.simulator.network.names)
     by_device = np.bincount(out.rows % n_devices, weights=longer, minlength=n_devices)

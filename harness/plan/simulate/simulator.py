@@ -46,7 +46,6 @@ class Outcome:
         optimizer_s: (n_devices,) seconds of the optimizer.
         rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
         seconds: (4, n_rows) of each row's passes when nothing else takes their device's time.
-        joined_s: (4, n_rows) that they take besides for the last microbatch.
         edge_bytes: (n_edges,) of the mean microbatch, each way.
     """
 
@@ -62,7 +61,6 @@ class Outcome:
     busy: Floats
     rows: Ints
     seconds: Floats
-    joined_s: Floats
     edge_source: Ints
     edge_target: Ints
     edge_bytes: Floats
@@ -104,7 +102,6 @@ class Simulator:
         self.speeds: Floats = np.array([device.speed for device in cluster.devices])
         self.placed = [i for i, op in enumerate(graph.operators) if has_tasks(op)]
         self.returns = _needs_gradient(graph)
-        self.is_linear = np.array([op.kind == "linear" for op in graph.operators])
         self.is_product = np.array([is_product(op) for op in graph.operators])
         self._costs: dict[int, Costs] = {}
 
@@ -116,7 +113,6 @@ class Simulator:
                 self.profile,
                 self.cluster,
                 samples,
-                in_place_bytes=self.options.in_place_bytes,
                 wire_bytes_per_fp32_byte=self.options.wire_bytes_per_fp32_byte,
             )
         return self._costs[samples]
@@ -253,7 +249,7 @@ class Trial:
         return Outcome(
             step_s=float((ran.device_end_s + optimizer - begin).max()),
             device_begin_s=begin,
-            memory_bytes=static + lowered.peak + lowered.joined,
+            memory_bytes=static + lowered.peak,
             static_bytes=static,
             device_end_s=ran.device_end_s,
             optimizer_s=optimizer,
@@ -263,7 +259,6 @@ class Trial:
             busy=ran.busy,
             rows=lowered.rows,
             seconds=lowered.work.seconds,
-            joined_s=lowered.work.joined_s,
             edge_source=edges.source,
             edge_target=edges.target,
             edge_bytes=lowered.work.edge_bytes,

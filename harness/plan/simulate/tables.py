@@ -94,10 +94,8 @@ def flow_of(
 ) -> Flow:
     """Lower stages and schedule; operators without tasks have stage -1.
 
-    A weight pass comes after the last backward of a stage whose inputs' gradients others wait for,
-    where gradients of weights may be joined; after every backward where each updates the weights.
+    A weight pass comes after every backward where each updates the weights.
     """
-    joins = options.joined_weight_bytes < np.inf and n_microbatches > 1
     has_weights = schedule == "zero_bubble"
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
     rank_of = np.full(n_devices, -1, dtype=np.int64)
@@ -113,9 +111,8 @@ def flow_of(
             rank=rank,
         ):
             own.append((_PASS[action.kind], action.microbatch, action.stage))
-            is_last = action.microbatch == n_microbatches - 1
-            ends = options.updates_each_microbatch or (joins and is_last and action.stage > 0)
-            if action.kind == "backward" and ends and not has_weights:
+            updates = options.updates_each_microbatch and not has_weights
+            if action.kind == "backward" and updates:
                 own.append((_PASS["weight"], action.microbatch, action.stage))
         lists.append(own)
     return Flow(
@@ -178,9 +175,8 @@ class Tables:
         shape = (self.n_ops, self.n_devices)
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
-        self.input_s = np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
-        self.shared_bytes, self.fed_bytes = np.zeros(shape), np.zeros(shape)
+        self.shared_bytes = np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
@@ -194,16 +190,13 @@ class Tables:
         row = self.costs.operator(op, plan)
         self.active[op] = row.active
         self.forward_s[op], self.backward_s[op] = row.forward_s, row.backward_s
-        self.input_s[op] = row.input_s
         if self._smaller is not None:
             costs, share = self._smaller
             other = costs.operator(op, plan)
             self.forward_s[op] += share * (other.forward_s - row.forward_s)
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
-            self.input_s[op] += share * (other.input_s - row.input_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
-        self.shared_bytes[op], self.fed_bytes[op] = row.shared_bytes, row.fed_bytes
-        self._slices[op] = row.slices
+        self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
     def _fan(self, op: int) -> Fan:
         plans = self.plans

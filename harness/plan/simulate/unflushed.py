@@ -10,7 +10,6 @@ All steps on a rank take the same from the second on, so it does not matter whic
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,12 +54,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
         simulator.graph,
         simulator.profile,
         simulator.cluster,
-        options=replace(
-            simulator.options,
-            in_place_bytes=math.inf,
-            joined_weight_bytes=math.inf,
-            updates_each_microbatch=True,
-        ),
+        options=replace(simulator.options, updates_each_microbatch=True),
     )
     n_before = -(-len(strategy.stages) // strategy.n_microbatches)
     n_steps = n_before + 2

@@ -22,7 +22,6 @@ class Work(NamedTuple):
     n_resources: int
     device_of: Any  # (R,)
     seconds: Any  # (4, R) of each pass
-    joined_s: Any  # (4, R) that it takes besides for the last microbatch
     following: Any  # (4 M R,) next task on the device, or NONE
     first: Any  # (D,)
     gate: Any  # (4 M R,) the task after which its receives are posted, or NONE

@@ -25,7 +25,6 @@ from harness.runtime.executor.gradients.deferred import (
     AtOnce,
     WeightQueue,
     count_uses,
-    in_place_bytes,
 )
 from harness.runtime.executor.gradients.joining import Joining
 from harness.runtime.executor.gradients.parameter_hooks import ParameterHooks
@@ -177,7 +176,8 @@ class ExecutorEngine:
         Stashed versions of weights have no gradients of their own.
         """
         has_copies = self._world.size > 1 or self.plan.strategy.n_microbatches > 1
-        is_worth_it = in_place_bytes(self._world.device) < math.inf
+        # On a GPU memory is fast, and the time of an autograd function in Python would show.
+        is_worth_it = self._world.device.type == "cpu"
         if not has_copies or not is_worth_it or self.plan.is_asynchronous:
             return None
         return AtOnce(lambda parameter: self._sync.reached(parameter))

@@ -7,9 +7,9 @@ backward, as a device of a pipeline does; marks stand around each operator that 
                 ^   ^   ^ marks
 
 What an operator finds in the caches, how its memory is had, and whether its code is warm, is what
-the operators before it leave behind: as in training. What may stand for an operator, such as a part
-of its weights, runs just before it and is timed instead. A GPU is held up until what is timed is
-queued: marks of one that had nothing to do would time the host's calls.
+the operators before it leave behind: as in training. A substitute of an operator, such as a part
+of its weights, runs just before it and is timed in its place. A GPU is held up until what is timed
+is queued: marks of one that had nothing to do would time the host's calls.
 
 Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
 operator that hits is chance. There the time of a sample is shared out by the processor's time.
@@ -39,7 +39,7 @@ _IDLE_EVERY = 4
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 # What is called in an operator's place, made of the operator's own call.
-Instead = Callable[[OperatorCall], OperatorCall]
+Substitute = Callable[[OperatorCall], OperatorCall]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class OpTimer:
         self,
         stretch: Stretch,
         names: Sequence[str],
-        instead: Mapping[str, Instead] | None = None,
+        substitutes: Mapping[str, Substitute] | None = None,
         *,
         n_in_flight: int = 1,
         is_added: bool = False,
@@ -149,14 +149,14 @@ class OpTimer:
 
         Args:
             names: of the operators to time.
-            instead: what is timed in the place of some of them.
+            substitutes: called and timed in the place of some of them.
             n_in_flight: microbatches that go forward before the first goes backward.
             is_added: gradients of parameters are, to those of earlier microbatches.
 
         Returns:
             By name; operators that are not in the stretch are not in it.
         """
-        run = _Iteration(self, set(names), instead or {}, n_in_flight, is_added)
+        run = _Iteration(self, set(names), substitutes or {}, n_in_flight, is_added)
         whole_s = self._warm_up(run, stretch)
         n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
@@ -260,11 +260,11 @@ class _Iteration:
         self,
         timer: OpTimer,
         names: set[str],
-        instead: Mapping[str, Instead],
+        substitutes: Mapping[str, Substitute],
         n_in_flight: int,
         is_added: bool,
     ) -> None:
-        self._timer, self._names, self._instead = timer, names, instead
+        self._timer, self._names, self._substitutes = timer, names, substitutes
         self._n_in_flight, self._is_added = n_in_flight, is_added
         self.laps = _Laps()
         self._beside: dict[str, list[_Beside]] = defaultdict(list)
@@ -293,7 +293,7 @@ class _Iteration:
             self.laps.idle_forward.append(self._timer.idle_forward())
         if step.name not in self._names:
             return call()
-        other = self._instead.get(step.name)
+        other = self._substitutes.get(step.name)
         if other is None:
             return self._time_forward(step.name, call)
         beside = other(call)
@@ -317,7 +317,7 @@ class _Iteration:
         waiting = self._beside.get(step.name)
         if waiting:
             self._time_beside(step.name, waiting.pop(0))
-        is_timed = step.name in self._names and step.name not in self._instead
+        is_timed = step.name in self._names and step.name not in self._substitutes
         if is_timed:
             self._timer.hold()
         start = self._timer.mark() if is_timed else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -20,7 +19,6 @@ from harness.measure.store import read_header
 from harness.plan.find import knows
 from harness.plan.simulate.simulator import Simulator
 from harness.runtime.capture.capture import Captured, capture
-from harness.runtime.executor.gradients.deferred import in_place_bytes, joined_bytes
 from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task, fit_options
 from harness.workloads.common.model_flags import flag_words
@@ -43,22 +41,14 @@ class Inputs:
         """What a strategy that is planned with these carries."""
         return fingerprint(self.graph, self.cluster, self.profile)
 
-    def simulator(self, search_config: SearchConfig, device: torch.device | None) -> Simulator:
-        """Prices strategies for this search_config.
-
-        Args:
-            device: where the executor trains; None for an engine that leaves all to autograd.
-        """
+    def simulator(self, search_config: SearchConfig) -> Simulator:
+        """Prices strategies for one configuration."""
         variant = search_config.optimizer_options().variant
         rates = [
             self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
             for one in self.cluster.devices
         ]
-        options = search_config.simulator_options(
-            optimizer_s_per_byte=tuple(rates),
-            in_place_bytes=math.inf if device is None else in_place_bytes(device),
-            joined_weight_bytes=math.inf if device is None else joined_bytes(device),
-        )
+        options = search_config.simulator_options(optimizer_s_per_byte=tuple(rates))
         return Simulator(
             self.graph,
             self.profile,

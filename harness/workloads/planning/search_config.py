@@ -79,14 +79,11 @@ class SearchConfig(SearchFlags, ModelFlags):
         self,
         *,
         optimizer_s_per_byte: tuple[float, ...],
-        in_place_bytes: float,
-        joined_weight_bytes: float,
     ) -> SimulatorOptions:
         """The engine as the simulator knows it; buckets overlap with backward, as in DDP.
 
         Args:
             optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
-            in_place_bytes, joined_weight_bytes: see SimulatorOptions.
         """
         n_states, n_streams = _STATES_AND_STREAMS[self.optimizer_options().variant]
         return SimulatorOptions(
@@ -96,8 +93,6 @@ class SearchConfig(SearchFlags, ModelFlags):
             n_optimizer_states=n_states,
             optimizer_s_per_byte=optimizer_s_per_byte,
             stream_s_per_byte=tuple(rate / n_streams for rate in optimizer_s_per_byte),
-            in_place_bytes=in_place_bytes,
-            joined_weight_bytes=joined_weight_bytes,
             wire_bytes_per_fp32_byte=wire_bytes_per_fp32_byte(self.dtype),
         )
 

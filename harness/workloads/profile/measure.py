@@ -30,8 +30,8 @@ from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.profiling.verify import verify
 from harness.runtime.ranks.context import Context
 from harness.workloads.planning.profile_points import Point
-from harness.workloads.profile.instead import PointInstead, variants, vary
 from harness.workloads.profile.part import Part, is_microbatch, stage_bounds
+from harness.workloads.profile.shard_call import ShardCall
 from harness.workloads.profile.step import make_inputs, make_targets
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ def shape_text(shape: dict[str, int]) -> str:
 
 
 _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
-_Where = tuple[int, int, int]  # samples, and the steps where a part of the model begins and ends
 
 
 @dataclass
@@ -59,19 +58,6 @@ class Measured:
 
     measurements: list[Measurement] = field(default_factory=list)
     skipped: list[tuple[Point, str]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What was found out about a point before it is timed.
-
-    Attributes:
-        saved_bytes: kept for its backward pass.
-        variants: other ways in which the executor may carry out its backward, of BACKWARD_VARIANTS.
-    """
-
-    saved_bytes: int
-    variants: tuple[str, ...]
 
 
 def _shortest_s(device_type: str) -> float:
@@ -114,8 +100,8 @@ class PointMeasurer:
             processor=time.process_time if is_cpu else None,
         )
         self._between = between
-        self._known: dict[_Name, _Known] = {}
-        self._samples: dict[tuple[_Name, str, _Where], OperatorSamples] = {}
+        self._saved_bytes: dict[_Name, int] = {}  # of the points that were verified
+        self._samples: dict[_Name, OperatorSamples] = {}
         self._cannot: set[_Name] = set()
         self._sound: dict[int, bool] = {}
         self._recorded: set[_Name] = set()  # in this call of `measure`
@@ -182,44 +168,38 @@ class PointMeasurer:
     def _measure_stretch(self, part: Part, points: list[Point]) -> None:
         with self._precision.autocast():
             stretch = part.stretch()
-        self._verify(stretch, [point for point in points if _name(point) not in self._known])
-        waiting: dict[str, list[tuple[Point, str]]] = defaultdict(list)
-        for point in points:
-            if _name(point) in self._known:
-                ways = "", *self._known[_name(point)].variants
-                waiting[point.operator].extend((point, variant) for variant in ways)
+        self._verify(stretch, [point for point in points if _name(point) not in self._saved_bytes])
+        can_run = [point for point in points if _name(point) in self._saved_bytes]
+        waiting: dict[str, list[Point]] = defaultdict(list)
+        for point in can_run:
+            waiting[point.operator].append(point)
         while any(waiting.values()):
             self._time({name: left.pop(0) for name, left in waiting.items() if left}, stretch, part)
             if points[0].samples == self._captured.graph.batch:
                 self._between()
-        for point in points:
-            if _name(point) in self._known:
-                self._record(point, _where(part, point))
+        for point in can_run:
+            self._record(point)
         self._context.flush()
 
-    def _time(self, wanted: dict[str, tuple[Point, str]], stretch: Stretch, part: Part) -> None:
-        """Time one point of each of some operators, in one way each."""
+    def _time(self, wanted: dict[str, Point], stretch: Stretch, part: Part) -> None:
+        """Time one point of each of some operators."""
         done = len(self._found.measurements) + len(self._found.skipped)
         self._context.progress.update("operators", done, self._n_points, next(iter(wanted)))
-        instead = {
-            name: PointInstead(self._captured, point, vary(variant, is_added=part.is_added))
-            for name, (point, variant) in wanted.items()
-            if point.dim or variant
+        shards = {
+            name: ShardCall(self._captured, point) for name, point in wanted.items() if point.dim
         }
         found = self._timer.measure(
             stretch,
             list(wanted),
-            instead,
+            shards,
             n_in_flight=part.n_in_flight,
             is_added=part.is_added,
         )
-        for one in instead.values():
-            one.forget()
-        for name, (point, variant) in wanted.items():
-            self._keep(point, variant, _where(part, point), found[name])
+        for name, point in wanted.items():
+            self._keep(point, found[name])
 
-    def _keep(self, point: Point, variant: str, where: _Where, found: OperatorSamples) -> None:
-        key = _name(point), variant, where
+    def _keep(self, point: Point, found: OperatorSamples) -> None:
+        key = _name(point)
         before = self._samples.get(key)
         n_before = 0 if before is None else len(before.forward_s)
         self._samples[key] = found if before is None else before + found
@@ -227,21 +207,12 @@ class PointMeasurer:
             "operator_forward_s": found.forward_s,
             "operator_backward_s": found.backward_s,
         }
-        if variant:
-            metrics = {f"operator_{variant}": found.backward_s}
         for metric, values in metrics.items():
             for step, value in enumerate(values, start=n_before):
                 self._sample(metric, value, point, step=step)
 
-    def _record(self, point: Point, where: _Where) -> None:
-        known = self._known[_name(point)]
-        samples, *others = (
-            self._samples[_name(point), variant, where] for variant in ("", *known.variants)
-        )
-        variants_s = {
-            variant: other.median_backward_s
-            for variant, other in zip(known.variants, others, strict=True)
-        }
+    def _record(self, point: Point) -> None:
+        samples = self._samples[_name(point)]
         measurement = Measurement(
             device_kind=self._context.world.device_kind,
             operator=point.key,
@@ -249,10 +220,9 @@ class PointMeasurer:
             dtype=DTYPE_NAMES[self._dtype],
             forward_s=samples.median_forward_s,
             backward_s=samples.median_backward_s,
-            saved_bytes=known.saved_bytes,
+            saved_bytes=self._saved_bytes[_name(point)],
             spread=round(samples.spread, 4),
             n_samples=len(samples.forward_s),
-            **variants_s,
         )
         self._found.measurements.append(measurement)
         self._recorded.add(_name(point))
@@ -263,7 +233,7 @@ class PointMeasurer:
     # What can be timed
 
     def _verify(self, stretch: Stretch, points: list[Point]) -> None:
-        """Run what is timed once, and find out in which ways it can be."""
+        """Run what is timed once, and find out what can be."""
         if not points:
             return
 
@@ -301,9 +271,7 @@ class PointMeasurer:
             what = f"operator {point.operator!r}"
             saved_bytes = verify(call, what, self._precision.autocast, is_sound)
             self._sample("operator_saved_bytes", saved_bytes, point)
-            self._known[_name(point)] = _Known(
-                saved_bytes, variants(call, self._context.world.device)
-            )
+            self._saved_bytes[_name(point)] = saved_bytes
         except Exception as error:
             if is_out_of_memory(error):  # a smaller part of the model may leave enough
                 raise
@@ -345,10 +313,6 @@ class PointMeasurer:
             self._sample("operator_skipped", 1, point, reason=reason)
             self._cannot.add(_name(point))
             self._found.skipped.append((point, reason))
-
-
-def _where(part: Part, point: Point) -> _Where:
-    return point.samples, part.begin, part.end
 
 
 def _name(point: Point) -> _Name:

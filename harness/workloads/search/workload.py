@@ -45,7 +45,7 @@ class _Searcher:
     def search(self) -> None:
         search_config = self._search_config
         inputs = read_inputs(search_config, self._context.run_dir)
-        simulator = inputs.simulator(search_config, self._context.world.device)
+        simulator = inputs.simulator(search_config)
         compile_events(simulator, builders.single(inputs.graph, search_config.batch_size))
         start_s, cpu_start_s = time.perf_counter(), time.process_time()
         request = PlanRequest(

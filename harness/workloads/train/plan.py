@@ -199,8 +199,7 @@ class _Planner:
         """The strategy that is kept, in the user's file, or well known, and its step."""
         assert self.inputs is not None
         case, search_s = self._case, None
-        device = self._context.world.device if case.engine == "executor" else None
-        simulator = self.inputs.simulator(search_config, device)
+        simulator = self.inputs.simulator(search_config)
         if kept is not None:
             strategy, before = kept
             method, search_s = before.method, before.search_s

@@ -32,7 +32,6 @@ def test_delta_simulation_equals_the_full_one_on_thousands_of_moves(seed):
             overlap=case % 4 != 0,
             bucket_bytes=100,
             batch_norm=rng.choice(["local", "global"]),
-            joined_weight_bytes=rng.choice([40, 1e9]),
         )
         if case == 9:
             cluster = talking(cluster, *[0.01] * cluster.n_devices)

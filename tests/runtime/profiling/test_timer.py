@@ -185,7 +185,7 @@ def test_microbatches_go_forward_before_the_first_goes_backward():
     assert order == (["forward"] * 3 + ["backward"] * 3) * 2
 
 
-def test_what_is_called_instead_is_timed_before_the_operator_which_still_runs():
+def test_a_substitute_is_timed_before_the_operator_which_still_runs():
     clock, part = FakeClock(), nn.Linear(2, 1)
     ran = []
 
@@ -197,10 +197,10 @@ def test_what_is_called_instead_is_timed_before_the_operator_which_still_runs():
         ran.append("half")
         return Slow.apply(part(x), clock, 1.5, 2.5)
 
-    def instead(call):
+    def substitute(call):
         return OperatorCall(half, call.args, call.kwargs, tuple(part.parameters()))
 
-    found = timer(clock).measure(line([whole, slow(clock, 1.0, 1.0)]), ["op0"], {"op0": instead})
+    found = timer(clock).measure(line([whole, slow(clock, 1.0, 1.0)]), ["op0"], {"op0": substitute})
     assert (found["op0"].forward_s, found["op0"].backward_s) == ([1.5] * 4, [2.5] * 4)
     assert ran == ["half", "whole"] * 5
 

@@ -348,29 +348,6 @@ def test_rounds_take_the_samples_of_an_operator_apart(run_on_ranks, tmp_path):
     assert len(measured) == n
 
 
-def test_large_linear_layers_are_also_timed_with_gradients_in_place(run_on_ranks, tmp_path):
-    import profile_on_ranks
-
-    config = replace(
-        QUICK, model="profile_on_ranks:large_linear", image_size=8,
-        profile_file=tmp_path / "large.json",
-    )  # fmt: skip
-    _, run = run_on_ranks(profile_on_ranks.run_profile, config, 1)
-    found = read_profile(tmp_path / "large.json", config.model, "float32").measurements
-    in_place = {p.operator: p.in_place_backward_s for p in found if p.in_place_backward_s}
-    assert [key.split()[-3:] for key in in_place] == [["1024", "->", "1024"]]
-    assert min(in_place.values()) > 0
-    shapes = [p.shape for p in found if p.in_place_backward_s]
-    # Half of the weights are too few.
-    assert shapes == [{"sample": 8, "feature": 1024}, {"sample": 4, "feature": 1024}]
-    assert len(values(run, "operator_in_place_backward_s")) >= len(shapes)
-    # They are what may be joined over microbatches instead.
-    apart = [p for p in found if p.input_backward_s]
-    assert {"sample": 8, "feature": 512} in [p.shape for p in apart if p.operator in in_place]
-    assert not any(p.in_place_backward_s for p in apart)
-    assert len(values(run, "operator_input_backward_s")) >= len(apart)
-
-
 def test_values_that_a_mask_makes_infinite_are_measured(run_on_ranks, tmp_path):
     import profile_on_ranks
 

@@ -19,7 +19,6 @@ of one for each and of adding them up:
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -137,12 +136,6 @@ def _can_defer(module: nn.Module) -> bool:
     return is_single or isinstance(module, nn.Linear | LinearShard)
 
 
-def joined_bytes(device: torch.device) -> float:
-    """Bytes of weights from which on the microbatches of a step may be joined; see `in_place_bytes`
-    for GPUs."""
-    return 4 * JOINED_ELEMENTS if device.type == "cpu" else math.inf
-
-
 def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
     """Whether a step's microbatches should be joined for a module's weights.
 
@@ -151,26 +144,15 @@ def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
     Args:
         n_bytes: of inputs and outputs of all of them.
     """
-    return _may_be_joined(module) and n_bytes <= KEPT_SHARE * _weight(module).nbytes
-
-
-def _may_be_joined(module: nn.Module) -> bool:
     if not _can_defer(module) or is_large_linear(module):
         return False
-    return _weight(module).numel() >= JOINED_ELEMENTS
+    weight = _weight(module)
+    return weight.numel() >= JOINED_ELEMENTS and n_bytes <= KEPT_SHARE * weight.nbytes
 
 
 def _weight(module: nn.Module) -> Tensor:
     weight: Tensor = getattr(module, "weight")  # noqa: B009  (nn.Module does not declare it)
     return weight
-
-
-def in_place_bytes(device: torch.device) -> float:
-    """Bytes of a linear layer's weights from which on their gradients are written in place.
-
-    On a GPU memory is fast, and the time of an autograd function in Python would show.
-    """
-    return 4 * LARGE_ELEMENTS if device.type == "cpu" else math.inf
 
 
 def is_large_linear(module: nn.Module) -> bool:
@@ -180,36 +162,6 @@ def is_large_linear(module: nn.Module) -> bool:
     """
     is_plain = isinstance(module, nn.Linear | LinearShard) and has_plain_weights(module)
     return is_plain and _weight(module).numel() >= LARGE_ELEMENTS
-
-
-def in_place(module: nn.Module, *, is_added: bool) -> nn.Module | None:
-    """A large linear layer as it trains where its gradient has a home; None for any other module.
-
-    Args:
-        is_added: to the gradient of earlier microbatches, from the second call on; otherwise no
-            gradient is there yet, however often it is called.
-    """
-
-    def forget(parameter: nn.Parameter) -> None:
-        if not is_added:
-            parameter.grad = None
-
-    return defer(module, AtOnce(forget), GradientHomes()) if is_large_linear(module) else None
-
-
-class _Nowhere:
-    """Leaves gradients of weights to whoever computes them later."""
-
-    def put(self, pending: Pending) -> None:
-        pass
-
-
-def inputs_only(module: nn.Module) -> nn.Module | None:
-    """A product whose microbatches may be joined, with what its backward does before they are;
-    None for any other module."""
-    if not _may_be_joined(module):
-        return None
-    return defer(module, _Nowhere(), GradientHomes())
 
 
 class Calls(NamedTuple):

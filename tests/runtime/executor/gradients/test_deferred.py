@@ -13,8 +13,6 @@ from harness.runtime.executor.gradients.deferred import (
     backward_calls,
     count_uses,
     defer,
-    in_place,
-    inputs_only,
     is_worth_joining,
 )
 from harness.runtime.executor.gradients.weight_gradients import GradientHomes
@@ -127,8 +125,6 @@ def test_a_weight_that_is_computed_is_left_to_autograd(normed):
     for module in (nn.Linear(1024, 1024), nn.Conv2d(512, 512, 1)):
         made = normed(module)
         assert defer(made, WeightQueue(), GradientHomes()) is None
-        assert in_place(made, is_added=True) is None
-        assert inputs_only(made) is None
 
 
 def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
@@ -219,35 +215,6 @@ def test_at_once_a_large_gradient_is_written_where_it_stays():
     assert module.weight.grad is home  # what the step before left there is gone
     trained(module.requires_grad_(), inputs[1:])
     torch.testing.assert_close(module.weight.grad, expected[0])
-
-
-@pytest.mark.parametrize(("is_added", "n"), [(False, 1), (True, 3)])
-def test_in_place_a_gradient_is_written_anew_or_added_to(is_added, n):
-    module, x = nn.Linear(1024, 1024), torch.randn(3, 1024)
-    trained(module, n * [x])
-    expected = module.weight.grad
-    module.zero_grad()
-    trained(in_place(module, is_added=is_added), 3 * [x])
-    if is_added:
-        torch.testing.assert_close(module.weight.grad, expected)
-    else:
-        assert module.weight.grad is None
-    assert in_place(nn.Linear(8, 8), is_added=is_added) is None
-
-
-def test_backward_to_inputs_alone_is_that_of_what_may_be_joined():
-    module, x = nn.Conv2d(512, 512, 1), torch.randn(2, 512, 3, 3, requires_grad=True)
-    module(x).sum().backward()
-    expected, x.grad = x.grad, None
-    module.zero_grad()
-    own = inputs_only(module)
-    for _ in range(2):
-        own(x).sum().backward()
-    torch.testing.assert_close(x.grad, 2 * expected)
-    assert all(parameter.grad is None for parameter in module.parameters())
-    # Too small to be joined, and large enough to be written in place instead.
-    assert inputs_only(nn.Conv2d(8, 8, 1)) is None
-    assert inputs_only(nn.Linear(1024, 1024)) is None
 
 
 def test_under_autocast_gradients_are_those_of_autograd():
