@@ -126,7 +126,7 @@ def small_strategy() -> Strategy:
 
 
 def small_prediction() -> Prediction:
-    span = Span(kind="forward", start_s=0.0, duration_s=0.1, name="stage0 #0")
+    span = Span(kind="forward", start_s=0.0, duration_s=0.1, stage=0, microbatch=0)
     return Prediction(
         strategy="p", method="search", step_s=0.2, memory_bytes={"node0:0": 1},
         spans={"0": [span], "1": []}, contention_s={"0": 0.1}, calibrations={"device": 1.0},

@@ -58,21 +58,22 @@ class Options:
 
 def spans_of_step(strategy: str, rank: int, s: int, at: float, part: list[float]) -> list[str]:
     """Lines of one step of one rank; `part` are the seconds of its five phases."""
-    names = {"ddp": ("", "", "bucket0"), "pipeline": (f"stage{rank} #0", f"stage{rank} #0", "")}
-    forward, backward, bucket = names[strategy]
-    bucket = bucket or f"wait gradient of tables.2 #0 from rank {(rank + 1) % 5}"
+    of_pass, transfer = "", ',"name":"bucket0"'
+    if strategy == "pipeline":
+        of_pass = f',"stage":{rank},"microbatch":0'
+        transfer = ',"microbatch":0,"pass":"backward","operator":"tables.2"'
+        transfer += f',"peer":{(rank + 1) % 5},"is_wait":true'
     lines, begin = [], at
     kinds = (
-        *(("data", ""), ("forward", forward), ("communication", bucket)),
-        *(("backward", backward), ("optimizer", "")),
+        *(("data", ""), ("forward", of_pass), ("communication", transfer)),
+        *(("backward", of_pass), ("optimizer", "")),
     )
-    for (kind, name), length in zip(kinds, part, strict=True):
+    for (kind, fields), length in zip(kinds, part, strict=True):
         # A bucket is reduced beside backward, half of it hidden.
-        whole = length * (1.5 if name == "bucket0" else 1.0)
-        named = f',"name":"{name}"' if name else ""
+        whole = length * (1.5 if "bucket0" in fields else 1.0)
         lines.append(
             f'{{"type":"span","kind":"{kind}","start_s":{at:.9f},"duration_s":{whole:.9f}'
-            f'{named},"step":{s}}}'
+            f',"step":{s}{fields}}}'
         )
         at += length
     step = f'{{"type":"span","kind":"step","start_s":{begin:.9f},"duration_s":{at - begin:.9f}'

@@ -13,7 +13,7 @@ from harness.domain.record import Bytes, Duration, Moment, Span, Value
 from harness.errors import ResultsError
 
 SCHEMA = "harness-prediction"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PREDICTION_FILE = "prediction.json"
 STRATEGY_FILE = "strategy.json"
 

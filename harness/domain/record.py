@@ -7,7 +7,7 @@ of bounds; `labels.py` says which labels a metric has.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,9 @@ from msgspec import Meta
 SpanKind = Literal[
     "step", "data", "host_to_device", "forward", "backward", "communication", "optimizer", "compute"
 ]
+
+# `backward` is to inputs, or to inputs and weights together.
+Pass = Literal["forward", "recompute", "backward", "weights"]
 
 Label = str | int | float | bool
 
@@ -25,6 +28,20 @@ Value = Annotated[float, Meta(ge=-1e40, le=1e40)]
 Step = Annotated[int, Meta(ge=0, le=2**53)]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
 Name = Annotated[str, Meta(max_length=1000)]
+Number = Annotated[int, Meta(ge=0, le=10**9)]
+
+
+class SpanFields(TypedDict, total=False):
+    """What a span may say besides its kind and times: the optional fields of `Span`."""
+
+    name: str
+    n_bytes: int | None
+    stage: int
+    microbatch: int
+    pass_: Pass
+    operator: str
+    peer: int
+    is_wait: bool
 
 
 class Span(
@@ -40,11 +57,18 @@ class Span(
 
     Attributes:
         kind: what the rank was doing; `step` spans enclose the phases of one step.
-        name: which one, such as `bucket3` or `conv1`; empty when the kind says it all.
+        name: words for people, such as `bucket3`, for what the other fields do not say; not read.
         step: the step (or iteration) it belongs to, counted from 0 after warm-up.
         start_s: seconds since the recorder's origin on this rank (monotonic).
         duration_s: seconds.
         n_bytes: bytes moved, for data, host_to_device and communication.
+        stage: of the pass.
+        microbatch: its number within the step.
+        pass_: of computing, None where it is the kind; of a transfer, `forward` for outputs and
+            `backward` for their gradients.
+        operator: the operator that is computed or whose output travels; the first of several.
+        peer: the other rank of a transfer.
+        is_wait: the rank stands still until a transfer has ended.
     """
 
     kind: SpanKind
@@ -53,6 +77,32 @@ class Span(
     name: Name = ""
     step: Step | None = None
     n_bytes: Bytes | None = None
+    stage: Number | None = None
+    microbatch: Number | None = None
+    pass_: Pass | None = msgspec.field(default=None, name="pass")
+    operator: Name | None = None
+    peer: Number | None = None
+    is_wait: bool = False
+
+    @property
+    def label(self) -> str:
+        """Words for people, as in `weights of conv1 #3`; empty where the kind says it all."""
+        subject = self.name or self.operator
+        if not subject:
+            subject = "" if self.stage is None else f"stage{self.stage}"
+        before = "wait for " if self.is_wait else ""
+        before += _PREFIXES.get((self.kind == "communication", self.pass_), "")
+        after = "" if self.microbatch is None else f" #{self.microbatch}"
+        after += f" from rank {self.peer}" if self.is_wait and self.peer is not None else ""
+        return f"{before}{subject}{after}" if subject else ""
+
+
+# Of a label, by whether it is a transfer's.
+_PREFIXES: dict[tuple[bool, Pass | None], str] = {
+    (False, "weights"): "weights of ",
+    (False, "recompute"): "recompute ",
+    (True, "backward"): "gradient of ",
+}
 
 
 class Sample(

@@ -17,7 +17,7 @@ from harness.errors import ResultsError
 from harness.inputs import MOST_NUMBER, shorten
 
 SCHEMA = "harness-run"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # spans say stage, microbatch, pass, operator and peer in fields
 
 Status = Literal["running", "ok", "oom", "timeout", "crash", "skipped", "invalid"]
 STATUS_WORDS = {

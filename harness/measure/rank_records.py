@@ -28,11 +28,6 @@ _LINES_AT_ONCE = 4096
 _DECODER = msgspec.json.Decoder(Record)
 
 
-def is_wait(span: Span) -> bool:
-    """Whether the rank stood still for a transfer, instead of transferring beside its work."""
-    return span.kind == "communication" and span.name.startswith("wait ")
-
-
 class Spans:
     """The spans of one rank that name a step, as columns; those of a step stand together.
 
@@ -40,6 +35,7 @@ class Spans:
         steps: every step, ascending.
         group: position of each span's step in `steps`.
         kind: of each span, by KIND_CODES.
+        is_wait: of each span.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
@@ -54,14 +50,7 @@ class Spans:
         self.kind = np.fromiter(codes, np.int8, n)
         self.start_s = np.fromiter((span.start_s for span in self.spans), float, n)
         self.duration_s = np.fromiter((span.duration_s for span in self.spans), float, n)
-
-    @cached_property
-    def is_wait(self) -> np.ndarray:
-        """Which spans are time that the rank stands still for a transfer."""
-        found = np.zeros(len(self.spans), dtype=bool)
-        for at in np.flatnonzero(self.kind == KIND_CODES["communication"]):
-            found[at] = is_wait(self.spans[at])
-        return found
+        self.is_wait = np.fromiter((span.is_wait for span in self.spans), bool, n)
 
     @cached_property
     def whole(self) -> np.ndarray:
@@ -85,9 +74,9 @@ class Records(list[Record]):
         return [record for record in self if isinstance(record, Span)]
 
     @cached_property
-    def names(self) -> frozenset[tuple[SpanKind, str]]:
-        """Kinds and names of the spans."""
-        return frozenset((span.kind, span.name) for span in self.spans)
+    def stages(self) -> frozenset[int]:
+        """Stages of which the rank has passes; none without the executor."""
+        return frozenset(span.stage for span in self.spans if span.stage is not None)
 
     @cached_property
     def columns(self) -> Spans:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Unpack
 
-from harness.domain.record import Label, Record, Sample, Span, SpanKind
+from harness.domain.record import Label, Record, Sample, Span, SpanFields, SpanKind
 from harness.measure.clock import Clock
 from harness.measure.reached import Reached
 
-_Mark = tuple[SpanKind, str, int | None, Any, Any, int | None]
+
+class _Mark(NamedTuple):
+    """A span whose clock marks cannot be read yet."""
+
+    kind: SpanKind
+    step: int | None
+    start: Any
+    end: Any
+    fields: SpanFields
 
 
 class Recorder:
@@ -44,18 +52,16 @@ class Recorder:
             self.reached.begin_step(step)
 
     @contextmanager
-    def span(self, kind: SpanKind, name: str = "", n_bytes: int | None = None) -> Iterator[None]:
+    def span(self, kind: SpanKind, **fields: Unpack[SpanFields]) -> Iterator[None]:
         """Record the enclosed work as one span."""
         self.reached.begin(kind)
         start = self.clock.mark()
         yield
-        self.add_marks(kind, start, self.clock.mark(), name=name, n_bytes=n_bytes)
+        self.add_marks(kind, start, self.clock.mark(), **fields)
 
-    def add_marks(
-        self, kind: SpanKind, start: Any, end: Any, *, name: str = "", n_bytes: int | None = None
-    ) -> None:
+    def add_marks(self, kind: SpanKind, start: Any, end: Any, **fields: Unpack[SpanFields]) -> None:
         """Record a span whose two marks were taken elsewhere, such as in a callback."""
-        self._marks.append((kind, name, self.step, start, end, n_bytes))
+        self._marks.append(_Mark(kind, self.step, start, end, fields))
 
     def sample(
         self, metric: str, value: float, *, step: int | None = None, **labels: Label
@@ -84,7 +90,7 @@ class Recorder:
         ready: list[_Mark] = []
         for mark in marks:
             # An end may lie on another stream than its start, which is not passed by then.
-            is_ready = self.clock.is_ready(mark[3]) and self.clock.is_ready(mark[4])
+            is_ready = self.clock.is_ready(mark.start) and self.clock.is_ready(mark.end)
             (ready if is_ready else self._marks).append(mark)
         spans = sorted((self._span(mark) for mark in ready), key=lambda span: span.start_s)
         records: list[Record] = [*spans, *self._records]
@@ -92,9 +98,8 @@ class Recorder:
         return records
 
     def _span(self, mark: _Mark) -> Span:
-        kind, name, step, start, end, n_bytes = mark
-        start_s = self.clock.seconds_at(start)
-        duration_s = self.clock.seconds_at(end) - start_s
+        start_s = self.clock.seconds_at(mark.start)
+        duration_s = self.clock.seconds_at(mark.end) - start_s
         return Span(
-            kind=kind, name=name, step=step, start_s=start_s, duration_s=duration_s, n_bytes=n_bytes
+            kind=mark.kind, step=mark.step, start_s=start_s, duration_s=duration_s, **mark.fields
         )

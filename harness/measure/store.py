@@ -254,7 +254,7 @@ def _decode_header(data: bytes, source: str) -> RunHeader:
     if found != (SCHEMA, SCHEMA_VERSION):
         raise ResultsError(
             f"{source} has schema {found[0]} version {found[1]}, this harness reads {SCHEMA} "
-            f"version {SCHEMA_VERSION}: read it with the harness that wrote it"
+            f"version {SCHEMA_VERSION}: run it again, or read it with the harness that wrote it"
         )
     if _is_deeper(tag, _MAX_DEPTH):
         raise ResultsError(f"{source} is nested more than {_MAX_DEPTH} deep: no harness wrote it")

@@ -146,6 +146,7 @@ def _plot(args: argparse.Namespace) -> int:
     found, problems = find_runs(args.results)
     timings.end("headers")
     if not found:
+        _complain([f"skipped {path}: {one_line(reason)}" for path, reason in problems])
         raise ResultsError(_nothing_to_draw(args.results, len(problems)))
     _make_directory(args.out)
     drawn, left_out = without_samples(found)

@@ -110,7 +110,7 @@ def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:
 def _prediction(run: Run, plan: Plan) -> dict[str, Any]:
     if plan.prediction is None:
         return {}
-    stages = predicted_stages(plan.prediction, plan.strategy) if plan.strategy else ()
+    stages = predicted_stages(plan.prediction)
     return {
         "predicted": predicted_run(run, plan.prediction),
         "predicted_stage_s": {stage.stage: stage.total_s for stage in stages},

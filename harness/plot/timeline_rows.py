@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
 from harness.domain.prediction import Prediction
 from harness.domain.record import Span
 from harness.measure.derive import Timeline, measured_timeline, predicted_timeline
+from harness.measure.derive.pipeline import pass_of
 from harness.measure.store import Run
 
 SIDES = ("predicted", "measured")
 PASSES = ("forward", "recompute", "backward")
-_MICROBATCH = re.compile(r" #([0-9]{1,9})")
 
 
 def timeline_rows(run: Run, prediction: Prediction) -> list[dict[str, Any]]:
@@ -48,26 +47,24 @@ def _joined(spans: Iterable[Span]) -> list[dict[str, Any]]:
     for span in sorted(spans, key=lambda span: (span.kind, span.start_s)):
         if span.kind == "step":
             continue
-        found = _MICROBATCH.search(span.name)
-        microbatch = int(found[1]) if found else None
-        kind = "recompute" if "recompute" in span.name.split() else span.kind
+        kind = pass_of(span) or span.kind
         last = rows[-1] if rows else None
         is_next = (
             last is not None
             and kind in PASSES
-            and (last["kind"], last["microbatch"]) == (kind, microbatch)
+            and (last["kind"], last["microbatch"]) == (kind, span.microbatch)
             # Ends and starts that are equal as times differ by rounding.
             and abs(last["start_s"] + last["duration_s"] - span.start_s) < 1e-9
         )
         if last is not None and is_next:
             last["duration_s"] = span.start_s + span.duration_s - last["start_s"]
-            last["name"] = f"{last['name'].partition(' to ')[0]} to {span.name}"
+            last["name"] = f"{last['name'].partition(' to ')[0]} to {span.label}"
         else:
             rows.append(
                 {
                     "kind": kind,
-                    "name": span.name,
-                    "microbatch": microbatch,
+                    "name": span.label,
+                    "microbatch": span.microbatch,
                     "start_s": span.start_s,
                     "duration_s": span.duration_s,
                 }

@@ -13,7 +13,6 @@ rank and row:
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -26,9 +25,6 @@ from harness.measure.derive.timeline import Shifts, clock_shifts, median_step, m
 from harness.measure.store import Run
 from harness.plot.plans import Plan
 from harness.plot.trace_events import Slice, TraceEvents
-
-_WAIT = re.compile(r"wait (gradient of )?.+ #([0-9]{1,9}) from rank ([0-9]{1,9})")
-_PASS = re.compile(r"stage[0-9]{1,9} #([0-9]{1,9})( recompute)?")
 
 
 def _node_of(run: Run, rank: int) -> str:
@@ -48,17 +44,15 @@ def _flows(
     clocks tell; where none had, the first that had begun.
     """
     slack_ns = round((error_s or 0.0) * 1e9)
-    passes: dict[tuple[int, int | None, int, str], list[Slice]] = defaultdict(list)
+    passes: dict[tuple[int, int | None, int | None, str | None], list[Slice]] = defaultdict(list)
     for rank, item in slices:
-        match = _PASS.fullmatch(item.span.name)
-        if match and not match[2]:
-            passes[rank, item.span.step, int(match[1]), item.span.kind].append(item)
+        if item.span.stage is not None and item.span.pass_ is None:
+            passes[rank, item.span.step, item.span.microbatch, item.span.kind].append(item)
     for _, item in slices:
-        match = _WAIT.fullmatch(item.span.name)
-        if match is None:
+        span = item.span
+        if not span.is_wait or span.peer is None:
             continue
-        kind = "backward" if match[1] else "forward"
-        made = passes[int(match[3]), item.span.step, int(match[2]), kind]
+        made = passes[span.peer, span.step, span.microbatch, span.pass_]
         begun = [other for other in made if other.start_ns < item.end_ns]
         ended = [other for other in begun if other.end_ns <= item.end_ns + slack_ns]
         if ended:

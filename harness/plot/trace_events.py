@@ -106,9 +106,9 @@ def _name_of(span: Span) -> str:
     """What a viewer shows: passes are named alike in both directions, so their kind goes first."""
     if span.kind == "step":
         return f"step {span.step}"
-    if span.kind in ("forward", "backward") and span.name:
-        return f"{span.kind} {span.name}"
-    return span.name or span.kind
+    if span.kind in ("forward", "backward") and span.label:
+        return f"{span.kind} {span.label}"
+    return span.label or span.kind
 
 
 def _complete(item: Slice) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def test_steps_taken_together_cover_what_each_does_alone(
     parts: list[Record] = [
         Span(
             kind="communication" if is_wait else "forward",
-            name="wait x #0 from rank 1" if is_wait else "",
+            is_wait=is_wait,
             step=step,
             start_s=start,
             duration_s=length,

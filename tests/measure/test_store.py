@@ -123,9 +123,9 @@ def test_a_header_whose_cluster_has_former_fields_is_read(tmp_path):
 
 def test_an_unknown_version_is_refused_with_both_versions(tmp_path):
     run_dir = write_run(tmp_path)
-    text = (run_dir / "run.json").read_text().replace('"version": 1\n}', '"version": 99\n}')
+    text = (run_dir / "run.json").read_text().replace('"version": 2\n}', '"version": 99\n}')
     (run_dir / "run.json").write_text(text)
-    with pytest.raises(ResultsError, match=r"version 99.*version 1"):
+    with pytest.raises(ResultsError, match=r"version 99.*version 2: run it again"):
         read_header(run_dir)
 
 

@@ -72,7 +72,7 @@ def test_each_microbatch_updates_and_the_slowest_stage_paces():
     assert found.step_s == pytest.approx(2 * (2 + 4 + 2), abs=1e-9)
     (own,) = spans_by_step(found.spans[1]).values()
     busy = [s for s in own if s.kind not in ("communication", "step")]
-    assert sorted((s.kind, s.name, s.duration_s) for s in busy) == [
+    assert sorted((s.kind, s.label, s.duration_s) for s in busy) == [
         ("backward", "b #0", pytest.approx(4.0)),
         ("backward", "b #1", pytest.approx(4.0)),
         ("forward", "b #0", pytest.approx(2.0)),

@@ -351,9 +351,8 @@ def executed(
             factor = stretch * (1 + 0.001 * ((step * 4) % n_steps))
             origin = 1000.0 * rank + 10.0 + step
             own += [
-                Span(
-                    kind=span.kind,
-                    name=span.name,
+                msgspec.structs.replace(
+                    span,
                     step=step,
                     start_s=origin + (0.0 if span.kind == "step" else 1e-3) + span.start_s * factor,
                     duration_s=span.duration_s * factor + (1e-3 if span.kind == "step" else 0.0),
@@ -368,23 +367,27 @@ def executed(
 
 
 def executor_spans(strategy: Strategy, spans: list[Span]) -> list[Span]:
-    """Operators of a pass brought together under the stage's name; gaps in between are waits."""
-    passes: dict[tuple[str, str], list[Span]] = {}
+    """Operators of a pass brought together as one of the stage; gaps in between are waits."""
+    passes: dict[tuple[str, int | None, int, str | None], list[Span]] = {}
     others = []
     for span in spans:
-        name, _, microbatch = span.name.removeprefix("recompute ").partition(" #")
         if span.kind in ("forward", "backward"):
-            stage = strategy.operators[name].stage
-            suffix = " recompute" if span.name.startswith("recompute ") else ""
-            key = (span.kind, f"stage{stage} #{microbatch or 0}{suffix}")
+            key = (span.kind, span.stage, span.microbatch or 0, span.pass_)
             passes.setdefault(key, []).append(span)
         elif span.kind != "communication":
             others.append(span)
-        elif name.startswith("all-reduce"):
+        elif span.name.startswith("all-reduce"):
             others.append(msgspec.structs.replace(span, name=f"bucket{len(others)}"))
     work = [
-        Span(kind=kind, name=name, start_s=start, duration_s=stop - start)  # type: ignore[arg-type]
-        for (kind, name), own in passes.items()
+        Span(
+            kind=kind,  # type: ignore[arg-type]
+            stage=stage,
+            microbatch=microbatch,
+            pass_=pass_,  # type: ignore[arg-type]
+            start_s=start,
+            duration_s=stop - start,
+        )
+        for (kind, stage, microbatch, pass_), own in passes.items()
         for start, stop in [(own[0].start_s, own[-1].start_s + own[-1].duration_s)]
     ]
     begin_s = next(span.start_s for span in spans if span.kind == "step")
@@ -393,7 +396,11 @@ def executor_spans(strategy: Strategy, spans: list[Span]) -> list[Span]:
     waits = [
         Span(
             kind="communication",
-            name="wait features.3.convolution_with_a_long_name #0 from rank 1",
+            operator="features.3.convolution_with_a_long_name",
+            microbatch=0,
+            pass_="forward",
+            peer=1,
+            is_wait=True,
             start_s=a.start_s + a.duration_s,
             duration_s=b.start_s - a.start_s - a.duration_s,
         )

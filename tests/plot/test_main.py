@@ -255,6 +255,20 @@ def test_nothing_to_draw_is_one_clear_error(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_results_of_an_older_version_are_refused_with_the_remedy(
+    comparison: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "results" / "old"
+    shutil.copytree(comparison / "links", old)
+    text = (old / "run.json").read_text()
+    (old / "run.json").write_text(text.replace('"version": 2\n}', '"version": 1\n}'))
+    assert main([str(tmp_path / "results"), "--out", str(tmp_path / "plots")]) == 2
+    printed = capsys.readouterr().err
+    assert "holds no run but 1 entries that are not runs" in printed
+    assert f"skipped {old}" in printed
+    assert "version 1, this harness reads harness-run version 2: run it again" in printed
+
+
 def test_help_does_not_wait_for_libraries() -> None:
     program = (
         "import sys; from harness.plot.__main__ import main\n"

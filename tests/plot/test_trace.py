@@ -149,11 +149,20 @@ def test_no_arrow_leaves_after_it_arrives() -> None:
     ):
         events = TraceEvents()
         sender = [
-            Span(kind="forward", name="stage0 #0", start_s=a * 1e-3, duration_s=(b - a) * 1e-3)
+            Span(kind="forward", stage=0, microbatch=0, start_s=a * 1e-3, duration_s=(b - a) * 1e-3)
             for a, b in parts
         ]
-        name = "wait conv1 #0 from rank 0"
-        wait = [Span(kind="communication", name=name, start_s=1e-3, duration_s=3e-3)]
+        wait = [
+            Span(
+                kind="communication",
+                microbatch=0,
+                pass_="forward",
+                peer=0,
+                is_wait=True,
+                start_s=1e-3,
+                duration_s=3e-3,
+            )
+        ]
         slices = [(0, item) for item in events.add_rank(1, 0, sender)]
         slices += [(1, item) for item in events.add_rank(2, 1, wait)]
         ((sent, waited),) = _flows(slices, error_s=1e-4)

@@ -9,13 +9,11 @@ whole step; here measured, so that whatever leaves a rank idle counts.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import fmean, median
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from harness.domain.record import Record, Span
 from harness.measure.derive.spans import (
@@ -25,21 +23,11 @@ from harness.measure.derive.spans import (
     covered_s,
     waited_s,
 )
-from harness.measure.rank_records import Records, is_wait
+from harness.measure.rank_records import Records
 from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
-_PASS = re.compile(r"stage([0-9]{1,9})(?: #([0-9]{1,9}))?(?: (weights|recompute))?")
-
 PassKind = Literal["forward", "recompute", "backward"]
-
-
-class Pass(NamedTuple):
-    """Which pass a span is: `backward` is to inputs, weights or both."""
-
-    stage: int
-    microbatch: int
-    kind: PassKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,31 +75,13 @@ class PipelineSummary:
         return len(self.stages)
 
 
-def pass_of(span: Span) -> Pass | None:
-    """The pass that an executor's span names, such as `stage1 #3 weights`; None for others."""
-    return pass_named(span.kind, span.name) if span.name.startswith("stage") else None
-
-
-@lru_cache(maxsize=4096)
-def pass_named(kind: str, name: str) -> Pass | None:
-    match = _PASS.fullmatch(name)
-    if match is None or kind not in ("forward", "backward"):
-        return None
-    stage, microbatch, what = int(match[1]), int(match[2] or 0), match[3]
-    if what == "recompute":
-        return Pass(stage, microbatch, "recompute")
-    return Pass(stage, microbatch, "forward" if kind == "forward" else "backward")
-
-
-def computed_stages(records: Iterable[Record]) -> frozenset[int]:
-    """Stages of which a rank has passes; none without the executor."""
-    return frozenset(one.stage for one in _passes(records))
-
-
-def _passes(records: Iterable[Record]) -> list[Pass]:
-    """The distinct passes of one rank."""
-    found = (pass_named(kind, name) for kind, name in Records.of(records).names)
-    return [one for one in found if one is not None]
+def pass_of(span: Span) -> PassKind | None:
+    """Which pass a span computes, `backward` to inputs, weights or both; None for others."""
+    if span.pass_ == "recompute":
+        return "recompute"
+    if span.kind == "forward":
+        return "forward"
+    return "backward" if span.kind == "backward" else None
 
 
 def computes(spans: Iterable[Span]) -> bool:
@@ -122,7 +92,7 @@ def computes(spans: Iterable[Span]) -> bool:
 def working_s(spans: Sequence[Span], within: Span, kinds: Collection[str]) -> float:
     """Length of the union of the spans of some kinds, less what the rank waits inside them."""
     own = [span for span in spans if span.kind in kinds]
-    waits = [span for span in spans if is_wait(span)]
+    waits = [span for span in spans if span.is_wait]
     return covered_s([*own, *waits], within) - covered_s(waits, within)
 
 
@@ -140,24 +110,25 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
 
 def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
     """One rank's seconds of every (stage, kind of pass) in each step: means over microbatches."""
-    if not computed_stages(records):
+    records = Records.of(records)
+    if not records.stages:
         return {}
-    seconds: dict[tuple[int, Pass], float] = defaultdict(float)
-    spans = Records.of(records).columns
+    seconds: dict[tuple[int, int, PassKind, int | None], float] = defaultdict(float)
+    spans = records.columns
     own_s = (spans.duration_s - waited_s(spans)).tolist()
     for span, step, span_s in zip(spans.spans, spans.group.tolist(), own_s, strict=True):
-        if (which := pass_of(span)) is not None:
-            seconds[step, which] += span_s
+        if span.stage is not None and (kind := pass_of(span)) is not None:
+            seconds[step, span.stage, kind, span.microbatch] += span_s
     by_step: dict[tuple[int, int, PassKind], list[float]] = defaultdict(list)
-    for (step, which), duration_s in seconds.items():
-        by_step[step, which.stage, which.kind].append(duration_s)
+    for (step, stage, kind, _), duration_s in seconds.items():
+        by_step[step, stage, kind].append(duration_s)
     by_stage: dict[tuple[int, PassKind], list[float]] = defaultdict(list)
     for (_, stage, kind), durations_s in by_step.items():
         by_stage[stage, kind].append(fmean(durations_s))
     return dict(by_stage)
 
 
-def slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
+def _slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
     """The stage's times, from the rank that takes longest."""
     slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
     return StageTimes(
@@ -169,21 +140,23 @@ def slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -
     )
 
 
-def _stages(run: Run) -> tuple[StageTimes, ...]:
+def stage_times(ranks: Mapping[int, Iterable[Record]]) -> tuple[StageTimes, ...]:
+    """The times of every stage, from the records of each rank."""
     stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, records in run.ranks.items():
+    for rank, records in ranks.items():
         for (stage, kind), seconds in stage_seconds(records).items():
             stages[stage][rank][kind] = median(seconds)
-    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
+    return tuple(_slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
 
 
 def _n_microbatches(run: Run) -> int:
-    return 1 + max(one.microbatch for records in run.ranks.values() for one in _passes(records))
+    every = (Records.of(records).spans for records in run.ranks.values())
+    return 1 + max(span.microbatch or 0 for spans in every for span in spans)
 
 
 def pipeline_summary(run: Run) -> PipelineSummary | None:
     """Derive a pipeline's numbers; None for a run without spans of two or more stages."""
-    stages = _stages(run)
+    stages = stage_times(run.ranks)
     if len(stages) < 2:
         return None
     idle = {rank: shares for rank, rs in sorted(run.ranks.items()) if (shares := idle_shares(rs))}

@@ -15,8 +15,6 @@ either side does not know it, compute holds it on both.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +30,10 @@ from harness.domain.strategy import Strategy
 from harness.errors import ResultsError
 from harness.inputs import find_int, shorten
 from harness.measure.derive.pipeline import (
-    PassKind,
     StageTimes,
     computes,
     idle_shares,
-    slowest_times,
+    stage_times,
     working_s,
 )
 from harness.measure.derive.ranks import rank_memory
@@ -47,9 +44,6 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
-
-# What the simulator calls an operator's pass: `conv1 #3`, `weights of conv1 #3`, ...
-_OPERATOR_PASS = re.compile(r"(weights of |recompute )?(.+?)(?: #([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,32 +267,6 @@ def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
     )
 
 
-def predicted_stages(prediction: Prediction, strategy: Strategy) -> tuple[StageTimes, ...]:
-    """The simulated times of every stage, as `pipeline_summary` has the measured ones.
-
-    Operators that the strategy does not place are left out.
-    """
-    stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(dict)
-    for rank, spans in prediction.spans.items():
-        for stage, kind, seconds in _stage_seconds(spans, strategy):
-            stages[stage].setdefault(int(rank), {})[kind] = seconds
-    return tuple(slowest_times(stage, by_rank) for stage, by_rank in sorted(stages.items()))
-
-
-def _stage_seconds(
-    spans: Iterable[Record], strategy: Strategy
-) -> list[tuple[int, PassKind, float]]:
-    """(stage, kind, seconds of a microbatch, mean) of one rank."""
-    seconds: dict[tuple[int, PassKind], dict[int, float]] = {}
-    for span in spans:
-        if not isinstance(span, Span) or span.kind not in ("forward", "backward"):
-            continue
-        match = _OPERATOR_PASS.fullmatch(span.name)
-        plan = strategy.operators.get(match[2]) if match else None
-        if match is None or plan is None:
-            continue
-        kind: PassKind = "forward" if span.kind == "forward" else "backward"
-        kind = "recompute" if match[1] == "recompute " else kind
-        by_microbatch = seconds.setdefault((plan.stage, kind), defaultdict(float))
-        by_microbatch[int(match[3] or 0)] += span.duration_s
-    return [(stage, kind, fmean(by.values())) for (stage, kind), by in seconds.items()]
+def predicted_stages(prediction: Prediction) -> tuple[StageTimes, ...]:
+    """The simulated times of every stage, as `pipeline_summary` has the measured ones."""
+    return stage_times({int(rank): spans for rank, spans in prediction.spans.items()})

@@ -13,8 +13,8 @@ import numpy as np
 from harness.domain.record import Record
 from harness.domain.run import RankInfo
 from harness.measure.derive.devices import info_of
-from harness.measure.derive.pipeline import computed_stages
 from harness.measure.derive.spans import PHASES, PhaseTable, samples_of
+from harness.measure.rank_records import Records
 from harness.measure.store import Run
 
 STRAGGLER_BELOW = 0.75
@@ -86,7 +86,7 @@ def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
         phases=_mean_phases(table),
         busy_s=float(np.median(table.busy_s)) if len(table.steps) else None,
         flops=median_of(records, "model_flops"),
-        stages=computed_stages(records),
+        stages=Records.of(records).stages,
         memory_bytes=rank_memory(records),
         sent_bytes=median_of(records, "nic_sent_bytes"),
         received_bytes=median_of(records, "nic_received_bytes"),

@@ -7,13 +7,20 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from harness.domain.record import Span, SpanKind
+from harness.domain.record import Pass, Span, SpanFields, SpanKind
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
-_PASS_KINDS: tuple[SpanKind, ...] = ("forward", "backward", "backward", "forward")
-_PASS_PREFIX = ("", "", "weights of ", "recompute ")
+# By the simulator's numbers of passes, and of transfers forward and back.
+_PASSES: tuple[tuple[SpanKind, SpanFields], ...] = (
+    ("forward", {}),
+    ("backward", {}),
+    ("backward", {"pass_": "weights"}),
+    ("forward", {"pass_": "recompute"}),
+)
+_WAYS: tuple[Pass, Pass] = ("forward", "backward")
 
 
 class Event(NamedTuple):
@@ -21,18 +28,24 @@ class Event(NamedTuple):
 
     Attributes:
         task: its number in the simulation's arrays.
+        span: as a measured run records it, without stage, step and peer.
         ranks: devices that it keeps busy: one computes, two transfer, a group all-reduces.
         resource: what it uses, in words: a device, a link, a group.
     """
 
     task: int
-    kind: SpanKind
-    name: str
+    span: Span
     ranks: tuple[int, ...]
     resource: str
-    start_s: float
-    duration_s: float
-    n_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Words for people."""
+        return self.span.label
+
+    @property
+    def end_s(self) -> float:
+        return self.span.start_s + self.span.duration_s
 
 
 def events(simulation: Simulation) -> Iterator[Event]:
@@ -42,64 +55,95 @@ def events(simulation: Simulation) -> Iterator[Event]:
         if np.isnan(start[task]):
             return
         event = decode(simulation, int(task))
-        if event.duration_s or not event.name.startswith("weights of "):
+        if event.span.duration_s or event.span.pass_ != "weights":
             yield event
 
 
 def decode(simulation: Simulation, task: int) -> Event:
-    """What a task's number stands for."""
-    out, simulator = simulation.outcome, simulation.simulator
-    operators, names = simulator.graph.operators, simulator.network.names
-    n_devices, n_microbatches = len(names), simulation.strategy.n_microbatches
-    rows = len(out.rows)
+    """The work that a task's number stands for."""
+    out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
+    n_passes = 4 * n_microbatches * len(out.rows)
+    n_moves = 2 * n_microbatches * len(out.edge_bytes)
+    n_sums = 2 * n_microbatches * len(out.sums)
+    if task < n_passes:
+        work = _pass(simulation, task)
+    elif task < n_passes + n_moves:
+        work = _move(simulation, task - n_passes)
+    elif task < n_passes + n_moves + n_sums:
+        work = _sum(simulation, task - n_passes - n_moves)
+    else:
+        work = _bucket(simulation, task - n_passes - n_moves - n_sums)
     start = float(out.start[task])
     duration = float(out.finish[task]) - start
-    n_compute, n_moves = 4 * n_microbatches * rows, n_microbatches * len(out.edge_bytes)
-    if task < n_compute:
-        what, rest = divmod(task, n_microbatches * rows)
-        microbatch, row = divmod(rest, rows)
-        op, device = divmod(int(out.rows[row]), n_devices)
-        name = f"{_PASS_PREFIX[what]}{operators[op].name}{_microbatch(microbatch, n_microbatches)}"
-        return Event(task, _PASS_KINDS[what], name, (device,), names[device], start, duration)
-    if task < n_compute + 2 * n_moves:
-        back, rest = divmod(task - n_compute, n_moves)
-        microbatch, edge = divmod(rest, len(out.edge_bytes))
-        op, a = divmod(int(out.edge_source[edge]), n_devices)
-        b = int(out.edge_target[edge]) % n_devices
-        a, b = (b, a) if back else (a, b)
-        what_name = f"{'gradient of ' if back else ''}{operators[op].name}"
-        name = f"{what_name}{_microbatch(microbatch, n_microbatches)} {names[a]} -> {names[b]}"
-        n_bytes = round(float(out.edge_bytes[edge]))
-        link = f"link {names[a]} -> {names[b]}"
-        return Event(task, "communication", name, (a, b), link, start, duration, n_bytes)
-    n_sums = len(out.sums)
-    k = task - n_compute - 2 * n_moves
-    if k < 2 * n_microbatches * n_sums:
-        is_back, rest = divmod(k, n_microbatches * n_sums)
-        microbatch, c = divmod(rest, n_sums)
-        one = out.sums[c]
-        name = "statistics of " if one.is_norm else "sum of "
-        name += operators[one.operator].name + _microbatch(microbatch, n_microbatches)
-        name = f"gradient of {name}" if is_back else name
-        n_bytes = one.n_bytes[is_back] * one.n_rounds[is_back]
-        where = _group_name(one.group, names)
-        return Event(task, "communication", name, one.group, where, start, duration, n_bytes)
-    k -= 2 * n_microbatches * n_sums
-    group, members = out.buckets.groups[k], out.buckets.members[k]
+    span = Span(kind=work.kind, start_s=start, duration_s=duration, **work.fields)
+    return Event(task, span, work.ranks, work.resource)
+
+
+class _Work(NamedTuple):
+    """An event without its times."""
+
+    kind: SpanKind
+    fields: SpanFields
+    ranks: tuple[int, ...]
+    resource: str
+
+
+def _fields(simulation: Simulation, operator: int, microbatch: int) -> SpanFields:
+    fields: SpanFields = {"operator": simulation.simulator.graph.operators[operator].name}
+    return fields | {"microbatch": microbatch} if simulation.strategy.n_microbatches > 1 else fields
+
+
+def _pass(simulation: Simulation, number: int) -> _Work:
+    rows, names = simulation.outcome.rows, simulation.simulator.network.names
+    which, rest = divmod(number, simulation.strategy.n_microbatches * len(rows))
+    microbatch, row = divmod(rest, len(rows))
+    op, device = divmod(int(rows[row]), len(names))
+    kind, more = _PASSES[which]
+    return _Work(kind, _fields(simulation, op, microbatch) | more, (device,), names[device])
+
+
+def _move(simulation: Simulation, number: int) -> _Work:
+    out, names = simulation.outcome, simulation.simulator.network.names
+    back, rest = divmod(number, simulation.strategy.n_microbatches * len(out.edge_bytes))
+    microbatch, edge = divmod(rest, len(out.edge_bytes))
+    op, a = divmod(int(out.edge_source[edge]), len(names))
+    b = int(out.edge_target[edge]) % len(names)
+    a, b = (b, a) if back else (a, b)
+    way = f"{names[a]} -> {names[b]}"
+    fields = _fields(simulation, op, microbatch)
+    fields["name"] = f"{fields['operator']} {way}"
+    fields["n_bytes"] = round(float(out.edge_bytes[edge]))
+    fields["pass_"] = _WAYS[back]
+    return _Work("communication", fields, (a, b), f"link {way}")
+
+
+def _sum(simulation: Simulation, number: int) -> _Work:
+    out, names = simulation.outcome, simulation.simulator.network.names
+    back, rest = divmod(number, simulation.strategy.n_microbatches * len(out.sums))
+    microbatch, k = divmod(rest, len(out.sums))
+    one = out.sums[k]
+    fields = _fields(simulation, one.operator, microbatch)
+    fields["name"] = f"{'statistics' if one.is_norm else 'sum'} of {fields['operator']}"
+    fields["n_bytes"] = one.n_bytes[back] * one.n_rounds[back]
+    fields["pass_"] = _WAYS[back]
+    return _Work("communication", fields, one.group, _group_name(one.group, names))
+
+
+def _bucket(simulation: Simulation, number: int) -> _Work:
+    buckets, operators = simulation.outcome.buckets, simulation.simulator.graph.operators
+    group, members = buckets.groups[number], buckets.members[number]
     last = f" to {operators[members[-1]].name}" if len(members) > 1 else ""
-    name = f"all-reduce {operators[members[0]].name}{last}"
-    where = _group_name(group, names)
-    n_bytes = round(float(out.buckets.n_bytes[k]))
-    return Event(task, "communication", name, group, where, start, duration, n_bytes)
+    fields: SpanFields = {
+        "name": f"all-reduce {operators[members[0]].name}{last}",
+        "n_bytes": round(float(buckets.n_bytes[number])),
+    }
+    where = _group_name(group, simulation.simulator.network.names)
+    return _Work("communication", fields, group, where)
 
 
 def _group_name(group: Sequence[int], names: Sequence[str]) -> str:
     where = "all-reduce over " + ", ".join(names[d] for d in group[:4])
     return where + (f" and {len(group) - 4} more" if len(group) > 4 else "")
-
-
-def _microbatch(microbatch: int, n_microbatches: int) -> str:
-    return f" #{microbatch}" if n_microbatches > 1 else ""
 
 
 def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
@@ -109,17 +153,12 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
     """
     found: dict[int, list[Span]] = {rank: [] for rank in range(len(simulation.simulator.limits))}
     for event in events(simulation):
+        computed = event.span.operator if event.span.kind != "communication" else None
+        stage = None if computed is None else simulation.strategy.operators[computed].stage
         for rank in event.ranks:
-            found[rank].append(
-                Span(
-                    kind=event.kind,
-                    name=event.name,
-                    step=step,
-                    start_s=event.start_s,
-                    duration_s=event.duration_s,
-                    n_bytes=event.n_bytes,
-                )
-            )
+            others = [other for other in event.ranks if other != rank]
+            peer = others[0] if len(others) == 1 else None
+            found[rank].append(replace(event.span, step=step, stage=stage, peer=peer))
     out = simulation.outcome
     for rank, own in found.items():
         start, duration = float(out.device_end_s[rank]), float(out.optimizer_s[rank])
@@ -137,8 +176,8 @@ def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
     """
     totals = {"forward": 0.0, "backward": 0.0}
     for event in events(simulation):
-        if event.kind in totals and event.ranks == (device,):
-            totals[event.kind] += event.duration_s
+        if event.span.kind in totals and event.ranks == (device,):
+            totals[event.span.kind] += event.span.duration_s
     optimizer = float(simulation.outcome.optimizer_s[device])
     exposed = simulation.step_s - sum(totals.values()) - optimizer
     return {**totals, "exposed": max(0.0, exposed), "optimizer": optimizer}
@@ -186,13 +225,13 @@ def binding(simulation: Simulation) -> dict[str, float]:
     out, names = simulation.outcome, simulation.simulator.network.names
     slowest = _slowest(simulation)
     begin = float(out.device_begin_s[slowest])
-    if path and path[0].start_s > begin:
+    if path and path[0].span.start_s > begin:
         last = max(path[0].ranks, key=lambda rank: float(out.device_begin_s[rank]))
-        shares[f"the step before on {names[last]}"] = path[0].start_s - begin
-    following = [event.start_s for event in path[1:]] + [float(out.device_end_s[slowest])]
+        shares[f"the step before on {names[last]}"] = path[0].span.start_s - begin
+    following = [event.span.start_s for event in path[1:]] + [float(out.device_end_s[slowest])]
     for event, until in zip(path, following, strict=True):
-        end = min(event.start_s + event.duration_s, until)
-        shares[event.resource] += max(0.0, end - max(event.start_s, begin))
+        end = min(event.end_s, until)
+        shares[event.resource] += max(0.0, end - max(event.span.start_s, begin))
     if out.optimizer_s[slowest] > 0:
         shares[f"optimizer of {names[slowest]}"] = float(out.optimizer_s[slowest])
     return dict(sorted(shares.items(), key=lambda item: -item[1]))

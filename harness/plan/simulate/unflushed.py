@@ -10,7 +10,6 @@ All steps on a rank take the same from the second on, so it does not matter whic
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,9 +22,6 @@ from harness.plan.simulate.fans import Floats
 from harness.plan.simulate.report import contention_seconds, spans
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial
 from harness.plan.simulate.tables import Tables
-
-_MICROBATCH = re.compile(r"#(\d+)")
-_UPDATE = re.compile(r"weights of (.*) #\d+")
 
 
 @dataclass(frozen=True)
@@ -119,9 +115,7 @@ class _Windows:
             begin, end = np.nan_to_num([self._begin[rank], self._end[rank]], nan=first).tolist()
             found[rank] = [
                 msgspec.structs.replace(
-                    part,
-                    name=_MICROBATCH.sub(self._renumber, part.name),
-                    start_s=part.start_s - first,
+                    part, microbatch=self._number(part), start_s=part.start_s - first
                 )
                 for span in own
                 if begin <= span.start_s < end and span.kind not in ("optimizer", "step")
@@ -134,14 +128,18 @@ class _Windows:
 
     def _parts(self, rank: int, span: Span) -> Iterator[Span]:
         """A weight pass is a sum over the stage's devices, where it has several, then an update."""
-        found = _UPDATE.fullmatch(span.name)
-        if found is None:
+        if span.pass_ != "weights" or span.operator is None:
             yield span
             return
-        sum_s = min(span.duration_s, self._sums.get((rank, found[1]), 0.0))
+        sum_s = min(span.duration_s, self._sums.get((rank, span.operator), 0.0))
         if sum_s > 0:
-            name = span.name.replace("weights of", "all-reduce", 1)
-            yield msgspec.structs.replace(span, kind="communication", name=name, duration_s=sum_s)
+            yield msgspec.structs.replace(
+                span,
+                kind="communication",
+                name=f"all-reduce {span.operator}",
+                duration_s=sum_s,
+                stage=None,
+            )
         yield msgspec.structs.replace(
             span,
             kind="optimizer",
@@ -149,8 +147,9 @@ class _Windows:
             duration_s=span.duration_s - sum_s,
         )
 
-    def _renumber(self, found: re.Match[str]) -> str:
-        return f"#{int(found[1]) % self._n_microbatches}"
+    def _number(self, span: Span) -> int | None:
+        """The microbatch's number within the step."""
+        return None if span.microbatch is None else span.microbatch % self._n_microbatches
 
 
 def _sum_seconds(simulation: Simulation, tables: Tables) -> dict[tuple[int, str], float]:

@@ -303,7 +303,7 @@ class ExecutorEngine:
 
     def _finish_sends(self, before: float = math.inf) -> None:
         # What is still on its way are activations and their gradients, which no update changes.
-        self._phases.begin("communication", "sends")
+        self._phases.begin("communication", name="sends", is_wait=True)
         self._channels.finish_sends(before)
         self._phases.end()
 

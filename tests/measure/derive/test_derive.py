@@ -236,12 +236,11 @@ def test_a_straggler_is_slow_for_its_flops() -> None:
 
 def test_stages_of_a_pipeline_and_ranks_left_out_have_no_stragglers() -> None:
     def stage(number: int, duration_s: float) -> list[Record]:
-        name = f"stage{number} #0"
         return counted(
             4e9,
             [
                 Span(kind="step", step=0, start_s=0.0, duration_s=10.0),
-                Span(kind="forward", name=name, step=0, start_s=0.0, duration_s=duration_s),
+                Span(kind="forward", stage=number, step=0, start_s=0.0, duration_s=duration_s),
             ],
         )
 

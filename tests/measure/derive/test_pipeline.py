@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from harness.domain.cluster import Cluster, Device, Node
-from harness.domain.record import Record, Span
+from harness.domain.record import Record, Span, SpanKind
 from harness.domain.run import RunHeader
 from harness.measure.derive import pipeline_summary
-from harness.measure.derive.pipeline import idle_shares, pass_of
+from harness.measure.derive.pipeline import idle_shares, pass_of, stage_seconds
 from harness.measure.store import Run
+
+
+def at(stage: int, microbatch: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a span of a pass."""
+    return {"stage": stage, "microbatch": microbatch, **fields}
+
 
 # GPipe on two ranks and two microbatches; backward takes twice as long as forward:
 #
@@ -20,30 +26,30 @@ from harness.measure.store import Run
 #   rank 0    F0  F1  w   w   w   B0--B0  B1--B1  opt
 #   rank 1    w   F0  F1  B0--B0  B1--B1  opt .   .
 RANK0 = [
-    ("step", "", 0, 10),
-    ("forward", "stage0 #0", 0, 1),
-    ("forward", "stage0 #1", 1, 2),
-    ("communication", "wait fc #0 from rank 1", 2, 5),
-    ("backward", "stage0 #0", 5, 7),
-    ("backward", "stage0 #1", 7, 9),
-    ("optimizer", "", 9, 10),
+    ("step", {}, 0, 10),
+    ("forward", at(0, 0), 0, 1),
+    ("forward", at(0, 1), 1, 2),
+    ("communication", {"is_wait": True}, 2, 5),
+    ("backward", at(0, 0), 5, 7),
+    ("backward", at(0, 1), 7, 9),
+    ("optimizer", {}, 9, 10),
 ]
 RANK1 = [
-    ("step", "", 0, 10),
-    ("communication", "wait conv #0 from rank 0", 0, 1),
-    ("forward", "stage1 #0", 1, 2),
-    ("forward", "stage1 #1", 2, 3),
-    ("backward", "stage1 #0", 3, 5),
-    ("backward", "stage1 #1", 5, 7),
-    ("optimizer", "", 7, 8),
+    ("step", {}, 0, 10),
+    ("communication", {"is_wait": True}, 0, 1),
+    ("forward", at(1, 0), 1, 2),
+    ("forward", at(1, 1), 2, 3),
+    ("backward", at(1, 0), 3, 5),
+    ("backward", at(1, 1), 5, 7),
+    ("optimizer", {}, 7, 8),
 ]
 
 
 def spans(layout: list[Any], *, n_steps: int = 1) -> list[Record]:
     return [
-        Span(kind=kind, name=name, step=step, start_s=50.0 * step + start, duration_s=stop - start)
+        Span(kind=kind, step=step, start_s=50.0 * step + start, duration_s=stop - start, **fields)
         for step in range(n_steps)
-        for kind, name, start, stop in layout
+        for kind, fields, start, stop in layout
     ]
 
 
@@ -87,11 +93,11 @@ def test_stage_times_are_those_of_one_microbatch() -> None:
 
 def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
     inside = [
-        ("step", "", 0, 10),
-        ("forward", "stage0 #0", 0, 4),
-        ("communication", "wait conv #0 from rank 1", 1, 3),
-        ("backward", "stage0 #0", 4, 10),
-        ("communication", "bucket0", 5, 9),  # beside backward, the rank does not stand still
+        ("step", {}, 0, 10),
+        ("forward", at(0, 0), 0, 4),
+        ("communication", {"is_wait": True}, 1, 3),
+        ("backward", at(0, 0), 4, 10),
+        ("communication", {"name": "bucket0"}, 5, 9),  # beside backward: no wait
     ]
     summary = pipeline_summary(make_run(spans(inside), spans(RANK1)))
     assert summary is not None
@@ -102,11 +108,11 @@ def test_a_wait_inside_a_pass_is_idle_and_no_time_of_the_stage() -> None:
 
 def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
     own = [
-        ("step", "", 0, 10),
-        ("forward", "stage0 #0", 0, 1),
-        ("forward", "stage0 #0 recompute", 3, 4),
-        ("backward", "stage0 #0", 4, 6),
-        ("backward", "stage0 #0 weights", 6, 9),
+        ("step", {}, 0, 10),
+        ("forward", at(0, 0), 0, 1),
+        ("forward", at(0, 0, pass_="recompute"), 3, 4),
+        ("backward", at(0, 0), 4, 6),
+        ("backward", at(0, 0, pass_="weights"), 6, 9),
     ]
     summary = pipeline_summary(make_run(spans(own), spans(RANK1)))
     assert summary is not None
@@ -116,7 +122,7 @@ def test_weight_passes_are_backward_and_recomputation_is_computing() -> None:
 
 
 def test_the_slowest_replica_stands_for_its_stage() -> None:
-    slow = [("step", "", 0, 10), ("forward", "stage0 #0", 0, 3), ("backward", "stage0 #0", 3, 9)]
+    slow = [("step", {}, 0, 10), ("forward", at(0, 0), 0, 3), ("backward", at(0, 0), 3, 9)]
     summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(slow)))
     assert summary is not None
     assert summary.stages[0].ranks == (0, 2)
@@ -124,7 +130,7 @@ def test_the_slowest_replica_stands_for_its_stage() -> None:
 
 
 def test_a_rank_without_a_stage_does_not_count() -> None:
-    idle = [("step", "", 0, 10), ("optimizer", "", 0, 1)]
+    idle = [("step", {}, 0, 10), ("optimizer", {}, 0, 1)]
     summary = pipeline_summary(make_run(spans(RANK0), spans(RANK1), spans(idle)))
     assert summary is not None
     assert set(summary.bubble_by_rank) == {0, 1}
@@ -142,12 +148,19 @@ def test_one_stage_is_no_pipeline() -> None:
     assert pipeline_summary(make_run([])) is None
 
 
-def test_only_the_executors_names_are_passes() -> None:
-    assert pass_of(Span(kind="forward", name="stage12 #7", start_s=0, duration_s=1)) == (
-        12,
-        7,
-        "forward",
-    )
-    assert pass_of(Span(kind="backward", name="finish", start_s=0, duration_s=1)) is None
-    assert pass_of(Span(kind="communication", name="stage0 #1", start_s=0, duration_s=1)) is None
+def test_a_pass_is_the_kind_unless_the_span_says_more() -> None:
+    def found(kind: SpanKind, **fields: Any) -> str | None:
+        return pass_of(Span(kind=kind, start_s=0, duration_s=1, **fields))
+
+    assert found("forward", **at(12, 7)) == "forward"
+    assert found("forward", **at(12, 7, pass_="recompute")) == "recompute"
+    assert found("backward", **at(12, 7, pass_="weights")) == "backward"
+    assert found("communication", operator="conv1", microbatch=7, pass_="backward") is None
+    assert found("optimizer") is None
+
+
+def test_names_are_not_read_and_spans_without_a_stage_are_of_none() -> None:
+    named = [("step", {}, 0, 10), ("backward", {"name": at(0, 0)}, 0, 4)]
+    assert stage_seconds(spans(named)) == {}
+    assert pipeline_summary(make_run(spans(named), spans(RANK1))) is None
     assert idle_shares([Span(kind="step", step=0, start_s=0, duration_s=1)]) == {}

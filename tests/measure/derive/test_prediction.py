@@ -12,7 +12,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.graph import Graph, Operator
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Measurement, Profile
-from harness.domain.record import Record, Sample, Span
+from harness.domain.record import Record, Sample, Span, SpanFields, SpanKind
 from harness.domain.run import RankInfo, RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import ResultsError, StrategyError
@@ -113,24 +113,24 @@ def make_run(ranks: list[list[Record]], status: Any = "ok", hosts: tuple[str, ..
 def step(number: int, stretch: float) -> list[Record]:
     """data 0-1, forward 1-4 with a wait 2-3 in it, backward 4-8, bucket 6-10, optimizer 10-11,
     end 12."""
-    layout = [
-        ("step", "", 0, 12),
-        ("data", "", 0, 1),
-        ("forward", "stage0 #0", 1, 4),
-        ("communication", "wait a #0 from rank 1", 2, 3),
-        ("backward", "stage0 #0", 4, 8),
-        ("communication", "bucket0", 6, 10),
-        ("optimizer", "", 10, 11),
+    layout: list[tuple[SpanKind, SpanFields, float, float]] = [
+        ("step", {}, 0, 12),
+        ("data", {}, 0, 1),
+        ("forward", {"stage": 0, "microbatch": 0}, 1, 4),
+        ("communication", {"is_wait": True}, 2, 3),
+        ("backward", {"stage": 0, "microbatch": 0}, 4, 8),
+        ("communication", {"name": "bucket0"}, 6, 10),
+        ("optimizer", {}, 10, 11),
     ]
     return [
         Span(
-            kind=kind,  # type: ignore[arg-type]
-            name=name,
+            kind=kind,
             step=number,
             start_s=1000.0 * number + start * stretch,
             duration_s=(stop - start) * stretch,
+            **fields,
         )
-        for kind, name, start, stop in layout
+        for kind, fields, start, stop in layout
     ]
 
 
@@ -218,8 +218,7 @@ def test_an_invalid_run_has_no_measured_number() -> None:
 
 
 def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
-    strategy, prediction = simulated()
-    first, second = predicted_stages(prediction, strategy)
+    first, second = predicted_stages(simulated()[1])
     assert (first.ranks, second.ranks) == ((0,), (1,))
     # Half of the batch's seconds.
     assert (first.forward_s, first.backward_s) == (pytest.approx(2), pytest.approx(4))
@@ -228,8 +227,7 @@ def test_predicted_stages_are_one_microbatchs_as_the_measured_ones() -> None:
 
 
 def test_predicted_recomputation_is_told_apart() -> None:
-    strategy, prediction = simulated(recompute=True)
-    first, second = predicted_stages(prediction, strategy)
+    first, second = predicted_stages(simulated(recompute=True)[1])
     assert (first.forward_s, first.recompute_s) == (pytest.approx(2), pytest.approx(2))
     assert second.recompute_s == 0
 

@@ -75,10 +75,7 @@ def simulate(graph, profile, cluster, plans, *, options=None, batch=8, **flow):
 
 
 def timeline(simulation):
-    return [
-        (event.name, event.start_s, event.start_s + event.duration_s)
-        for event in events(simulation)
-    ]
+    return [(event.name, event.span.start_s, event.end_s) for event in events(simulation)]
 
 
 def two_linears(n_devices, **attrs):

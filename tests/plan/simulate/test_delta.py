@@ -69,12 +69,12 @@ def test_no_device_and_no_link_does_two_things_at_once():
                 by_resource.setdefault(event.resource, []).append(event)
         for name, own in by_resource.items():
             for before, after in itertools.pairwise(own):
-                busy = before.duration_s
+                busy = before.span.duration_s
                 if name.startswith("link"):  # latency does not occupy the link
                     link = next(
                         link
                         for link in cluster.links
                         if name == f"link {link.source} -> {link.target}"
                     )
-                    busy = before.n_bytes / link.bandwidth_bytes_per_s
-                assert after.start_s >= before.start_s + busy - 1e-9
+                    busy = before.span.n_bytes / link.bandwidth_bytes_per_s
+                assert after.span.start_s >= before.span.start_s + busy - 1e-9

@@ -38,7 +38,7 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
     graph = msgspec.structs.replace(graph, operators=operators)
     plans = {"a": OperatorPlan({}, [0]), "b": plan}
     found = simulate(graph, profile, cluster_of(latency=0.5), plans)
-    assert min(event.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
+    assert min(event.span.start_s for event in events(found) if event.ranks == (1,)) == 1.0 + 0.5
     assert found.outcome.edge_bytes.tolist() == [0.0]
 
 
@@ -158,4 +158,4 @@ def test_what_crosses_devices_is_told_of_both_ways_and_all_microbatches():
     found = simulate(graph, profile, cluster_of(), plans, n_microbatches=3, stages=stages)
     # a's 32 B, as 3, 3 and 2 of 8 samples, and the gradient of them.
     assert "per step 64 B of activations and their gradients" in "\n".join(explain(found))
-    assert {event.n_bytes for event in events(found) if "->" in event.name} == {round(32 / 3)}
+    assert {event.span.n_bytes for event in events(found) if "->" in event.name} == {round(32 / 3)}

@@ -90,7 +90,7 @@ def sent_in(found, name, begin=0.0):
     return [
         (start - begin, end - begin)
         for event, start, end in timeline(found)
-        if event.startswith(f"{name} #") and "->" in event
+        if event.startswith(f"{name} node")
     ]
 
 

@@ -95,7 +95,7 @@ Phase = tuple[str, str]
 
 
 def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], bool]:
-    """Kinds and names of spans of a step, and of one without communication, which every rank
+    """Kinds and labels of spans of a step, and of one without communication, which every rank
     carries out while all others stand still; whether the engine says that it can. Both follow
     another step."""
     task, recorder = case.make_task(), Recorder(HostClock())
@@ -103,7 +103,7 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
 
     def phases(*, is_muted: bool) -> list[Phase]:
         train_step(engine, case, task, 0, is_muted=is_muted)
-        return sorted((s.kind, s.name) for s in recorder.collect() if isinstance(s, Span))
+        return sorted((s.kind, s.label) for s in recorder.collect() if isinstance(s, Span))
 
     phases(is_muted=False)
     together, alone = phases(is_muted=False), []
@@ -124,14 +124,14 @@ def steps_alone(case: Case, world: World) -> tuple[list[Phase], list[Phase], boo
     return together, alone, engine.can_be_muted
 
 
-def phases_of_a_step(case: Case, world: World) -> list[Phase]:
-    """Kinds and names of spans, in the order of their start, of a step that follows another."""
+def spans_of_a_step(case: Case, world: World) -> list[Span]:
+    """In the order of their start, of a step that follows another."""
     task, recorder = case.make_task(), Recorder(HostClock())
     engine = make_engine(case, task, world, recorder)
     train_step(engine, case, task, 0)
     recorder.discard()
     train_step(engine, case, task, 1)
-    return [(s.kind, s.name) for s in recorder.collect() if isinstance(s, Span)]
+    return [record for record in recorder.collect() if isinstance(record, Span)]
 
 
 def most_sending(case: Case, world: World) -> int:

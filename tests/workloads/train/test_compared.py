@@ -23,11 +23,11 @@ def header_of(run_on_ranks):
 
 def passes(step: int, stage: int, start_s: float) -> list[Span]:
     """A step of 4 s: a stage's forward and backward of 1 s each, idle otherwise."""
-    first, name = 4.0 * step + start_s, f"stage{stage} #0"
+    first, fields = 4.0 * step + start_s, {"stage": stage, "microbatch": 0, "step": step}
     return [
         Span(kind="step", start_s=4.0 * step, duration_s=4.0, step=step),
-        Span(kind="forward", name=name, start_s=first, duration_s=1.0, step=step),
-        Span(kind="backward", name=name, start_s=first + 1, duration_s=1.0, step=step),
+        Span(kind="forward", start_s=first, duration_s=1.0, **fields),
+        Span(kind="backward", start_s=first + 1, duration_s=1.0, **fields),
     ]
 
 

@@ -68,7 +68,7 @@ class Runner:
         self._joined, self._is_keeping = joined, self._keeps_fetched()
         self._random = random
         self._device = channels.buffers.device
-        self._sums = Sums(channels, phases)
+        self._sums = Sums(channels, phases, len(self._sizes))
         self._receives: Receives
         self._receives_of: dict[tuple[Action, ...], Receives] = {}
         self._flights: dict[int, Flight] = {}
@@ -91,25 +91,24 @@ class Runner:
         self._receives = self._receives_of[actions]
         self._receives.start(first)
         for action in (one._replace(microbatch=first + one.microbatch) for one in actions):
-            number = self._number(action.microbatch)
-            name = f"stage{action.stage} #{number}"
+            number, stage = self._number(action.microbatch), action.stage
             self._random.microbatch = number
             if action.kind == "forward":
-                self._phases.begin("forward", name)
+                self._phases.begin("forward", stage=stage, microbatch=number)
                 self._flights[action.microbatch] = fed[number]
                 if self._stash is not None:
                     fed[number].version = self._stash.newest()
                 self._forward(action)
             elif action.kind == "backward":
-                self._phases.begin("backward", name)
-                self._backward(action, name)
+                self._phases.begin("backward", stage=stage, microbatch=number)
+                self._backward(action)
                 for parameter in self._joined_gradients(action.stage):
                     self._reached(parameter)
                 self._apply(self._flights[action.microbatch])
                 if self._stash is not None:
                     del self._flights[action.microbatch]
             else:
-                self._phases.begin("backward", f"{name} weights")
+                self._phases.begin("backward", pass_="weights", stage=stage, microbatch=number)
                 for parameter in self._queues[action.stage].flush(action.microbatch):
                     self._reached(parameter)
         self._receives.finish()
@@ -270,17 +269,18 @@ class Runner:
 
     # Backward
 
-    def _backward(self, action: Action, name: str) -> None:
+    def _backward(self, action: Action) -> None:
         microbatch, stage = action.microbatch, action.stage
+        number = self._number(microbatch)
         program, moves = self._at(microbatch)
         flight = self._flights[microbatch]
         for position in reversed(range(len(program.stages[stage]))):
             place = stage, position
             segment = program.stages[stage][position]
             if self._recompute[stage] and segment.is_differentiable:
-                self._phases.begin("forward", f"{name} recompute")
+                self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
                 self._repeat(flight, segment, place)  # meanwhile its gradients are on their way
-                self._phases.begin("backward", name)
+                self._phases.begin("backward", stage=stage, microbatch=number)
             self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
                 self._differentiate(flight, segment, place, action)

@@ -103,10 +103,14 @@ class Message:
         return _shape(self.entries), _shape(self.returning)
 
     @cached_property
+    def operators(self) -> list[str]:
+        """Whose outputs it carries, one of each piece."""
+        return [entry.piece.part.operator for entry in self.entries or self.returning]
+
+    @property
     def words(self) -> str:
-        """Whose outputs it carries."""
-        carried = self.entries or self.returning
-        first, *rest = [entry.piece.part.operator for entry in carried]
+        """The operators, for people."""
+        first, *rest = self.operators
         return f"{first} and {len(rest)} more" if rest else first
 
 

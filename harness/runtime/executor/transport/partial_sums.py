@@ -33,11 +33,13 @@ def adding_up_norm(
 ) -> Callable[[Tensor], Tensor]:
     """How a batch norm's statistics are summed over the devices that share them: in place."""
     what = f"statistics of {operator}"
-    name = f"sum {what} over ranks {list(devices)}"
+    name = f"sum of {what} over ranks {list(devices)}"
 
     def add_up(x: Tensor) -> Tensor:
         if len(devices) > 1:
-            phases.wait(name, lambda: channels.add_up_norm(x, what, devices))
+            phases.wait(
+                lambda: channels.add_up_norm(x, what, devices), name=name, operator=operator
+            )
         return x
 
     return add_up
@@ -46,8 +48,8 @@ def adding_up_norm(
 class Sums:
     """The sums that this device takes part in."""
 
-    def __init__(self, channels: Channels, phases: Phases) -> None:
-        self._channels, self._phases = channels, phases
+    def __init__(self, channels: Channels, phases: Phases, n_microbatches: int) -> None:
+        self._channels, self._phases, self._n_microbatches = channels, phases, n_microbatches
         self._under_way: dict[tuple[int, int, bool], _Sum] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
@@ -69,9 +71,13 @@ class Sums:
         """
         devices = fetch.summed_over
         work, tensor, what = self._under_way.pop((microbatch, fetch.want.number, is_backward))
+        operator = fetch.want.pieces[0].part.operator
         self._phases.wait(
-            f"sum {what} #{microbatch} over ranks {list(devices)}",
             lambda: self._channels.wait_for_sum(work, what, devices),
-            tensor.nbytes,
+            name=f"sum of {operator} over ranks {list(devices)}",
+            n_bytes=tensor.nbytes,
+            microbatch=microbatch % self._n_microbatches,
+            pass_="backward" if is_backward else "forward",
+            operator=operator,
         )
         return tensor

@@ -88,12 +88,15 @@ class Receives:
         slot = (microbatch - self._first, carried.message.number, is_backward)
         transfer = self._transfers[slot]
         if not transfer.is_here:
-            kind = "gradient of " if is_backward else ""
-            what = f"{kind}{carried.message.words} #{microbatch % self._n_microbatches}"
+            message = carried.message
             self._phases.wait(
-                f"wait {what} from rank {transfer.source}",
                 lambda: self._wait(slot, transfer),
-                transfer.buffer.nbytes,
+                name=message.words if len(message.operators) > 1 else "",
+                n_bytes=transfer.buffer.nbytes,
+                microbatch=microbatch % self._n_microbatches,
+                pass_="backward" if is_backward else "forward",
+                operator=message.operators[0],
+                peer=transfer.source,
             )
         found = transfer.take(carried.entry)
         if not transfer.n_left:

@@ -1,0 +1,75 @@
+"""Spans as lines of a file, and in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.domain.record import Record, Span, SpanFields, SpanKind
+
+
+def span(kind: SpanKind, **fields: Any) -> Span:
+    return Span(kind=kind, start_s=1.0, duration_s=0.5, **fields)
+
+
+def test_a_line_holds_only_the_fields_that_apply() -> None:
+    plain = '{"type":"span","kind":"forward","start_s":1.0,"duration_s":0.5'
+    assert msgspec.json.encode(span("forward")).decode() == plain + "}"
+    weights = span("forward", step=2, stage=1, microbatch=0, pass_="recompute")
+    line = plain + ',"step":2,"stage":1,"microbatch":0,"pass":"recompute"}'
+    assert msgspec.json.encode(weights).decode() == line
+    assert msgspec.json.decode(line, type=Record) == weights
+
+
+def test_every_optional_field_can_be_recorded() -> None:
+    required = {"kind", "start_s", "duration_s"}
+    optional = set(Span.__struct_fields__) - required
+    assert optional == SpanFields.__annotations__.keys() | {"step"}
+
+
+@pytest.mark.parametrize(
+    "field", ['"stage":-1', '"pass":"sideways"', '"peer":"1"', '"is_wait":1', '"microbatch":1e12']
+)
+def test_a_field_out_of_bounds_is_refused(field: str) -> None:
+    line = f'{{"type":"span","kind":"forward","start_s":1,"duration_s":1,{field}}}'
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(line, type=Record)
+
+
+@pytest.mark.parametrize(
+    ("words", "one"),
+    [
+        ("", span("optimizer")),
+        ("stage1 #0", span("forward", stage=1, microbatch=0)),
+        ("recompute stage1 #3", span("forward", stage=1, microbatch=3, pass_="recompute")),
+        ("conv1", span("backward", stage=0, operator="conv1")),
+        ("weights of conv1 #3", span("backward", operator="conv1", microbatch=3, pass_="weights")),
+        ("bucket0", span("communication", name="bucket0")),
+        (
+            "wait for gradient of conv1 #3 from rank 0",
+            span(
+                "communication",
+                operator="conv1",
+                microbatch=3,
+                pass_="backward",
+                peer=0,
+                is_wait=True,
+            ),
+        ),
+        (
+            "conv1 a -> b #3",
+            span(
+                "communication",
+                name="conv1 a -> b",
+                operator="conv1",
+                microbatch=3,
+                pass_="forward",
+                peer=1,
+            ),
+        ),
+    ],
+)
+def test_a_label_says_in_words_what_the_fields_say(words: str, one: Span) -> None:
+    assert one.label == words
