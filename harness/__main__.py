@@ -26,6 +26,9 @@ _log = logging.getLogger("harness")
 # Signals within this time of one another are one.
 _ONE_SIGNAL_S = 1.0
 
+# Imported when a model is captured and a plan simulated: each run would take seconds for them.
+_IMPORTED_LATE = ["torch._dynamo", "harness.plan.simulate.lowering"]
+
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
 
@@ -172,7 +175,7 @@ def _heed_signals() -> None:
 
 
 def _preloaded(cases: list[Any]) -> list[str]:
-    """What the processes of all runs import, so that it is imported once."""
+    """Modules that the processes of runs need, which the fork server imports once for all."""
     from harness.runtime.models import may_import_torchvision
     from harness.workloads import workload_module
 
@@ -181,6 +184,8 @@ def _preloaded(cases: list[Any]) -> list[str]:
     if names & {"search", "train"}:  # which build on these
         names |= {"profile", "search"}
     modules += [workload_module(name) for name in sorted(names)]
+    if names & {"profile", "search", "train"}:
+        modules += _IMPORTED_LATE
     models = {getattr(case.config, "model", "") for case in cases} - {""}
     if any(may_import_torchvision(model) for model in models):
         modules.append("harness.runtime.models.preload_torchvision")

@@ -128,7 +128,15 @@ def run_on_ranks(
         # Forks of a server that has imported torch: seconds less than a fresh interpreter each.
         context = multiprocessing.get_context("forkserver")
         workloads = [workload_module(name) for name in WORKLOADS]
-        context.set_forkserver_preload(["torch", "torch.distributed", *workloads])
+        context.set_forkserver_preload(
+            [
+                "torch",
+                "torch._dynamo",
+                "torch.distributed",
+                "harness.plan.simulate.lowering",
+                *workloads,
+            ]
+        )
         ranks = [
             context.Process(target=_rank, args=(rank, size, directory, function, argument))
             for rank in range(size)
