@@ -82,8 +82,8 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
 
 def whole_batches(case: TrainCase, world: World) -> list[Batch]:
     """The first global batches of the run on one device, in float64; equal on every rank."""
-    alone = replace(world, rank=0, size=1, local_rank=0, local_size=1)
-    source = iter(prepare(case, alone, Recorder(clock_for(world.device))).batches)
+    first = replace(world, rank=0, size=1, local_rank=0, local_size=1)
+    source = iter(prepare(case, first, Recorder(clock_for(world.device))).batches)
     found = [next(source) for _ in range(_N_STEPS)]
     return [
         Batch(tuple(x.double() if x.is_floating_point() else x for x in b.inputs), b.targets).to(
@@ -93,7 +93,7 @@ def whole_batches(case: TrainCase, world: World) -> list[Batch]:
     ]
 
 
-def train_alone(case: TrainCase, batches: list[Batch], world: World) -> Iterator[Step]:
+def train_on_one_device(case: TrainCase, batches: list[Batch], world: World) -> Iterator[Step]:
     """As one device trains, in plain PyTorch."""
     task = widened_task(case, world)
     optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
@@ -130,14 +130,14 @@ def main(options: Options) -> None:
     with joined_world("double") as world:
         case = read_case(options.single)
         batches = whole_batches(case, world)
-        expected = list(train_alone(case, batches, world))
+        expected = list(train_on_one_device(case, batches, world))
         for run_dir in options.runs:
             steps = train_by_strategy(run_dir, batches, world)
             found = [one.difference(other) for one, other in zip(steps, expected, strict=True)]
             loss, gradient = np.max(found, axis=0).tolist()  # NaN if any is
             if world.is_first:
-                told = {"loss_difference": loss, "gradient_difference": gradient}
-                print(json.dumps({"run": run_dir.name, **told}), flush=True)
+                differences = {"loss_difference": loss, "gradient_difference": gradient}
+                print(json.dumps({"run": run_dir.name, **differences}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ all weights that it holds, however few its samples), so for one operator on one 
 
 where each factor goes straight from one measurement to the next, and beyond the last as a line does
 that is fitted to all of them: fixed + slope x size, both >= 0, least squares of relative errors.
-One measurement alone is scaled in proportion.
+A single measurement is scaled in proportion.
 
-On a machine that jitters the median of a few samples is off by what another size's is not. So a
-measurement counts as much as it is sure: it is drawn towards the line by noise / (noise + model),
-both variances, where noise is that of the medians, told by the samples' spread, and model what the
-measurements differ from the line beyond noise (the empirical Bayes estimate of Fay and Herriot,
-1979). Steady measurements, and those whose spread is unknown, stay what they are.
+A median of few noisy samples is uncertain, so a measurement is drawn towards the line by the share
+noise / (noise + model), both variances: noise is that of the medians, estimated from the samples'
+spread, and model is the deviation of the measurements from the line beyond noise (the empirical
+Bayes estimate of Fay and Herriot, 1979). Measurements with little or unknown spread stay as they
+are.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class _Axis:
 
     @property
     def error(self) -> float | None:
-        """Largest relative error at a measured size between others, by those alone; None from one
-        point. A time that was too short to measure (0) has no relative error."""
+        """Largest relative error at a measured size between others, fitted from those only; None
+        from one point. A time that was too short to measure (0) has no relative error."""
         if len(self._sizes) < 2:
             return None
         found = [0.0]

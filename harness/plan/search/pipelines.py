@@ -36,8 +36,8 @@ from harness.plan.search.objective import Objective
 from harness.plan.search.space import ALL_SUBSETS_UP_TO, proportional_shares
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.device_seconds import operator_seconds
-from harness.plan.simulate.fans import Floats
 from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.transfers import Floats
 
 MOST_SEGMENTS = 40  # operators are merged into so many runs before the programme
 MOST_RUN = 8  # devices: larger groups are multiples of it, or all that are left

@@ -1,8 +1,8 @@
 """One operator's plan in numbers: seconds, bytes and weights on each device it uses.
 
-Everything here depends on one operator's plan (`OperatorCosts`) or on those of a producer and a
-consumer (`Wants`, `Fan`) and is kept, so that changing one operator's plan computes only what it
-touches: that is the simulator's delta.
+Each value depends on the plan of one operator (`OperatorCosts`), or on those of a producer and its
+consumers (`Wants`, `Transfers`), and is cached. So a changed plan is priced by computing only the
+values that depend on it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from harness.domain.sharding import (
 from harness.domain.strategy import OperatorPlan, copies_of
 from harness.errors import PlanError
 from harness.plan.simulate.block_times import BlockTimes
-from harness.plan.simulate.fans import (
-    Fan,
+from harness.plan.simulate.pieces import Pieces
+from harness.plan.simulate.transfers import (
     Floats,
     Reader,
     Shared,
     Sum,
+    Transfers,
     Wants,
-    make_fan,
+    make_transfers,
     norm_sums,
     shared_sums,
 )
-from harness.plan.simulate.pieces import Pieces
 
 PlanKey = tuple[tuple[tuple[str, int | tuple[int, ...]], ...], tuple[int, ...]]
 
@@ -98,7 +98,7 @@ class Costs:
         self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes)
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
-        self._fans: dict[object, Fan] = {}
+        self._transfers: dict[object, Transfers] = {}
         self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
@@ -256,14 +256,14 @@ class Costs:
             shared=shared,
         )
 
-    def fan(
+    def transfers(
         self,
         producer: int,
         plan: OperatorPlan,
         readers: Sequence[tuple[int, int, OperatorPlan]],
         *,
         syncs_norms: bool,
-    ) -> Fan:
+    ) -> Transfers:
         """What leaves one operator.
 
         Args:
@@ -272,11 +272,11 @@ class Costs:
         """
         order = tuple((op, self._key(b)) for _, op, b in readers)
         key = (producer, self._key(plan), order, syncs_norms)
-        found = self._fans.get(key)
+        found = self._transfers.get(key)
         if found is None:
             wanting = [Reader(e, op, self.wants(producer, op, plan, b)) for e, op, b in readers]
             sums = self._sums(producer, plan, wanting, syncs_norms=syncs_norms)
-            found = self._fans[key] = make_fan(producer, self.n_devices, wanting, sums)
+            found = self._transfers[key] = make_transfers(producer, self.n_devices, wanting, sums)
         return found
 
     def _sums(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from harness.domain.strategy import OperatorPlan
-from harness.plan.simulate.fans import Floats
 from harness.plan.simulate.simulator import Simulator, Trial
+from harness.plan.simulate.transfers import Floats
 
 
 def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:

@@ -1,7 +1,7 @@
 """The event loop, compiled. Import this module lazily: it imports numba.
 
 A device works through its tasks in the fixed order of its schedule. What has to wait for something
-elsewhere waits for transfers and all-reduces alone, so those and the order are all the
+elsewhere waits for transfers and all-reduces only, so those and the order are all the
 dependencies there are. Transfers and all-reduces are served in the order in which they become
 ready (ties: lower number first); each takes its resources at once, when the last of them is free.
 
@@ -31,7 +31,7 @@ def _tell(
         how many are freed now.
     """
     waits[after] -= 1
-    # Ties go to the lower number, whatever the order in which they are told.
+    # Ties go to the lower number, whatever the order in which they are notified.
     is_first = cause[after] == NONE or by < cause[after]
     if end > ready[after] or (end == ready[after] and is_first):
         ready[after] = end

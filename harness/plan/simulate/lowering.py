@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from harness.domain.schedule import RECEIVES_AHEAD, RECEIVES_AT_FIRST
 from harness.plan.simulate import order
-from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.reductions import price_reductions
 from harness.plan.simulate.tables import Buckets, Edges, Flow, Tables
+from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Sum
 from harness.plan.simulate.work import Links, Work, count_waits, link
 
 if TYPE_CHECKING:

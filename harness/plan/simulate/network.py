@@ -106,7 +106,7 @@ class Network:
         return f"collectives of {self.names[resource - 2 * nodes]}"
 
     def rate(self, a: int, b: int) -> float:
-        """Bytes/s of one flow from a to b, alone."""
+        """Bytes/s of one flow from a to b on an idle network."""
         rate = float(self.bandwidth[a, b])
         if self.node_of[a] != self.node_of[b]:
             rate = min(rate, float(self.nic[self.node_of[a]]), float(self.nic[self.node_of[b]]))
@@ -120,7 +120,7 @@ class Network:
         """One all-reduce of n_bytes on every device of an ascending group.
 
         By the measured curve where there is one; else a ring in the group's order, in which
-        2(n-1) times every device sends n_bytes / n to the next, and the slowest hop paces all.
+        2(n-1) times every device sends n_bytes / n to the next, and the slowest hop limits all.
         """
         key = (group, n_bytes)
         if key not in self._cache:

@@ -10,7 +10,7 @@ import numpy as np
 from harness.domain.partition import n_replicas, nearest, volume
 from harness.domain.sharding import FEWEST_SUMMED
 from harness.domain.strategy import OperatorPlan, copies_of
-from harness.plan.simulate.fans import ADDS, COPIES, Floats, Ints, Shared, whole_bytes
+from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Shared, whole_bytes
 
 
 class Pieces:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.plan.simulate.fans import Floats, Ints, Sum
 from harness.plan.simulate.network import Network
+from harness.plan.simulate.transfers import Floats, Ints, Sum
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from harness.domain.sharding import has_tasks
 from harness.domain.strategy import OperatorPlan, Stage, Strategy, validate
 from harness.errors import PlanError
 from harness.plan.simulate.costs import Costs, check_profile, is_product
-from harness.plan.simulate.fans import Floats, Ints, Sum
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
 from harness.plan.simulate.tables import Buckets, Flow, Tables, flow_of
+from harness.plan.simulate.transfers import Floats, Ints, Sum
 
 if TYPE_CHECKING:
     from harness.plan.simulate.lowering import Lowered

@@ -16,9 +16,9 @@ from harness.domain.schedule import ScheduleName, rank_actions
 from harness.domain.sharding import first_bucket_bytes, has_tasks
 from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
-from harness.plan.simulate.fans import Fan, Floats, Ints, Sum
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.transfers import Floats, Ints, Sum, Transfers
 
 _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
@@ -63,11 +63,11 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Edges:
-    """All transfers between devices, fan by fan.
+    """All transfers between devices, producer by producer.
 
     Attributes:
         source, target: places (operator * n_devices + device).
-        n_streamed: bytes of memory read and written where it arrives (see `Fan`).
+        n_streamed: bytes of memory read and written where it arrives (see `Transfers`).
         goes, returns: whether it travels forward, and whether its gradient comes back.
         index: number of the graph's edge.
     """
@@ -181,8 +181,8 @@ class Tables:
         self._placed = [op for op in range(self.n_ops) if op in plans]
         for op, plan in plans.items():
             self._fill_row(op, plan)
-        self._fans = {op: self._fan(op) for op in self._placed}
-        self._stale: set[int] = set()  # operators whose fans are to be made anew
+        self._transfers = {op: self._find_transfers(op) for op in self._placed}
+        self._stale: set[int] = set()  # operators whose transfers changed
         self._edges: Edges | None = None
         self._buckets: Buckets | None = None
 
@@ -198,16 +198,16 @@ class Tables:
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
-    def _fan(self, op: int) -> Fan:
+    def _find_transfers(self, op: int) -> Transfers:
         plans = self.plans
         readers = [(e, c, plans[c]) for e, c in self._readers[op]]
         if len(readers) > 1:  # stages may run in another order than operators are listed in
             readers.sort(key=lambda reader: (reader[2].stage, reader[1]))
         is_global = self.options.batch_norm == "global"
-        return self.costs.fan(op, plans[op], readers, syncs_norms=is_global)
+        return self.costs.transfers(op, plans[op], readers, syncs_norms=is_global)
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
-        """Give one operator another plan: its row, its fan and those it reads change."""
+        """Give one operator another plan: its row and the transfers to and from it change."""
         slices = self._slices[op]
         self.plans[op] = plan
         self._fill_row(op, plan)
@@ -218,22 +218,22 @@ class Tables:
     def edge_rows(self) -> Edges:
         """Everything that travels within a microbatch."""
         for op in self._stale:
-            fan = self._fan(op)
-            if fan is not self._fans[op]:
-                self._fans[op] = fan
+            found = self._find_transfers(op)
+            if found is not self._transfers[op]:
+                self._transfers[op] = found
                 self._edges = None
         self._stale.clear()
         if self._edges is None:
-            fans = [self._fans[op] for op in self._placed]
+            own = [self._transfers[op] for op in self._placed]
             self._edges = Edges(
-                source=np.concatenate([fan.source for fan in fans]),
-                target=np.concatenate([fan.target for fan in fans]),
-                n_bytes=np.concatenate([fan.n_bytes for fan in fans]),
-                n_streamed=np.concatenate([fan.n_streamed for fan in fans]),
-                goes=np.concatenate([fan.goes for fan in fans]),
-                returns=np.concatenate([fan.returns for fan in fans]),
-                index=np.concatenate([fan.edge for fan in fans]),
-                sums=tuple(one for fan in fans for one in fan.sums),
+                source=np.concatenate([one.source for one in own]),
+                target=np.concatenate([one.target for one in own]),
+                n_bytes=np.concatenate([one.n_bytes for one in own]),
+                n_streamed=np.concatenate([one.n_streamed for one in own]),
+                goes=np.concatenate([one.goes for one in own]),
+                returns=np.concatenate([one.returns for one in own]),
+                index=np.concatenate([one.edge for one in own]),
+                sums=tuple(each for one in own for each in one.sums),
             )
         return self._edges
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from harness.domain.record import Span
 from harness.domain.strategy import Strategy
-from harness.plan.simulate.fans import Floats
 from harness.plan.simulate.report import contention_seconds, spans
 from harness.plan.simulate.simulator import Simulation, Simulator, Trial
 from harness.plan.simulate.tables import Tables
+from harness.plan.simulate.transfers import Floats
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class PointMeasurer:
             if point.dim:
                 shard = operator_shard(self._captured, point.operator, point.dim, point.size, call)
                 if shard is None:
-                    self._skip([point], f"cannot be cut by {point.dim} alone")
+                    self._skip([point], f"cannot be cut by {point.dim}")
                     return
                 call = shard.call(call)
             is_sound = partial(self._is_sound, point.samples)
@@ -280,7 +280,7 @@ class PointMeasurer:
     def _sample(
         self, metric: str, value: float, point: Point, *, step: int | None = None, reason: str = ""
     ) -> None:
-        told = {"reason": reason} if reason else {}
+        why = {"reason": reason} if reason else {}
         self._context.recorder.sample(
             metric,
             value,
@@ -289,7 +289,7 @@ class PointMeasurer:
             signature=point.key,
             shape=shape_text(point.shape),
             dtype=self._dtype,
-            **told,
+            **why,
         )
 
     def _reason(self, error: Exception, samples: int) -> str:

@@ -16,7 +16,7 @@ from harness.units import format_bytes, format_duration
 from harness.workloads.profile.store import fit_errors
 
 _N_HEAVIEST = 12
-# Beyond these the operators, run alone, do not explain the step: docs/profile.md says what may.
+# Beyond these the operators do not explain the step: docs/profile.md lists likely causes.
 _FAITHFUL = (0.8, 1.25)
 
 
@@ -86,7 +86,7 @@ def _sums(profile: Profile, graph: Graph) -> str:
         if step is not None and not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
             doubts.append(
                 f"{kind}: the whole step takes {step.calibration:.2f} of the sum of its operators; "
-                "docs/profile.md says what may be why"
+                "docs/profile.md lists likely causes"
             )
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "calibration",
              "error of fits"]  # fmt: skip

@@ -42,11 +42,11 @@ def test_an_output_of_unknown_bytes_is_waited_for(plan):
     assert found.outcome.edge_bytes.tolist() == [0.0]
 
 
-def fan(n, nic=None, bandwidth=16.0):
+def star(n, nic=None, bandwidth=16.0):
     """Node 0 sends one tensor to n consumers, each on a node of its own."""
     operators = [op("x", [], 4, kind="input"), op("a", ["x"], 4, 8)]
     operators += [op(f"b{i}", ["a"], 1) for i in range(n)]
-    graph = Graph(name="fan", batch=8, operators=operators)
+    graph = Graph(name="star", batch=8, operators=operators)
     profile = profile_of(graph, {o.name: (1.0, 0.0) for o in operators[1:]})
     nodes = [
         Node(
@@ -69,17 +69,17 @@ def fan(n, nic=None, bandwidth=16.0):
 
 
 def test_an_interface_serves_its_links_one_after_another():
-    free = simulate(*fan(3))
+    free = simulate(*star(3))
     assert free.step_s == pytest.approx(1 + 2 + 1 + 2)  # links in parallel, both ways
     # The sender's interface is as fast as a link: 3 x 2 s out, and gradients 2 s each back in.
-    bound = simulate(*fan(3, nic=16.0))
+    bound = simulate(*star(3, nic=16.0))
     arrivals = [e for e in timeline(bound) if "->" in e[0] and "gradient" not in e[0]]
     assert [(s, e) for _, s, e in arrivals] == [(1, 3), (3, 5), (5, 7)]
     assert bound.step_s == pytest.approx(1 + 6 + 1 + 2)
 
 
 def test_a_fast_interface_overlaps_slow_links():
-    found = simulate(*fan(3, nic=32.0))
+    found = simulate(*star(3, nic=32.0))
     arrivals = [e for e in timeline(found) if "->" in e[0] and "gradient" not in e[0]]
     assert [(s, e) for _, s, e in arrivals] == [(1, 3), (2, 4), (3, 5)]
 

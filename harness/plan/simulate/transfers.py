@@ -53,7 +53,7 @@ class Wants:
             not both where either end has copies (see `runtime.executor.layout`).
         n_streamed: (m,) bytes of memory read and written to put the want together, of which the
             piece is a part; 0 where it is the whole want, which is used as it arrives.
-        shared: by region, what an all-reduce may do instead of the pieces.
+        shared: by region, the all-reduce that may take the place of the pieces.
     """
 
     n_devices: int
@@ -108,7 +108,7 @@ class Moved(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A consumer of an output, as its fan sees it."""
+    """A consumer of an output, and what it reads of it."""
 
     edge: int
     operator: int
@@ -138,8 +138,8 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Fan:
-    """All of it for one producer.
+class Transfers:
+    """Transfers and all-reduces that leave one producer.
 
     Attributes:
         source, target: (m,) rows of each transfer, as operator * n_devices + device.
@@ -158,9 +158,9 @@ class Fan:
     sums: tuple[Sum, ...]
 
 
-def make_fan(
+def make_transfers(
     producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
-) -> Fan:
+) -> Transfers:
     """Merge what the readers fetch, first readers first.
 
     Args:
@@ -169,7 +169,7 @@ def make_fan(
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Fan(nothing, nothing, none, none, no, no, nothing, sums)
+        return Transfers(nothing, nothing, none, none, no, no, nothing, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
@@ -177,7 +177,7 @@ def make_fan(
         parts.append((reader, reader.wants.moved(kept)))
         if k + 1 < len(readers):
             seen = np.concatenate([seen, reader.wants.keys])
-    return Fan(
+    return Transfers(
         source=np.concatenate([moved.source + producer * n_devices for _, moved in parts]),
         target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
         n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),
