@@ -60,8 +60,6 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
     "collective_s": {"operation": TEXT, "transport": TEXT, "n_bytes": N_BYTES},
     "link_latency_s": _PAIR,
     "link_transfer_s": _PAIR | {"n_bytes": N_BYTES},
-    "relative_speed": {"operation": TEXT},
-    "host_s_per_byte": {"operation": TEXT},
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
 from harness.domain.labels import SHORTEST_S
-from harness.domain.record import Record
 from harness.domain.run import Headed
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
@@ -60,13 +60,11 @@ class OverheadRow:
     """What communication takes from a rank's computing; medians.
 
     Attributes:
-        operation: send_recv or all_reduce.
-        speed: of products during communication, relative to their speed without it.
+        speed: of products during a send_recv of all ranks, relative to their speed without it.
         taken_s_per_byte: seconds of computation for each byte that is sent or received.
     """
 
     name: str
-    operation: str
     speed: float
     taken_s_per_byte: float
 
@@ -176,25 +174,15 @@ def _link_matrix(
 
 
 def overhead_table(run: Run) -> list[OverheadRow]:
-    """By operation and rank; empty where it was not measured."""
+    """By rank; empty where it was not measured."""
     found: list[OverheadRow] = []
-    for operation in ("send_recv", "all_reduce"):
-        for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
-            speed, taken_s = (
-                _median_beside(run.ranks.get(rank, []), metric, operation)
-                for metric in ("relative_speed", "host_s_per_byte")
-            )
-            if speed is not None and taken_s is not None:
-                row = OverheadRow(
-                    name=name, operation=operation, speed=speed, taken_s_per_byte=taken_s
-                )
-                found.append(row)
+    for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
+        records = run.ranks.get(rank, [])
+        speeds, costs = (samples_of(records, m) for m in ("relative_speed", "host_s_per_byte"))
+        if speeds and costs:
+            speed, cost_s = (median(one.value for one in own) for own in (speeds, costs))
+            found.append(OverheadRow(name=name, speed=speed, taken_s_per_byte=cost_s))
     return found
-
-
-def _median_beside(records: list[Record], metric: str, operation: str) -> float | None:
-    values = [s.value for s in samples_of(records, metric) if s.labels["operation"] == operation]
-    return float(np.median(values)) if values else None
 
 
 def nic_limit_bytes_per_s(run: Headed) -> float | None:

@@ -95,9 +95,7 @@ def _measure(chunks: _Chunks, context: Context) -> float:
             "relative_speed": n_chunks * chunk_s / during_s,
         }
         for metric, value in metrics.items():
-            context.recorder.sample(
-                metric, value, step=step, operation="send_recv", n_bytes=message.nbytes
-            )
+            context.recorder.sample(metric, value, step=step, n_bytes=message.nbytes)
         context.flush()
     progress.update(what, _N_SAMPLES, _N_SAMPLES)
     return median(costs)

@@ -66,10 +66,8 @@ def _overhead(run: Run) -> str:
     rows = overhead_table(run)
     if not rows:
         return ""
-    cells = [
-        [row.name, row.operation, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in rows
-    ]
-    return columns(["computing on", "beside", "at its speed", "each byte takes"], cells)
+    cells = [[row.name, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in rows]
+    return columns(["computing on", "speed during send_recv", "each byte takes"], cells)
 
 
 def _taken(seconds: float) -> str:
