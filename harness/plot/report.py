@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.domain.run import RunHeader
 from harness.measure.derive import StrategyRow
+from harness.measure.derive.finding import MOST_REPEATS
 from harness.measure.statistics import CONFIDENCE, Summary
 from harness.plot.catalog import Catalog
 from harness.plot.headlines import Answer, answers, library_versions, warnings
@@ -135,7 +136,12 @@ def _verdict(row: StrategyRow, against: str) -> tuple[str, str]:
     if row.verdict is None:
         return ("baseline" if row.strategy == against else ""), ""
     if row.verdict.outcome == "inconclusive":
-        return "inconclusive", f"about {row.verdict.n_more} more repeats"
+        n_more = row.verdict.n_more
+        is_near = n_more <= MOST_REPEATS
+        return (
+            "inconclusive",
+            f"about {n_more} more repeats" if is_near else "repeats vary too much",
+        )
     if row.verdict.outcome == "same":
         return "same", "within 10%"
     return row.verdict.outcome, f"p = {row.verdict.p:.2g}"

@@ -13,6 +13,7 @@ from harness.measure.derive.strategies import StrategyRow
 from harness.measure.statistics import verdict
 from harness.units import format_bytes
 
+MOST_REPEATS = 100  # more than these are not worth asking for
 _MOST = 2  # strategies that are named as no gain, and as many that are named as failed
 
 
@@ -125,6 +126,8 @@ def _is_loss(row: StrategyRow) -> bool:
 
 
 def _undecided(reading: str, row: StrategyRow, n_more: int) -> str:
+    if n_more > MOST_REPEATS:
+        return f"No verdict: {reading}, the repeats vary too much to decide it"
     n = len(row.step_s)
     repeats = "1 repeat does" if n == 1 else f"{n} repeats do"
     return f"No verdict yet: {reading}, {repeats} not decide it (about {n_more} more would)"

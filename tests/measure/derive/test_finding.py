@@ -70,6 +70,17 @@ def test_too_few_repeats_are_no_verdict() -> None:
     )
 
 
+def test_repeats_that_vary_more_than_strategies_differ_are_no_verdict() -> None:
+    single, ddp = (
+        replace(row(n, k, 1.0), step_s=(1.0, 2.0)) for n, k in (("single", 1), ("ddp", 2))
+    )
+    ddp = replace(ddp, step_s=(0.99, 2.0))
+    assert finding(single, ddp) == (
+        "No verdict: ddp reads fastest (1.01 times one device), the repeats vary too much to "
+        "decide it."
+    )
+
+
 def test_strategies_that_the_repeats_do_not_separate_are_fastest_together() -> None:
     near = row("pipeline", 5, 1.01), row("searched", 5, 1.0), row("tensor", 5, 1.02)
     assert finding(row("single", 1, 2.0), *near) == (
