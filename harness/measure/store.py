@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +36,6 @@ Problem = tuple[Path, str]
 _BESIDE_RUNS = ("README.md", "cluster.json", "held-graphs.json", "profile-*.json")
 
 _MAX_DEPTH = 16
-
-_FORMER_CLUSTER_FIELDS = {"crowding", "jitter", "reduce_s_per_byte", "host_s_per_message"}
 
 # What the final header may add to the first one: a reason with tracebacks, a summary.
 _RESERVE_BYTES = 128 * 1024
@@ -258,22 +255,9 @@ def _decode_header(data: bytes, source: str) -> RunHeader:
         )
     if _is_deeper(tag, _MAX_DEPTH):
         raise ResultsError(f"{source} is nested more than {_MAX_DEPTH} deep: no harness wrote it")
-    if isinstance(tag, dict) and "cluster" in tag:
-        data = json.dumps(tag | {"cluster": _without_former_fields(tag["cluster"])}).encode()
     header = decode(data, RunHeader, source=source, error=ResultsError)
     header.check(source)
     return header
-
-
-def _without_former_fields(value: object) -> object:
-    """Drop what clusters no longer hold, so that the runs of former versions are read."""
-    if isinstance(value, dict):
-        return {
-            key: _without_former_fields(part)
-            for key, part in value.items()
-            if key not in _FORMER_CLUSTER_FIELDS
-        }
-    return [_without_former_fields(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_deeper(value: object, depth: int) -> bool:

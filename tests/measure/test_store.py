@@ -106,21 +106,6 @@ def test_a_header_with_an_impossible_cluster_is_named_and_skipped(tmp_path):
     assert "the cluster has no device" in results.skipped[0][1]
 
 
-def test_a_header_whose_cluster_has_former_fields_is_read(tmp_path):
-    run_dir = write_run(tmp_path)
-    header = json.loads((run_dir / "run.json").read_text())
-    header["cluster"]["crowding"] = 1.2
-    device = header["cluster"]["nodes"][0]["devices"][0]
-    device |= {"jitter": [], "reduce_s_per_byte": 0.0, "host_s_per_message": 1e-4}
-    before = read_header(run_dir)
-    (run_dir / "run.json").write_text(json.dumps(header))
-    assert read_header(run_dir) == before
-    device["speeed"] = 1.0
-    (run_dir / "run.json").write_text(json.dumps(header))
-    with pytest.raises(ResultsError, match="speeed"):
-        read_header(run_dir)
-
-
 def test_an_unknown_version_is_refused_with_both_versions(tmp_path):
     run_dir = write_run(tmp_path)
     text = (run_dir / "run.json").read_text().replace('"version": 2\n}', '"version": 99\n}')
