@@ -3,11 +3,11 @@
 The parts of a step sum to it, predicted and measured alike, so that the differences of the parts
 sum to the error:
 
-    compute | contention   | exposed communication | optimizer | rest
-      alone |  what it     |  what the simulator   |           |  data, copies and what no span
-            |  takes more  |  leaves of its step   |           |  explains: none is predicted
-            |  beside      |
-            |  transfers   |
+    compute                without transfers at the same time
+    contention             what computing takes longer because of transfers at the same time
+    exposed communication  the rest of the simulated step
+    optimizer
+    rest                   data, copies and time that no span explains; predicted as 0
 
 Measured contention is computing in a step less computing in steps without communication. Where
 either side does not know it, compute holds it on both.
@@ -237,23 +237,23 @@ def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[st
         return {}
     compute_s, optimizer_s = windows.working_s(computing), windows.working_s(optimizer)
     active_s = windows.covered_s(windows.are_of((*COMPUTE_KINDS, "communication")))
-    alone_s = _alone_s(records)
+    no_sync_s = _no_sync_s(records)
     columns = {
         "compute": compute_s,
         "exposed_communication": active_s - compute_s - optimizer_s,
         "optimizer": optimizer_s,
         "rest": windows.step_s - active_s,
     }
-    if alone_s is not None:
-        columns["contention"] = compute_s + optimizer_s - alone_s
+    if no_sync_s is not None:
+        columns["contention"] = compute_s + optimizer_s - no_sync_s
         columns["compute"] = compute_s - columns["contention"]
     return {name: fmean(columns[name][counts].tolist()) for name in PARTS if name in columns}
 
 
-def _alone_s(records: Iterable[Record]) -> float | None:
+def _no_sync_s(records: Iterable[Record]) -> float | None:
     """What a rank computes for in steps without communication, median; None when unknown."""
-    alone = samples_of(records, "no_sync_compute_s")
-    return median(sample.value for sample in alone) if alone else None
+    samples = samples_of(records, "no_sync_compute_s")
+    return median(sample.value for sample in samples) if samples else None
 
 
 def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
