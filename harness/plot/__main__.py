@@ -102,7 +102,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.plot trace",
         description="Write one run as a trace for https://ui.perfetto.dev or chrome://tracing: all "
-        "ranks on one clock, with the predicted step beside the measured one.",
+        "ranks on one clock, with the predicted step next to the measured step.",
     )
     parser.add_argument("run", type=Path, help="one run's directory, such as results/<run>")
     parser.add_argument(

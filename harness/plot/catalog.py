@@ -33,7 +33,7 @@ GIGABIT = 1.2e8  # bytes/s that 1 Gbit/s Ethernet carries
 SAMPLES = "sample-"  # begins the names of committed runs
 LONGEST_NAME = 60  # letters of a device's kind or a host, in labels
 Found = tuple[Path, RunHeader]
-UNTOLD = ("source", "samples_per_epoch", "repeats", "results", "run_name")
+UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def speed_class(bytes_per_s: float | None) -> float | None:
 
 
 def cluster_identity(run: RunNumbers) -> str:
-    """Hash of what must be equal for runs to be on like clusters."""
+    """Hash of the properties that are equal for runs on like clusters."""
     nodes = [
         [node.name, [[d.kind, d.speed] for d in node.devices]] for node in run.header.cluster.nodes
     ]
@@ -152,7 +152,7 @@ def _scalars(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     for name, value in config.items():
         if isinstance(value, dict):
             flat |= _scalars(value, f"{prefix}{name}.")
-        elif name not in UNTOLD:
+        elif name not in UNLABELLED:
             flat[f"{prefix}{name}"] = shorten(str(value), 80)
     return flat
 
@@ -169,12 +169,12 @@ def batch_of(run: RunNumbers, summary: TrainingSummary) -> float | None:
 
 
 def _identity(case: TrainingCase) -> tuple[str, ...]:
-    """What must differ between cases; figures name the model beside the label."""
+    """Properties by which cases must differ; figures show the model with the label."""
     return case.first.model, case.label, case.case.status
 
 
 def _unique_labels(cases: list[TrainingCase]) -> list[TrainingCase]:
-    """Add to equal labels of one model and status what tells their configurations apart."""
+    """Extend equal labels of one model and status by the settings that differ."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for position, case in enumerate(cases):
         groups[_identity(case)].append(position)
@@ -202,7 +202,7 @@ def without_samples(found: Sequence[Found]) -> tuple[list[Found], list[Problem]]
     n_samples = len(found) - len(own)
     if not own or not n_samples:
         return list(found), []
-    reason = f"{n_samples} runs that come with the harness are not drawn beside others"
+    reason = f"{n_samples} runs that come with the harness are not drawn with others"
     return own, [(own[0][0].with_name(f"{SAMPLES}*"), reason)]
 
 

@@ -1,4 +1,4 @@
-"""What a figure is: a pure table of results, and a drawing of that table alone."""
+"""A figure: a pure table of results, and a drawing of that table only."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Figure:
     """One entry of FIGURES.
 
     Attributes:
-        caption: what is drawn, in words for somebody who has not read the code.
+        caption: explains the drawing to a reader who has not seen the code.
         better: which way is better, such as "higher is better"; empty when neither is.
-        needs: what makes the data, shown when there is none.
+        needs: the command that makes the data, shown when there is none.
         table: every number that is drawn, one row each; columns end in their units. Rows that are
             not ok are there too, without numbers.
         draw: draws the table into an empty figure and sets its size.
         digest: a shorter table for the report, when the table has a row per step or so.
-        unit: columns that tell apart what is drawn each in a place of its own, such as a bar.
-        most: units that are drawn at most, so that a figure can be read, whatever is in the table.
+        unit: columns that identify a drawn element, such as a bar.
+        most: limit of drawn units, so that a figure stays readable.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the report begins with: an answer for each comparison of strategies, and all warnings."""
+"""The report's first screen: an answer for each comparison of strategies, and all warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.cells import cells
 from harness.plot.numbers import RunNumbers
 
-MAX_SUBJECTS = 3  # runs that are named beside one warning
+MAX_SUBJECTS = 3  # runs that are named with one warning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def _no_comparison(n_cells: int) -> str:
 
 
 def warnings(catalog: Catalog) -> dict[str, list[str]]:
-    """Reasons to doubt the numbers of any workload, by kind; each once, with the runs it is of."""
+    """Reasons to doubt the numbers of any workload, by kind; each text once, with its runs."""
     found: dict[DoubtKind, dict[str, list[str]]] = {kind: {} for kind in DoubtKind}
     for subject, doubt in _doubts(catalog):
         found[doubt.kind].setdefault(doubt.text, []).append(subject)
@@ -82,7 +82,7 @@ def _line(subjects: Sequence[str], text: str) -> str:
 
 
 def _doubts(catalog: Catalog) -> Iterator[tuple[str, Doubt]]:
-    """Each doubt after the run that it is of; empty where it is of several."""
+    """Each doubt with the name of its run; empty if it concerns several."""
     for summary in (summary for case in catalog.training for summary in case.summaries):
         name = f"{summary.model} {summary.strategy} on {summary.n_ranks} ({summary.run_id})"
         yield from ((name, doubt) for doubt in summary.warnings)

@@ -44,7 +44,7 @@ TELEMETRY = ("device_utilization_percent", "device_temperature_c", "memory_used_
 
 
 class Reading(NamedTuple):
-    """What a device reported at a moment of its rank's own clock."""
+    """One value that a device reported, at a time of its rank's own clock."""
 
     rank: int
     device: str
@@ -64,7 +64,7 @@ class SkippedProduct(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunNumbers:
-    """One run; what it did not measure is None or empty.
+    """One run; numbers that it did not measure are None or empty.
 
     Attributes:
         times: seconds of each step, or of each epoch where only epochs were logged.
@@ -156,8 +156,8 @@ def _readings(run: Run) -> list[Reading]:
     return found
 
 
-Part = Callable[[Run, Plan], dict[str, Any]]
-PARTS: dict[str, tuple[Part, ...]] = {
+Derivation = Callable[[Run, Plan], dict[str, Any]]
+DERIVATIONS: dict[str, tuple[Derivation, ...]] = {
     "train": (_training, _pipeline, _prediction),
     "matmul": (_matmul,),
     "links": (_links,),
@@ -165,17 +165,17 @@ PARTS: dict[str, tuple[Part, ...]] = {
 
 
 def derive_numbers(run_dir: Path, header: RunHeader) -> tuple[RunNumbers, list[Problem]]:
-    """Read a run and derive what is drawn of it; what cannot be used or derived is a problem."""
+    """Read a run and derive the numbers of its figures; unusable files and numbers are problems."""
     ranks, problems = read_ranks(run_dir, header)
     plan, of_plan = read_plan(run_dir)
     problems += of_plan
     run = Run(path=run_dir, header=header, ranks=ranks)
     found: dict[str, Any] = {}
-    for part in (*PARTS.get(header.workload, ()), _host):
+    for derive in (*DERIVATIONS.get(header.workload, ()), _host):
         try:
-            found |= part(run, plan)
+            found |= derive(run, plan)
         except Exception as error:  # the rest of the run and all other runs are drawn
-            what = part.__name__.removeprefix("_")
+            name = derive.__name__.removeprefix("_")
             reason = f"{type(error).__name__}: {first_line(error)}"
-            problems.append((run_dir, f"its numbers of {what} cannot be derived ({reason})"))
+            problems.append((run_dir, f"its numbers of {name} cannot be derived ({reason})"))
     return RunNumbers(path=run_dir, header=header, **found), problems

@@ -1,4 +1,4 @@
-"""What was planned of a run: the strategy and the prediction that lie beside its records."""
+"""The plan of a run: the strategy and the prediction in its directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training cases beside their predictions."""
+"""Training cases with their predictions."""
 
 from __future__ import annotations
 

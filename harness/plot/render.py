@@ -45,7 +45,7 @@ class Drawn:
     Attributes:
         shown: the table as the report has it.
         image: the figure as SVG, for the report.
-        files: what was written: the image in the chosen format, and its table as CSV.
+        files: the image in the chosen format, and its table as CSV.
     """
 
     figure: Figure
@@ -80,14 +80,14 @@ class Timings:
     _since_s: float = field(default_factory=time.perf_counter)
 
     def end(self, name: str) -> None:
-        """Name what was done since the part before."""
+        """Record the time since the previous part under a name."""
         now_s = time.perf_counter()
         self.seconds[name], self._since_s = now_s - self._since_s, now_s
 
 
 @dataclass
 class Rendered:
-    """What became of the figures; those that were not drawn as (name, reason).
+    """The drawn figures, and the others as (name, reason).
 
     Attributes:
         missing: figures without data.
@@ -143,7 +143,7 @@ def render(
 
 
 def _import_drawing() -> None:
-    """Import before workers begin what each of them would."""
+    """Import the drawing libraries once, before workers fork."""
     with drawing_style():
         import matplotlib.backends.backend_agg
         import matplotlib.backends.backend_svg

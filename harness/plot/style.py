@@ -54,13 +54,13 @@ PHASE_COLOURS = {
     "optimizer": "#009E73",
     "other": "#E9EAEC",
 }
-# What a span of each kind is drawn in; communication keeps its colour, exposed or not.
+# Colour of each kind of span; communication has one colour, exposed or hidden.
 KIND_COLOURS = PHASE_COLOURS | {
     "communication": PHASE_COLOURS["exposed_communication"],
     "recompute": "#CC79A7",
 }
 MAX_FAILURES = 10  # that are listed below a figure
-FEWEST = 8  # values of which a median has an interval of 99 %
+FEWEST = 8  # values that a 99 % interval of the median needs
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6368", "#7A5195")
 DIGITS = re.compile(r"([0-9]{1,15})")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -130,7 +130,7 @@ def series_style(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def status_words(status: str, reason: str = "") -> str:
-    """What a row that is not ok says instead of a number."""
+    """The text in place of the number of a row that is not ok."""
     words = STATUS_WORDS.get(status, status)
     reason = reason.strip().partition("\n")[0]
     return f"{words} ({shorten(reason, 60)})" if reason else words
@@ -153,16 +153,16 @@ def wrap_label(text: str, limit: int = 44) -> str:
     return "\n".join(shorten(line, limit + 4) for line in lines)
 
 
-def spread_caption(what: str) -> str:
+def spread_caption(marks: str) -> str:
     """Explain whiskers or shades in a caption."""
     return (
-        f"{what} are 99 % intervals of the median, over repeats if there are several; fewer than "
+        f"{marks} are 99 % intervals of the median, over repeats if there are several; fewer than "
         f"{FEWEST} values show their range."
     )
 
 
 def range_words(n_values: float) -> str:
-    """What stands beside a whisker that is a range; empty where it is an interval."""
+    """The text next to a whisker that is a range; empty for an interval."""
     if n_values >= FEWEST:
         return ""
     return f" (range of {n_values:.0f})" if n_values > 1 else " (1 value)"
@@ -176,7 +176,7 @@ def rank_words(ranks: Sequence[int]) -> str:
 
 
 def mark_failed(axes: Axes, y: float, status: str, reason: str) -> None:
-    """Say in place of a bar why there is none; a run that is ok has not measured it."""
+    """Write the reason in place of a missing bar; a run that is ok has not measured it."""
     is_ok = status == "ok"
     axes.annotate(
         reason if is_ok else f"✕ {status_words(status, reason)}",
@@ -204,10 +204,10 @@ def note_failures(canvas: Canvas, table: pd.DataFrame) -> None:
         canvas.supxlabel("\n".join(lines), fontsize=8, color=FAILED, ha="left", x=0.01)
 
 
-def note_cut(canvas: Canvas, n_shown: int, n_all: int, what: str) -> None:
+def note_cut(canvas: Canvas, n_shown: int, n_all: int, things: str) -> None:
     """Say above a figure that it leaves some out, unless it says so already."""
     if n_all > n_shown and not canvas.get_suptitle():
-        canvas.suptitle(f"{n_shown} of {n_all} {what}; all are in the table")
+        canvas.suptitle(f"{n_shown} of {n_all} {things}; all are in the table")
 
 
 def bar_panels(
@@ -223,7 +223,7 @@ def bar_panels(
 def grid_panels(
     canvas: Canvas, n: int, *, n_columns: int = 2, height_in: float = 3.2
 ) -> list[Axes]:
-    """`n` equal panels in rows; what is left of the last row stays empty."""
+    """`n` equal panels in rows; the rest of the last row stays empty."""
     columns = min(n, n_columns)
     rows = math.ceil(n / columns)
     canvas.set_size_inches(WIDTH_IN, rows * height_in + 0.4)

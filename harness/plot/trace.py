@@ -62,7 +62,7 @@ def _flows(
 
 
 def build_trace(run: Run, plan: Plan) -> dict[str, Any]:
-    """The run's spans on rank 0's clock, and the predicted step beside the measured median one.
+    """The run's spans on rank 0's clock, and the predicted step next to the measured median step.
 
     Raises:
         ResultsError: the run holds no finished step.

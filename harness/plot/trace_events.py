@@ -39,7 +39,7 @@ class TraceEvents:
         self._n_flows = 0
 
     def process(self, name: str, labels: str) -> int:
-        """The number of a process, made when it is new; `labels` are shown beside its name."""
+        """The number of a process, made when it is new; `labels` are shown with its name."""
         if name not in self._pids:
             pid = self._pids[name] = len(self._pids) + 1
             self._describe("process_name", pid, 0, name=name)
@@ -54,8 +54,8 @@ class TraceEvents:
         self._describe("thread_sort_index", pid, tid, sort_index=tid)
         return tid
 
-    def _describe(self, what: str, pid: int, tid: int, **values: Any) -> None:
-        event = {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": values}
+    def _describe(self, key: str, pid: int, tid: int, **values: Any) -> None:
+        event = {"ph": "M", "name": key, "pid": pid, "tid": tid, "ts": 0, "args": values}
         self.events.append(event)
 
     def add_rank(self, pid: int, rank: int, spans: Sequence[Span]) -> list[Slice]:
@@ -103,7 +103,7 @@ def _lanes(spans: Iterable[Span]) -> list[list[tuple[Span, int, int]]]:
 
 
 def _name_of(span: Span) -> str:
-    """What a viewer shows: passes are named alike in both directions, so their kind goes first."""
+    """The name in a viewer: the kind first, because passes of both directions share a name."""
     if span.kind == "step":
         return f"step {span.step}"
     if span.kind in ("forward", "backward") and span.label:

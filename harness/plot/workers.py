@@ -1,4 +1,4 @@
-"""Processes in which runs are read and figures drawn beside each other."""
+"""Processes that read runs and draw figures in parallel."""
 
 from __future__ import annotations
 

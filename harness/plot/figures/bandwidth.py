@@ -95,7 +95,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
-    """The largest message of each operation, and what is not ok."""
+    """The largest message of each operation, and rows that are not ok."""
     timed = table[table["busbw_bytes_per_s"].notna()]
     largest = timed.loc[timed.groupby(["label", "operation"])["size_bytes"].idxmax()]
     return pd.concat([largest, table[table["status"] != "ok"]])

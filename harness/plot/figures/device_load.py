@@ -102,7 +102,7 @@ def _draw_metric(
     last = float(readings["time_s"].max()) / (60 if is_long else 1)
     axes.set_xlim(0, last * 1.05 if last > 0 else 1)
     if metric == "device_utilization_percent":
-        # A CPU's load is of the cores that its rank may use; what a quota saved up is above 100.
+        # A CPU's load is of its rank's cores; a burst of saved-up quota reads above 100.
         axes.set_ylim(0, max(105.0, float(readings["value"].max()) * 1.05))
     else:
         axes.set_ylim(0, float(readings["value"].max()) * scale * 1.2)

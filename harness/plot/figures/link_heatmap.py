@@ -99,7 +99,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
-    """Slowest and fastest pair of each cluster and transport, and what is not ok."""
+    """Slowest and fastest pair of each cluster and transport, and rows that are not ok."""
     timed = table[table["bandwidth_bytes_per_s"].notna()]
     grouped = timed.groupby("label")["bandwidth_bytes_per_s"]
     ends = timed.loc[[*grouped.idxmin(), *grouped.idxmax()]].drop_duplicates()

@@ -1,4 +1,4 @@
-"""TFLOP/s of one product on each device alone, by size and dtype."""
+"""TFLOP/s of one product on each single device, by size and dtype."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def table(catalog: Catalog) -> pd.DataFrame:
 
 
 def digest(table: pd.DataFrame) -> pd.DataFrame:
-    """The best size of each device and dtype, and what is not ok."""
+    """The best size of each device and dtype, and rows that are not ok."""
     timed = table[table["flops_per_s"].notna()]
     best = timed.loc[timed.groupby(["label", "rank", "dtype"])["flops_per_s"].idxmax()]
     return pd.concat([best, table[table["status"] != "ok"]])

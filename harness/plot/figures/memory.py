@@ -1,4 +1,4 @@
-"""Peak memory of a device, by kind of reading, against what the device has."""
+"""Peak memory of a device, by kind of reading, against the device's memory."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ MISS = 0.2
 MAX_NAMED = 8
 MAX_LEGEND = 12
 NAME_PT = 9
-ROOM = 0.3  # of the figure's width, for a name beside its point
+ROOM = 0.3  # of the figure's width, for a name next to its point
 
 
 def _row(case: PlannedCase, planned: Planned) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _draw_points(axes: Axes, known: pd.DataFrame, scale: float) -> None:
 
 
 def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
-    """Name the worst misses beside their points."""
+    """Name the worst predictions next to their points."""
     worst = known[known["error"].abs() > MISS].drop_duplicates("label")
     worst = worst.reindex(worst["error"].abs().sort_values(ascending=False).index)[:MAX_NAMED]
     low, high = np.log(axes.get_xlim())
@@ -164,7 +164,7 @@ def _name_misses(axes: Axes, known: pd.DataFrame, scale: float) -> None:
         is_above = row["error"] > 0
         place = (np.log(row["measured_s"] * scale) - low) / (high - low)
         is_inside = place > ROOM if is_above else place < 1 - ROOM
-        # Away from the diagonal, beside the interval; the other way where that leaves the figure.
+        # Away from the diagonal, or towards it if the name would leave the figure.
         is_left = is_above == is_inside
         axes.annotate(
             f"{shorten(str(row['model']), 16)} {shorten(str(row['strategy']), 18)} "

@@ -59,9 +59,9 @@ CELL_COLUMNS = [
 
 
 def _name(case: PlannedCase, cell: str) -> str:
-    """The case's label without what its cell says already."""
-    told = set(cell.split(" · "))
-    words = [word for word in case.training.label.split(" · ") if word not in told]
+    """The case's label without the words of its cell."""
+    in_cell = set(cell.split(" · "))
+    words = [word for word in case.training.label.split(" · ") if word not in in_cell]
     return " · ".join(words) or case.training.first.strategy
 
 
@@ -94,7 +94,7 @@ def _row(
 def _cell_rows(cell: str, cases: list[PlannedCase]) -> list[dict[str, Any]]:
     pairs = [(case, case.judged()) for case in cases]
     known = {judged.name: judged for _, judged in pairs if judged is not None}
-    # A strategy of which some repeats failed is judged by the others.
+    # A strategy with some failed repeats is judged by the others.
     failed = {
         case.training.label: case.predicted_s
         for case, _ in pairs
@@ -163,7 +163,7 @@ def _draw_cell(axes: Axes, cell: str, rows: pd.DataFrame) -> None:
 
 
 def _words(row: Any) -> str:
-    """What stands beside a strategy's points."""
+    """The text next to a strategy's points."""
     if not pd.isna(row["measured_s"]):
         words = f"{row['error']:+.0%}"
     elif row["status"] == "ok":

@@ -53,7 +53,7 @@ COLUMNS = [
 
 
 def _first_kind(case: Case) -> str:
-    """Kind and cores of the first rank's device: what the run on one device ran on."""
+    """Kind and cores of the first rank's device, which the run on one device used."""
     first = case.header.ranks[0] if case.header.ranks else None
     return f"{short_kind(first.device_kind)}/{first.n_cores:.2g}" if first else ""
 
@@ -72,7 +72,7 @@ def _device_words(case: Case) -> str:
 
 
 def _network_words(case: Case) -> str:
-    """What joins the devices; empty for one device, and where nobody knows."""
+    """The network between the devices; empty for one device or if it is unknown."""
     if case.n_devices == 1:
         return ""
     if len(case.header.cluster.nodes) == 1:
@@ -82,7 +82,7 @@ def _network_words(case: Case) -> str:
 
 
 def _setting(case: TrainingCase) -> dict[str, str]:
-    """What else must be equal in a series, in words."""
+    """The other properties that are equal within a series, in words."""
     config, cores = case.case.header.config, [c for _, c in sorted(_kinds(case.case)) if c]
     return {
         "cores": " + ".join(f"{c:g}" for c in cores) + " cores" if cores else "",
@@ -101,7 +101,7 @@ def _telling(cases: Iterable[TrainingCase]) -> list[str]:
 
 
 def _series(case: TrainingCase, telling: list[str]) -> str:
-    """What may be compared at several numbers of devices, as short as tells it apart."""
+    """Name of a series, as short as is unique."""
     first, setting = case.first, _setting(case)
     words = [first.strategy, first.model, first.dtype, _device_words(case.case)]
     words += [setting[name] for name in telling]
@@ -182,7 +182,7 @@ def _failed(case: TrainingCase) -> dict[str, Any]:
 
 
 def table(catalog: Catalog) -> pd.DataFrame:
-    """A row per series and number of devices for each kind of scaling; then what is not ok."""
+    """A row per kind of scaling, series and number of devices; then rows that are not ok."""
     telling = _telling(catalog.training)
     points = [p for case in catalog.training if (p := _training_point(case, telling))]
     points += _summa_points(catalog)

@@ -119,7 +119,7 @@ def _step(line: str, rank: int, parts: dict[str, float], n_microsteps: int) -> S
 
 
 class _Reader:
-    """Takes lines one after another; keeps what each rank's micro-steps wait for."""
+    """Takes lines one after another; keeps the micro-steps of each rank until their step's line."""
 
     def __init__(self) -> None:
         self.steps: list[StepLine] = []
@@ -148,7 +148,7 @@ class _Reader:
         # Timers of ZeRO's optimizer and the like are parts of `step`.
 
     def finish(self) -> None:
-        """What is left waiting has no step's line; a training that is cut off in one is usual."""
+        """Skip leftover micro-steps, unless the log has steps: a log often ends within a step."""
         if not self.steps:
             self.skipped += [(n, MICRO_ONLY) for numbers in self._waiting.values() for n in numbers]
             self.skipped.sort()

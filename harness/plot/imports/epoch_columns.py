@@ -13,7 +13,7 @@ from harness.plot.imports.text import plain, read_number
 MIB = 2**20
 DELIMITERS = ",;\t|"
 MOST_CHARACTERS = 16384
-# What a column may be called, without its unit; the first that is there counts.
+# Names of a column, without its unit; the first one that is present counts.
 NAMES = {
     "timestamp": ("timestamp", "time", "datetime", "date"),
     "rank": ("rank", "globalrank", "worldrank"),
@@ -28,7 +28,7 @@ NAMES = {
     "total": ("gputotalmem", "gpumemtotal", "gpumemorytotal", "gputotalmemory"),
     "temperature": ("gputemp", "gputemperature"),
 }  # fmt: skip
-# Beside a computation time, parts of an epoch that it does not hold.
+# Parts of an epoch that a computation time does not include.
 PARTS = ("communicationtime", "commtime", "dataloadingtime", "datatime", "waittime", "synctime")
 _SECONDS = {
     "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6,
@@ -50,7 +50,7 @@ _CLOCK = re.compile(r"(?:([0-9]{1,4}):)?([0-9]{1,2}):([0-9]{1,2}(?:[.,][0-9]{1,9
 
 @dataclass(frozen=True)
 class Column:
-    """Where a quantity stands, and what its numbers are multiplied by to be in SI."""
+    """The column of a quantity, and the factor to SI units."""
 
     index: int
     scale: float = 1.0
@@ -109,7 +109,7 @@ def check_columns(headings: list[str], source: str) -> dict[str, Column]:
 
 
 def find_delimiter(line: str) -> str | None:
-    """What separates the headings of a per-epoch CSV; None where the line is none."""
+    """The separator of a per-epoch CSV's headings; None for any other line."""
     if len(line) > MOST_CHARACTERS:
         return None
     for delimiter in DELIMITERS:

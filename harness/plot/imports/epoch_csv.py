@@ -2,7 +2,7 @@
 
     Timestamp,Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Load,...,GPU_Used_Mem_MB,...
 
-Columns are found by name, in any order and spelling of case; others are left alone. Rows may come
+Columns are found by name, in any order and spelling of case; others are ignored. Rows may come
 in any order of ranks. MB in these files is nvidia-smi's: 2**20 bytes.
 """
 
@@ -31,12 +31,12 @@ _MOST_EPOCHS = 10**7
 _MOST_S = 1e9
 
 NO_NUMBER = "rank, epoch or time is not a number"
-TWO_TIMES = "a second time for the rank, the epoch and the GPU beside the first"
+TWO_TIMES = "a second time for the same rank, epoch and GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRow:
-    """One epoch of one rank; None is what the file does not say.
+    """One epoch of one rank; None for values that the file lacks.
 
     Attributes:
         occurrence: how often the rank began anew before: a log that a second training was appended

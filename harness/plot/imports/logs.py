@@ -35,7 +35,7 @@ Problems = list[tuple[Path, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportFacts:
-    """What logs do not say and whoever imports them knows.
+    """Facts that logs lack and that the user gives.
 
     Attributes:
         epoch_samples: samples of the whole data set.
@@ -193,13 +193,13 @@ def _csv_devices(
         memory = row.memory_total_bytes or 0
         if kind and memory > 0:
             by_rank.setdefault(row.rank, (row.device_id, kind, int(memory)))
-    told = _told_device(facts)
+    given = _given_device(facts)
     missing = set(range(n_ranks)) - {row.rank for row in rows}
     if len({device[1:] for device in by_rank.values()}) == 1:  # a rank without a line has the same
         _, kind, memory = next(iter(by_rank.values()))
         are_indexed = all(index == rank for rank, (index, _, _) in by_rank.items())
         by_rank |= {rank: (rank if are_indexed else 0, kind, memory) for rank in missing}
-    known = [by_rank.get(rank, told and (0, *told)) for rank in range(n_ranks)]
+    known = [by_rank.get(rank, given and (0, *given)) for rank in range(n_ranks)]
     if any(device is None for device in known):
         raise ResultsError(
             f"{path} does not name the GPU and memory of rank {known.index(None)}: "
@@ -219,7 +219,7 @@ def _n_ranks(rows: Sequence[EpochRow], path: Path, problems: Problems) -> int:
     return n_ranks
 
 
-def _told_device(facts: ImportFacts) -> tuple[str, int] | None:
+def _given_device(facts: ImportFacts) -> tuple[str, int] | None:
     if not (facts.device_kind and facts.device_memory):
         return None
     return facts.device_kind, parse_bytes(facts.device_memory)
@@ -247,7 +247,7 @@ def _epoch_records(
 
 
 def _share_records(steps: set[int], n_samples: float) -> list[Record]:
-    """What a rank without a line trained too: the job's samples are those of all ranks."""
+    """Samples of a rank without a line, because the job's samples are those of all ranks."""
     return [Sample(metric="n_samples", value=n_samples, step=step) for step in sorted(steps)]
 
 
@@ -311,10 +311,10 @@ def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Re
 
 
 def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFacts:
-    """What a log does not say of its GPUs, from a CSV of as many beside it, or as told."""
-    told = _told_device(facts)
-    if told:
-        return DeviceFacts(by_rank=tuple((0, *told) for _ in range(n_ranks)))
+    """GPUs of a log that names none: as given, or from a CSV of as many in the same directory."""
+    given = _given_device(facts)
+    if given:
+        return DeviceFacts(by_rank=tuple((0, *given) for _ in range(n_ranks)))
     for sibling in sorted(path.parent.glob("*.csv")):
         if sibling.is_file() and _n_gpus_named(sibling) == n_ranks:
             text = _read(sibling)
@@ -323,7 +323,7 @@ def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFact
                 if max(row.rank for row in rows) < n_ranks:
                     return _csv_devices(rows, facts, sibling, n_ranks)
     raise ResultsError(
-        f"{path} does not name its GPUs and no CSV of {n_ranks} GPUs stands beside it: "
+        f"{path} does not name its GPUs and no CSV of {n_ranks} GPUs is in its directory: "
         "give --device-kind and --device-memory"
     )
 
@@ -353,7 +353,7 @@ def _import_deepspeed(
 def import_logs(
     paths: Iterable[Path], into: Path, facts: ImportFacts
 ) -> tuple[list[Path], Problems]:
-    """Import files and directories; returns the runs written, and what was skipped and why.
+    """Import files and directories; returns the written runs, and the skipped files with reasons.
 
     A file that cannot be used never stops the others.
     """

@@ -35,13 +35,13 @@ def decode(data: bytes) -> str:
 
 
 def plain(line: str) -> str:
-    """A line without what colours it."""
+    """A line without terminal colours."""
     return _ESCAPE.sub("", line) if "\x1b" in line else line
 
 
 def read_number(text: str, at_least: float = 0.0, at_most: float = 1e12) -> float | None:
     """A number with a decimal point or comma, groups of thousands allowed where both stand; None
-    for any other text, for what can be read in two ways (`1,234`), and beyond the bounds."""
+    for any other text, for ambiguous text (`1,234`), and beyond the bounds."""
     text = text.strip()
     if len(text) > 40:
         return None

@@ -355,7 +355,7 @@ def test_samples_are_drawn_until_there_is_another_run(
     write(tmp_path, run, trained(2, 32, 0.1, 0.1))
     drawn, skipped = without_samples(find_runs(tmp_path)[0])
     assert [header.run_id for _, header in drawn] == ["own"]
-    reason = "2 runs that come with the harness are not drawn beside others"
+    reason = "2 runs that come with the harness are not drawn with others"
     assert skipped == [(tmp_path / "sample-*", reason)]
     assert len(read_results(tmp_path).runs) == 3  # all other readers have them
 

@@ -255,9 +255,7 @@ def test_a_row_for_each_gpu_without_a_rank_is_a_rank_each() -> None:
 def test_two_times_of_one_epoch_are_refused_by_line() -> None:
     rows, problems = rows_of("0,1,10,0,1", "0,1,11,1,1", "0,2,12,0,1")
     assert [row.duration_s for row in rows] == [10, 12]
-    assert problems == [
-        "line 3: a second time for the rank, the epoch and the GPU beside the first"
-    ]
+    assert problems == ["line 3: a second time for the same rank, epoch and GPU"]
 
 
 def test_parts_of_an_epoch_are_not_taken_for_the_whole() -> None:
