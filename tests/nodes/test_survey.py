@@ -230,8 +230,8 @@ def test_a_session_refuses_a_program_while_one_runs(fake_ssh: Path, tmp_path: Pa
 
     async def overlap(sessions: list[Session]) -> None:
         (session,) = sessions
-        await session.start("connect.py", pythons=[str(stuck)], limit_s=30)
-        second = await session.start("allreduce.py", pythons=[sys.executable], limit_s=30)
+        await session.start("connect.py", pythons=[str(stuck)], limit_s=5)
+        second = await session.start("allreduce.py", pythons=[sys.executable], limit_s=5)
         with pytest.raises(AgentError, match=r"connect\.py has not ended there"):
             await second.receive()
 
