@@ -45,7 +45,7 @@ from harness.errors import HarnessError, PlanError
 from harness.measure.text import table
 from harness.plan.describe import describe_strategy
 from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
-from harness.plan.portfolio import plan_with_simulator
+from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.request import PlanRequest
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.search.space import Space

@@ -70,7 +70,7 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--rates",
         metavar="FLOPS,BYTES",
         help="plan for devices that nobody has profiled: their FLOP/s and memory bytes/s, such as "
-        "9.3e12,549e9 (a roofline instead of --profile)",
+        "9.3e12,549e9 (a roofline in place of --profile)",
     )
     model.add_argument(
         "--dlrm-tables",
@@ -136,7 +136,7 @@ def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "show",
         help="print a graph, profile, cluster or strategy",
         description="Print a graph, profile, cluster or strategy, of our formats or PipeDream's or "
-        "FlexFlow's; the kind is told by the content.",
+        "FlexFlow's; the content says which kind it is.",
     )
     show.add_argument("file", type=Path)
     show.add_argument("--dot", action="store_true", help="a graph as Graphviz source")
@@ -149,7 +149,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert = commands.add_parser(
         "convert",
         help="write a strategy in another format",
-        description="Write a strategy in another format; that of the file is told by its content.",
+        description="Write a strategy in another format; the file's content says which it has.",
     )
     convert.add_argument("file", type=Path)
     convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")

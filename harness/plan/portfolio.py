@@ -31,34 +31,18 @@ from harness.units import format_bytes, format_duration
 ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How a standard strategy fared."""
-
-    strategy: Strategy
-    simulation: Simulation
-
-
-def plan(request: PlanRequest) -> PlanResult:
-    """Find the fastest strategy that fits into memory.
-
-    Raises:
-        PlanError: nothing fits, or the request lacks graph or profile.
-    """
-    return plan_with_simulator(request)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Searched:
     """What a search has seen: the fastest plan by the simulator, and the fastest of each kind.
 
     Attributes:
+        standards: what the standard strategies take.
         interrupted: the search was ended early, by Ctrl-C.
     """
 
     simulator: Simulator
     objective: Objective
-    standings: list[Standing]
+    standards: list[Simulation]
     interrupted: bool
 
     @property
@@ -95,13 +79,14 @@ class Searched:
         return _result(self, chosen or self.best)
 
 
-def plan_with_simulator(
+def plan(
     request: PlanRequest,
     *,
     options: SimulatorOptions | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
 ) -> PlanResult:
-    """As `plan`, with more to say; arguments and errors as for `search_portfolio`."""
+    """Find the fastest strategy that fits into memory; arguments and errors as for
+    `search_portfolio`."""
     return search_portfolio(request, options=options, exhaustive_up_to=exhaustive_up_to).result()
 
 
@@ -138,10 +123,10 @@ def search_portfolio(
     if request.start is not None:
         _check_start(request.start, simulator, batch)
     objective = Objective(simulator, seconds=request.seconds, progress=request.progress)
-    standings: list[Standing] = []
+    standards: list[Simulation] = []
     interrupted = False
     try:
-        standings += _judge_standards(simulator, batch, request.start, objective)
+        standards += _judge_standards(simulator, batch, request.start, objective)
         Searches(simulator, batch, request, objective, exhaustive_up_to).run()
     except KeyboardInterrupt:
         if objective.best is None:
@@ -150,7 +135,7 @@ def search_portfolio(
     if objective.best is None:
         raise PlanError(_nothing_fits(simulator, objective))
     return Searched(
-        simulator=simulator, objective=objective, standings=standings, interrupted=interrupted
+        simulator=simulator, objective=objective, standards=standards, interrupted=interrupted
     )
 
 
@@ -196,7 +181,7 @@ def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
 
 def _judge_standards(
     simulator: Simulator, batch: int, start: Strategy | None, objective: Objective
-) -> Iterator[Standing]:
+) -> Iterator[Simulation]:
     """One device and the start in any case, the others while there is time."""
     standards = standard_strategies(simulator, batch)
     yield _judge(simulator, next(standards), objective)
@@ -211,18 +196,18 @@ def _judge_standards(
         yield _judge(simulator, strategy, objective)
 
 
-def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Standing:
+def _judge(simulator: Simulator, strategy: Strategy, objective: Objective) -> Simulation:
     objective.start(strategy.name)
     trial = Trial.from_strategy(simulator, strategy)
     objective.judge(trial)
-    return Standing(strategy, Simulation(simulator, strategy, trial.outcome()))
+    return Simulation(simulator, strategy, trial.outcome())
 
 
 def _result(found: Searched, chosen: Candidate) -> PlanResult:
-    objective, standings = found.objective, found.standings
+    objective, standards = found.objective, found.standards
     strategy = found.strategy(chosen)
     simulation = found.simulator.simulate(strategy)
-    by_name = {s.strategy.name: s.simulation.step_s for s in standings}
+    by_name = {s.strategy.name: s.step_s for s in standards}
     single = by_name.get("single", math.nan)
     ddp = by_name.get("ddp", math.nan)
     return PlanResult(
@@ -233,7 +218,7 @@ def _result(found: Searched, chosen: Candidate) -> PlanResult:
         speedup_over_ddp=ddp / simulation.step_s,
         memory_bytes=simulation.memory_bytes,
         strategy=strategy,
-        explanation=[strategy.name, *explain(simulation), *_compare(simulation, standings)],
+        explanation=[strategy.name, *explain(simulation), *_compare(simulation, standards)],
         runners_up=_runners_up(found, chosen),
         n_proposals=objective.n_proposals,
         proposals_per_s=objective.n_proposals / max(objective.judging_s, 1e-9),
@@ -241,9 +226,9 @@ def _result(found: Searched, chosen: Candidate) -> PlanResult:
     )
 
 
-def _compare(simulation: Simulation, standings: list[Standing]) -> list[str]:
+def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
     """How much better than data parallel, and what data parallel spends its step on."""
-    ddp = next((s.simulation for s in standings if s.strategy.name == "ddp"), None)
+    ddp = next((s for s in standards if s.strategy.name == "ddp"), None)
     if ddp is None:
         return []
     fits = "" if ddp.fits else " (and does not fit into memory)"
@@ -258,14 +243,14 @@ def _compare(simulation: Simulation, standings: list[Standing]) -> list[str]:
 def _runners_up(found: Searched, chosen: Candidate) -> list[RunnerUp]:
     lost = [
         RunnerUp(
-            name=standing.strategy.name,
-            step_s=standing.simulation.step_s if standing.simulation.fits else None,
-            note="" if standing.simulation.fits else _lacks(standing.simulation),
+            name=other.strategy.name,
+            step_s=other.step_s if other.fits else None,
+            note="" if other.fits else _lacks(other),
         )
-        for standing in found.standings
-        if standing.strategy.name != chosen.method
+        for other in found.standards
+        if other.strategy.name != chosen.method
     ]
-    standard = {standing.strategy.name for standing in found.standings}
+    standard = {other.strategy.name for other in found.standards}
     lost += [
         RunnerUp(
             name=candidate.method, step_s=candidate.step_s, note=found.strategy(candidate).name

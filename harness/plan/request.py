@@ -1,4 +1,4 @@
-"""What a planner is asked (`PlanRequest`) and what it answers (`PlanResult`)."""
+"""A planner's input (`PlanRequest`) and output (`PlanResult`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ignore_progress(progress: Progress) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """One question: how to spread this model over this cluster.
+    """The problem of spreading a model over a cluster.
 
     Attributes:
         graph, profile: what to train; None for a planner that brings a model of its own.
@@ -71,7 +71,7 @@ class PlanRequest:
             PlanError: there is none.
         """
         if self.graph is None or self.profile is None:
-            raise PlanError("a model is to be planned: give its graph and its profile")
+            raise PlanError("there is no model to plan: give a graph and its profile")
         return self.graph, self.profile
 
 
@@ -87,7 +87,7 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     """The best plan found, what it costs, and why it was chosen.
 
     Attributes:
-        predicted_step_s: seconds per step of the global batch, by the cost that was asked for.
+        predicted_step_s: seconds per step of the global batch, by the request's cost.
         speedup_over_single: predicted step of one device over this plan's.
         speedup_over_ddp: the same against data parallel on all devices; not a number (null in JSON)
             where there are fewer samples than devices, or `seconds` ended the search before it.

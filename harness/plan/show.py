@@ -1,6 +1,6 @@
 """Graphs, profiles, clusters and strategies as text, and graphs as dot.
 
-The kind of a file is told by its content: the schema of our own JSON, else a PipeDream
+The content says of which kind a file is: the schema of our own JSON, else a PipeDream
 graph.txt, else one of the foreign strategy formats.
 """
 

@@ -2,7 +2,7 @@
 
 PipeDream's partition (Narayanan et al., 2019, section 3.1) for consecutive devices, without the
 transfers: the slowest stage is to be as fast as possible, and a stage on several devices goes at
-the pace of the slowest of them, divided by their number.
+the speed of the slowest of them, times their number.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _balanced(totals: Floats, n_stages: int) -> Balanced:
 def balance_in_turn(seconds: Sequence[Sequence[float]], n_stages: int) -> Balanced:
     """Cut operators into consecutive stages, stage s on device s modulo their number.
 
-    The slowest stage is as fast as possible (exact). Where devices have several stages, that is
-    where it begins: ends are then moved one at a time for as long as that takes from the busiest
-    device, since all its stages of a microbatch set the pace, and not one of them.
+    The slowest stage is as fast as possible (exact). Where devices have several stages, ends are
+    then moved one at a time for as long as the busiest device gets less to do, because all its
+    stages take its time in each microbatch.
 
     Raises:
         StrategyError: more stages than operators.

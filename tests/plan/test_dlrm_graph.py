@@ -8,7 +8,7 @@ from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
 from harness.plan.fit import OperatorTimes
 from harness.plan.formats.convert import strategy_from_entries
 from harness.plan.formats.flexflow import parse_console
-from harness.plan.portfolio import plan_with_simulator
+from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.request import PlanRequest
 from harness.plan.roofline import (
     DeviceRates,

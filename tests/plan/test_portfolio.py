@@ -22,7 +22,8 @@ from harness.errors import PlanError, StrategyError
 from harness.plan import builders
 from harness.plan.describe import describe_strategy
 from harness.plan.pipelines import balanced_pipeline
-from harness.plan.portfolio import plan_with_simulator, search_portfolio
+from harness.plan.portfolio import plan as plan_with_simulator
+from harness.plan.portfolio import search_portfolio
 from harness.plan.published.pipedream.planner import plan as plan_by_pipedream
 from harness.plan.report import result_lines
 from harness.plan.request import PlanRequest

@@ -7,7 +7,7 @@
 The order of dims is not written in any of these files. FlexFlow's own (console, text, protobuf)
 are innermost first, samples last: [1,4] of a linear layer is data parallel. Its simulator of 2018
 prints samples first: there [1,4] is split by feature. An `Entry` keeps the order of its file;
-`Entry.cuts` is told which order to take.
+the caller of `Entry.cuts` says which order to take.
 """
 
 from __future__ import annotations

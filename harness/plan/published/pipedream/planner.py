@@ -276,12 +276,12 @@ def _explain(
     return lines
 
 
-def _batch_note(asked: int | None, written: int) -> list[str]:
-    if asked == written:
+def _batch_note(wanted: int | None, written: int) -> list[str]:
+    if wanted == written:
         return []
-    if asked is None:
+    if wanted is None:
         return [
             "times are of the profiled minibatch, whose size is not known: the strategy is written "
             f"for a batch of {written} (--batch B sets it)"
         ]
-    return [f"a batch of {asked} leaves replicas without a sample: the strategy is for {written}"]
+    return [f"a batch of {wanted} leaves replicas without a sample: the strategy is for {written}"]
