@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
     try:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)
-            options.check()
+            options.check(config)
             cases = _cases(name, config, launch, has_gpu=torch.cuda.is_available())
     except (SystemExit, HarnessError):
         if launch.rank != 0:

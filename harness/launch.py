@@ -36,7 +36,7 @@ from harness.cases import (
     remaining_repeats,
 )
 from harness.domain.run import RankInfo, RunHeader
-from harness.errors import HarnessError, ResultsError
+from harness.errors import ConfigError, HarnessError, ResultsError
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.reached import ReachedReader
 from harness.measure.store import (
@@ -79,13 +79,23 @@ class RunOptions:
     """A rank or host that has been silent or stopped for this long ends the sweep on every host,
     with a row for the run; never later than --run-timeout-s."""
 
-    def check(self) -> None:
-        """Refuse what makes no sense.
+    def check(self, config: Any) -> None:
+        """Refuse limits that make no sense, by themselves or for a workload.
+
+        Args:
+            config: of the workload; None for the comparison.
 
         Raises:
             ConfigError: names the flag.
         """
         check_above_zero(self, ("run_timeout_s", "collective_timeout_s", "heartbeat_timeout_s"))
+        wait_s = getattr(config, "longest_wait_s", 0.0)
+        if wait_s > self.collective_timeout_s:
+            raise ConfigError(
+                f"--time-budget-s {wait_s:g} is longer than a rank waits for another, "
+                f"--collective-timeout-s {self.collective_timeout_s:g}: lower the one or raise the "
+                "other"
+            )
 
 
 class SweepEnded(ResultsError):

@@ -58,6 +58,11 @@ class LinksConfig:
     """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
     directory of results, which only a run of all that planning prices replaces."""
 
+    @property
+    def longest_wait_s(self) -> float:
+        """For which ranks wait in a collective for one that samples."""
+        return self.time_budget_s
+
 
 def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
     """One run; checks the flags.

@@ -59,6 +59,11 @@ class MatmulConfig:
     distributed_samples: int = 5
     """Samples of each distributed product, after one that is thrown away."""
 
+    @property
+    def longest_wait_s(self) -> float:
+        """For which ranks wait in a collective for one that samples."""
+        return self.time_budget_s
+
 
 def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
     """One run; checks the flags.
