@@ -24,12 +24,12 @@ from comparison import compare
 from harness.plan.published.flexflow2018.chain import (
     BEST,
     N_BOUNDED,
-    Chain,
+    MarkovChain,
     new_chain,
     restart,
     walk,
 )
-from harness.plan.published.flexflow2018.model import Machine, Problem
+from harness.plan.published.flexflow2018.model import LayerProblem, Machine
 from harness.plan.published.flexflow2018.reference import build_tasks, step_ms
 from harness.plan.published.flexflow2018.search import HOT, schedule
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
@@ -87,7 +87,7 @@ class Trial:
         return self.n_proposals / self.cpu_s
 
 
-def run_trial(problem: Problem, seed: int, budget: int, *, use_bound: bool) -> Trial:
+def run_trial(problem: LayerProblem, seed: int, budget: int, *, use_bound: bool) -> Trial:
     """Search once, and cost the result task by task in plain Python."""
     tables = build_tables(problem)
     start = encode(problem.data_parallel(), problem.machine.n_devices)
@@ -105,7 +105,7 @@ def run_trial(problem: Problem, seed: int, budget: int, *, use_bound: bool) -> T
                  n_tasks=len(build_tasks(problem, plan)))  # fmt: skip
 
 
-def search(chain: Chain, budget: int, *, use_bound: bool) -> None:
+def search(chain: MarkovChain, budget: int, *, use_bound: bool) -> None:
     """The rounds of the planner, with or without early refusal."""
     for round_, size, temperature in schedule(budget):
         if temperature == HOT and round_ > 0:
@@ -115,7 +115,7 @@ def search(chain: Chain, budget: int, *, use_bound: bool) -> None:
 
 def run_topology(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
     """Run all seeds of a topology; print its lines; return the comparisons."""
-    problem = Problem(Machine(listed.n_nodes, listed.n_devices))
+    problem = LayerProblem(Machine(listed.n_nodes, listed.n_devices))
     run_trial(problem, 0, 10, use_bound=True)  # compiles or loads
     data_parallel = f"{step_ms(problem, problem.data_parallel()):.3f}"
     is_right = data_parallel == (listed.data_parallel_ms or data_parallel)

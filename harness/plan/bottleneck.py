@@ -24,7 +24,7 @@ Rest = Sequence[Floats | None]  # V by m; None is infinite
 _BLOCK = 250_000  # elements of a temporary: it and its mask stay in the cache
 
 
-class StageTimes(Protocol):
+class StageSeconds(Protocol):
     """Seconds of stages between cuts, on workers first, ..., first + r - 1."""
 
     @property
@@ -44,7 +44,7 @@ class StageTimes(Protocol):
         ...
 
 
-class Placed(NamedTuple):
+class PlacedStage(NamedTuple):
     """A stage of a chain: cuts by position, the first of its workers, and how many."""
 
     start: int
@@ -54,8 +54,8 @@ class Placed(NamedTuple):
 
 
 def best_chain(
-    stages: StageTimes, n_stages: int | None = None
-) -> tuple[float, list[Placed]] | None:
+    stages: StageSeconds, n_stages: int | None = None
+) -> tuple[float, list[PlacedStage]] | None:
     """Bottleneck and stages, in order, of the best chain from the first cut to the last one.
 
     Args:
@@ -94,7 +94,7 @@ def best_chain(
     return best_s, chain
 
 
-def _tail(stages: StageTimes, m: int, rest: Rest) -> Floats:
+def _tail(stages: StageSeconds, m: int, rest: Rest) -> Floats:
     """V[m], of chains that go on by `rest` after their first stage."""
     n_cuts = stages.n_cuts
     found = np.full(n_cuts, math.inf)
@@ -107,18 +107,18 @@ def _tail(stages: StageTimes, m: int, rest: Rest) -> Floats:
 
 
 def _first_stage(
-    stages: StageTimes, start: int, m: int, rest: Rest, *, pays: bool
-) -> tuple[float, Placed]:
+    stages: StageSeconds, start: int, m: int, rest: Rest, *, pays: bool
+) -> tuple[float, PlacedStage]:
     """The best of a chain from a cut on the last m workers, and the chain's first stage."""
     found = []
     for r, block in _blocks(stages, m, slice(start, start + 1), rest, pays=pays):
         k = int(block[0].argmin())
-        found.append((float(block[0, k]), Placed(start, start + k, stages.n_workers - m, r)))
+        found.append((float(block[0, k]), PlacedStage(start, start + k, stages.n_workers - m, r)))
     return min(found, key=lambda each: each[0])
 
 
 def _blocks(
-    stages: StageTimes, m: int, rows: slice, rest: Rest, *, pays: bool
+    stages: StageSeconds, m: int, rows: slice, rest: Rest, *, pays: bool
 ) -> Iterator[tuple[int, Floats]]:
     """By workers of the first stage, [i, j]: bottlenecks of chains from cut rows.start + i on the
     last m workers whose first stage ends at cut rows.start + j."""
@@ -131,7 +131,7 @@ def _blocks(
             yield r, np.maximum(block, tail[rows.start :], out=block)
 
 
-def pay_transfers(stages: StageTimes, first: int, r: int, rows: slice, block: Floats) -> None:
+def pay_transfers(stages: StageSeconds, first: int, r: int, rows: slice, block: Floats) -> None:
     """Raise a block of stages to what their transfers take."""
     seconds = stages.transfers(first, r)
     if seconds is not None:
@@ -139,7 +139,7 @@ def pay_transfers(stages: StageTimes, first: int, r: int, rows: slice, block: Fl
         np.maximum(block, seconds[1][rows.start :], out=block)
 
 
-def all_pairs(stages: StageTimes, *, may_idle: bool) -> Floats:
+def all_pairs(stages: StageSeconds, *, may_idle: bool) -> Floats:
     """Least bottleneck between any two cuts on all workers, infinite where there is none.
 
     Args:

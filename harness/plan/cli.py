@@ -23,7 +23,7 @@ from harness.plan.find import default_profile, graph_beside, knows
 from harness.plan.flags import DTYPES
 from harness.plan.formats.detect import read_strategy_file
 from harness.plan.formats.pipedream_graph import parse_graph_txt
-from harness.plan.request import PlanRequest, Progress
+from harness.plan.request import PlanRequest, SearchProgress
 from harness.plan.roofline import DeviceRates, likely_parts, roofline_profile
 from harness.plan.show import load_graph
 from harness.units import parse_bandwidth, parse_bytes
@@ -54,7 +54,7 @@ def request_from(
     args: argparse.Namespace,
     *,
     capture_model: CaptureModel,
-    progress: Callable[[Progress], None],
+    progress: Callable[[SearchProgress], None],
 ) -> PlanRequest:
     """Read the files that the flags name.
 

@@ -10,7 +10,7 @@ from typing import TextIO
 import msgspec
 
 from harness.measure.text import table
-from harness.plan.request import PlanResult, Progress
+from harness.plan.request import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
 
 _MOST_DEVICES = 16
@@ -73,7 +73,7 @@ class ProgressLine:
         self._last_s = float("-inf")
         self._width = 0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SearchProgress) -> None:
         now_s = time.monotonic()
         if not self._is_live or now_s - self._last_s < self._interval_s:
             return

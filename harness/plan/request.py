@@ -15,7 +15,7 @@ from harness.errors import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """How far a search is; sent to `PlanRequest.progress` now and then.
 
     Attributes:
@@ -31,7 +31,7 @@ class Progress:
     fraction: float | None = None
 
 
-def ignore_progress(progress: Progress) -> None:
+def ignore_progress(progress: SearchProgress) -> None:
     """The progress callback of a caller that does not care."""
 
 
@@ -62,7 +62,7 @@ class PlanRequest:
     seconds: float | None = None
     start: Strategy | None = None
     seed: int = 0
-    progress: Callable[[Progress], None] = ignore_progress
+    progress: Callable[[SearchProgress], None] = ignore_progress
 
     def model(self) -> tuple[Graph, Profile]:
         """The model to plan and its times.

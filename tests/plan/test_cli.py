@@ -19,7 +19,7 @@ from harness.domain.strategy import Strategy, validate
 from harness.plan.__main__ import main
 from harness.plan.formats.pipedream_graph import parse_graph_txt
 from harness.plan.report import ProgressLine
-from harness.plan.request import Progress
+from harness.plan.request import SearchProgress
 
 DATA = Path(__file__).parents[3] / "shared/data"
 
@@ -411,7 +411,7 @@ def test_progress_shows_on_a_terminal_only() -> None:
     for is_live in (True, False):
         stream = Terminal(is_live)
         line = ProgressLine(stream, least_interval_s=0.0)  # type: ignore[arg-type]
-        line(Progress(n_proposals=10, best_step_s=0.25, phase="refining", fraction=0.5))
+        line(SearchProgress(n_proposals=10, best_step_s=0.25, phase="refining", fraction=0.5))
         line.clear()
         assert ("10 judged  best 250 ms  refining" in stream.text) == is_live
         assert stream.text.endswith("\r") == is_live
@@ -423,7 +423,7 @@ def test_interrupt_returns_the_best_plan_so_far(
 ) -> None:
     """SIGINT arrives when refinement begins, as from a terminal."""
 
-    def interrupt(self: ProgressLine, progress: Progress) -> None:
+    def interrupt(self: ProgressLine, progress: SearchProgress) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(1)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from harness.domain.graph import Graph
 from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
-from harness.plan.request import Progress
+from harness.plan.request import SearchProgress
 from harness.plan.simulate.simulator import Simulator, Trial
 
 _PROGRESS_EVERY_S = 0.25
@@ -73,7 +73,7 @@ class Objective:
         simulator: Simulator,
         *,
         seconds: float | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[SearchProgress], None] | None = None,
     ) -> None:
         self.simulator = simulator
         self.best: Candidate | None = None
@@ -162,7 +162,7 @@ class Objective:
         fraction = self.spent if self._of_budget else None
         best_s = self.best.step_s if self.best is not None else math.inf
         self._progress(
-            Progress(
+            SearchProgress(
                 n_proposals=self.n_proposals,
                 best_step_s=best_s,
                 phase=self._method,

@@ -17,8 +17,7 @@ from harness.measure.store import Run
 from harness.plan import builders
 from harness.plan.portfolio import Searched, search_portfolio
 from harness.plan.report import result_lines
-from harness.plan.request import PlanRequest, PlanResult
-from harness.plan.request import Progress as PlanProgress
+from harness.plan.request import PlanRequest, PlanResult, SearchProgress
 from harness.plan.simulate.simulator import compile_events
 from harness.runtime.devices.memory import peak_bytes
 from harness.runtime.ranks.broadcast import run_on_rank_0
@@ -63,7 +62,7 @@ class _Searcher:
         self._search_s = time.perf_counter() - start_s
         self._search_cpu_s = time.process_time() - cpu_start_s
 
-    def _show(self, progress: PlanProgress) -> None:
+    def _show(self, progress: SearchProgress) -> None:
         done = round(100 * (progress.fraction or 0.0))
         best = format_duration(progress.best_step_s)
         note = f"% {progress.phase}, {progress.n_proposals} judged, best {best}"

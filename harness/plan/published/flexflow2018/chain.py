@@ -10,9 +10,9 @@ from harness.plan.published.flexflow2018.compiled import compiled
 from harness.plan.published.flexflow2018.proposals import Random, draw_unit, propose
 from harness.plan.published.flexflow2018.simulation import (
     BY_BOUND,
+    CostTables,
     Floats,
     Ints,
-    Tables,
     count_parts,
     simulate,
 )
@@ -21,8 +21,8 @@ CURRENT, BEST = 0, 1
 N_PROPOSED, N_BOUNDED = 0, 1
 
 
-class Chain(NamedTuple):
-    """A search in progress. Plans are arrays as in `Tables`.
+class MarkovChain(NamedTuple):
+    """A search in progress. Plans are arrays as in `CostTables`.
 
     Attributes:
         trial: equals current outside of a proposal.
@@ -30,7 +30,7 @@ class Chain(NamedTuple):
         tally: (2,), proposals, and those of them that a lower bound refused.
     """
 
-    tables: Tables
+    tables: CostTables
     current: Ints
     trial: Ints
     best: Ints
@@ -39,9 +39,9 @@ class Chain(NamedTuple):
     tally: Ints
 
 
-def new_chain(tables: Tables, plan: Ints, seed: int) -> Chain:
+def new_chain(tables: CostTables, plan: Ints, seed: int) -> MarkovChain:
     """A chain with a plan that `restart` has yet to cost."""
-    return Chain(
+    return MarkovChain(
         tables=tables,
         current=plan.copy(),
         trial=plan.copy(),
@@ -53,7 +53,7 @@ def new_chain(tables: Tables, plan: Ints, seed: int) -> Chain:
 
 
 @compiled
-def restart(chain: Chain, plan: Ints) -> float:
+def restart(chain: MarkovChain, plan: Ints) -> float:
     """Make a plan the current one, and the best if it is; returns its cost in ms."""
     chain.current[:] = plan
     chain.trial[:] = plan
@@ -63,7 +63,7 @@ def restart(chain: Chain, plan: Ints) -> float:
 
 
 @compiled
-def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool) -> None:
+def walk(chain: MarkovChain, n_proposals: int, temperature_ms: float, use_bound: bool) -> None:
     """Judge `n_proposals` plans that differ from the current one.
 
     A plan that is slower by d is accepted with probability exp(-d / temperature_ms). The random
@@ -90,7 +90,7 @@ def walk(chain: Chain, n_proposals: int, temperature_ms: float, use_bound: bool)
 
 
 @compiled
-def _differ(tables: Tables, a: Ints, b: Ints, first: int, last: int) -> bool:
+def _differ(tables: CostTables, a: Ints, b: Ints, first: int, last: int) -> bool:
     """Whether two plans differ from layer `first` to layer `last`; what lies beyond a layer's
     parts is not read."""
     for layer in range(first, last + 1):
@@ -101,7 +101,7 @@ def _differ(tables: Tables, a: Ints, b: Ints, first: int, last: int) -> bool:
 
 
 @compiled
-def _keep_best(chain: Chain) -> None:
+def _keep_best(chain: MarkovChain) -> None:
     if chain.cost_ms[CURRENT] < chain.cost_ms[BEST]:
         chain.cost_ms[BEST] = chain.cost_ms[CURRENT]
         chain.best[:] = chain.current

@@ -10,12 +10,12 @@ from harness.plan.published.flexflow2018.model import (
     ELEMENT_BYTES,
     GIVE_BACK_MS,
     LINEAR,
-    Cut,
     Layer,
+    LayerCut,
+    LayerProblem,
     Plan,
-    Problem,
 )
-from harness.plan.published.flexflow2018.reference import Task, simulate, synchronise
+from harness.plan.published.flexflow2018.reference import TimedTask, simulate, synchronise
 
 MODEL_NAME = "alexnet of flexflow2018"
 COMPUTE, INSIDE, BETWEEN, SYNC = (
@@ -26,7 +26,7 @@ COMPUTE, INSIDE, BETWEEN, SYNC = (
 )
 
 
-def break_down(problem: Problem, plan: Plan) -> tuple[dict[str, float], float]:
+def break_down(problem: LayerProblem, plan: Plan) -> tuple[dict[str, float], float]:
     """Milliseconds of a step: what the critical path and the synchronisation spend, and what the
     model gives back for parts that share a device."""
     spent = dict.fromkeys((COMPUTE, INSIDE, BETWEEN, SYNC), 0.0)
@@ -41,7 +41,7 @@ def break_down(problem: Problem, plan: Plan) -> tuple[dict[str, float], float]:
     return spent, GIVE_BACK_MS * squared_parts
 
 
-def critical_path(tasks: Sequence[Task]) -> list[Task]:
+def critical_path(tasks: Sequence[TimedTask]) -> list[TimedTask]:
     """Tasks from the start to the last finish, each starting the moment the one before ends."""
     ending: dict[float, list[int]] = {}
     for i, task in enumerate(tasks):
@@ -59,7 +59,7 @@ def critical_path(tasks: Sequence[Task]) -> list[Task]:
     return path[::-1]
 
 
-def memory_bytes(problem: Problem, plan: Plan) -> list[int]:
+def memory_bytes(problem: LayerProblem, plan: Plan) -> list[int]:
     """Weights, their gradients, and the outputs that are kept for the backward pass, per device.
 
     FlexFlow's model of 2018 has no memory; this is the least that the plan needs.
@@ -76,7 +76,7 @@ def memory_bytes(problem: Problem, plan: Plan) -> list[int]:
     return needed
 
 
-def explain(problem: Problem, plan: Plan) -> list[str]:
+def explain(problem: LayerProblem, plan: Plan) -> list[str]:
     """Lines for people: the breakdown, what binds, and the plan in FlexFlow's notation."""
     spent, given_back_ms = break_down(problem, plan)
     step_ms = sum(spent.values()) - given_back_ms
@@ -99,7 +99,7 @@ def explain(problem: Problem, plan: Plan) -> list[str]:
     ]
 
 
-def _summarise(problem: Problem, plan: Plan) -> list[str]:
+def _summarise(problem: LayerProblem, plan: Plan) -> list[str]:
     """Runs of layers that are cut alike and placed alike, one line each."""
     runs: list[tuple[list[str], str]] = []
     for layer, cut in zip(problem.layers, plan, strict=True):
@@ -111,7 +111,7 @@ def _summarise(problem: Problem, plan: Plan) -> list[str]:
     return [f"{' to '.join(dict.fromkeys((names[0], names[-1])))}: {text}" for names, text in runs]
 
 
-def _describe(layer: Layer, cut: Cut) -> str:
+def _describe(layer: Layer, cut: LayerCut) -> str:
     n_devices = len(set(cut.devices))
     where = f"on {n_devices} devices" if n_devices > 1 else f"on device {cut.devices[0]}"
     if layer.kind == LINEAR and cut.n_features > 1:
@@ -123,7 +123,7 @@ def _describe(layer: Layer, cut: Cut) -> str:
     )
 
 
-def format_plan(problem: Problem, plan: Plan) -> list[str]:
+def format_plan(problem: LayerProblem, plan: Plan) -> list[str]:
     """One line per layer in FlexFlow's notation of 2018.
 
     dims are samples first, then features; later versions print them the other way round.
@@ -136,7 +136,7 @@ def format_plan(problem: Problem, plan: Plan) -> list[str]:
     return lines
 
 
-def to_strategy(problem: Problem, plan: Plan) -> Strategy:
+def to_strategy(problem: LayerProblem, plan: Plan) -> Strategy:
     """The plan as the strategy that it is."""
     operators = {}
     for layer, cut in zip(problem.layers, plan, strict=True):

@@ -149,7 +149,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LayerCut:
     """How one layer is cut and where each part runs; a device may hold several parts."""
 
     n_samples: int
@@ -157,11 +157,11 @@ class Cut:
     devices: tuple[int, ...]
 
 
-Plan = tuple[Cut, ...]
+Plan = tuple[LayerCut, ...]
 
 
 @dataclass(frozen=True)
-class Problem:
+class LayerProblem:
     """Layers on a machine."""
 
     machine: Machine
@@ -180,14 +180,14 @@ class Problem:
     def data_parallel(self) -> Plan:
         """Every layer cut over the samples, part i on device i."""
         n = self.machine.n_devices
-        return tuple(Cut(n, 1, tuple(range(n))) for _ in self.layers)
+        return tuple(LayerCut(n, 1, tuple(range(n))) for _ in self.layers)
 
     def linear_by_feature(self) -> Plan:
         """Convolutions cut over the samples, linear layers over the features (Krizhevsky 2014)."""
         n = self.machine.n_devices
         devices = tuple(range(n))
         return tuple(
-            Cut(1, n, devices) if layer.kind == LINEAR else Cut(n, 1, devices)
+            LayerCut(1, n, devices) if layer.kind == LINEAR else LayerCut(n, 1, devices)
             for layer in self.layers
         )
 
@@ -198,5 +198,5 @@ class Problem:
             n_samples, n_features = min(
                 self.choices(layer), key=lambda c: c[0] * c[1] * self.part_ms(layer, *c)
             )
-            plan.append(Cut(n_samples, n_features, (0,) * (n_samples * n_features)))
+            plan.append(LayerCut(n_samples, n_features, (0,) * (n_samples * n_features)))
         return tuple(plan)

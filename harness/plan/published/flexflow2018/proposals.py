@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.plan.published.flexflow2018.compiled import compiled
-from harness.plan.published.flexflow2018.simulation import Ints, Tables, count_parts
+from harness.plan.published.flexflow2018.simulation import CostTables, Ints, count_parts
 
 Random = NDArray[np.uint64]  # (1,), the generator's state
 
@@ -47,7 +47,7 @@ def draw_unit(random: Random) -> float:
 
 
 @compiled
-def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
+def propose(tables: CostTables, plan: Ints, random: Random) -> tuple[int, int]:
     """Change the plan in `plan`; returns the first and last layer that it wrote."""
     layer = draw_below(random, len(plan))
     kind = draw_below(random, 100)
@@ -65,7 +65,7 @@ def propose(tables: Tables, plan: Ints, random: Random) -> tuple[int, int]:
 
 
 @compiled
-def _write_segment(tables: Tables, plan: Ints, random: Random, layer: int) -> tuple[int, int]:
+def _write_segment(tables: CostTables, plan: Ints, random: Random, layer: int) -> tuple[int, int]:
     length = 2 + draw_below(random, len(plan) - 1)
     first = max(0, layer - length + 1) if draw_below(random, 2) else layer
     last = min(len(plan), first + length) - 1
@@ -84,7 +84,7 @@ def _write_segment(tables: Tables, plan: Ints, random: Random, layer: int) -> tu
 
 
 @compiled
-def _spread(tables: Tables, plan: Ints, random: Random, layer: int) -> None:
+def _spread(tables: CostTables, plan: Ints, random: Random, layer: int) -> None:
     """Put the parts on an aligned power of two of consecutive devices."""
     n_parts = count_parts(tables, plan, layer)
     n_samples = 1 << plan[layer, -1]

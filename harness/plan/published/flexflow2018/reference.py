@@ -20,9 +20,9 @@ from harness.plan.published.flexflow2018.model import (
     GIVE_BACK_MS,
     INSIDE_BYTES_PER_MS,
     LINEAR,
-    Cut,
+    LayerCut,
+    LayerProblem,
     Plan,
-    Problem,
 )
 
 Resource = int | tuple[int, int]  # a device, or a channel between part indices
@@ -30,7 +30,7 @@ Span = tuple[int, int]
 
 
 @dataclass(eq=False)
-class Task:
+class TimedTask:
     """A part's computation or a transfer. `order` breaks ties; `n_waits` counts producers left."""
 
     order: tuple[int, ...]
@@ -40,31 +40,31 @@ class Task:
     ready_ms: float = 0.0
     start_ms: float = 0.0
     n_waits: int = 0
-    followers: list[Task] = field(default_factory=list)
+    followers: list[TimedTask] = field(default_factory=list)
 
     @property
     def finish_ms(self) -> float:
         return self.start_ms + self.duration_ms
 
-    def then(self, follower: Task) -> None:
+    def then(self, follower: TimedTask) -> None:
         self.followers.append(follower)
         follower.n_waits += 1
 
 
-def step_ms(problem: Problem, plan: Plan) -> float:
+def step_ms(problem: LayerProblem, plan: Plan) -> float:
     """Predicted milliseconds of a training step: the last task, then all synchronisation."""
     end_ms = max(task.finish_ms for task in simulate(problem, plan))
     transfer_ms, squared_parts = synchronise(problem, plan)
     return end_ms + transfer_ms - GIVE_BACK_MS * squared_parts
 
 
-def simulate(problem: Problem, plan: Plan) -> list[Task]:
+def simulate(problem: LayerProblem, plan: Plan) -> list[TimedTask]:
     """All tasks with their times, in the order in which they became ready."""
     tasks = build_tasks(problem, plan)
     ready = [(task.ready_ms, task.order, task) for task in tasks if task.n_waits == 0]
     heapq.heapify(ready)
     free_ms: dict[Resource, float] = {}
-    done: list[Task] = []
+    done: list[TimedTask] = []
     while ready:
         _, _, task = heapq.heappop(ready)
         task.start_ms = max(free_ms.get(task.resource, 0.0), task.ready_ms)
@@ -78,14 +78,14 @@ def simulate(problem: Problem, plan: Plan) -> list[Task]:
     return done
 
 
-def build_tasks(problem: Problem, plan: Plan) -> list[Task]:
+def build_tasks(problem: LayerProblem, plan: Plan) -> list[TimedTask]:
     """One task per part and per transfer, wired producer to consumer."""
-    tasks: list[Task] = []
-    before: list[Task] = []
+    tasks: list[TimedTask] = []
+    before: list[TimedTask] = []
     for index, (layer, cut) in enumerate(zip(problem.layers, plan, strict=True)):
         duration_ms = problem.part_ms(layer, cut.n_samples, cut.n_features)
         parts = [
-            Task((index, 0, part), device, duration_ms, index)
+            TimedTask((index, 0, part), device, duration_ms, index)
             for part, device in enumerate(cut.devices)
         ]
         tasks += parts
@@ -96,9 +96,14 @@ def build_tasks(problem: Problem, plan: Plan) -> list[Task]:
 
 
 def _connect(
-    problem: Problem, index: int, source: Cut, target: Cut, before: list[Task], parts: list[Task]
-) -> list[Task]:
-    transfers: list[Task] = []
+    problem: LayerProblem,
+    index: int,
+    source: LayerCut,
+    target: LayerCut,
+    before: list[TimedTask],
+    parts: list[TimedTask],
+) -> list[TimedTask]:
+    transfers: list[TimedTask] = []
     for to, consumer in enumerate(parts):
         wanted = _sample_span(problem, target, to)
         for producer_index, producer in enumerate(before):
@@ -114,7 +119,7 @@ def _connect(
             same_node = problem.machine.node(a) == problem.machine.node(b)
             bytes_per_ms = INSIDE_BYTES_PER_MS if same_node else BETWEEN_BYTES_PER_MS
             duration_ms = ELEMENT_BYTES * n_common * features / bytes_per_ms
-            transfer = Task(
+            transfer = TimedTask(
                 (index, 1, to, producer_index), (producer_index, to), duration_ms, index
             )
             producer.then(transfer)
@@ -123,13 +128,13 @@ def _connect(
     return transfers
 
 
-def _sample_span(problem: Problem, cut: Cut, part: int) -> Span:
+def _sample_span(problem: LayerProblem, cut: LayerCut, part: int) -> Span:
     size = problem.machine.batch // cut.n_samples
     block = part // cut.n_features
     return block * size, (block + 1) * size
 
 
-def synchronise(problem: Problem, plan: Plan) -> tuple[float, int]:
+def synchronise(problem: LayerProblem, plan: Plan) -> tuple[float, int]:
     """Milliseconds of summing all weight gradients over their holders, slice by slice; and the
     squared parts, for each of which the model gives back GIVE_BACK_MS."""
     transfer_ms, squared_parts = 0.0, 0
@@ -146,7 +151,7 @@ def synchronise(problem: Problem, plan: Plan) -> tuple[float, int]:
     return transfer_ms, squared_parts
 
 
-def _ms_per_byte(problem: Problem, devices: set[int]) -> float:
+def _ms_per_byte(problem: LayerProblem, devices: set[int]) -> float:
     nodes = [problem.machine.node(device) for device in devices]
     most_in_a_node = max(nodes.count(node) for node in nodes)
     return (most_in_a_node - 1) / INSIDE_BYTES_PER_MS + (len(set(nodes)) - 1) / BETWEEN_BYTES_PER_MS

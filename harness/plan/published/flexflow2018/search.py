@@ -16,16 +16,16 @@ from harness.plan.published.flexflow2018.chain import (
     BEST,
     N_BOUNDED,
     N_PROPOSED,
-    Chain,
+    MarkovChain,
     new_chain,
     restart,
     walk,
 )
 from harness.plan.published.flexflow2018.explain import explain, memory_bytes, to_strategy
-from harness.plan.published.flexflow2018.model import Machine, Plan, Problem
+from harness.plan.published.flexflow2018.model import LayerProblem, Machine, Plan
 from harness.plan.published.flexflow2018.reference import step_ms
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
-from harness.plan.request import PlanRequest, PlanResult, Progress, RunnerUp
+from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bytes, format_duration
 
 DEFAULT_BUDGET = 250_000
@@ -36,7 +36,7 @@ PROGRESS_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ChainResult:
     """What a search returns.
 
     Attributes:
@@ -99,7 +99,7 @@ def plan(request: PlanRequest) -> PlanResult:
     )
 
 
-def problem_of(request: PlanRequest) -> Problem:
+def problem_of(request: PlanRequest) -> LayerProblem:
     """The cost model's problem for a request.
 
     Raises:
@@ -116,7 +116,7 @@ def problem_of(request: PlanRequest) -> Problem:
             f"flexflow2018 trains 64 samples a device, {machine.batch} on {machine.n_devices} "
             f"devices, not {request.batch}: leave out the batch"
         )
-    return Problem(machine)
+    return LayerProblem(machine)
 
 
 def _machine_of(cluster: Cluster) -> Machine:
@@ -141,7 +141,7 @@ def _first_that_fits(request: PlanRequest, needed: dict[str, list[int]]) -> str:
     )
 
 
-def search(problem: Problem, request: PlanRequest) -> Found:
+def search(problem: LayerProblem, request: PlanRequest) -> ChainResult:
     """Run the chain until the budget, the time or an interrupt ends it."""
     budget = request.budget
     if budget is None and request.seconds is None:
@@ -154,7 +154,7 @@ def search(problem: Problem, request: PlanRequest) -> Found:
     start_s = search_s = time.process_time()
     try:
         request.progress(
-            Progress(
+            SearchProgress(
                 n_proposals=0,
                 best_step_s=step_ms(problem, start) / 1e3,
                 phase="loading kernels (the first time on a machine they are compiled)",
@@ -169,7 +169,7 @@ def search(problem: Problem, request: PlanRequest) -> Found:
         interrupted = True
     end_s = time.process_time()
     best = decode(tables, chain.best)
-    return Found(
+    return ChainResult(
         plan=best if interrupted else tidy(chain, best),
         n_proposals=int(chain.tally[N_PROPOSED]),
         n_bounded=int(chain.tally[N_BOUNDED]),
@@ -179,7 +179,7 @@ def search(problem: Problem, request: PlanRequest) -> Found:
     )
 
 
-def tidy(chain: Chain, plan: Plan) -> Plan:
+def tidy(chain: MarkovChain, plan: Plan) -> Plan:
     """Put each layer's devices in ascending order where that costs nothing, for the reader."""
     n_devices = chain.best.shape[1] - 1
     best_ms = restart(chain, encode(plan, n_devices))
@@ -192,7 +192,7 @@ def tidy(chain: Chain, plan: Plan) -> Plan:
     return plan
 
 
-def _run_rounds(chain: Chain, request: PlanRequest, budget: int | None) -> None:
+def _run_rounds(chain: MarkovChain, request: PlanRequest, budget: int | None) -> None:
     """Walk through the schedule; show progress and look at the clock between its chunks."""
     start_s = shown_s = time.monotonic()
     shown_s -= PROGRESS_INTERVAL_S
@@ -210,7 +210,7 @@ def _run_rounds(chain: Chain, request: PlanRequest, budget: int | None) -> None:
             shares = [n_done / budget] if budget else []
             shares += [(now_s - start_s) / request.seconds] if request.seconds else []
             request.progress(
-                Progress(
+                SearchProgress(
                     n_proposals=n_done,
                     best_step_s=float(chain.cost_ms[BEST]) / 1e3,
                     phase=f"round {round_ + 1}",

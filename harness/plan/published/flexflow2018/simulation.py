@@ -28,9 +28,9 @@ from harness.plan.published.flexflow2018.model import (
     GIVE_BACK_MS,
     INSIDE_BYTES_PER_MS,
     LINEAR,
-    Cut,
+    LayerCut,
+    LayerProblem,
     Plan,
-    Problem,
 )
 from harness.plan.simulate.heap import pop, push
 
@@ -43,7 +43,7 @@ INSIDE_RATIO = BETWEEN_BYTES_PER_MS / INSIDE_BYTES_PER_MS
 ROUNDING_MS = 1e-6  # far above the rounding of a sum of times, far below any difference that counts
 
 
-class Tables(NamedTuple):
+class CostTables(NamedTuple):
     """Costs of a problem. A layer's cut is named by s, the base 2 logarithm of its sample blocks.
 
     A plan is an array (layer, n_devices + 1): each part's device, and s in the last column.
@@ -63,7 +63,7 @@ class Tables(NamedTuple):
     transfer_ms: Floats
 
 
-def build_tables(problem: Problem) -> Tables:
+def build_tables(problem: LayerProblem) -> CostTables:
     """Tabulate every choice of every layer."""
     layers, machine = problem.layers, problem.machine
     n_choices = machine.n_devices.bit_length()
@@ -75,7 +75,7 @@ def build_tables(problem: Problem) -> Tables:
                 n_bytes = ELEMENT_BYTES * n_common * (producer.n_out // n_features)
                 transfer_ms[k + 1, source, target] = n_bytes / BETWEEN_BYTES_PER_MS
     n_slices = [machine.n_devices if layer.kind == LINEAR else 1 for layer in layers]
-    return Tables(
+    return CostTables(
         node_shift=machine.devices_per_node.bit_length() - 1,
         is_linear=np.array([layer.kind == LINEAR for layer in layers], dtype=np.int64),
         part_ms=np.array([[problem.part_ms(x, *c) for c in problem.choices(x)] for x in layers]),
@@ -100,18 +100,18 @@ def encode(plan: Plan, n_devices: int) -> Ints:
     return encoded
 
 
-def decode(tables: Tables, encoded: Ints) -> Plan:
+def decode(tables: CostTables, encoded: Ints) -> Plan:
     """The plan that an array holds."""
     cuts = []
     for layer, row in enumerate(encoded.tolist()):
         n_samples = 1 << row[-1]
         n_features = (len(row) - 1) // n_samples if tables.is_linear[layer] else 1
-        cuts.append(Cut(n_samples, n_features, tuple(row[: n_samples * n_features])))
+        cuts.append(LayerCut(n_samples, n_features, tuple(row[: n_samples * n_features])))
     return tuple(cuts)
 
 
 @compiled
-def count_parts(tables: Tables, plan: Ints, layer: int) -> int:
+def count_parts(tables: CostTables, plan: Ints, layer: int) -> int:
     """Parts of a layer."""
     if tables.is_linear[layer]:
         return int(plan.shape[1] - 1)
@@ -119,7 +119,7 @@ def count_parts(tables: Tables, plan: Ints, layer: int) -> int:
 
 
 @compiled
-def simulate(tables: Tables, plan: Ints, limit_ms: float) -> tuple[float, int]:
+def simulate(tables: CostTables, plan: Ints, limit_ms: float) -> tuple[float, int]:
     """The step in ms, infinite when surely above the limit; and the way that found it."""
     n_layers = plan.shape[0]
     sync_ms, squared = 0.0, 0
@@ -141,7 +141,7 @@ def simulate(tables: Tables, plan: Ints, limit_ms: float) -> tuple[float, int]:
 
 
 @compiled
-def _synchronise(tables: Tables, plan: Ints, layer: int) -> tuple[float, int]:
+def _synchronise(tables: CostTables, plan: Ints, layer: int) -> tuple[float, int]:
     """Ms of summing a layer's gradients, and the squared parts for which it gives time back.
 
     All slices of a feature block are held by the same devices, so one count serves them all.
@@ -171,7 +171,7 @@ def _synchronise(tables: Tables, plan: Ints, layer: int) -> tuple[float, int]:
 
 
 @compiled
-def _group_of(tables: Tables, plan: Ints, layer: int, part: int, other: int) -> tuple[int, int]:
+def _group_of(tables: CostTables, plan: Ints, layer: int, part: int, other: int) -> tuple[int, int]:
     """First part of the layer `other`, before or after, that shares samples with a part; how many.
 
     Cuts are powers of two, so both layers fall into groups of consecutive parts, in which every
@@ -183,7 +183,7 @@ def _group_of(tables: Tables, plan: Ints, layer: int, part: int, other: int) -> 
 
 
 @compiled
-def _transfer_ms(tables: Tables, plan: Ints, layer: int, source: int, to: int) -> float:
+def _transfer_ms(tables: CostTables, plan: Ints, layer: int, source: int, to: int) -> float:
     """From a part to a part of `layer`; 0 on one device."""
     a, b = plan[layer - 1, source], plan[layer, to]
     if a == b:
@@ -194,7 +194,7 @@ def _transfer_ms(tables: Tables, plan: Ints, layer: int, source: int, to: int) -
 
 
 @compiled
-def _run_in_order(tables: Tables, plan: Ints) -> float:
+def _run_in_order(tables: CostTables, plan: Ints) -> float:
     """Way 1: when the last part ends, or -1 where a task overtakes one of an earlier layer."""
     n_layers, n = plan.shape[0], plan.shape[1] - 1
     free_ms, last_ready_ms = np.zeros(n), np.zeros(n)
@@ -235,7 +235,7 @@ def _run_in_order(tables: Tables, plan: Ints) -> float:
 
 
 @compiled
-def _run_events(tables: Tables, plan: Ints, limit_ms: float, tail_ms: Floats) -> float:
+def _run_events(tables: CostTables, plan: Ints, limit_ms: float, tail_ms: Floats) -> float:
     """Way 2: when the last part ends; infinite when surely above the limit.
 
     A task is numbered so that numbers settle ties: by layer, parts before transfers into the

@@ -164,7 +164,7 @@ class Surroundings:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """Stages between cuts on the workers of one level (`bottleneck.StageTimes`).
+    """Stages between cuts on the workers of one level (`bottleneck.StageSeconds`).
 
     Attributes:
         around: what lies around the level's workers.

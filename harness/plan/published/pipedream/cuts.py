@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.plan.bottleneck import Floats
-from harness.plan.published.pipedream.lattice import Cut
+from harness.plan.published.pipedream.lattice import GraphCut
 from harness.plan.published.pipedream.workload import TICK_S
 
 Bools = npt.NDArray[np.bool_]
@@ -34,7 +34,7 @@ class Cuts:
     crossing_bytes: Floats
 
     @classmethod
-    def from_cuts(cls, cuts: Iterable[Cut]) -> Cuts:
+    def from_cuts(cls, cuts: Iterable[GraphCut]) -> Cuts:
         """Sort them."""
         ordered = sorted(cuts, key=lambda c: (c.ticks, c.covers.bit_count(), c.covers))
         return cls(

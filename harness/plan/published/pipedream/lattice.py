@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from harness.plan.published.pipedream.workload import Workload
+from harness.plan.published.pipedream.workload import OperatorDag
 
 
-class Cut(NamedTuple):
+class GraphCut(NamedTuple):
     """One cut: its members and what is summed over them.
 
     Attributes:
@@ -56,7 +56,7 @@ class Lattice:
         units: which operators of a finer workload each operator stands for; itself when None.
     """
 
-    def __init__(self, workload: Workload, units: list[int] | None = None) -> None:
+    def __init__(self, workload: OperatorDag, units: list[int] | None = None) -> None:
         self.workload = workload
         self.full = (1 << workload.n_operators) - 1
         self._units = units or [1 << i for i in range(workload.n_operators)]
@@ -98,19 +98,19 @@ class Lattice:
             sent |= self._sent[i]
         return self._bytes(sent)
 
-    def empty(self) -> Cut:
+    def empty(self) -> GraphCut:
         """The cut before everything."""
         sources = tuple(i for i, producers in enumerate(self.workload.producers) if not producers)
-        return Cut(0, 0, 0, 0, 0, 0, sources, 0)
+        return GraphCut(0, 0, 0, 0, 0, 0, sources, 0)
 
-    def grow(self, cut: Cut, i: int) -> Cut:
+    def grow(self, cut: GraphCut, i: int) -> GraphCut:
         """Add a ready operator."""
         work = self.workload
         members = cut.members | 1 << i
         last = cut.last & ~self._producer_bits[i] | 1 << i
         ready = [j for j in cut.ready if j != i]
         ready += [j for j in work.consumers[i] if not self._producer_bits[j] & ~members]
-        return Cut(
+        return GraphCut(
             members,
             cut.covers | self._units[i],
             cut.ticks + work.compute_ticks[i],
@@ -121,12 +121,12 @@ class Lattice:
             last,
         )
 
-    def every(self, limit: int) -> list[Cut] | None:
+    def every(self, limit: int) -> list[GraphCut] | None:
         """All cuts, by size; None as soon as there are more than `limit`."""
         found = [self.empty()]
         level = {0: found[0]}
         while level:
-            above: dict[int, Cut] = {}
+            above: dict[int, GraphCut] = {}
             for cut in level.values():
                 for i in cut.ready:
                     if cut.members | 1 << i not in above:
@@ -138,7 +138,7 @@ class Lattice:
             level = above
         return found
 
-    def line(self) -> list[Cut]:
+    def line(self) -> list[GraphCut]:
         """The cuts of one topological order."""
         found = [self.empty()]
         for i in range(self.workload.n_operators):

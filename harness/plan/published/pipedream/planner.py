@@ -12,8 +12,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
-from harness.domain.strategy import OperatorPlan, Strategy
-from harness.domain.strategy import Stage as StrategyStage
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
 from harness.plan.bottleneck import Floats
 from harness.plan.published.pipedream.cost import (
@@ -26,14 +25,14 @@ from harness.plan.published.pipedream.cost import (
 )
 from harness.plan.published.pipedream.search import (
     DeviceStage,
-    Found,
-    Problem,
+    FoundPipeline,
+    PipelineProblem,
     device_stages,
     list_cuts,
     search,
 )
-from harness.plan.published.pipedream.workload import TICK_S, Workload, workload_from
-from harness.plan.request import PlanRequest, PlanResult, Progress, RunnerUp
+from harness.plan.published.pipedream.workload import TICK_S, OperatorDag, workload_from
+from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
 from harness.units import format_bandwidth, format_bytes, format_duration
 
 
@@ -47,12 +46,14 @@ def plan(request: PlanRequest) -> PlanResult:
     (graph, profile), cluster = request.model(), request.cluster
     workload = workload_from(graph, profile, cluster.devices[0].kind)
     speeds = _speeds(graph, profile, cluster, workload)
-    problem = Problem(workload, levels_for(cluster, request.memory_bytes, speeds, workload))
+    problem = PipelineProblem(workload, levels_for(cluster, request.memory_bytes, speeds, workload))
     deadline_s = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
-    def report(quick: Found) -> None:
+    def report(quick: FoundPipeline) -> None:
         n_cuts = len(quick.cuts)
-        request.progress(Progress(n_proposals=n_cuts, best_step_s=quick.step_s, phase="all cuts"))
+        request.progress(
+            SearchProgress(n_proposals=n_cuts, best_step_s=quick.step_s, phase="all cuts")
+        )
 
     found = search(problem, report=report, deadline_s=deadline_s)
     if found is None:
@@ -60,7 +61,7 @@ def plan(request: PlanRequest) -> PlanResult:
     return _result(graph, profile, request, problem, found)
 
 
-def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload) -> list[float]:
+def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: OperatorDag) -> list[float]:
     """Each device's speed relative to the first device's kind at speed 1.
 
     Raises:
@@ -79,7 +80,7 @@ def _speeds(graph: Graph, profile: Profile, cluster: Cluster, workload: Workload
 
 
 def levels_for(
-    cluster: Cluster, limit_bytes: int | None, speeds: list[float], workload: Workload
+    cluster: Cluster, limit_bytes: int | None, speeds: list[float], workload: OperatorDag
 ) -> list[Level]:
     """A cluster as the formula sees it: one or two levels of equal workers, innermost first.
 
@@ -134,7 +135,7 @@ def _bandwidths(cluster: Cluster) -> Floats:
     return bandwidth
 
 
-def _nothing_fits(problem: Problem) -> str:
+def _nothing_fits(problem: PipelineProblem) -> str:
     workload, parameters = problem.workload, problem.workload.parameter_bytes
     memory = float(problem.levels[0].memory_bytes.min())
     largest = max(range(workload.n_operators), key=lambda i: parameters[i])
@@ -156,8 +157,8 @@ def _result(
     graph: Graph,
     profile: Profile,
     request: PlanRequest,
-    problem: Problem,
-    found: Found,
+    problem: PipelineProblem,
+    found: FoundPipeline,
 ) -> PlanResult:
     placed = device_stages(found, problem.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S
@@ -187,7 +188,7 @@ def _result(
     )
 
 
-def _runner_up(name: str, step_s: float, problem: Problem, note: str) -> RunnerUp:
+def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) -> RunnerUp:
     """A plan in which a device holds the whole model, if its memory lets it."""
     work, devices = problem.workload, problem.levels[0]
     limit = float(devices.memory_bytes[0, devices.n_workers])
@@ -201,7 +202,7 @@ def _strategy(
     graph: Graph,
     profile: Profile,
     request: PlanRequest,
-    workload: Workload,
+    workload: OperatorDag,
     placed: Sequence[DeviceStage],
 ) -> Strategy:
     """The plan as a strategy: replicas split the samples of each microbatch of one step.
@@ -234,13 +235,16 @@ def _strategy(
         },
         n_microbatches=n_microbatches,
         schedule="1f1b" if n_microbatches > 1 else "gpipe",
-        stages=[StrategyStage() for _ in placed],
+        stages=[Stage() for _ in placed],
         made_for=fingerprint(graph, request.cluster, profile),
     )
 
 
 def _explain(
-    found: Found, placed: Sequence[DeviceStage], problem: Problem, names: Sequence[str]
+    found: FoundPipeline,
+    placed: Sequence[DeviceStage],
+    problem: PipelineProblem,
+    names: Sequence[str],
 ) -> list[str]:
     lines = []
     for number, stage in enumerate(found.stages):

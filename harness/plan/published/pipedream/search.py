@@ -21,7 +21,7 @@ from harness.plan.published.pipedream.cost import (
 )
 from harness.plan.published.pipedream.cuts import Cuts
 from harness.plan.published.pipedream.lattice import Lattice, bits
-from harness.plan.published.pipedream.workload import Workload
+from harness.plan.published.pipedream.workload import OperatorDag
 
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000
@@ -30,7 +30,7 @@ _PAIR_OPERATIONS = 3e9  # element operations that one solution over pairs may ta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ReplicatedStage:
     """Consecutive operators on consecutive workers of one level.
 
     Attributes:
@@ -52,7 +52,7 @@ class Stage:
     sync_s: float
     receive_s: float
     send_s: float
-    inner: tuple[Stage, ...] = ()
+    inner: tuple[ReplicatedStage, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -84,7 +84,7 @@ class DeviceStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundPipeline:
     """A plan by PipeDream's formula.
 
     Attributes:
@@ -96,17 +96,17 @@ class Found:
     """
 
     step_s: float
-    stages: list[Stage]
+    stages: list[ReplicatedStage]
     cuts: Cuts
     is_exact: bool
     interrupted: bool = False
 
 
 @dataclass(frozen=True)
-class Problem:
+class PipelineProblem:
     """A workload on levels of workers, innermost first; unlike devices make one level."""
 
-    workload: Workload
+    workload: OperatorDag
     levels: Sequence[Level]
 
     @property
@@ -130,11 +130,11 @@ class Problem:
 
 
 def search(
-    problem: Problem,
+    problem: PipelineProblem,
     *,
-    report: Callable[[Found], None] = lambda found: None,
+    report: Callable[[FoundPipeline], None] = lambda found: None,
     deadline_s: float = math.inf,
-) -> Found | None:
+) -> FoundPipeline | None:
     """Find the best plan; None when no plan over the cuts considered fits the memory.
 
     Args:
@@ -143,7 +143,7 @@ def search(
             when the search is interrupted after it.
     """
     cuts, is_exact = list_cuts(problem)
-    quick: Found | None = None
+    quick: FoundPipeline | None = None
     try:
         if len(cuts) > 2 * _FEW_CUTS:
             quick = solve(problem, cuts.thin(_FEW_CUTS // 2, 2))
@@ -158,16 +158,16 @@ def search(
         return replace(quick, interrupted=True)
 
 
-def solve(problem: Problem, cuts: Cuts, *, is_exact: bool = False) -> Found | None:
+def solve(problem: PipelineProblem, cuts: Cuts, *, is_exact: bool = False) -> FoundPipeline | None:
     """The best plan over the given cuts."""
     depth, everything = len(problem.levels) - 1, range(len(cuts))
     solved = _Solver(problem).chain(cuts, everything, depth, Surroundings())
     if solved is None:
         return None
-    return Found(step_s=solved[0], stages=solved[1], cuts=cuts, is_exact=is_exact)
+    return FoundPipeline(step_s=solved[0], stages=solved[1], cuts=cuts, is_exact=is_exact)
 
 
-def list_cuts(problem: Problem) -> tuple[Cuts, bool]:
+def list_cuts(problem: PipelineProblem) -> tuple[Cuts, bool]:
     """The cuts to consider, and whether they are all."""
     lattice, most = Lattice(problem.workload), problem.most_cuts
     every = lattice.every(most)
@@ -185,7 +185,7 @@ def list_cuts(problem: Problem) -> tuple[Cuts, bool]:
 class _Solver:
     """Nests the levels: the compute of a stage is the best time of the level below."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PipelineProblem) -> None:
         self._levels, self._is_limited = problem.levels, problem.is_limited
         self._sizes = [1]
         for level in problem.levels:
@@ -209,7 +209,7 @@ class _Solver:
 
     def chain(
         self, cuts: Cuts, positions: Sequence[int], depth: int, around: Surroundings
-    ) -> tuple[float, list[Stage]] | None:
+    ) -> tuple[float, list[ReplicatedStage]] | None:
         """Best time and stages of the workers of one level.
 
         Args:
@@ -222,7 +222,7 @@ class _Solver:
         level, found = self._levels[depth], []
         for k, (start, end, first, r) in enumerate(best[1]):
             compute_s = float(cuts.compute_s[end] - cuts.compute_s[start])
-            inner: list[Stage] = []
+            inner: list[ReplicatedStage] = []
             if depth > 0:
                 own = cuts.between(start, end)
                 solved = self.chain(
@@ -237,7 +237,7 @@ class _Solver:
             receive_s, send_s = stages.transfers(first, r)
             pays = k > 0  # the formula charges no transfers to the first stage of a level
             found.append(
-                Stage(
+                ReplicatedStage(
                     start=positions[start],
                     end=positions[end],
                     first=first,
@@ -252,7 +252,7 @@ class _Solver:
         return best[0], found
 
 
-def device_stages(found: Found, levels: Sequence[Level]) -> list[DeviceStage]:
+def device_stages(found: FoundPipeline, levels: Sequence[Level]) -> list[DeviceStage]:
     """Take the levels apart; stages in order of flow."""
     cuts, placed = found.cuts, []
     for stage, devices, n_after in _flatten(found.stages, levels, [0], 0):
@@ -274,8 +274,8 @@ def device_stages(found: Found, levels: Sequence[Level]) -> list[DeviceStage]:
 
 
 def _flatten(
-    stages: Sequence[Stage], levels: Sequence[Level], bases: list[int], n_after: int
-) -> Iterator[tuple[Stage, list[int], int]]:
+    stages: Sequence[ReplicatedStage], levels: Sequence[Level], bases: list[int], n_after: int
+) -> Iterator[tuple[ReplicatedStage, list[int], int]]:
     """Innermost stages with their devices and how many devices lie behind them.
 
     Args:

@@ -20,7 +20,7 @@ TICK_S = 1e-13
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class OperatorDag:
     """Operators in topological order, all lists by position.
 
     Attributes:
@@ -50,7 +50,7 @@ class Workload:
     def n_operators(self) -> int:
         return len(self.names)
 
-    def grouped(self, groups: Sequence[Sequence[int]], group_of: Sequence[int]) -> Workload:
+    def grouped(self, groups: Sequence[Sequence[int]], group_of: Sequence[int]) -> OperatorDag:
         """With runs of operators as one; the last of each is what others read."""
 
         def summed(values: list[int]) -> list[int]:
@@ -60,7 +60,7 @@ class Workload:
             [group_of[p] for i in members for p in self.producers[i] if group_of[p] != k]
             for k, members in enumerate(groups)
         ]
-        return Workload(
+        return OperatorDag(
             names=[self.names[members[-1]] for members in groups],
             compute_ticks=summed(self.compute_ticks),
             parameter_bytes=summed(self.parameter_bytes),
@@ -70,7 +70,7 @@ class Workload:
         )
 
 
-def workload_from(graph: Graph, profile: Profile, device_kind: str) -> Workload:
+def workload_from(graph: Graph, profile: Profile, device_kind: str) -> OperatorDag:
     """Join a graph with its times on one kind of device.
 
     Raises:
@@ -83,7 +83,7 @@ def workload_from(graph: Graph, profile: Profile, device_kind: str) -> Workload:
         raise GraphError(f"graph {graph.name!r} has only inputs: there is nothing to plan")
     times = OperatorTimes(profile)
     position = {operator.name: i for i, operator in enumerate(kept)}
-    return Workload(
+    return OperatorDag(
         names=[op.name for op in kept],
         compute_ticks=[round(times.lookup(op, device_kind).total_s / TICK_S) for op in kept],
         parameter_bytes=[op.parameter_bytes for op in kept],

@@ -11,11 +11,11 @@ from harness.plan.published.flexflow2018.model import (
     FLATTEN,
     LINEAR,
     POOL,
-    Cut,
     Layer,
+    LayerCut,
+    LayerProblem,
     Machine,
     Plan,
-    Problem,
     alexnet,
     part_ms,
 )
@@ -36,7 +36,7 @@ from harness.plan.published.flexflow2018.simulation import simulate as simulate_
     [(1, 2, "102.147"), (1, 4, "218.664"), (2, 4, "451.692"), (4, 4, "917.718")],
 )
 def test_data_parallel_costs_the_published_step(n_nodes: int, n_devices: int, printed: str) -> None:
-    problem = Problem(Machine(n_nodes, n_devices))
+    problem = LayerProblem(Machine(n_nodes, n_devices))
     assert f"{step_ms(problem, problem.data_parallel()):.3f}" == printed
     assert f"{compiled_step_ms(problem, problem.data_parallel())[0]:.3f}" == printed
 
@@ -71,8 +71,8 @@ def flat_then_linear() -> list[Layer]:
 
 def test_timeline_of_two_layers_by_hand() -> None:
     """All samples on device 0: device 1, in the other node, waits for 128 samples at 1 / 16 ms."""
-    problem = Problem(Machine(2, 1), flat_then_linear())
-    plan = (Cut(1, 1, (0,)), Cut(1, 2, (0, 1)))
+    problem = LayerProblem(Machine(2, 1), flat_then_linear())
+    plan = (LayerCut(1, 1, (0,)), LayerCut(1, 2, (0, 1)))
     tasks = {task.order: task for task in simulate(problem, plan)}
     transfer = tasks[1, 1, 1, 0]
     assert (transfer.start_ms, transfer.finish_ms) == (0.0, 8.0)
@@ -89,8 +89,8 @@ def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
         Layer(name="flat2", kind=FLATTEN, n_in=n, n_out=n),
         Layer(name="linear1", kind=LINEAR, n_in=n, n_out=4, n_weights=4 * n),
     ]
-    problem = Problem(Machine(4, 1), layers)
-    plan = (Cut(2, 1, (0, 1)), Cut(4, 1, (0, 0, 2, 2)), Cut(1, 4, (0, 1, 3, 3)))
+    problem = LayerProblem(Machine(4, 1), layers)
+    plan = (LayerCut(2, 1, (0, 1)), LayerCut(4, 1, (0, 0, 2, 2)), LayerCut(1, 4, (0, 1, 3, 3)))
     tasks = {task.order: task for task in simulate(problem, plan)}
     first, second, free = tasks[1, 1, 2, 1], tasks[2, 1, 2, 1], tasks[2, 1, 1, 1]
     assert first.resource == second.resource == (1, 2)
@@ -105,25 +105,25 @@ def test_transfers_of_different_layers_wait_for_their_common_channel() -> None:
 def test_synchronisation_of_slices_by_hand() -> None:
     """2 nodes x 2; a 4 x 1 linear layer on devices 0, 0, 1, 2: every slice is on all three."""
     layer = Layer(name="l", kind=LINEAR, n_in=2**10, n_out=2**10, n_weights=2**20)
-    problem = Problem(Machine(2, 2), [layer])
-    transfer_ms, squared_parts = synchronise(problem, (Cut(4, 1, (0, 0, 1, 2)),))
+    problem = LayerProblem(Machine(2, 2), [layer])
+    transfer_ms, squared_parts = synchronise(problem, (LayerCut(4, 1, (0, 0, 1, 2)),))
     # 4 slices of 2^20 bytes: 1/4 ms inside (two devices of node 0), 1 ms between (two nodes)
     assert transfer_ms == 4 * (0.25 + 1.0)
     assert squared_parts == 4 * (2**2 + 1 + 1)
-    transfer_ms, squared_parts = synchronise(problem, (Cut(2, 2, (0, 1, 0, 3)),))
+    transfer_ms, squared_parts = synchronise(problem, (LayerCut(2, 2, (0, 1, 0, 3)),))
     # block 0 (slices 0, 1) only on device 0; block 1 on devices 1 and 3, one in each node
     assert transfer_ms == 2 * 1.0
     assert squared_parts == 2 * 2**2 + 2 * (1 + 1)
 
 
-def compiled_step_ms(problem: Problem, plan: Plan) -> tuple[float, int]:
+def compiled_step_ms(problem: LayerProblem, plan: Plan) -> tuple[float, int]:
     tables = build_tables(problem)
     encoded = encode(plan, problem.machine.n_devices)
     assert decode(tables, encoded) == plan
     return simulate_arrays(tables, encoded, math.inf)
 
 
-def random_plan(problem: Problem, rng: random.Random) -> Plan:
+def random_plan(problem: LayerProblem, rng: random.Random) -> Plan:
     """A standard plan with a few layers, or single parts, put anywhere."""
     n = problem.machine.n_devices
     plan = list(rng.choice([problem.data_parallel(), problem.linear_by_feature()]))
@@ -135,7 +135,7 @@ def random_plan(problem: Problem, rng: random.Random) -> Plan:
             n_samples, n_features = plan[i].n_samples, plan[i].n_features
             devices = list(plan[i].devices)
             devices[rng.randrange(len(devices))] = rng.randrange(n)
-        plan[i] = Cut(n_samples, n_features, tuple(devices))
+        plan[i] = LayerCut(n_samples, n_features, tuple(devices))
     return tuple(plan)
 
 
@@ -143,7 +143,7 @@ def test_kernels_equal_plain_python_exactly_in_both_ways() -> None:
     rng = random.Random(7)
     ways = set()
     for n_nodes, n_devices in [(1, 1), (1, 2), (1, 4), (2, 4), (4, 1), (4, 4)]:
-        problem = Problem(Machine(n_nodes, n_devices))
+        problem = LayerProblem(Machine(n_nodes, n_devices))
         for _ in range(120):
             plan = random_plan(problem, rng)
             cost_ms, way = compiled_step_ms(problem, plan)
@@ -154,7 +154,7 @@ def test_kernels_equal_plain_python_exactly_in_both_ways() -> None:
 
 def test_a_limit_refuses_slower_plans_only() -> None:
     rng = random.Random(8)
-    problem = Problem(Machine(2, 4))
+    problem = LayerProblem(Machine(2, 4))
     tables = build_tables(problem)
     ways = set()
     for _ in range(200):

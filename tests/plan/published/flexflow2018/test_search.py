@@ -17,7 +17,7 @@ from harness.plan.published.flexflow2018.chain import (
     CURRENT,
     N_BOUNDED,
     N_PROPOSED,
-    Chain,
+    MarkovChain,
     new_chain,
     restart,
     walk,
@@ -32,18 +32,18 @@ from harness.plan.published.flexflow2018.explain import (
 from harness.plan.published.flexflow2018.model import (
     CONV,
     LINEAR,
-    Cut,
     Layer,
+    LayerCut,
+    LayerProblem,
     Machine,
     Plan,
-    Problem,
 )
 from harness.plan.published.flexflow2018.proposals import draw_below, draw_unit
 from harness.plan.published.flexflow2018.reference import simulate, step_ms
 from harness.plan.published.flexflow2018.search import plan as plan_request
 from harness.plan.published.flexflow2018.search import schedule, search, tidy
 from harness.plan.published.flexflow2018.simulation import build_tables, decode, encode
-from harness.plan.request import PlanRequest, Progress
+from harness.plan.request import PlanRequest, SearchProgress
 
 TOPOLOGIES = [(1, 2), (1, 4), (2, 4), (4, 4)]
 BARS_MS = {(1, 2): 47.304, (1, 4): 52.012, (2, 4): 64.615, (4, 4): 86.035}
@@ -54,7 +54,7 @@ def request(n_nodes: int, n_devices: int, **changes: object) -> PlanRequest:
     return PlanRequest(**{"cluster": cluster, **changes})  # type: ignore[arg-type]
 
 
-def chain_at(problem: Problem, plan: Plan, seed: int) -> Chain:
+def chain_at(problem: LayerProblem, plan: Plan, seed: int) -> MarkovChain:
     chain = new_chain(build_tables(problem), encode(plan, problem.machine.n_devices), seed)
     restart(chain, chain.best.copy())
     return chain
@@ -65,7 +65,7 @@ def chain_at(problem: Problem, plan: Plan, seed: int) -> Chain:
 def test_the_chain_costs_every_accepted_plan_as_plain_python_does(
     shape: tuple[int, int], temperature_ms: float
 ) -> None:
-    problem = Problem(Machine(*shape))
+    problem = LayerProblem(Machine(*shape))
     chain = chain_at(problem, problem.data_parallel(), seed=3)
     for _ in range(30):
         walk(chain, 50, temperature_ms, True)
@@ -78,7 +78,7 @@ def test_the_chain_costs_every_accepted_plan_as_plain_python_does(
 @pytest.mark.parametrize("shape", [*TOPOLOGIES, (8, 4)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> None:
-    problem = Problem(Machine(*shape))
+    problem = LayerProblem(Machine(*shape))
     chains = [chain_at(problem, problem.data_parallel(), seed) for _ in range(2)]
     for temperature_ms in (20.0, 5.0, 0.5, 0.05):
         for chain, use_bound in zip(chains, (True, False), strict=True):
@@ -94,12 +94,12 @@ def test_the_bound_changes_no_decision(shape: tuple[int, int], seed: int) -> Non
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("shape", TOPOLOGIES)
 def test_every_seed_finds_the_best_listed_step(shape: tuple[int, int], seed: int) -> None:
-    problem = Problem(Machine(*shape))
+    problem = LayerProblem(Machine(*shape))
     found = search(problem, request(*shape, seed=seed, budget=50_000))
     assert round(step_ms(problem, found.plan), 3) <= BARS_MS[shape]
 
 
-def small_problems() -> list[Problem]:
+def small_problems() -> list[LayerProblem]:
     """Three layers with time and traffic in balance, so that the best plan is not obvious."""
 
     def layers(n_weights: int, n_out: int) -> list[Layer]:
@@ -113,7 +113,7 @@ def small_problems() -> list[Problem]:
         return [conv, linear, last]
 
     return [
-        Problem(machine, layers(n_weights, n_out))
+        LayerProblem(machine, layers(n_weights, n_out))
         for machine in (Machine(1, 2), Machine(2, 1))
         for n_weights in (10**3, 10**6)
         for n_out in (512, 20_000)
@@ -121,10 +121,10 @@ def small_problems() -> list[Problem]:
 
 
 @pytest.mark.parametrize("problem", small_problems())
-def test_search_equals_exhaustive_search_on_small_problems(problem: Problem) -> None:
+def test_search_equals_exhaustive_search_on_small_problems(problem: LayerProblem) -> None:
     options = [
         [
-            Cut(n_samples, n_features, devices)
+            LayerCut(n_samples, n_features, devices)
             for n_samples, n_features in problem.choices(layer)
             for devices in itertools.product(range(2), repeat=n_samples * n_features)
         ]
@@ -138,7 +138,7 @@ def test_search_equals_exhaustive_search_on_small_problems(problem: Problem) -> 
 
 
 def test_equal_seeds_give_equal_plans_and_other_seeds_other_walks() -> None:
-    problem = Problem(Machine(2, 4))
+    problem = LayerProblem(Machine(2, 4))
     plans = [search(problem, request(2, 4, seed=s, budget=2000)).plan for s in (1, 1, 2)]
     assert plans[0] == plans[1]
     walks = [chain_at(problem, problem.data_parallel(), seed=s) for s in (1, 2)]
@@ -150,15 +150,17 @@ def test_equal_seeds_give_equal_plans_and_other_seeds_other_walks() -> None:
 @pytest.mark.parametrize("budget", [0, 1, 999, 12_500, 30_001])
 def test_the_budget_is_spent_exactly(budget: int) -> None:
     assert sum(size for _, size, _ in schedule(budget)) == budget
-    found = search(Problem(Machine(1, 2)), request(1, 2, budget=budget))
+    found = search(LayerProblem(Machine(1, 2)), request(1, 2, budget=budget))
     assert found.n_proposals == budget
 
 
 def test_a_result_says_what_the_plan_costs_and_why() -> None:
-    problem = Problem(Machine(2, 4))
+    problem = LayerProblem(Machine(2, 4))
     result = plan_request(request(2, 4, budget=20_000, seed=1))
     found = tuple(
-        Cut(plan.partition.get("sample", 1), plan.partition.get("feature", 1), tuple(plan.devices))
+        LayerCut(
+            plan.partition.get("sample", 1), plan.partition.get("feature", 1), tuple(plan.devices)
+        )
         for plan in result.strategy.operators.values()
     )
     assert result.explanation[-13:-1] == format_plan(problem, found)
@@ -178,7 +180,7 @@ def test_a_result_says_what_the_plan_costs_and_why() -> None:
 
 
 def test_breakdown_sums_to_the_step_and_the_path_has_no_gap() -> None:
-    problem = Problem(Machine(4, 4))
+    problem = LayerProblem(Machine(4, 4))
     found = search(problem, request(4, 4, budget=5000, seed=2)).plan
     for plan in (found, problem.data_parallel(), problem.single_device()):
         spent, given_back_ms = break_down(problem, plan)
@@ -191,14 +193,14 @@ def test_breakdown_sums_to_the_step_and_the_path_has_no_gap() -> None:
 
 def test_memory_of_data_parallel_by_hand() -> None:
     layers = [Layer(name="linear1", kind=LINEAR, n_in=10, n_out=6, n_weights=60)]
-    problem = Problem(Machine(1, 2), layers)
+    problem = LayerProblem(Machine(1, 2), layers)
     # 64 samples x 6 outputs, and 60 weights with their gradients, of 4 bytes
-    assert memory_bytes(problem, (Cut(2, 1, (0, 1)),)) == [4 * (64 * 6 + 2 * 60)] * 2
-    assert memory_bytes(problem, (Cut(1, 2, (1, 1)),)) == [0, 4 * (128 * 6 + 2 * 60)]
+    assert memory_bytes(problem, (LayerCut(2, 1, (0, 1)),)) == [4 * (64 * 6 + 2 * 60)] * 2
+    assert memory_bytes(problem, (LayerCut(1, 2, (1, 1)),)) == [0, 4 * (128 * 6 + 2 * 60)]
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         if progress.n_proposals > 0:
             raise KeyboardInterrupt
 
@@ -209,7 +211,7 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
 
 
 def test_an_interrupt_while_kernels_load_returns_a_standard_plan() -> None:
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SearchProgress) -> None:
         raise KeyboardInterrupt
 
     result = plan_request(request(1, 4, progress=interrupt))
@@ -219,19 +221,19 @@ def test_an_interrupt_while_kernels_load_returns_a_standard_plan() -> None:
 
 
 def test_tidying_sorts_devices_where_that_costs_nothing() -> None:
-    problem = Problem(Machine(1, 2))
+    problem = LayerProblem(Machine(1, 2))
     plan = problem.linear_by_feature()
     chain = chain_at(problem, plan, seed=0)
-    shuffled = (*plan[:-1], Cut(1, 2, (1, 0)))
+    shuffled = (*plan[:-1], LayerCut(1, 2, (1, 0)))
     assert tidy(chain, shuffled) == plan
-    crossed = (Cut(2, 1, (1, 0)), *plan[1:])  # sorting the first layer spares its transfers
+    crossed = (LayerCut(2, 1, (1, 0)), *plan[1:])  # sorting the first layer spares its transfers
     assert tidy(chain, crossed) == plan
-    chained = tuple(Cut(2, 1, (1, 0)) for _ in plan)  # sorting one alone would cost transfers
+    chained = tuple(LayerCut(2, 1, (1, 0)) for _ in plan)  # sorting one alone would cost transfers
     assert tidy(chain, chained)[0] == chained[0]
 
 
 def test_seconds_end_the_search() -> None:
-    found = search(Problem(Machine(1, 2)), request(1, 2, seconds=0.2))
+    found = search(LayerProblem(Machine(1, 2)), request(1, 2, seconds=0.2))
     assert found.n_proposals > 0
     assert found.cpu_s < 5.0
 
@@ -243,7 +245,7 @@ def test_one_device_has_one_plan() -> None:
 
 
 def test_a_plan_is_written_samples_first() -> None:
-    problem = Problem(Machine(1, 4))
+    problem = LayerProblem(Machine(1, 4))
     lines = format_plan(problem, problem.linear_by_feature())
     assert lines[0] == "op[0] conv1:\tdim(4 ) gpu(0 1 2 3 )"
     assert lines[9] == "op[9] linear9:\tdim(1 4 ) gpu(0 1 2 3 )"
@@ -284,8 +286,8 @@ def test_random_numbers_are_uniform_enough() -> None:
 
 def test_progress_tells_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "PROGRESS_INTERVAL_S", 0.0)
-    seen: list[Progress] = []
-    search(Problem(Machine(1, 2)), request(1, 2, budget=5000, progress=seen.append))
+    seen: list[SearchProgress] = []
+    search(LayerProblem(Machine(1, 2)), request(1, 2, budget=5000, progress=seen.append))
     assert [p.best_step_s for p in seen] == sorted((p.best_step_s for p in seen), reverse=True)
     assert seen[-1].fraction == 1.0
     assert seen[-1].n_proposals == 5000

@@ -18,14 +18,14 @@ from harness.plan.published.pipedream.cost import (
 from harness.plan.published.pipedream.cuts import Cuts
 from harness.plan.published.pipedream.lattice import Lattice
 from harness.plan.published.pipedream.planner import levels_for
-from harness.plan.published.pipedream.workload import Workload
+from harness.plan.published.pipedream.workload import OperatorDag
 
 
-def workload(producers: list[list[int]], seed: int = 0) -> Workload:
+def workload(producers: list[list[int]], seed: int = 0) -> OperatorDag:
     rng = random.Random(seed)
     n = len(producers)
     outputs = [rng.randint(1, 9) for _ in range(n)]
-    return Workload(
+    return OperatorDag(
         names=[f"op{i}" for i in range(n)],
         compute_ticks=[rng.randint(0, 5) for _ in range(n)],
         parameter_bytes=[rng.randint(0, 5) for _ in range(n)],

@@ -13,13 +13,18 @@ import pytest
 from harness.domain.graph import Graph, Operator
 from harness.domain.profile import Measurement, Profile
 from harness.plan.published.pipedream.cost import Level, levels_of, unlike_level
-from harness.plan.published.pipedream.search import Found, Problem, device_stages, search
-from harness.plan.published.pipedream.workload import Workload, workload_from
+from harness.plan.published.pipedream.search import (
+    FoundPipeline,
+    PipelineProblem,
+    device_stages,
+    search,
+)
+from harness.plan.published.pipedream.workload import OperatorDag, workload_from
 
 RELATIVE = 1e-9  # prefix sums and single sums round differently
 
 
-def random_workload(rng: random.Random, n: int) -> Workload:
+def random_workload(rng: random.Random, n: int) -> OperatorDag:
     """A DAG with branches; times in ms, sizes in kB; some operators cost nothing."""
     operators, points = [], []
     for i in range(n):
@@ -48,7 +53,7 @@ def random_workload(rng: random.Random, n: int) -> Workload:
 class Oracle:
     """Costs and enumerates plans over sets of operator positions."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: OperatorDag) -> None:
         self.work = work
         n = work.n_operators
         self.below = [set() for _ in range(n)]
@@ -141,11 +146,11 @@ def best_uniform(
     return best
 
 
-def solve(work: Workload, levels: list[Level]) -> Found | None:
-    return search(Problem(work, levels))
+def solve(work: OperatorDag, levels: list[Level]) -> FoundPipeline | None:
+    return search(PipelineProblem(work, levels))
 
 
-def check(found: Found | None, expected_s: float) -> None:
+def check(found: FoundPipeline | None, expected_s: float) -> None:
     if expected_s == math.inf:
         assert found is None
     else:
@@ -243,9 +248,11 @@ def test_stages_of_the_plan_take_the_searched_time(seed: int) -> None:
     assert set(devices) <= set(range(6))
 
 
-def chain_workload(compute_s: list[float], parameters: list[int], outputs: list[int]) -> Workload:
+def chain_workload(
+    compute_s: list[float], parameters: list[int], outputs: list[int]
+) -> OperatorDag:
     n = len(compute_s)
-    return Workload(
+    return OperatorDag(
         names=[f"op{i}" for i in range(n)],
         compute_ticks=[round(s * 1e13) for s in compute_s],
         parameter_bytes=parameters,
@@ -302,7 +309,7 @@ def test_many_parallel_branches_are_planned_without_listing_every_cut() -> None:
             producers.append([0] if depth == 0 else [len(producers) - 1])
     producers.append([i for i in range(1, 121) if i % 3 == 0])
     n = len(producers)
-    work = Workload(
+    work = OperatorDag(
         names=[f"op{i}" for i in range(n)],
         compute_ticks=[10**10] * n,
         parameter_bytes=[10**9] * n,
