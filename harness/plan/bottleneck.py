@@ -127,11 +127,11 @@ def _blocks(
         if tail is not None:
             block = stages.block(stages.n_workers - m, r, rows)
             if pays:
-                pay_transfers(stages, stages.n_workers - m, r, rows, block)
+                _pay_transfers(stages, stages.n_workers - m, r, rows, block)
             yield r, np.maximum(block, tail[rows.start :], out=block)
 
 
-def pay_transfers(stages: StageSeconds, first: int, r: int, rows: slice, block: Floats) -> None:
+def _pay_transfers(stages: StageSeconds, first: int, r: int, rows: slice, block: Floats) -> None:
     """Raise a block of stages to what their transfers take."""
     seconds = stages.transfers(first, r)
     if seconds is not None:
@@ -139,28 +139,21 @@ def pay_transfers(stages: StageSeconds, first: int, r: int, rows: slice, block: 
         np.maximum(block, seconds[1][rows.start :], out=block)
 
 
-def all_pairs(stages: StageSeconds, *, may_idle: bool) -> Floats:
-    """Least bottleneck between any two cuts on all workers, infinite where there is none.
-
-    Args:
-        may_idle: a stage takes as long wherever it stands, so that idle workers may stand last.
-            Else chains on the last workers are looked at too.
-    """
+def all_pairs(stages: StageSeconds) -> Floats:
+    """Least bottleneck between any two cuts, infinite where there is none; workers may stay idle:
+    those first in the order."""
     n, every = stages.n_workers, slice(0, stages.n_cuts)
     best = np.full((stages.n_cuts, stages.n_cuts), math.inf)
-    tails: list[Floats] = []  # tails[q - 1]: chains of paying stages on q workers
+    tails: list[Floats] = []  # tails[q - 1]: chains on the last q workers that pay all transfers
     for m in range(1, n + 1):
         tail = np.full_like(best, math.inf)
         for r in range(1, m + 1):
             block = stages.block(n - m, r, every)
             rest = tails[m - r - 1] if r < m else None
-            if not may_idle or m == n or rest is None:
-                _lower(best, block, rest)
+            _lower(best, block, rest)
             if m < n:
-                pay_transfers(stages, n - m, r, every, block)
+                _pay_transfers(stages, n - m, r, every, block)
                 _lower(tail, block, rest)
-        if may_idle and tails:
-            np.minimum(tail, tails[-1], out=tail)
         tails.append(tail)
     return best
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harness.domain.cluster import Cluster
 from harness.errors import PlanError
 from harness.plan.published.flexflow2018.chain import (
     BEST,
@@ -110,23 +109,19 @@ def problem_of(request: PlanRequest) -> LayerProblem:
             f"flexflow2018 plans its own AlexNet, not {request.graph.name!r}: leave out the model "
             "and profile, or choose another cost"
         )
-    machine = _machine_of(request.cluster)
+    sizes = {len(node.devices) for node in request.cluster.nodes}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"flexflow2018 knows equal nodes only, these have {min(sizes)} to {max(sizes)} "
+            "devices: give --topology NODESxDEVICES"
+        )
+    machine = Machine(len(request.cluster.nodes), sizes.pop())
     if request.batch not in (None, machine.batch):
         raise PlanError(
             f"flexflow2018 trains 64 samples a device, {machine.batch} on {machine.n_devices} "
             f"devices, not {request.batch}: leave out the batch"
         )
     return LayerProblem(machine)
-
-
-def _machine_of(cluster: Cluster) -> Machine:
-    sizes = [len(node.devices) for node in cluster.nodes]
-    if len(set(sizes)) != 1:
-        raise PlanError(
-            f"flexflow2018 knows equal nodes only, these have {min(sizes)} to {max(sizes)} "
-            "devices: give --topology NODESxDEVICES"
-        )
-    return Machine(len(sizes), sizes[0])
 
 
 def _first_that_fits(request: PlanRequest, needed: dict[str, list[int]]) -> str:

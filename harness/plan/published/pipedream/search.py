@@ -26,7 +26,7 @@ from harness.plan.published.pipedream.workload import OperatorDag
 _MERGED_PARTS = (16, 8, 4, 2, 1)  # a merged branch is at most this part of a device's share
 _FLAT_CUTS = 3000
 _FEW_CUTS = 96
-_PAIR_OPERATIONS = 3e9  # element operations that one solution over pairs may take: some seconds
+_PAIR_OPERATIONS = 6e9  # element operations that one solution over pairs may take: some seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class PipelineProblem:
         """As many as the program can take in a few seconds."""
         if len(self.levels) == 1:
             return _FLAT_CUTS
-        n_products = sum(level.n_workers**2 / 2 for level in self.levels[:-1])
+        n_products = sum(level.n_workers**2 for level in self.levels[:-1])
         if self.is_limited:
-            n_products *= 2 * self.levels[-1].n_workers ** 2
+            n_products *= self.levels[-1].n_workers ** 2
         return int((_PAIR_OPERATIONS * 3 / n_products) ** (1 / 3))
 
 
@@ -201,8 +201,7 @@ class _Solver:
             # Without a memory limit, what lies around a group does not change its time.
             key = inside if self._is_limited else Surroundings()
             if key not in known:
-                inner = self._stages(cuts, depth - 1, key)
-                known[key] = all_pairs(inner, may_idle=not self._is_limited)
+                known[key] = all_pairs(self._stages(cuts, depth - 1, key))
             return known[key]
 
         return replace(stages, group_s=group_s)

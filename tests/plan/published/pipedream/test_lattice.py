@@ -142,7 +142,7 @@ def test_all_pairs_of_two_workers_equal_their_definition() -> None:
         stages.block(1, 1, whole),
     )
     receive_s, send_s = stages.transfers(1, 1)
-    found = all_pairs(stages, may_idle=True)
+    found = all_pairs(stages)
     for i in range(len(cuts)):
         for j in range(len(cuts)):
             pairs = [max(head[i, k], tail[k, j], receive_s[k], send_s[j]) for k in range(i + 1, j)]
