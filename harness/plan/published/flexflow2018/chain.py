@@ -9,7 +9,6 @@ import numpy as np
 from harness.plan.published.flexflow2018.compiled import compiled
 from harness.plan.published.flexflow2018.proposals import Random, draw_unit, propose
 from harness.plan.published.flexflow2018.simulation import (
-    BY_BOUND,
     CostTables,
     Floats,
     Ints,
@@ -57,7 +56,7 @@ def restart(chain: MarkovChain, plan: Ints) -> float:
     """Make a plan the current one, and the best if it is; returns its cost in ms."""
     chain.current[:] = plan
     chain.trial[:] = plan
-    chain.cost_ms[CURRENT] = simulate(chain.tables, plan, np.inf)[0]
+    chain.cost_ms[CURRENT] = simulate(chain.tables, plan, np.inf)
     _keep_best(chain)
     return float(chain.cost_ms[CURRENT])
 
@@ -78,8 +77,8 @@ def walk(chain: MarkovChain, n_proposals: int, temperature_ms: float, use_bound:
             continue
         n_done += 1
         limit_ms = chain.cost_ms[CURRENT] - temperature_ms * np.log(1.0 - draw_unit(chain.random))
-        cost_ms, way = simulate(chain.tables, trial, limit_ms if use_bound else np.inf)
-        chain.tally[N_BOUNDED] += way == BY_BOUND
+        cost_ms = simulate(chain.tables, trial, limit_ms if use_bound else np.inf)
+        chain.tally[N_BOUNDED] += cost_ms == np.inf
         if cost_ms <= limit_ms:
             current[first : last + 1] = trial[first : last + 1]
             chain.cost_ms[CURRENT] = cost_ms

@@ -1,16 +1,11 @@
-"""The step of a plan, exactly, in the cheaper of two ways that is valid for it. All compiled.
+"""The step of a plan, exactly, by events over all parts and transfers. All compiled.
 
-1. Layer by layer. Valid while every device and every channel meets its tasks in the order of the
-   layers, which is checked on the way.
-2. By events over all parts and transfers, in order of readiness. Always valid.
-
-Devices and channels serve by (ready, layer, part), so that there is one right timeline. Times are
-sums and maxima of the same numbers in both ways, so equal means equal to the last bit.
+Devices and channels serve by (ready, layer, part). Times are sums and maxima of the same numbers as
+in `reference`, so equal means equal to the last bit.
 
 A caller that would refuse a plan slower than some limit says so: a plan is refused, unsimulated or
-half simulated, when a lower bound is above it. By events, a part that finishes at t proves that the
-step takes t, one part of each later layer, and the synchronisation. Layer by layer, times are not
-final before the end, because a delayed part lets another one pass (Graham's anomaly).
+half simulated, when a lower bound is above it. A part that finishes at t proves that the step takes
+t, one part of each later layer, and the synchronisation.
 """
 
 from __future__ import annotations
@@ -36,8 +31,6 @@ from harness.plan.simulate.heap import pop, push
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-IN_ORDER, BY_EVENTS, BY_BOUND = 0, 1, 2
 
 INSIDE_RATIO = BETWEEN_BYTES_PER_MS / INSIDE_BYTES_PER_MS
 ROUNDING_MS = 1e-6  # far above the rounding of a sum of times, far below any difference that counts
@@ -119,8 +112,8 @@ def count_parts(tables: CostTables, plan: Ints, layer: int) -> int:
 
 
 @compiled
-def simulate(tables: CostTables, plan: Ints, limit_ms: float) -> tuple[float, int]:
-    """The step in ms, infinite when surely above the limit; and the way that found it."""
+def simulate(tables: CostTables, plan: Ints, limit_ms: float) -> float:
+    """The step in ms; infinite when surely above the limit."""
     n_layers = plan.shape[0]
     sync_ms, squared = 0.0, 0
     tail_ms = np.zeros(n_layers + 1)  # one part of the layer and of each later one
@@ -131,13 +124,8 @@ def simulate(tables: CostTables, plan: Ints, limit_ms: float) -> tuple[float, in
         tail_ms[layer] = tail_ms[layer + 1] + tables.part_ms[layer, plan[layer, -1]]
     limit_ms += ROUNDING_MS - sync_ms + GIVE_BACK_MS * squared
     if tail_ms[0] > limit_ms:
-        return np.inf, BY_BOUND
-    way, end_ms = IN_ORDER, _run_in_order(tables, plan)
-    if end_ms < 0:
-        way, end_ms = BY_EVENTS, _run_events(tables, plan, limit_ms, tail_ms)
-    if end_ms == np.inf:
-        return np.inf, BY_BOUND
-    return end_ms + sync_ms - GIVE_BACK_MS * squared, way
+        return np.inf
+    return _run_events(tables, plan, limit_ms, tail_ms) + sync_ms - GIVE_BACK_MS * squared
 
 
 @compiled
@@ -194,49 +182,8 @@ def _transfer_ms(tables: CostTables, plan: Ints, layer: int, source: int, to: in
 
 
 @compiled
-def _run_in_order(tables: CostTables, plan: Ints) -> float:
-    """Way 1: when the last part ends, or -1 where a task overtakes one of an earlier layer."""
-    n_layers, n = plan.shape[0], plan.shape[1] - 1
-    free_ms, last_ready_ms = np.zeros(n), np.zeros(n)
-    channel_free_ms, channel_ready_ms = np.zeros((n, n)), np.zeros((n, n))
-    before_ms, finish_ms, ready_ms = np.zeros(n), np.zeros(n), np.zeros(n)
-    order = np.zeros(n, dtype=np.int64)
-    for layer in range(n_layers):
-        n_parts = count_parts(tables, plan, layer)
-        for part in range(n_parts):
-            if layer > 0:
-                first, n_sources = _group_of(tables, plan, layer, part, layer - 1)
-                ready_ms[part] = 0.0
-                for source in range(first, first + n_sources):
-                    arrival_ms = before_ms[source]
-                    own_ms = _transfer_ms(tables, plan, layer, source, part)
-                    if own_ms > 0.0:
-                        if arrival_ms < channel_ready_ms[source, part]:
-                            return -1.0
-                        channel_ready_ms[source, part] = arrival_ms
-                        arrival_ms = max(arrival_ms, channel_free_ms[source, part]) + own_ms
-                        channel_free_ms[source, part] = arrival_ms
-                    ready_ms[part] = max(ready_ms[part], arrival_ms)
-            at = part  # insertion sort, stable: ties stay in order of the part
-            while at > 0 and ready_ms[order[at - 1]] > ready_ms[part]:
-                order[at] = order[at - 1]
-                at -= 1
-            order[at] = part
-        for part in order[:n_parts]:
-            device = plan[layer, part]
-            if ready_ms[part] < last_ready_ms[device]:
-                return -1.0
-            last_ready_ms[device] = ready_ms[part]
-            start_ms = max(free_ms[device], ready_ms[part])
-            finish_ms[part] = start_ms + tables.part_ms[layer, plan[layer, -1]]
-            free_ms[device] = finish_ms[part]
-        before_ms, finish_ms = finish_ms, before_ms
-    return float(before_ms[: count_parts(tables, plan, n_layers - 1)].max())
-
-
-@compiled
 def _run_events(tables: CostTables, plan: Ints, limit_ms: float, tail_ms: Floats) -> float:
-    """Way 2: when the last part ends; infinite when surely above the limit.
+    """When the last part ends; infinite when surely above the limit.
 
     A task is numbered so that numbers settle ties: by layer, parts before transfers into the
     layer, then consumer, then producer.
