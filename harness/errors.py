@@ -1,4 +1,4 @@
-"""Errors that a user can act on: what is wrong, what disagrees, what to do.
+"""Errors that a user can act on; messages name the fault, the values that disagree and a remedy.
 
 Raise one where bad input is parsed. `__main__` modules print it as a single line and
 exit with `EXIT_CODE`; a traceback means a bug in the harness.
@@ -13,15 +13,15 @@ _LONGEST = 2000
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in short; its type where it says nothing."""
+    """The first line of an error's message; its type if the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class HarnessError(Exception):
     """Base of every error caused by input or environment rather than by a bug.
 
-    The middle of a message that quotes too much is left out: the start says what is wrong, the end
-    what to do.
+    The middle of a long message is cut out, because the fault is at the start and the remedy at
+    the end.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -31,7 +31,7 @@ class HarnessError(Exception):
 
 
 class HostfileError(HarnessError):
-    """A hostfile cannot be read or says something impossible."""
+    """A hostfile cannot be read, or is invalid."""
 
 
 class ConfigError(HarnessError):
@@ -39,7 +39,7 @@ class ConfigError(HarnessError):
 
 
 class EnvironmentSetupError(HarnessError):
-    """A tool, permission or library that the work needs is missing."""
+    """A required tool, permission or library is missing."""
 
 
 class ResultsError(HarnessError):
@@ -55,7 +55,7 @@ class ModelError(HarnessError):
 
 
 class DataError(HarnessError):
-    """A data set is missing or has another layout than it should."""
+    """A data set is missing or has the wrong layout."""
 
 
 class LaunchError(HarnessError):
@@ -63,7 +63,7 @@ class LaunchError(HarnessError):
 
 
 class VerificationError(HarnessError):
-    """A computed result is wrong; the measurement must not become a number."""
+    """A computed result is wrong, so that its measurement must not be reported."""
 
 
 class GraphError(HarnessError):
@@ -75,14 +75,14 @@ class StrategyError(HarnessError):
 
 
 class PlanError(HarnessError):
-    """No plan exists for what was asked."""
+    """No plan exists for the request."""
 
 
 class PeerError(HarnessError):
     """Another rank stopped answering in the middle of a step.
 
     Attributes:
-        peers: the ranks of which one did.
+        peers: the ranks of which one stopped.
     """
 
     def __init__(self, message: str, peers: Iterable[int] = ()) -> None:

@@ -1,8 +1,8 @@
 """Bounded readers of foreign input: files, text, JSON, integers and numbers.
 
-Python's own conversions take too much (`int` the digits of every script, `float` nan and infinity),
-or end in an exception of their own (integers of 5,000 digits, JSON nested a thousand deep).
-`parse_*` refuse with an error that names the thing; `find_*` answer None, for readers that skip.
+Python's conversions accept too much (`int` digits of every script, `float` nan and infinity) or
+raise other exceptions (integers of 5,000 digits, JSON nested a thousand deep). `parse_*` raise an
+error that names the input; `find_*` return None, for readers that skip bad input.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 
 from harness.errors import ConfigError, HarnessError
 
-# Every integer up to it is exact as a float, so that arithmetic with both does not overflow.
+# Floats represent every integer up to it exactly.
 MOST_COUNT = 2**53
-# Products of three numbers within it are finite; so is the inverse of the least one.
+# Products of three numbers within it are finite, and so is 1 / LEAST_NUMBER.
 MOST_NUMBER = 1e30
 LEAST_NUMBER = 1e-30
 MOST_S = 1e10
@@ -38,19 +38,19 @@ _CODECS = (
 
 
 def shorten(value: object, most: int = _LONGEST_SHOWN) -> str:
-    """A value as an error shows it: quoted, on one line, and cut where it is long."""
+    """A value for an error message: quoted, on one line, cut if long."""
     text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def one_line(text: str, most: int = 300) -> str:
-    """A text without control characters, cut where it is long."""
+    """A text without control characters, cut if long."""
     text = text if len(text) <= most else f"{text[: most - 3]}..."
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def is_amount(value: float, at_most: float = MOST_NUMBER) -> bool:
-    """Whether it is 0, or positive and of a magnitude that can be computed with."""
+    """Whether it is 0, or positive and within the magnitudes for arithmetic."""
     return value == 0 or is_positive(value, at_most)
 
 
@@ -60,8 +60,8 @@ def is_positive(value: float, at_most: float = MOST_NUMBER) -> bool:
 
 
 def find_int(text: str, at_least: int = 0, at_most: int = MOST_COUNT) -> int | None:
-    """The integer that ASCII digits stand for, blanks around them allowed; None for any other text,
-    and beyond the bounds."""
+    """The integer of ASCII digits, blanks around them allowed; None for any other text, and out
+    of bounds."""
     text = text.strip()
     if len(text) > _LONGEST_NUMBER or not _INTEGER.fullmatch(text):
         return None
@@ -72,11 +72,7 @@ def find_int(text: str, at_least: int = 0, at_most: int = MOST_COUNT) -> int | N
 def find_number(
     text: str, at_least: float = 0.0, at_most: float = MOST_NUMBER, least: float = LEAST_NUMBER
 ) -> float | None:
-    """As `find_int`: a decimal number.
-
-    Args:
-        least: a smaller magnitude than this counts as beyond the bounds, but for 0 itself.
-    """
+    """As `find_int`, for a decimal number; a magnitude below `least` is out of bounds, except 0."""
     text = text.strip()
     if len(text) > _LONGEST_NUMBER or not _NUMBER.fullmatch(text):
         return None
@@ -98,11 +94,11 @@ def parse_int(
     """Read an integer.
 
     Args:
-        name: what it is, with where it stands: `hosts.txt:3: slots`.
-        remedy: what to do, where more can be said than the bounds.
+        name: location and name for the error: `hosts.txt:3: slots`.
+        remedy: advice for the error, if better than the bounds.
 
     Raises:
-        HarnessError: `error`; no integer in ASCII digits, or beyond the bounds.
+        HarnessError: `error`; no integer in ASCII digits, or out of bounds.
     """
     value = find_int(text, at_least, at_most)
     if value is None:
@@ -123,7 +119,7 @@ def parse_number(
     error: type[HarnessError] = ConfigError,
     remedy: str = "",
 ) -> float:
-    """Read a decimal number; as `parse_int`, with `find_number`'s bounds."""
+    """As `parse_int`, for a decimal number with the bounds of `find_number`."""
     value = find_number(text, at_least, at_most, least)
     if value is None:
         raise error(
@@ -167,10 +163,10 @@ def _json_number(text: str) -> float:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a pipe or a device is refused, because reading it may wait for ever.
+    """Open a file for reading; refuse a pipe or a device, because reading it may block for ever.
 
     Raises:
-        OSError: it is no regular file, or cannot be opened.
+        OSError: it is not a regular file, or cannot be opened.
     """
     if path.exists() and not path.is_file():
         code = errno.EISDIR if path.is_dir() else errno.EINVAL
@@ -192,7 +188,7 @@ def read_file(
         is_given: a flag names it, so that it may be a pipe, such as `<(...)`.
 
     Raises:
-        HarnessError: `error`; missing, not to be read, or too large; names the path.
+        HarnessError: `error`; missing, not readable, or too large; names the path.
     """
     try:
         with path.open("rb") if is_given else open_regular(path) as file:
@@ -206,8 +202,8 @@ def read_file(
 
 
 def decode_text(data: bytes, source: str, error: type[HarnessError] = ConfigError) -> str:
-    """UTF-8, or what a byte-order mark says; the mark is no part of the text, and every line ends
-    with a newline.
+    """Decode UTF-8, or the encoding of a byte-order mark, which is dropped; every line ends with a
+    newline.
 
     Raises:
         HarnessError: `error`; it is not text.

@@ -1,4 +1,4 @@
-"""Parse and print quantities. SI inside (seconds, bytes, bytes/s); converted only here.
+"""Parse and print quantities; the only converters, because all other code uses SI units.
 
 GB is 1e9 bytes, GiB is 2**30; `bit` units are divided by eight.
 """
@@ -20,27 +20,27 @@ _MOST_BYTES = 2.0**60
 _MOST_BYTES_PER_S = 1e18
 
 
-def _split(text: str, what: str, example: str) -> tuple[float, str]:
+def _split(text: str, quantity: str, example: str) -> tuple[float, str]:
     text = text.strip()
     unit = _UNIT.search(text) if len(text) <= _LONGEST else None
     number = find_number(text[: unit.start()], at_most=math.inf) if unit else None
     if unit is None or number is None:
         raise ConfigError(
-            f"{what} {shorten(text)} is not a number with a unit: write it like {example}"
+            f"{quantity} {shorten(text)} is not a number with a unit: write it like {example}"
         )
     return number, unit.group()
 
 
-def _scale(prefix: str, text: str, what: str, example: str) -> float:
+def _scale(prefix: str, text: str, quantity: str, example: str) -> float:
     scale = {**_PREFIX, **_BINARY}.get(prefix.lower())
     if scale is None:
-        raise ConfigError(f"{what} {text!r} has an unknown unit: write it like {example}")
+        raise ConfigError(f"{quantity} {text!r} has an unknown unit: write it like {example}")
     return scale
 
 
-def _check(value: float, most: float, text: str, what: str, limit: str) -> float:
+def _check(value: float, most: float, text: str, quantity: str, limit: str) -> float:
     if value > most:
-        raise ConfigError(f"{what} {text!r} is beyond {limit}: write the one that is meant")
+        raise ConfigError(f"{quantity} {text!r} is beyond {limit}: write the one that is meant")
     return value
 
 

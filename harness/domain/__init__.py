@@ -1,1 +1,1 @@
-"""Frozen values that flow between the layers; they know no framework."""
+"""Frozen values that the layers exchange; independent of any framework."""

@@ -23,13 +23,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         name: unique in the cluster, such as `node0:0`.
-        kind: what it is, such as `NVIDIA GeForce RTX 3070`; profiles are keyed by it.
-        memory_bytes: what a training run may use.
-        speed: relative to the profile of its kind: 0.5 takes twice as long (scaled hardware).
+        kind: hardware model, such as `NVIDIA GeForce RTX 3070`; the key of its profile.
+        memory_bytes: memory that a training run may use.
+        speed: relative to the profile of its kind: at 0.5 each operator takes twice as long.
         flops_per_s: measured matmul rate by dtype; empty when not measured.
         host_s_per_byte: communication overhead, in seconds of computation for each byte sent or
-            received: gloo copies and runs TCP on the same cores, NCCL's kernels run on the same
-            GPU. 0 when not measured.
+            received, because gloo copies and runs TCP on the same cores, and NCCL's kernels run on
+            the same GPU. 0 when not measured.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A host.
 
     Attributes:
-        nic_bytes_per_s: what its network interface carries each way; None when not limiting.
+        nic_bytes_per_s: bandwidth of its network interface, each way; None when not limiting.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One direction from a device to another: a transfer takes latency_s + n_bytes / bandwidth."""
+    """One direction between two devices: a transfer takes latency_s + n_bytes / bandwidth."""
 
     source: str
     target: str
@@ -62,7 +62,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CollectivePoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured point of a collective's curve: median seconds, maximum over ranks.
+    """One measured point of a collective's curve: median of the maximum over ranks, in seconds.
 
     Attributes:
         operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all.
@@ -121,7 +121,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         return sum(len(node.devices) for node in self.nodes)
 
     def node_of(self) -> list[int]:
-        """The node's index of each device, by the device's position."""
+        """Index of the node that holds each device, by the device's position."""
         return [i for i, node in enumerate(self.nodes) for _ in node.devices]
 
     @classmethod
@@ -136,7 +136,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
         kind: str = "device",
         latency_s: float = 0.0,
     ) -> Cluster:
-        """Equal nodes of equal devices; between defaults to inside."""
+        """Build equal nodes of equal devices; `between_bytes_per_s` defaults to `inside_...`."""
         between = inside_bytes_per_s if between_bytes_per_s is None else between_bytes_per_s
         nodes = [
             Node(
@@ -165,7 +165,7 @@ class Cluster(JsonFile, frozen=True, kw_only=True):
 
 
 def _check_device(device: Device) -> None:
-    """Refuse what nothing can be divided by, or what is no amount."""
+    """Refuse memory or speed that is not positive, and a negative communication overhead."""
     if device.memory_bytes <= 0 or not is_positive(device.speed):
         raise ClusterError(
             f"device {device.name} has memory {device.memory_bytes} B and speed "
@@ -179,7 +179,7 @@ def _check_device(device: Device) -> None:
 
 
 def _check_links(links: list[Link], names: list[str]) -> None:
-    """Refuse links of no device, of no speed, and those that are named twice."""
+    """Refuse links of unknown devices, links without bandwidth, and duplicates."""
     known, seen = set(names), set()
     for link in links:
         ends = link.source, link.target

@@ -1,4 +1,4 @@
-"""The JSON files of planning: one way to read, refuse and write them all.
+"""The JSON files of planning: one reader, validator and writer for all of them.
 
 class Graph(JsonFile, frozen=True, kw_only=True):
     FILE = FileKind("graph file", SCHEMA, SCHEMA_VERSION, GraphError, "capture it again")
@@ -22,18 +22,18 @@ from harness.inputs import MOST_COUNT, MOST_NUMBER, decode_text, one_line, read_
 T = TypeVar("T")
 _MOST_BY_HAND = 2**20  # bytes of a file that people may have edited
 
-# Numbers of files, bounded so that arithmetic with them neither overflows nor takes all memory.
+# Integers in files are bounded, so that arithmetic neither overflows nor takes all memory.
 Count = Annotated[int, msgspec.Meta(ge=-MOST_COUNT, le=MOST_COUNT)]
 Number = Annotated[float, msgspec.Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file is called, which schema it has, and how its errors are told.
+    """Name, schema and error type of a kind of file.
 
     Attributes:
         name: such as `graph file`.
-        remedy: what to do about a file of another version.
+        remedy: advice for a file of another version.
     """
 
     name: str
@@ -44,22 +44,22 @@ class FileKind:
 
 
 class _Tag(msgspec.Struct, frozen=True):
-    """What tells files of other schemas and versions, whose other fields are unknown."""
+    """Schema and version, read first, because other versions may have other fields."""
 
     schema: str | None = None
     version: int | None = None
 
 
 class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value with a file of its own; it has the fields `schema` and `version`.
+    """A value that is stored in one file; subclasses have the fields `schema` and `version`.
 
-    Like all that it is made of it refuses a field that it does not know: a typing error.
+    It and its members refuse unknown fields, because an unknown field is a typing error.
     """
 
     FILE: ClassVar[FileKind]
 
     def to_json(self) -> bytes:
-        """The file's bytes, indented for reading."""
+        """Encode the file, indented for reading."""
         return encode(self)
 
     @classmethod
@@ -67,8 +67,8 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Parse and validate.
 
         Raises:
-            HarnessError: the kind's own; malformed, of another version, with an unknown field, or
-                inconsistent; names `source`.
+            HarnessError: of the kind's type; malformed, of another version, with an unknown field,
+                or inconsistent; names `source`.
         """
         kind = cls.FILE
         source = source or kind.name
@@ -95,14 +95,14 @@ class JsonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             is_given: a flag names it, so that it may be a pipe.
 
         Raises:
-            HarnessError: the kind's own; missing or malformed; names the path.
+            HarnessError: of the kind's type; missing or malformed; names the path.
         """
         data = read_file(path, cls.FILE.name, cls.FILE.error, is_given=is_given)
         return cls.from_json(data, source=str(path))
 
 
 def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
-    """Refuse a name that stands twice in an object: of two values one would be lost.
+    """Refuse a duplicate key of an object, because one of the two values would be lost.
 
     Raises:
         HarnessError: `error`; names it.
@@ -116,7 +116,7 @@ def _check_keys(data: bytes, source: str, error: type[HarnessError]) -> None:
 
     if not data[:1].isascii():  # a byte-order mark
         data = decode_text(data, source, error).encode()
-    text = data.decode(errors="replace")  # msgspec leaves out what it does not read
+    text = data.decode(errors="replace")  # msgspec does not validate strings that it skips
     json.loads(text, object_pairs_hook=unique, parse_int=str, parse_float=str)
 
 
@@ -129,7 +129,7 @@ def decode(data: bytes, type_: type[T], *, source: str, error: type[HarnessError
     """Parse JSON as a type.
 
     Raises:
-        HarnessError: `error`; malformed, or refused by the type itself; names `source`.
+        HarnessError: `error`; malformed, or refused by the type; names `source`.
     """
     if not data[:1].isascii():  # a byte-order mark, or no JSON
         data = decode_text(data, source, error).encode()

@@ -1,4 +1,4 @@
-"""What a strategy was planned for: hashes of model, profile, cluster, and what differs now."""
+"""Hashes of the model, profile and cluster that a strategy was planned for, and their changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from harness.domain.profile import Profile
 class MadeFor(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Fingerprints of what a strategy was planned for, fine enough to name a difference.
+    """Fingerprints of a strategy's graph, profile and cluster, fine enough to name a difference.
 
     Attributes:
         operators: short hash of each operator, by name.
         devices: each device in words, by name, in rank order.
-        links_hash: of links, interfaces and collective curves.
+        links_hash: hash of links, interfaces and collective curves.
     """
 
     model: str = ""
@@ -57,13 +57,13 @@ def _cluster_hash(cluster: Cluster) -> str:
 
 
 def is_by(made_for: MadeFor, cluster: Cluster, profile: Profile) -> bool:
-    """Whether a strategy was planned by just these measurements, whatever the model."""
+    """Whether a strategy was planned with exactly these measurements, for any model."""
     measured = _cluster_hash(cluster), profile.content_hash()
     return (made_for.cluster_hash, made_for.profile_hash) == measured
 
 
 def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) -> MadeFor:
-    """What a strategy for these carries."""
+    """Compute the fingerprints of a strategy for this graph, cluster and profile."""
     return MadeFor(
         model=graph.name,
         graph_hash=graph.content_hash(),
@@ -75,8 +75,8 @@ def fingerprint(graph: Graph, cluster: Cluster, profile: Profile | None = None) 
     )
 
 
-def _changed(what: str, old: dict[str, str], new: dict[str, str], *, values: bool) -> list[str]:
-    """One sentence per way in which two named sets differ, with the first example of each."""
+def _changed(noun: str, old: dict[str, str], new: dict[str, str], *, values: bool) -> list[str]:
+    """Say in one sentence each: removed, new and changed names, with the first example."""
     found = []
     gone = [name for name in old if name not in new]
     added = [name for name in new if name not in old]
@@ -87,14 +87,14 @@ def _changed(what: str, old: dict[str, str], new: dict[str, str], *, values: boo
             detail = (
                 f" from {old[names[0]]!r} to {new[names[0]]!r}" if values and names is other else ""
             )
-            found.append(f"{what} {names[0]!r} {word}{detail}{more}")
+            found.append(f"{noun} {names[0]!r} {word}{detail}{more}")
     if not found and list(old) != list(new):
-        found.append(f"the order of {what}s changed")
+        found.append(f"the order of {noun}s changed")
     return found
 
 
 def differences(old: MadeFor, new: MadeFor) -> list[str]:
-    """In words, how what a strategy was made for differs from what is there; empty when fresh."""
+    """Describe the changes since a strategy was planned; empty when there are none."""
     found: list[str] = []
     if old.graph_hash != new.graph_hash:
         if old.model != new.model:

@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 
 Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
-# The dims that an output may have and a partition may name.
+# Dims of an output; a partition names them.
 DIM_NAMES = ("sample", "heads", "seq", "feature", "depth", "height", "width")
 
 
@@ -33,27 +33,27 @@ class Operator(
 
     Attributes:
         name: unique in the graph; the module's path when it has one.
-        kind: what it computes, lower case: input, linear, conv2d, pool, batch_norm, layer_norm,
+        kind: kind of computation, lower case: input, linear, conv2d, pool, batch_norm, layer_norm,
             elementwise (relu, gelu, dropout, ...), add, cat, flatten, embedding, lstm, attention,
             softmax, loss, other. An `input` feeds the model, costs nothing and has no producer.
-        inputs: the producers' names, in argument order; a name may stand twice.
+        inputs: the producers' names, in argument order; duplicates are allowed.
         shape: size of each named dim of the output, outermost first, such as
             {"sample": 64, "feature": 256, "height": 56, "width": 56}; empty when unknown.
         dtype: of the output, as torch names it.
-        forward_flops: multiply and add counted apart, for the whole output.
-        backward_flops: gradients to input and parameters together.
+        forward_flops: of the whole output; a multiply-add counts as two.
+        backward_flops: gradients of inputs and parameters together.
         parameter_bytes: of all its trainable parameters.
-        activation_bytes: of everything it hands to its consumers.
-        signature: operators with equal signatures take equal time at equal shapes, so that they
-            share measurements; empty means that only itself is like itself.
-        attrs: what partitioning needs: kernel, stride, padding, groups, in_features,
+        activation_bytes: of all that its consumers receive.
+        signature: operators with equal signatures take equal time at equal shapes, so they share
+            measurements; an empty signature is shared with no operator.
+        attrs: attributes for partitioning: kernel, stride, padding, groups, in_features,
             out_features, n_heads, n_rows, n_normalized (last dims that a layer norm runs over),
-            is_cut_by_samples (false where a part of the samples cannot be computed alone),
-            mixes_samples (true where nor can a microbatch: the batch must stay in one piece),
-            writes_buffers (names of the model's buffers that it and others use, which one of
-            them writes: they must be on one device),
-            statistics (`frozen` where a batch norm's are not those of what it normalises),
-            is_repeatable (false where two devices may compute unlike values of one block),
+            is_cut_by_samples (false if a part of the samples cannot be computed separately),
+            mixes_samples (true if a microbatch cannot either: the batch stays in one piece),
+            writes_buffers (names of the model's buffers that it shares with others and that one
+            of them writes; these operators must be on one device),
+            statistics (`frozen` if a batch norm does not compute them from its input),
+            is_repeatable (false if two devices may compute different values of one block),
             function (relu, add, ...), description.
     """
 
@@ -89,7 +89,7 @@ class Operator(
 
     @property
     def profile_key(self) -> str:
-        """What its measurements are filed under: the signature, or its name if it has none."""
+        """Key of its measurements: the signature, or its name if it has none."""
         return self.signature or self.name
 
     @property
@@ -152,7 +152,7 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         return {operator.name: i for i, operator in enumerate(self.operators)}
 
     def producers(self) -> list[list[int]]:
-        """Positions of each operator's distinct producers, by its position."""
+        """Positions of each operator's distinct producers."""
         position = self.index()
         return [
             list(dict.fromkeys(position[name] for name in operator.inputs))
@@ -160,7 +160,7 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         ]
 
     def consumers(self) -> list[list[int]]:
-        """Positions of each operator's consumers, by its position, ascending."""
+        """Positions of each operator's consumers, ascending."""
         found: list[list[int]] = [[] for _ in self.operators]
         for i, producers in enumerate(self.producers()):
             for producer in producers:
@@ -176,7 +176,7 @@ class Graph(JsonFile, frozen=True, kw_only=True):
         return sum(operator.parameter_bytes for operator in self.operators)
 
     def content_hash(self) -> str:
-        """16 hex digits over all that planning reads; strategies carry it."""
+        """Hash of all fields that planning reads, in 16 hex digits; strategies store it."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
 
 
@@ -210,7 +210,7 @@ def check_references(graph: str, operators: list[Operator]) -> None:
 
 
 def sort_operators(graph: str, operators: list[Operator]) -> list[Operator]:
-    """Topological order that keeps the listed order where it can.
+    """Sort topologically, and keep the listed order where possible.
 
     Raises:
         GraphError: cyclic; names the operators of one cycle.

@@ -1,8 +1,8 @@
-"""Open MPI hostfiles: one host a line, `slots=N`, comments by `#` or `//`.
+"""Open MPI hostfiles: one host per line, `slots=N`, comments by `#` or `//`.
 
-The reader takes what mpirun of Open MPI 4 takes, with the same meaning; where mpirun would refuse,
-or read something else than is written (`node1:4`, `10.0.0.1 node1`), the error shows the line to
-write. A hostfile is data: names are checked here, so that none can carry a shell's or ssh's syntax.
+The reader accepts the syntax of Open MPI 4's mpirun, with the same meaning. If mpirun would refuse
+or misread a line (`node1:4`, `10.0.0.1 node1`), the error shows the line to write instead. Host
+names are validated here, so that no name can contain shell or ssh syntax.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.inputs import find_int, one_line, read_file, shorten
 _MOST_BYTES = 16 * 2**20
 _MOST_SLOTS = 65536
 _MOST_CHARACTERS = 1000
-# As mpirun's lexer sees them.
+# Blanks of mpirun's lexer.
 _TO_BLANK = str.maketrans(dict.fromkeys("\t\v\f", " "))
 _COMMENT = re.compile(r"#|//")
 _ODD_BLANK = re.compile(r"[^\S ]")
@@ -40,10 +40,10 @@ _KEYWORDS = _OPTIONS | {
 
 @dataclass(frozen=True)
 class Host:
-    """A name or address, and how many ranks it takes.
+    """A name or address, and its number of ranks.
 
     Attributes:
-        slots: None: not said, and Open MPI takes as many as the host has cores.
+        slots: None if the file gives none; Open MPI then uses the host's number of cores.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Host:
 
 @dataclass
 class _Entry:
-    """What all lines of a host say so far, as mpirun adds them up.
+    """The lines of one host so far, with their slots added up as mpirun does.
 
     Attributes:
-        number: its first line.
-        is_given: the slots are said, or the host stands on a second line, which counts as a slot.
+        number: number of its first line.
+        is_given: the file gives slots, or lists the host twice: each line counts as a slot.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Entry:
     max_slots: int = 0
 
     def update(self, options: list[tuple[str, str]], where: str) -> None:
-        """Take the options of one line, in its order."""
+        """Apply the options of one line, in order."""
         has_max = False
         for key, value in options:
             most = find_int(value, 1, _MOST_SLOTS)
@@ -89,7 +89,7 @@ class _Entry:
 
     def _set_slots(self, slots: int, where: str) -> None:
         if self.is_given:
-            # This line has already counted as a slot, unless it is the first.
+            # This line has already counted as a slot unless it is the first.
             n_all = self.slots + slots - 1 if self.number != _number(where) else slots
             raise HostfileError(
                 f"{where}: the slots of {self.name} are said twice (first in line {self.number}), "
@@ -105,7 +105,7 @@ def _number(where: str) -> int:
 
 
 def _check_name(name: str, options: str, where: str) -> None:
-    """Refuse what is no name, and what mpirun takes for something else."""
+    """Refuse words that are not host names, or that mpirun does not read as host names."""
     is_name = len(name) <= 255 and _HOST.fullmatch(name) and name not in _KEYWORDS
     labels = name.split(".")
     is_number = len(labels) > 1 and all(label.isascii() and label.isdigit() for label in labels)
@@ -115,12 +115,12 @@ def _check_name(name: str, options: str, where: str) -> None:
 
 
 def _identity(name: str) -> str:
-    """What mpirun knows a host by: it cuts a name at its first dot."""
+    """The key by which mpirun compares hosts: the name up to its first dot."""
     return name if name.replace(".", "").isdigit() else name.partition(".")[0]
 
 
 def _options(name: str, text: str, where: str) -> list[tuple[str, str]]:
-    """The pairs behind a name; mpirun passes over a word without `=`, whatever it was meant for."""
+    """The pairs after a name; refuses a word without `=`, because mpirun silently ignores it."""
     options = []
     for word in re.sub(" *= *", "=", text).split():
         key, sign, value = word.partition("=")
@@ -163,7 +163,7 @@ def _read_line(line: str, where: str, entries: dict[str, _Entry]) -> None:
 
 
 def _check_characters(text: str, source: str) -> None:
-    """Refuse what editors add unseen and mpirun refuses; says how to remove it."""
+    """Refuse invisible characters that mpirun refuses; the error says how to remove them."""
     file = shlex.quote(source)
     if text.startswith("\ufeff") or "\r" in text:
         mark = "a byte-order mark" if text.startswith("\ufeff") else "carriage returns (Windows)"
@@ -180,10 +180,10 @@ def _check_characters(text: str, source: str) -> None:
 
 
 def parse_hostfile(text: str, *, source: str = "hostfile") -> list[Host]:
-    """Read the hosts, in order; a host on several lines has the slots that mpirun adds up.
+    """Read the hosts, in order; slots of a host on several lines add up as in mpirun.
 
     Raises:
-        HostfileError: names the line, what is wrong with it, and the line to write.
+        HostfileError: names the line, its error, and the line to write.
     """
     _check_characters(text, source)
     entries: dict[str, _Entry] = {}

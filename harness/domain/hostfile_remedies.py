@@ -1,4 +1,4 @@
-"""Lines that other programs take for hosts, and the line of a hostfile of Open MPI for each."""
+"""Host lines of other programs, and the equivalent line of an Open MPI hostfile."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FIRST_FREE_PORT = 1024
 
 
 def _slots(options: str, default: str = "slots=1") -> str:
-    """The slots that a line says, for the line to write."""
+    """The slots option for the suggested line."""
     match = re.search(r"(?:slots|cpu|count) *= *([0-9]{1,5})(?![^ ])", options, re.ASCII)
     return f"slots={int(match[1])}" if match and int(match[1]) else default
 
 
 def explain_name(name: str, options: str) -> str:
-    """Why the first word of a line is no host that mpirun takes, and the line to write."""
+    """Explain why mpirun refuses the first word of a line, and give the line to write."""
     if (text := _ipv6(name, "")) is not None:
         return text
     for explain in (_marked, _colon, _user, _bracket, _list, _dot, _underscore, _quoted):
@@ -46,7 +46,7 @@ def _ipv6(name: str, _: str) -> str | None:
 
 
 def _colon(name: str, slots: str) -> str | None:
-    """`node1:4` of MPICH and Intel MPI; `node1:2222` is a port."""
+    """`node1:4` of MPICH and Intel MPI; a large number, as in `node1:2222`, is a port."""
     match = re.fullmatch(rf"(?:[^@:]*@)?({_NAME}):(.*)", name, re.ASCII)
     if match is None:
         return None
@@ -135,7 +135,7 @@ def _turned(name: str, options: str) -> str | None:
 
 
 def explain_option(name: str, key: str, value: str, options: str) -> str:
-    """What is wrong with a word behind a host's name, and the line to write."""
+    """Explain why an option after a host's name is wrong, and give the line to write."""
     word = shorten(f"{key}={value}" if value else key)
     line = f"write `{name} {_slots(options)}`"
     if key in ("username", "user-name", "user_name", "user"):
@@ -150,7 +150,7 @@ def explain_option(name: str, key: str, value: str, options: str) -> str:
 
 
 def _meant_slots(key: str, value: str, options: str) -> int | None:
-    """The number of an option that is written almost as `slots`, or as elsewhere."""
+    """The number of an option that resembles `slots`, or means slots in another program."""
     if not value:  # `node1 4`, `node1 slots 4`
         return next((n for word in options.split() if (n := find_int(word, 1, 1000))), None)
     is_meant = key.lower() in _OTHERS or get_close_matches(key.lower(), _SLOTS, cutoff=0.6)
@@ -158,7 +158,7 @@ def _meant_slots(key: str, value: str, options: str) -> int | None:
 
 
 def show_slots(name: str, value: str) -> str:
-    """The line to write in the place of slots that are no number, or 0."""
+    """The line to write if slots are 0 or not a number."""
     if value.strip("0") == "" and value:
         return f"to leave {name} out, write `# {name}`"
     digits = re.match(r"\"?([0-9]+)", value, re.ASCII)

@@ -1,7 +1,7 @@
 """Choose the NIC by which each rank reaches the others.
 
-Interfaces such as docker0 carry the same address on every host and hang collectives; so an
-interface counts only if its subnet holds a different address of every other host.
+Interfaces such as docker0 have the same address on every host, so collectives over them hang.
+An interface qualifies only if its subnet holds a different address of every other host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Interface:
     """One IPv4 address of a host.
 
     Attributes:
-        speed_bits_per_s: as the driver says, or as a traffic shaper on it limits; 0 when unknown.
+        speed_bits_per_s: from the driver, or the limit of a traffic shaper; 0 when unknown.
     """
 
     name: str
@@ -47,17 +47,17 @@ def _preferred(candidates: list[Interface]) -> Interface:
 def choose_interface(
     rank: int, hostnames: list[str], interfaces: list[list[Interface]], wanted: str = ""
 ) -> Interface | None:
-    """The interface of `rank` that reaches every other host.
+    """Choose the interface of `rank` that reaches every other host.
 
     Args:
         hostnames: by rank.
         interfaces: each rank's interfaces, by rank.
-        wanted: a name that the user insists on (GLOO_SOCKET_IFNAME), or empty.
+        wanted: a name that the user requires (GLOO_SOCKET_IFNAME), or empty.
 
     Returns:
-        Loopback when all ranks share one host; the fastest interface whose subnet holds an address
-        of every other host; else any that is not loopback (a routed network); None without one, or
-        where the wanted one is loopback and there are other hosts.
+        Loopback if all ranks share one host; else the fastest interface whose subnet holds an
+        address of every other host; else any that is not loopback (a routed network). None without
+        one, or if the wanted one is loopback and there are several hosts.
     """
     mine = interfaces[rank]
     others = [interfaces[k] for k, name in enumerate(hostnames) if name != hostnames[rank]]
@@ -71,7 +71,7 @@ def choose_interface(
     shared = [i for i in outward if _reaches(i, others)]
     if shared:
         return _preferred(shared)
-    # On a routed network no subnet is shared; an address that another host also has leads nowhere.
+    # Hosts of a routed network share no subnet; an address that two hosts have reaches neither.
     foreign = {i.address for host in others for i in host}
     routed = [i for i in outward if i.address not in foreign]
     return _preferred(routed) if routed else None

@@ -1,6 +1,6 @@
-"""Which labels the samples of each metric have: read once, so that derivations need not ask again.
+"""Labels of each metric, validated when records are read, so that derivations need not check.
 
-A metric that is not listed may have any labels (docs/metrics.md lists all of them).
+A metric that is not listed may have any labels (docs/metrics.md lists all metrics).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from harness.domain.record import Label, Record, Sample, Span
 
 MAX_TEXT = 1000
-# What no clock can tell from 0; rates are of times above it.
+# Clocks cannot tell shorter times from 0; rates need longer ones.
 SHORTEST_S = 1e-9
 MAX_SIZE = 2**60
 MAX_RANK = 2**16
 
 
 class LabelKind(NamedTuple):
-    """What a label must be, in words and as a test."""
+    """The values that a label may have, in words and as a test."""
 
     words: str
     allows: Callable[[Label], bool]
@@ -44,7 +44,7 @@ _SUMMA = _PRODUCT | {"scaling": TEXT}
 _PAIR = {"source": RANK, "target": RANK, "transport": TEXT}
 _AMOUNTS = ("_s", "_bytes", "_flops")
 _SIGNED = ("clock_offset_s", "link_transfer_s")  # a difference of times
-_ROUNDING = 1e-6  # of a difference that is an amount
+_ROUNDING = 1e-6  # rounding error of amounts that are differences: they may be this far below 0
 _OF_PAIRS = ("link_latency_s", "link_transfer_s")
 
 REQUIRED: dict[str, dict[str, LabelKind]] = {
@@ -68,11 +68,7 @@ OPTIONAL: dict[str, dict[str, LabelKind]] = {
 
 
 def record_problem(record: Record, n_ranks: int) -> str:
-    """Why a decoded record cannot be used; empty when it can.
-
-    Args:
-        n_ranks: of the run.
-    """
+    """Why a decoded record of a run of `n_ranks` cannot be used; empty when it can."""
     if isinstance(record, Span):
         is_empty = record.kind == "step" and record.duration_s < SHORTEST_S
         return f"a step of {record.duration_s:g} s" if is_empty else ""

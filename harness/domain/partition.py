@@ -1,17 +1,17 @@
-"""Blocks of a tensor with named dims: how a dim is cut, which blocks meet, what a halo adds.
+"""Blocks of a tensor with named dims: cuts, intersections of blocks, halos.
 
-A cut is a whole number (that many equal parts) or a list of shares (parts in proportion, for
-unlike devices). Blocks are numbered row-major over the dims of the tensor, so a partition
+A cut is an integer (that many equal parts) or a list of shares (parts in proportion, for devices
+of different speeds). Blocks are numbered row-major over the dims of the tensor, so a partition
 {"sample": 2, "feature": 2} of (sample, feature) has blocks
 
       feature ->            0 | 1
       sample                -----
                             2 | 3
 
-Along `replica` nothing is cut: its parts are copies, all of which compute the same block. Copies
-of a block are numbered one after another, as if `replica` were the last dim.
+`replica` does not cut: its parts are copies that compute the same block. Copies of a block have
+consecutive numbers, as if `replica` were the last dim.
 
-The same formula is used by the simulator, the executor and the importers of other formats.
+Simulator, executor and importers of other formats share these formulas.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Cut = int | list[int]
 
 
 def n_parts(cut: Cut) -> int:
-    """How many parts a cut makes."""
+    """Number of parts that a cut makes."""
     return cut if isinstance(cut, int) else len(cut)
 
 
 def n_replicas(cuts: Mapping[str, Cut]) -> int:
-    """How many copies of each block are computed."""
+    """Number of copies of each block."""
     return n_parts(cuts.get(REPLICA, 1))
 
 
 def nearest(copies: tuple[int, ...], device: int) -> int:
-    """Which of some copies serves a device: its own, or one of the others in turn."""
+    """The copy that serves a device: the device itself if it holds one, else one in rotation."""
     return device if device in copies else copies[device % len(copies)]
 
 
 def cut_dim(size: int, cut: Cut) -> list[Interval]:
     """Cut [0, size) into consecutive half-open intervals.
 
-    Interval i of shares s ends at floor(size * (s_0 + ... + s_i) / sum(s)), and a number n
-    means n equal shares. So cuts into n and 2n parts share their bounds, whatever the size.
+    Interval i of shares s ends at floor(size * (s_0 + ... + s_i) / sum(s)); an integer n means n
+    equal shares. So cuts into n and 2n parts share their bounds for any size.
 
     Raises:
         StrategyError: no parts, a share below 1, or more parts than elements.
@@ -78,11 +78,10 @@ def _empty_part(size: int, cut: Cut) -> StrategyError:
 
 
 def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -> list[Block]:
-    """All blocks of a tensor, row-major over `dims`, each with its copies; a dim without a cut
-    stays whole.
+    """All blocks of a tensor, row-major over `dims`, with copies; dims without a cut stay whole.
 
     Raises:
-        StrategyError: a cut of a dim that the tensor does not have, or that leaves a part empty.
+        StrategyError: a cut names an unknown dim, or leaves a part empty.
     """
     n_copies = cuts.get(REPLICA, 1)
     if not isinstance(n_copies, int) or n_copies < 1:
@@ -100,7 +99,7 @@ def blocks(dims: Sequence[str], shape: Sequence[int], cuts: Mapping[str, Cut]) -
 
 
 def count_parts(cuts: Mapping[str, Cut]) -> int:
-    """How many blocks the cuts make together, copies included."""
+    """Number of blocks of all cuts together, copies included."""
     count = 1
     for cut in cuts.values():
         count *= n_parts(cut)
@@ -108,7 +107,7 @@ def count_parts(cuts: Mapping[str, Cut]) -> int:
 
 
 def part_index(dims: Sequence[str], cuts: Mapping[str, Cut], index: int) -> dict[str, int]:
-    """Where block `index` lies in the grid: its position along every cut dim."""
+    """Position of block `index` along every cut dim."""
     place: dict[str, int] = {}
     index //= n_replicas(cuts)
     for dim in reversed(dims):
@@ -117,13 +116,13 @@ def part_index(dims: Sequence[str], cuts: Mapping[str, Cut], index: int) -> dict
 
 
 def intersect(a: Block, b: Block) -> Block | None:
-    """What two blocks of one tensor share; None when they share nothing."""
+    """The intersection of two blocks of one tensor; None when it is empty."""
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def volume(block: Block) -> int:
-    """Elements of a block."""
+    """Number of elements of a block."""
     count = 1
     for start, stop in block:
         count *= stop - start
@@ -135,8 +134,8 @@ def input_interval(
 ) -> Interval:
     """The rows of an input of `size` that rows `output` of a convolution or pool read.
 
-    Padding is not part of the input, so it is clipped off. The halo is what this interval
-    has beyond the part that the same device produced.
+    Padding is clipped, because it is not part of the input. The halo is the rest of this interval
+    beyond the part that the same device produced.
     """
     first = output[0] * stride - padding
     last = (output[1] - 1) * stride - padding + dilation * (kernel - 1)

@@ -1,7 +1,7 @@
-"""What planning said of a run before it started: `prediction.json` in the run's directory.
+"""The simulated step of a run: `prediction.json` in the run's directory, written before it starts.
 
-Beside it lies `strategy.json`, the strategy that was trained. Spans are those of one step, by
-rank, as a measured run writes them, so that a figure can draw one above the other.
+`strategy.json` beside it is the strategy that was trained. Spans are those of one step, by rank,
+in the form of a measured run, so that a figure can draw both.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
         step_s: seconds.
         memory_bytes: peak by device name.
         spans: by rank (a decimal number, as JSON has it), of one step, from its start.
-        contention_s: by rank, what computing takes longer because transfers run beside it; None
-            when unknown.
+        contention_s: by rank, the slowdown of computing by concurrent transfers; None when
+            unknown.
         profile_fit_error: largest relative error of the fitted times that were used; None if
             all were measured.
-        search_s: wall seconds of the search; None when nothing was searched.
-        calibrations: of the profile that it was made from (see `Profile.calibrations`).
+        search_s: wall seconds of the search; None without one.
+        calibrations: those of the profile that was used (see `Profile.calibrations`).
     """
 
     FILE = FileKind("prediction", SCHEMA, SCHEMA_VERSION, ResultsError, "run it again")
@@ -50,5 +50,5 @@ class Prediction(JsonFile, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
 
     def to_json(self) -> bytes:
-        """The file's bytes, not indented: spans are many."""
+        """Encode the file without indentation, because it holds many spans."""
         return msgspec.json.encode(self) + b"\n"

@@ -1,7 +1,7 @@
 """Measured forward and backward seconds of operators, by device kind, shard shape and dtype.
 
-Written by the profile workload, read by planning; what lies between measured shapes is
-fitted by `harness.plan.fit`.
+The profile workload writes it, planning reads it; `harness.plan.fit` interpolates between the
+measured shapes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MeasurementKey = tuple[str, str, tuple[tuple[str, int], ...], str]
 class Measurement(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One operator's times on one kind of device at one shape: medians.
+    """Median times of one operator on one kind of device at one shape.
 
     Attributes:
         device_kind: as in `Device.kind`.
         operator: the operator's `profile_key`.
-        shape: of the output of the shard that was run; empty when the source does not say,
-            and then it holds for the graph's whole minibatch.
+        shape: of the output of the timed shard; empty when unknown, and then the times hold for
+            the graph's whole minibatch.
         forward_s: seconds of the forward pass.
         backward_s: seconds of the backward pass, to inputs and parameters.
-        saved_bytes: what the forward pass keeps for the backward pass; None when not measured.
+        saved_bytes: bytes that forward keeps for backward; None when not measured.
         spread: interquartile range over the median of forward plus backward; None when unknown.
-        n_samples: of the medians; None when unknown.
+        n_samples: number of samples of the medians; None when unknown.
     """
 
     device_kind: str
@@ -56,12 +56,12 @@ class Measurement(
 
     @property
     def key(self) -> MeasurementKey:
-        """What identifies it."""
+        """Key that identifies the measurement."""
         return measurement_key(self.device_kind, self.operator, self.shape, self.dtype)
 
     @property
     def relative_noise(self) -> float:
-        """Standard error of the median over it, as if samples were normal; 0 when unknown."""
+        """Relative standard error of the median, for normal samples; 0 when unknown."""
         n = self.n_samples or 0
         if self.spread is None or n < 2:
             return 0.0
@@ -94,10 +94,10 @@ class Measurement(
 
 
 class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole model's measured step on one device: what the operators should add up to.
+    """The whole model's measured step on one device, which the sum of its operators should equal.
 
     Attributes:
-        batch: samples in the step: the graph's own batch, or a small one.
+        batch: samples in the step: the graph's batch, or a smaller one.
         step_s: seconds of forward plus backward, without the optimizer, when last timed.
         operators_s: the sum over the graph's operators at the same batch.
         graph_hash: `Graph.content_hash` of the graph; empty when unknown.
@@ -125,7 +125,7 @@ class WholeStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def calibration(self) -> float:
-        """Measured step over the sum of its operators: 1 is a faithful profile."""
+        """Measured step over the sum of its operators; 1 for a perfect profile."""
         return self.step_s / self.operators_s
 
 
@@ -133,7 +133,7 @@ class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The measured speed of an optimizer's step on one kind of device.
 
     Attributes:
-        optimizer: sgd, momentum (sgd with momenta) or adamw.
+        optimizer: sgd, momentum (SGD with momentum) or adamw.
         s_per_byte: seconds of a step per byte of parameters.
     """
 
@@ -150,11 +150,11 @@ class OptimizerTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Profile(JsonFile, frozen=True, kw_only=True):
-    """Measurements and where they come from.
+    """Measurements and their provenance.
 
     Attributes:
         model: the model's name.
-        graph_hash: `Graph.content_hash` of the graph it was measured for; empty when it serves any.
+        graph_hash: `Graph.content_hash` of the measured graph; empty if valid for any graph.
         provenance: library versions, host, commit, date, source file.
     """
 
@@ -200,10 +200,10 @@ class Profile(JsonFile, frozen=True, kw_only=True):
     def calibration_of(
         self, graph_hash: str, device_kind: str, samples: int, dtype: str | None = None
     ) -> float:
-        """Factor on the measured times of a graph's operators (see `WholeStep`); 1 if not known.
+        """Factor on the measured times of a graph's operators (see `WholeStep`); 1 if unknown.
 
-        Between two measured batches it is linear in the logarithm of the batch, and beyond them it
-        is that of the nearest.
+        It is interpolated linearly in the logarithm of the batch, and constant beyond the measured
+        batches.
 
         Args:
             dtype: of the steps; None for a profile of one dtype.
@@ -228,7 +228,7 @@ class Profile(JsonFile, frozen=True, kw_only=True):
         }
 
     def content_hash(self) -> str:
-        """16 hex digits over the measurements without their calibration; strategies carry it."""
+        """Hash of the measurements without calibration, in 16 hex digits; strategies store it."""
         data = msgspec.json.encode(self.measurements, order="sorted")
         return hashlib.sha256(data).hexdigest()[:16]
 
@@ -236,5 +236,5 @@ class Profile(JsonFile, frozen=True, kw_only=True):
 def measurement_key(
     device_kind: str, operator: str, shape: dict[str, int], dtype: str
 ) -> MeasurementKey:
-    """What identifies a measurement; the order of dims counts."""
+    """Key of a measurement; the order of dims matters."""
     return device_kind, operator, tuple(shape.items()), dtype

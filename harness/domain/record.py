@@ -1,8 +1,8 @@
-"""What a rank measures: spans (named intervals) and samples (named numbers).
+"""Measurements of a rank: spans (named intervals) and samples (named numbers).
 
-One JSON object per line of `rank<k>.jsonl`, tagged by `type`. Values are raw: rates,
-medians and overlaps are derived later, from files (docs/metrics.md). Decoding refuses numbers out
-of bounds; `labels.py` says which labels a metric has.
+One JSON object per line of `rank<k>.jsonl`, tagged by `type`. Values are raw: rates, medians and
+overlaps are derived from the files (docs/metrics.md). Decoding refuses numbers out of bounds;
+`labels.py` defines the labels of each metric.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ SpanKind = Literal[
     "step", "data", "host_to_device", "forward", "backward", "communication", "optimizer", "compute"
 ]
 
-# `backward` is to inputs, or to inputs and weights together.
+# `backward` computes gradients of inputs, or of inputs and weights together.
 Pass = Literal["forward", "recompute", "backward", "weights"]
 
 Label = str | int | float | bool
 
-# No clock counts beyond; sums, products and squares of what lies within stay finite.
+# Bound of clock readings, such that their sums, products and squares stay finite.
 Moment = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Duration = Annotated[float, Meta(ge=0, le=1e9)]
 Value = Annotated[float, Meta(ge=-1e40, le=1e40)]
@@ -32,7 +32,7 @@ Number = Annotated[int, Meta(ge=0, le=10**9)]
 
 
 class SpanFields(TypedDict, total=False):
-    """What a span may say besides its kind and times: the optional fields of `Span`."""
+    """The optional fields of `Span`."""
 
     name: str
     n_bytes: int | None
@@ -56,19 +56,19 @@ class Span(
     """A named interval on one rank.
 
     Attributes:
-        kind: what the rank was doing; `step` spans enclose the phases of one step.
-        name: words for people, such as `bucket3`, for what the other fields do not say; not read.
+        kind: activity of the rank; `step` spans enclose the phases of one step.
+        name: for people only, such as `bucket3`, where the other fields do not suffice.
         step: the step (or iteration) it belongs to, counted from 0 after warm-up.
         start_s: seconds since the recorder's origin on this rank (monotonic).
         duration_s: seconds.
         n_bytes: bytes moved, for data, host_to_device and communication.
-        stage: of the pass.
+        stage: pipeline stage of the pass.
         microbatch: its number within the step.
-        pass_: of computing, None where it is the kind; of a transfer, `forward` for outputs and
-            `backward` for their gradients.
-        operator: the operator that is computed or whose output travels; the first of several.
+        pass_: the pass that is computed, None if `kind` names it; for a transfer, `forward` for
+            outputs and `backward` for their gradients.
+        operator: the operator that is computed or whose output is sent; the first of several.
         peer: the other rank of a transfer.
-        is_wait: the rank stands still until a transfer has ended.
+        is_wait: the rank is blocked until a transfer ends.
     """
 
     kind: SpanKind
@@ -86,7 +86,7 @@ class Span(
 
     @property
     def label(self) -> str:
-        """Words for people, as in `weights of conv1 #3`; empty where the kind says it all."""
+        """Label for people, such as `weights of conv1 #3`; empty if the kind suffices."""
         subject = self.name or self.operator
         if not subject:
             subject = "" if self.stage is None else f"stage{self.stage}"
@@ -97,7 +97,7 @@ class Span(
         return f"{before}{subject}{after}" if subject else ""
 
 
-# Of a label, by whether it is a transfer's.
+# Start of a label, by (whether the span is a transfer, pass).
 _PREFIXES: dict[tuple[bool, Pass | None], str] = {
     (False, "weights"): "weights of ",
     (False, "recompute"): "recompute ",
@@ -113,7 +113,7 @@ class Sample(
     Attributes:
         metric: its name, ending in its unit: `collective_s`, `nic_sent_bytes`, `loss`.
         value: the number as measured.
-        labels: what it was measured on, such as {"operation": "all_reduce", "n_bytes": 1024}.
+        labels: conditions of the measurement: {"operation": "all_reduce", "n_bytes": 1024}.
         step: the step or iteration, counted from 0 after warm-up.
         time_s: seconds since the recorder's origin, for time series.
     """

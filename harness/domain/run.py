@@ -17,7 +17,7 @@ from harness.errors import ResultsError
 from harness.inputs import MOST_NUMBER, shorten
 
 SCHEMA = "harness-run"
-SCHEMA_VERSION = 2  # spans say stage, microbatch, pass, operator and peer in fields
+SCHEMA_VERSION = 2  # spans have fields for stage, microbatch, pass, operator and peer
 
 Status = Literal["running", "ok", "oom", "timeout", "crash", "skipped", "invalid"]
 STATUS_WORDS = {
@@ -31,15 +31,15 @@ STATUS_WORDS = {
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank ran.
+    """Host, device and NIC of one rank.
 
     Attributes:
-        device: how torch names it, such as `cuda:0` or `cpu`.
-        device_kind: what it is, such as `NVIDIA H200` or the CPU's model name.
+        device: torch's name, such as `cuda:0` or `cpu`.
+        device_kind: hardware model, such as `NVIDIA H200` or the CPU's model name.
         n_cores: cores that the rank may use (after cgroup quota and affinity; may be fractional).
         memory_bytes: memory of the device (after cgroup limit for a CPU).
         interface: the NIC that reaches the other ranks.
-        nic_bytes_per_s: what that NIC carries each way; 0 when unknown, and for loopback.
+        nic_bytes_per_s: bandwidth of that NIC, each way; 0 when unknown, and for loopback.
         peak_flops_per_s: published dense peak by dtype; empty when unknown.
     """
 
@@ -55,7 +55,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def device_names(ranks: Iterable[RankInfo]) -> dict[int, str]:
-    """The cluster's name of each rank's device: its host and its place among the host's ranks."""
+    """Name of each rank's device in the cluster: host and position among the host's ranks."""
     seen: Counter[str] = Counter()
     names = {}
     for info in sorted(ranks, key=lambda info: info.rank):
@@ -65,19 +65,19 @@ def device_names(ranks: Iterable[RankInfo]) -> dict[int, str]:
 
 
 class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """`run.json`. `status` is `running` until the run ends; if its writer dies it stays so,
-    and `harness.measure.store.read_header` shows a crash once the heartbeat beside it has stopped.
+    """`run.json`. `status` stays `running` if the writer dies; `harness.measure.store.read_header`
+    then reports a crash once the heartbeat has stopped.
 
     Attributes:
         run_id: the name of the run's directory.
-        key: hash of workload, configuration and cluster: equal keys are repeats of one another.
+        key: hash of workload, configuration and cluster; runs with equal keys are repeats.
         repeat: counted from 0.
-        config: the workload's typed configuration as plain JSON.
+        config: the workload's configuration as plain JSON.
         versions: library name to version.
-        reason: why the status is not ok, in one sentence.
+        reason: one sentence, if the status is not ok.
         backend: nccl or gloo.
         duration_s: wall seconds from start to status, None while running.
-        summary: a few derived numbers, for reading by eye; figures derive theirs from records.
+        summary: a few derived numbers, for people only: figures derive theirs from records.
     """
 
     run_id: str
@@ -100,7 +100,7 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
     version: int = SCHEMA_VERSION
 
     def check(self, source: str) -> None:
-        """Refuse what no run has.
+        """Refuse impossible values.
 
         Raises:
             ResultsError: names `source`.
@@ -114,37 +114,37 @@ class RunHeader(msgspec.Struct, frozen=True, kw_only=True):
             raise ResultsError(f"{source} names rank {twice[0]} twice: write each rank once")
 
     def texts(self, name: str) -> list[str]:
-        """A list of texts in the summary; empty where there is none."""
+        """A list of texts in the summary; empty if absent."""
         found = self.summary.get(name)
         return [str(text) for text in found] if isinstance(found, list) else []
 
     def number(self, name: str) -> float | None:
-        """A number in the summary; None where there is none."""
+        """A number in the summary; None if absent."""
         found: Any = self.summary.get(name)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
         return float(found) if is_number and abs(found) <= MOST_NUMBER else None
 
     @property
     def ending(self) -> str:
-        """The status, and why in one line where there is a reason."""
+        """The status, with the reason in one line if there is one."""
         why = self.reason.partition("\n")[0]
         return f"{self.status}: {why}" if why else self.status
 
 
 class Headed(Protocol):
-    """What has the header of a run, with its records or without."""
+    """A value with the header of a run."""
 
     @property
     def header(self) -> RunHeader: ...
 
 
 def is_file_name(text: str) -> bool:
-    """Whether a file of this name lies in the directory that it is joined to."""
+    """Whether the text is a plain file name, which cannot lead out of a directory."""
     return bool(text.strip(".")) and text.isprintable() and "/" not in text and len(text) <= 200
 
 
 def run_key(workload: str, config: dict[str, Any], cluster: Cluster) -> str:
-    """Hash what makes two runs repeats of one another: workload, configuration and cluster."""
+    """Hash workload, configuration and cluster; runs with equal keys are repeats."""
     nodes = [
         [node.name, node.nic_bytes_per_s, [device.kind for device in node.devices]]
         for node in cluster.nodes

@@ -1,15 +1,15 @@
-"""Microbatch schedules: who does what in which order. The executor and the simulator run these.
+"""Microbatch schedules: the order of actions on each rank, for executor and simulator.
 
 A pipeline has stages 0..S-1 on ranks 0..P-1 (a rank is a stage's whole device set); stage s is on
-rank s % P. Each rank gets its own list of actions; waiting for inputs is not an action.
+rank s % P. Each rank has a list of actions; waiting for inputs is not an action.
 
     gpipe (P=2, M=2)   rank 0  F0 F1       B0 B1        all forwards, then all backwards
                        rank 1     F0 F1 B0 B1
     1f1b               rank 0  F0 F1    B0    B1        at most P - rank in flight
                        rank 1     F0 B0 F1 B1
     interleaved        as 1f1b, with S / P stages on each rank (Megatron-LM, SC'21, section 2.2)
-    zero_bubble        ZB-H1 (Qi et al., 2023): backward to inputs (B) and to weights (W) apart;
-                       rank r lags r weight actions behind, which fill the bubble
+    zero_bubble        ZB-H1 (Qi et al., 2023): separate backward to inputs (B) and weights (W);
+                       rank r delays r weight actions, which fill the bubble
 
 Without a flush (PipeDream, SOSP 2019) steps of 1f1b leave each rank's last microbatches in flight:
 
@@ -28,17 +28,17 @@ ActionKind = Literal["forward", "backward", "weight"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
-# For how many exchanges receives are posted before the first action of a step, and in a wait beyond
-# what it waits for.
+# Exchanges whose receives are posted before the first action of a step, and ahead of each exchange
+# that is waited for.
 RECEIVES_AT_FIRST, RECEIVES_AHEAD = 2, 6
 
 
 class Action(NamedTuple):
     """One pass of one microbatch through one stage.
 
-    `backward` computes gradients of inputs and weights, but under zero_bubble those of the
-    inputs alone: then `weight` follows with the rest. Where it follows at once, as on the first
-    rank, the two may be carried out together.
+    `backward` computes gradients of inputs and weights, but under zero_bubble only those of the
+    inputs; `weight` computes the others later. If `weight` follows directly, as on the first
+    rank, the two may run as one.
     """
 
     kind: ActionKind
@@ -82,22 +82,22 @@ def unflushed_actions(
 
 
 def flush_actions(*, n_ranks: int, rank: int, n_before: int) -> Iterator[Action]:
-    """What one rank does to empty the pipeline after such steps."""
+    """One rank's actions that empty the pipeline after such steps."""
     for microbatch in range(-min(n_before, n_ranks - 1 - rank), 0):
         yield Action("backward", microbatch, rank)
 
 
 def unflushed_position(microbatch: int, *, n_ranks: int, rank: int, is_backward: bool) -> int:
-    """How many actions a rank carries out before one of a microbatch, from an empty pipeline on."""
+    """Number of actions before one of a microbatch, counted from an empty pipeline."""
     lag = n_ranks - 1 - rank
     return 2 * microbatch + lag + 1 if is_backward else microbatch + max(0, microbatch - lag)
 
 
 def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks: int) -> None:
-    """Refuse numbers that the schedule cannot serve.
+    """Refuse numbers that the schedule does not support.
 
     Raises:
-        StrategyError: says which two numbers disagree.
+        StrategyError: names the two numbers that disagree.
     """
     if schedule not in SCHEDULE_NAMES:
         raise StrategyError(
@@ -126,11 +126,11 @@ def check_schedule(schedule: str, *, n_stages: int, n_microbatches: int, n_ranks
 
 
 def _gpipe(n_stages: int, n_microbatches: int, n_ranks: int, rank: int) -> Iterator[Action]:
-    own = range(rank, n_stages, n_ranks)
-    for stage in own:
+    stages = range(rank, n_stages, n_ranks)
+    for stage in stages:
         for microbatch in range(n_microbatches):
             yield Action("forward", microbatch, stage)
-    for stage in reversed(own):
+    for stage in reversed(stages):
         for microbatch in range(n_microbatches):
             yield Action("backward", microbatch, stage)
 

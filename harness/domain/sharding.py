@@ -1,6 +1,6 @@
-"""What cutting an operator means: which dims it has, what a block reads, which weights it holds.
+"""Rules of cutting operators: the dims that can be cut, and the inputs and weights of each block.
 
-The simulator prices a strategy by these rules and the executor carries it out by them.
+The simulator and the executor share these rules.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from harness.domain.partition import (
 
 CONTRACTION = "contraction"
 HEADS = "heads"
-# Dims that an output does not show: their parts hold partial sums of all of it.
+# Dims that the output does not have: parts along them are partial sums of the whole output.
 PARTIAL_DIMS = (HEADS, CONTRACTION)
 
-# Gradients that DDP sums together where its user names no size.
+# DDP's default bucket size.
 BUCKET_BYTES = 25 << 20
-# An output's partial sums are added up by one all-reduce from so many devices on. Between two an
-# exchange moves as many bytes and has half the latency.
+# From this number of devices on, one all-reduce adds up an output's partial sums. Between two
+# devices an exchange moves as many bytes at half the latency.
 FEWEST_SUMMED = 3
 
-# Dims along which each kind of operator can be cut; every other kind along samples alone.
+# Dims along which each kind of operator can be cut; other kinds only along samples.
 _CUTTABLE: dict[str, tuple[str, ...]] = {
     "linear": (SAMPLE, "seq", "feature", CONTRACTION),
     "conv2d": (SAMPLE, "feature", "height", "width"),
@@ -43,7 +43,7 @@ _CUTTABLE: dict[str, tuple[str, ...]] = {
     "embedding": (SAMPLE, "seq", "feature"),
     "attention": (SAMPLE, HEADS, "seq"),
 }
-# The dims that cut the weights too; cutting any other dim copies them.
+# Dims whose cuts also cut the weights; a cut of any other dim copies the weights.
 _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
     "linear": ("feature", CONTRACTION),
     "conv2d": ("feature",),
@@ -55,30 +55,29 @@ _WINDOWED = ("conv2d", "pool")
 _SPATIAL = ("height", "width")
 _POINTWISE = ("batch_norm", "layer_norm", "elementwise", "add")
 _WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm")
-# Where among the output's dims the features must stand for the weights to be theirs.
+# Position of the output's feature dim that the weights belong to.
 _FEATURE_POSITION = {"linear": -1, "embedding": -1, "conv2d": 1, "batch_norm": 1}
 
 
 def first_bucket_bytes(bucket_bytes: int) -> int:
-    """Of the first bucket of gradients, where buckets are of a size, as DDP has it.
+    """Size of the first bucket of gradients, as in DDP.
 
-    It is small by default, so that communication starts early; a size that is named holds for all.
+    By default it is small, so that communication starts early; a given size holds for all buckets.
     """
     return 1 << 20 if bucket_bytes == BUCKET_BYTES else bucket_bytes
 
 
 def has_tasks(operator: Operator) -> bool:
-    """Whether a strategy places it: inputs come from each device's own data loader."""
+    """Whether a strategy places it: not an input, which each device's data loader provides."""
     return operator.kind != "input"
 
 
 def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> dict[str, int]:
-    """Sizes of the dims that may be cut and of the rest, with samples scaled to `batch`.
+    """Sizes of all dims, with samples scaled to `batch`.
 
-    Last come the dims that the output does not have, whose parts each hold a partial sum of all
-    of it (`is_partial`): the heads of an attention with an output projection, and the
-    contraction of a linear operator, its input features. An operator of unknown shape has
-    samples only.
+    The last are partial dims (`is_partial`), which the output does not have: the heads of an
+    attention with an output projection, and the contraction (input features) of a linear operator.
+    An operator of unknown shape has samples only.
     """
     shape = dict(operator.shape)
     if SAMPLE in shape and graph_batch:
@@ -95,7 +94,7 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
 
 
 def full_units(operator: Operator, *, batch: int, graph_batch: int | None) -> dict[str, int]:
-    """As `full_shape`, in what a cut counts: samples, where each has several of the rows."""
+    """As `full_shape`, but in units of a cut: samples, if each sample has several rows."""
     shape = full_shape(operator, batch=batch, graph_batch=graph_batch)
     if graph_batch and shape.get(SAMPLE, 1) % batch == 0:
         return {dim: batch if dim == SAMPLE else size for dim, size in shape.items()}
@@ -105,7 +104,7 @@ def full_units(operator: Operator, *, batch: int, graph_batch: int | None) -> di
 def full_blocks(
     operator: Operator, cuts: Mapping[str, Cut], *, batch: int, graph_batch: int | None
 ) -> list[Block]:
-    """The blocks of an operator (`partition.blocks`) over its `full_shape`, of whole samples.
+    """The blocks of an operator (`partition.blocks`) over its `full_shape`, in whole samples.
 
     Raises:
         StrategyError: as `partition.blocks`.
@@ -120,18 +119,18 @@ def full_blocks(
 
 
 def _sums_up(operator: Operator) -> bool:
-    """Whether it is a product with weights of its own of one input that has named features."""
+    """Whether it multiplies one input, whose features are named, by weights that it holds."""
     is_product = operator.kind == "linear" and bool(operator.shape)
     return is_product and operator.parameter_bytes > 0 and len(operator.inputs) == 1
 
 
 def is_partial(operator: Operator, dim: str) -> bool:
-    """Whether parts along `dim` hold partial sums of one output rather than pieces of it."""
+    """Whether parts along `dim` are partial sums of one output rather than pieces of it."""
     return dim not in (operator.shape or {SAMPLE: 1}) and dim != REPLICA
 
 
 def output_sizes(operator: Operator, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Of sizes by dim, those of the dims that the output has (`full_shape` names others too)."""
+    """The sizes of the dims that the output has (`full_shape` includes partial dims)."""
     return {dim: n for dim, n in sizes.items() if not is_partial(operator, dim)}
 
 
@@ -142,10 +141,10 @@ def cuttable_dims(operator: Operator, shape: dict[str, int]) -> list[str]:
 
 
 def may_have_copies(operator: Operator) -> bool:
-    """Whether several devices may compute one block of it: where none has weights to keep equal.
+    """Whether several devices may compute the same block: only if there are no weights to sync.
 
-    A second user of tied weights has no bytes of its own, so kinds that have weights never may.
-    Nor may what draws random numbers of its own on each device, as an unknown function might.
+    Kinds with weights may not, even without bytes: a second user of tied weights counts none. An
+    operator that draws random numbers on each device may not either; an unknown function might.
     """
     is_free = operator.parameter_bytes == 0 and has_tasks(operator)
     is_repeatable = operator.attrs.get("is_repeatable") is not False
@@ -153,7 +152,7 @@ def may_have_copies(operator: Operator) -> bool:
 
 
 def _fixed_dims(operator: Operator) -> set[str]:
-    """Dims that this very operator cannot be cut along, although its kind can."""
+    """Dims along which this operator cannot be cut, although its kind can."""
     fixed: set[str] = set()
     dims = list(operator.shape)
     attrs = operator.attrs
@@ -172,9 +171,9 @@ def _fixed_dims(operator: Operator) -> set[str]:
 
 
 def _has_feature_weights(operator: Operator) -> bool:
-    """Whether its dim named feature is the one that its weights belong to (true without weights).
+    """Whether its weights belong to its dim named feature (true without weights).
 
-    Names follow the positions of dims: those of (sample, height, width, channels) mislead.
+    Names follow the positions of dims, so they are wrong for (sample, height, width, channels).
     """
     position = _FEATURE_POSITION.get(operator.kind)
     dims = list(operator.shape)
@@ -184,26 +183,23 @@ def _has_feature_weights(operator: Operator) -> bool:
 
 
 def _has_windows(operator: Operator) -> bool:
-    """Whether rows of the output depend on a window of rows: not so where a pool is adaptive."""
+    """Whether an output row depends on a window of input rows; false for an adaptive pool."""
     return "kernel" in operator.attrs and operator.attrs.get("padding_mode", "zeros") == "zeros"
 
 
 def weight_dims(operator: Operator) -> tuple[str, ...]:
-    """The dims whose cuts also cut the weights; none when every part holds all of them."""
+    """The dims whose cuts also cut the weights; empty if every part holds all weights."""
     dims = _WEIGHT_DIMS.get(operator.kind, ())
     return dims if _has_feature_weights(operator) else tuple(d for d in dims if d != "feature")
 
 
 def weight_dim(operator: Operator) -> str | None:
-    """The first of `weight_dims`; None when every part holds all of the weights."""
+    """The first of `weight_dims`; None if there is none."""
     return next(iter(weight_dims(operator)), None)
 
 
 def weight_part(operator: Operator, dims: list[str], cuts: dict[str, Cut], index: int) -> int:
-    """Which slice of the weights block `index` holds; equal slices are copies of one another.
-
-    Slices are numbered row-major over `weight_dims`.
-    """
+    """Number of the weight slice that block `index` holds, row-major over `weight_dims`."""
     place = part_index(dims, cuts, index)
     part = 0
     for dim in weight_dims(operator):
@@ -219,7 +215,7 @@ def _pair(value: object, position: int, default: int) -> int:
 
 
 def _scaled(interval: Interval, size: int, to: int) -> Interval:
-    """An interval of a dim of `size` in terms of a dim of another size (rows merged or split)."""
+    """Convert an interval of a dim of `size` to a dim of another size (rows merged or split)."""
     if size == to:
         return interval
     return interval[0] * to // size, -(-interval[1] * to // size)
@@ -240,12 +236,12 @@ def _window(operator: Operator, dim: str, interval: Interval, size: int) -> Inte
         size=size,
         dilation=_pair(attrs.get("dilation", 1), position, 1),
     )
-    low = min(low, size - 1)  # a window may lie in the padding alone
+    low = min(low, size - 1)  # a window may lie entirely in the padding
     return low, max(high, low + 1)
 
 
 def _channels(operator: Operator, interval: Interval, size: int, to: int) -> Interval:
-    """Input channels of a convolution's output channels: all, or those of its groups."""
+    """Input channels that a convolution's output channels read: all, or those of its groups."""
     n_groups = _pair(operator.attrs.get("groups", 1), 0, 1)
     if n_groups <= 1 or size % n_groups or to % n_groups:
         return 0, to
@@ -261,15 +257,15 @@ def input_block(
     *,
     argument: int = 0,
 ) -> Block:
-    """What a block of an operator's output reads of one producer's output.
+    """The region of one producer's output that a block of an operator's output reads.
 
     Args:
         shape: of the operator's output (`full_shape`), in the order of `block`.
-        producer_shape: of the producer's output, partial dims left out.
-        argument: position among the operator's inputs; an attention reads whole sequences of
-            all but its first (the query).
+        producer_shape: of the producer's output, without partial dims.
+        argument: position among the operator's inputs; an attention reads whole sequences of all
+            inputs but the first (the query).
     """
-    own = dict(zip(shape, block, strict=True))
+    intervals = dict(zip(shape, block, strict=True))
     matching = _matching_dims(operator, shape, producer_shape)
     needed: list[Interval] = []
     for dim, size in producer_shape.items():
@@ -277,13 +273,13 @@ def input_block(
         if name is None:
             needed.append((0, size))
         elif dim == SAMPLE:
-            needed.append(_scaled(own[SAMPLE], shape[SAMPLE], size))
+            needed.append(_scaled(intervals[SAMPLE], shape[SAMPLE], size))
         elif operator.kind in _WINDOWED and dim in _SPATIAL:
-            needed.append(_window(operator, dim, own[name], size))
+            needed.append(_window(operator, dim, intervals[name], size))
         elif operator.kind == "conv2d" and dim == "feature":
-            needed.append(_channels(operator, own[name], shape[name], size))
-        elif shape[name] == size and _reads_own(operator, name, argument):
-            needed.append(own[name])
+            needed.append(_channels(operator, intervals[name], shape[name], size))
+        elif shape[name] == size and _reads_matching(operator, name, argument):
+            needed.append(intervals[name])
         else:
             needed.append((0, size))
     return tuple(needed)
@@ -292,16 +288,16 @@ def input_block(
 def _matching_dims(
     operator: Operator, shape: dict[str, int], producer_shape: dict[str, int]
 ) -> dict[str, str]:
-    """The operator's dim for each of the producer's; none where the producer's is read whole.
+    """The operator's dim for each of the producer's dims; none for a dim that is read whole.
 
-    By name, except that values broadcast from their last dims, that an embedding has one dim
-    more than its rows' numbers, and that a contraction runs over the producer's last dim.
+    Dims match by name, with exceptions: broadcasting aligns last dims, an embedding has one dim
+    more than its indices, and a contraction runs over the producer's last dim.
     """
     found = {dim: dim for dim in producer_shape if dim in shape}
     dims = list(output_sizes(operator, shape))
     theirs = list(producer_shape)
     if operator.kind == "embedding":
-        # A bag has as many dims as its input, and adds over the last.
+        # An embedding bag has as many dims as its input, because it sums over the last one.
         matched = dims[:-1] if len(theirs) == len(dims) - 1 else [SAMPLE]
         found = {b: a for a, b in zip(matched, theirs, strict=False)}
     elif operator.kind in _POINTWISE and operator.shape:
@@ -315,8 +311,8 @@ def _matching_dims(
     return found
 
 
-def _reads_own(operator: Operator, dim: str, argument: int) -> bool:
-    """Whether a block reads only its own interval along a dim that the input has too."""
+def _reads_matching(operator: Operator, dim: str, argument: int) -> bool:
+    """Whether a block reads only its interval along a dim that the input has too."""
     if operator.kind in _POINTWISE or dim == CONTRACTION:
         return True
     if operator.kind == "pool":
@@ -325,6 +321,6 @@ def _reads_own(operator: Operator, dim: str, argument: int) -> bool:
         return dim != "feature"
     if operator.kind != "attention":
         return False
-    # The query alone is read in part, and only where keys and values come apart from it.
+    # Only the query is read in part, and only if keys and values are separate inputs.
     is_query = argument == 0 and len(operator.inputs) != 1
     return dim == HEADS or (dim == "seq" and is_query)

@@ -1,7 +1,7 @@
 """A parallelisation as data: each operator's partition and devices, microbatches, schedule, stages.
 
-Data parallel, pipelines with unequal replicas, tensor parallel and per-operator placement are all
-one `Strategy`. The file (JSON, `to_json` and `from_json`) can be read, edited, sent and run again:
+One `Strategy` expresses data parallelism, pipelines with unequal replicas, tensor parallelism and
+per-operator placement. Its file (JSON) can be read, edited, sent and run again:
 
     {"schema": "harness-strategy", "version": 1, "name": "hybrid", "batch": 64,
      "n_microbatches": 4, "schedule": "1f1b", "stages": [{}, {"recompute": true}],
@@ -9,8 +9,8 @@ one `Strategy`. The file (JSON, `to_json` and `from_json`) can be read, edited, 
                    "fc1": {"partition": {"feature": 2}, "devices": [2, 3], "stage": 1}},
      "made_for": {...}}
 
-What a partition means for each kind of operator is in `harness.domain.sharding`; whether a
-strategy fits a graph and a cluster in `validate`, whether it is stale in `check_fresh`.
+`harness.domain.sharding` defines partitions for each kind of operator; `validate` checks that a
+strategy fits a graph and a cluster, `check_fresh` that it is not stale.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class StaleStrategyError(StrategyError):
 
 
 class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How one operator is spread.
+    """Partition and devices of one operator.
 
     Attributes:
-        partition: cuts of its output's dims: a number of equal parts, or shares for unlike
-            devices such as [2, 1]. A dim that is not named stays whole. Samples are cut within
-            each microbatch. {"replica": 2} is not a cut: two devices compute each block alike, and
-            each of them has its value and its gradient without a word from the other. Only
-            operators without weights can (Unity's replica dim, DTensor's Replicate).
+        partition: cuts of its output's dims: a number of equal parts, or shares such as [2, 1] for
+            devices of different speeds. A dim that is not named stays whole. Samples are cut within
+            each microbatch. {"replica": 2} is not a cut: two devices compute the same block and its
+            gradient, without communication between them. Only operators without weights allow it
+            (Unity's replica dim, DTensor's Replicate).
         devices: device k (a position in `Cluster.devices`) computes block k; a device may repeat.
-        stage: which pipeline stage it belongs to.
+        stage: its pipeline stage.
     """
 
     partition: dict[str, Count | list[Count]]
@@ -68,8 +68,8 @@ class OperatorPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 def copies_of(plan: OperatorPlan, k: int) -> tuple[int, ...]:
-    """The devices that compute the same block as the plan's device k, ascending; empty if it is
-    the only one."""
+    """The devices that compute the same block as device k, ascending; empty if it is the only
+    one."""
     n = n_replicas(plan.partition)
     first = k // n * n
     return tuple(sorted(plan.devices[first : first + n])) if n > 1 else ()
@@ -79,20 +79,20 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     """One pipeline stage.
 
     Attributes:
-        recompute: keep only the stage's input, and run its forward again before its backward.
+        recompute: keep only the stage's input, and run forward again before backward.
     """
 
     recompute: bool = False
 
 
 class Strategy(JsonFile, frozen=True, kw_only=True):
-    """Every operator's plan, and how microbatches flow.
+    """Every operator's plan, with microbatches, schedule and stages.
 
     Attributes:
-        name: what kind of strategy it is, such as `ddp` or `searched`.
+        name: kind of strategy, such as `ddp` or `searched`.
         batch: samples per optimizer step over all devices.
         operators: by name; all operators of the graph but its inputs.
-        stages: in order of flow; operators of stage s read only from stages up to s.
+        stages: in order; operators of stage s read only from stages up to s.
     """
 
     FILE = FileKind("strategy file", SCHEMA, SCHEMA_VERSION, StrategyError, "search again")
@@ -115,7 +115,7 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
         return [tuple(sorted(devices)) for devices in found]
 
     def n_ranks(self) -> int:
-        """Pipeline ranks: how many stages there are before their device sets repeat."""
+        """Number of pipeline ranks: stages before their device sets repeat."""
         sets = self.stage_devices()
         return next(
             p
@@ -131,10 +131,10 @@ class Strategy(JsonFile, frozen=True, kw_only=True):
 def check_fresh(
     strategy: Strategy, graph: Graph, cluster: Cluster, profile: Profile | None = None
 ) -> None:
-    """Refuse a strategy that was planned for something else.
+    """Refuse a strategy that was planned for another graph, cluster or profile.
 
-    A strategy that carries no hash (written by hand, imported) is taken as it is; so is a
-    profile hash when no profile is given.
+    A strategy without hashes (written by hand, imported) passes; without a profile its hash is
+    not compared.
 
     Raises:
         StaleStrategyError: names the differences and the remedy.
@@ -153,7 +153,7 @@ def validate(strategy: Strategy, graph: Graph, cluster: Cluster) -> None:
     """Refuse a strategy that does not fit a graph and a cluster.
 
     Raises:
-        StrategyError: the first thing that is wrong, with the two values that disagree.
+        StrategyError: names the first contradiction and the two values that disagree.
     """
     _check_numbers(strategy)
     check_names(strategy, graph)
@@ -190,7 +190,7 @@ def check_microbatches(strategy: Strategy, graph: Graph) -> None:
 
 
 def check_buffers(strategy: Strategy, graph: Graph) -> None:
-    """Refuse to write a buffer twice in a step, or on another device than it is read on.
+    """Refuse a buffer that is written twice in a step, or on another device than it is read on.
 
     Raises:
         StrategyError: names the buffer and the operators.
@@ -227,10 +227,10 @@ def _check_numbers(strategy: Strategy) -> None:
 
 
 def check_names(strategy: Strategy, graph: Graph) -> None:
-    """Refuse a strategy that does not place all operators of a graph but its inputs, and no others.
+    """Refuse a strategy that does not place exactly the operators of a graph without its inputs.
 
     Raises:
-        StrategyError: names one that is foreign, an input or missing.
+        StrategyError: names an operator that is unknown, an input or missing.
     """
     wanted = [op.name for op in graph.operators if has_tasks(op)]
     if not wanted:
@@ -336,8 +336,8 @@ def _check_stages(strategy: Strategy, graph: Graph) -> None:
 
 
 def samples_per_device(strategy: Strategy, operator: str) -> dict[int, int]:
-    """Samples of the global batch that each device computes of one operator; what copies compute
-    counts for the lowest device of them."""
+    """Samples of the global batch that each device computes of one operator; samples of copies
+    count for the lowest device."""
     plan = strategy.operators[operator]
     counts: dict[int, int] = {}
     cut = plan.partition.get(SAMPLE, 1)

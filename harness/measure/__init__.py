@@ -1,1 +1,1 @@
-"""Measuring without a framework: clock, recorder, statistics, counters, store."""
+"""Measurement without a framework: clock, recorder, statistics, store."""

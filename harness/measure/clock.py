@@ -1,7 +1,7 @@
 """Monotonic clocks: one protocol for the host, a CUDA device and tests.
 
-A mark is taken without synchronising and read later, when it is ready or after `settle`,
-outside every span.
+A mark is taken without synchronising and read outside every span, when it is ready or after
+`settle`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Clock(Protocol):
     """Takes marks while the work runs and reads them afterwards."""
 
     def mark(self) -> Any:
-        """Note this instant in the order of the device's work; never blocks."""
+        """Mark this point in the device's stream of work; never blocks."""
         ...
 
     def is_ready(self, mark: Any) -> bool:
@@ -31,7 +31,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """`perf_counter_ns` on this host; the origin is its creation."""
+    """`perf_counter_ns` on this host; the origin is the clock's creation."""
 
     def __init__(self) -> None:
         self.origin_ns = time.perf_counter_ns()

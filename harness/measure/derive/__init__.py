@@ -1,7 +1,7 @@
-"""Everything that is derived from a run's records: the one import for tables and figures.
+"""All numbers derived from a run's records, for tables and figures.
 
-Figures and the tables that rank 0 prints use these and nothing else, so that both show the
-same numbers. Formulas: docs/metrics.md.
+Figures and rank 0's tables import only this package, so both show the same numbers. Formulas:
+docs/metrics.md.
 """
 
 from __future__ import annotations

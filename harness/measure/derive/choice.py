@@ -1,4 +1,4 @@
-"""Whether predictions choose well among the strategies of one cell: error, order, regret."""
+"""Quality of the predictions of one cell: error, rank correlation, regret."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class CellSummary:
     """How well the prediction orders strategies of equal model, batch, dtype and cluster: a cell.
 
     Attributes:
-        n_failed: strategies that were predicted and gave no measured step.
+        n_failed: predicted strategies without a measured step.
         median_error, worst_error: of |error| over the strategies.
         rank_correlation: Spearman's, predicted against measured; None below three strategies or
             when either side is constant.
-        chosen: the strategy that is predicted to be the fastest; of equals the slowest measured,
-            and slower than any is one that failed.
-        best: the strategy that was measured to be the fastest.
+        chosen: the strategy with the fastest predicted step; among equals the slowest measured,
+            where a failed one counts as slowest.
+        best: the strategy with the fastest measured step.
         regret: measured step of `chosen` over that of `best`, less 1; None where `chosen` failed.
     """
 
@@ -50,7 +50,7 @@ class CellSummary:
 
 
 def _spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Correlation of ranks, ties with their mean rank."""
+    """Correlation of ranks; ties have their mean rank."""
     from scipy.stats import rankdata
 
     if len(a) < MIN_CORRELATED or len(set(a)) == 1 or len(set(b)) == 1:
@@ -64,8 +64,8 @@ def cell_summary(
     """Judge the predictions of one cell.
 
     Args:
-        strategies: those that were measured.
-        failed: predicted steps, by name, of those that gave no measured step.
+        strategies: those with a measured step.
+        failed: predicted steps, by name, of those without a measured step.
 
     Raises:
         ValueError: no strategy was measured.

@@ -1,4 +1,4 @@
-"""Rates of single devices, and of products distributed over all of them, from matmul records."""
+"""Rates of single devices, and of distributed products, from matmul records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 PeakKey = tuple[str, float, str]
-"""Device kind, its number of cores (a CPU share is a kind of its own) and dtype."""
+"""Device kind, number of cores (CPU shares of different sizes are different kinds), dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MatmulRow:
     """One product on one rank's device; rates are 2mnk / time.
 
     Attributes:
-        flops_per_s: from the median time; `low`, `high` from the ends of its interval.
+        flops_per_s: from the median time; `low` and `high` from its interval.
         max_flops_per_s: from the shortest time.
         error: largest relative error against the float64 reference, None when not verified.
     """
@@ -44,7 +44,7 @@ class MatmulRow:
 
     @property
     def is_above_peak(self) -> bool:
-        """A rate that the device cannot reach: the measurement is wrong."""
+        """Whether the rate exceeds the device's peak, so that the measurement must be wrong."""
         return self.peak_flops_per_s is not None and self.flops_per_s > self.peak_flops_per_s
 
 
@@ -53,8 +53,8 @@ class SummaRow:
     """One product distributed over the first `n_ranks` ranks.
 
     Attributes:
-        time: of the maximum over ranks; the other times are medians of the slowest rank's.
-        efficiency: aggregate rate over the sum of the ranks' own matmul peaks; None if unknown.
+        time: summary of the maximum over ranks; other times are medians of the slowest rank.
+        efficiency: aggregate rate over the sum of the ranks' matmul peaks; None if unknown.
     """
 
     scaling: str
@@ -72,7 +72,7 @@ class SummaRow:
 
 
 def info_of(run: Headed, rank: int) -> RankInfo:
-    """Where a rank ran; an anonymous device when the header does not say."""
+    """Host and device of a rank; an anonymous device if the header lacks the rank."""
     known = {info.rank: info for info in run.header.ranks}
     unknown = RankInfo(
         rank=rank, hostname=f"rank {rank}", device="", device_kind="", n_cores=0, memory_bytes=0
@@ -93,7 +93,7 @@ def _positive(samples: Iterable[Sample]) -> list[float]:
 
 
 def matmul_table(run: Run) -> list[MatmulRow]:
-    """Every local product of every rank, by dtype and size."""
+    """One row per local product of each rank, by dtype and size."""
     rows = []
     for rank, records in sorted(run.ranks.items()):
         info = info_of(run, rank)
@@ -133,11 +133,11 @@ def _matmul_row(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """STREAM's copy or triad on one rank's device; rates in bytes/s of traffic, reads and writes.
+    """STREAM's copy or triad on one rank's device; rates in bytes/s, reads and writes added.
 
     Attributes:
         n_bytes: size of one array.
-        bytes_per_s: from the median time; `low`, `high` from the ends of its interval.
+        bytes_per_s: from the median time; `low` and `high` from its interval.
     """
 
     rank: int
@@ -152,7 +152,7 @@ class MemoryRow:
 
 
 MEMORY_KERNELS = {"copy": ("memory_copy_s", 2), "triad": ("memory_triad_s", 3)}
-"""Metric and number of arrays that each kernel reads or writes."""
+"""Metric of each kernel, and the number of arrays that it reads or writes."""
 
 
 def memory_table(run: Run) -> list[MemoryRow]:
@@ -186,16 +186,16 @@ def memory_table(run: Run) -> list[MemoryRow]:
 
 
 def matmul_peaks(runs: Iterable[Run]) -> dict[PeakKey, float]:
-    """Best measured FLOP/s of each kind of device and dtype: over sizes, from median times.
+    """Best measured FLOP/s over sizes of each kind of device and dtype, from median times.
 
-    Several ranks or runs of one kind count with their median rank, so that one lucky or busy
-    device does not set the mark for all. Runs that are not ok give no peak.
+    The peak of a kind is the median over its ranks and runs, so that one outlier does not define
+    it. Runs that are not ok do not count.
     """
     return peaks_of((run, matmul_table(run)) for run in runs)
 
 
 def peaks_of(tables: Iterable[tuple[Headed, Iterable[MatmulRow]]]) -> dict[PeakKey, float]:
-    """As `matmul_peaks`, of the table of each run."""
+    """As `matmul_peaks`, from the table of each run."""
     best: dict[PeakKey, list[float]] = defaultdict(list)
     for run, rows in tables:
         if run.header.status != "ok":
@@ -213,14 +213,14 @@ def peaks_of(tables: Iterable[tuple[Headed, Iterable[MatmulRow]]]) -> dict[PeakK
 def sum_of_peaks(
     infos: Iterable[RankInfo], dtype: str, peaks: dict[PeakKey, float]
 ) -> float | None:
-    """Sum of the measured peaks of all devices; None when one of them was not measured."""
+    """Sum of the measured peaks of all devices; None if one was not measured."""
     rates = [peaks.get((info.device_kind, info.n_cores, dtype)) for info in infos]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
 
 
 def _by_iteration(run: Run, metric: str, labels: tuple[object, ...]) -> dict[int, dict[int, float]]:
-    """Values by iteration and rank; the iteration is `step`, or the position without one."""
+    """Values by iteration and rank; the iteration is `step`, else the sample's position."""
     iterations: dict[int, dict[int, float]] = defaultdict(dict)
     for rank, records in run.ranks.items():
         mine = [s for s in samples_of(records, metric) if _summa_labels(run, s) == labels]
@@ -239,7 +239,7 @@ def _n_ranks(run: Run) -> int:
 
 
 def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
-    """What a distributed product is told apart by: its labels and its number of ranks."""
+    """Key of a distributed product: its labels and its number of ranks."""
     if not all(name in sample.labels for name in SUMMA_LABELS):
         return None
     named = tuple(sample.labels[name] for name in SUMMA_LABELS)
@@ -247,7 +247,7 @@ def _summa_labels(run: Run, sample: Sample) -> tuple[object, ...] | None:
 
 
 def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
-    """The rank that took longest, by iteration."""
+    """The slowest rank of each iteration."""
     times = _by_iteration(run, "summa_s", labels)
     return {
         iteration: max(by_rank, key=by_rank.__getitem__) for iteration, by_rank in times.items()
@@ -255,7 +255,7 @@ def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
 
 
 def _of_slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
-    """The slowest rank's value in each iteration: parts of one rank sum to its whole."""
+    """The slowest rank's value in each iteration, so that the parts sum to its time."""
     values = _by_iteration(run, metric, labels)
     slowest = _slowest_ranks(run, labels)
     return [values[i][rank] for i, rank in slowest.items() if rank in values.get(i, {})]
@@ -266,7 +266,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
-    """One line where products are faster than their devices' measured peaks, naming the most."""
+    """One line if products exceed their devices' measured peaks; names the highest."""
     every = list(rows)
     above = [row for row in every if row.efficiency is not None and row.efficiency > 1]
     if not above:
@@ -280,7 +280,7 @@ def low_peak_warnings(rows: Iterable[SummaRow]) -> list[str]:
 
 
 def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[SummaRow]:
-    """Every distributed product; peaks default to those that the run itself measured."""
+    """One row per distributed product; peaks default to those measured in this run."""
     peaks = matmul_peaks([run]) if peaks is None else peaks
     found = {
         _summa_labels(run, sample)
@@ -298,7 +298,7 @@ def summa_table(run: Run, peaks: dict[PeakKey, float] | None = None) -> list[Sum
 def with_efficiency(
     rows: Iterable[SummaRow], ranks: Sequence[RankInfo], peaks: dict[PeakKey, float]
 ) -> list[SummaRow]:
-    """The rows with their rate over the sum of their ranks' peaks, where all are known."""
+    """Add each row's efficiency, if the peaks of all its ranks are known."""
     sums = [(row, sum_of_peaks(ranks[: row.n_ranks], row.dtype, peaks)) for row in rows]
     return [replace(row, efficiency=row.flops_per_s / peak if peak else None) for row, peak in sums]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class DoubtKind(StrEnum):
-    """The kinds, in the words and the order in which the report shows them."""
+    """Kinds of doubt, in the report's words and order."""
 
     SPREAD = "Steps are few or vary"
     OUTLIERS = "Outlier steps"

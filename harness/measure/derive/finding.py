@@ -1,6 +1,6 @@
-"""One sentence about strategies that compete: which is fastest, which are no gain, and why.
+"""One sentence that compares strategies: which is fastest, which are no gain, and why.
 
-The sentence claims no more than the verdicts of the repeats do.
+The sentence claims no more than the verdicts do.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from harness.measure.derive.strategies import StrategyRow
 from harness.measure.statistics import verdict
 from harness.units import format_bytes
 
-MOST_REPEATS = 100  # more than these are not worth asking for
-_MOST = 2  # strategies that are named as no gain, and as many that are named as failed
+MOST_REPEATS = 100  # most repeats that the sentence advises
+_MOST = 2  # most strategies that are named as no gain, and as failed
 
 
 def strategy_finding(rows: Sequence[StrategyRow]) -> str:
@@ -50,7 +50,7 @@ class _Finding:
         return row.name if self._n_of_name[row.name] == 1 else row.strategy
 
     def lead(self) -> str:
-        """Which strategy is fastest, as far as the repeats decide it."""
+        """The fastest strategy, as far as the verdicts decide it."""
         best = min(self._measured, key=lambda row: row.median_s or 0.0)
         if len(self._measured) == 1:
             has = "was trained" if len(self._rows) == 1 else "has a result"
@@ -83,7 +83,7 @@ class _Finding:
         return f"{name} is fastest: {reading}"
 
     def _rivals(self, best: StrategyRow) -> list[StrategyRow]:
-        """Strategies, less the baseline, that the repeats do not show to be slower."""
+        """Strategies other than the baseline without a verdict that they are slower."""
         return [
             row
             for row in self._measured[1:]
@@ -91,8 +91,8 @@ class _Finding:
         ]
 
     def losses(self) -> list[str]:
-        """Strategies that are no faster than the baseline, or read slower; the slowest one first,
-        with its cause."""
+        """Strategies that are no faster than the baseline, or whose median is slower; the slowest
+        first, with its cause."""
         best = min(self._measured, key=lambda row: row.median_s or 0.0)
         lost = [row for row in self._measured[1:] if row is not best and _is_loss(row)]
         lost.sort(key=lambda row: row.speedup or 0.0)
@@ -105,7 +105,7 @@ class _Finding:
         return f"{self._name(row)} {words} ({row.speedup:.2f} times)"
 
     def _cause(self, row: StrategyRow) -> str:
-        """Communication, where the strategy would beat the baseline if none of it were exposed."""
+        """Communication, if the strategy would beat the baseline without exposed communication."""
         baseline_s, step_s, share = self._measured[0].median_s, row.median_s, row.exposed_share
         if not baseline_s or not step_s or not share or step_s * (1 - share) >= baseline_s:
             return ""

@@ -1,4 +1,4 @@
-"""What others took of a run's hosts while it ran, as far as that puts its times in doubt."""
+"""Processor time that other guests took from a run's hosts (steal time), and its warnings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 
-# Above this a step is longer than it would be by more than what repeats usually differ by.
+# Above this share a step is longer by more than the usual difference between repeats.
 _TOO_MUCH = 0.02
 
 
 def stolen_shares(run: Run) -> dict[str, float]:
-    """By host, the share of its processors' time that the hypervisor gave to other guests."""
+    """Share of each host's processor time that the hypervisor gave to other guests."""
     shares: dict[str, float] = {}
     for rank, records in run.ranks.items():
         host = info_of(run, rank).hostname
@@ -24,12 +24,12 @@ def stolen_shares(run: Run) -> dict[str, float]:
 
 
 def stolen_warnings(runs: Iterable[Run]) -> list[str]:
-    """One line where a hypervisor disturbed any of the runs that are ok, naming the worst."""
+    """One line if a hypervisor disturbed any run that is ok; names the worst."""
     return warnings_of_shares((run, stolen_shares(run)) for run in runs)
 
 
 def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float]]]) -> list[str]:
-    """As `stolen_warnings`, of the shares of each run."""
+    """As `stolen_warnings`, from the shares of each run."""
     known = [
         (max(shares.items(), key=lambda item: item[1]), run.header.run_id)
         for run, shares in shares_of_runs

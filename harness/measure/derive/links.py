@@ -1,7 +1,7 @@
 """Bandwidth of collectives and of every ordered pair of ranks, from links records.
 
-algbw = S / t, busbw = algbw x k; S and k are nccl-tests' (doc/PERFORMANCE.md). The time of one
-iteration is the maximum over ranks; the rate is taken of the median time.
+algbw = S / t, busbw = algbw x k, with S and k of nccl-tests (doc/PERFORMANCE.md). The time of an
+iteration is the maximum over ranks; rates use the median time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HALVED = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """One operation at one size; bandwidths in bytes/s, `low` and `high` of busbw."""
+    """One operation at one size; bandwidths in bytes/s, `low` and `high` bound busbw."""
 
     operation: str
     transport: str
@@ -42,10 +42,10 @@ class LinkMatrix:
     """Ordered pairs of ranks, row = source, column = target; NaN where not measured.
 
     Attributes:
-        names: hostname of each rank, with the rank where a host has several.
+        names: hostname of each rank, with the rank if a host has several.
         latency_s: median of half a round trip of the smallest message, shape (n, n).
         bandwidth_bytes_per_s: largest message over its median time, shape (n, n).
-        n_bytes: that largest message.
+        n_bytes: size of the largest message.
     """
 
     transport: str
@@ -57,11 +57,11 @@ class LinkMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadRow:
-    """What communication takes from a rank's computing; medians.
+    """Communication overhead of one rank; medians.
 
     Attributes:
-        speed: of products during a send_recv of all ranks, relative to their speed without it.
-        taken_s_per_byte: seconds of computation for each byte that is sent or received.
+        speed: speed of products during a send_recv of all ranks, relative to that without it.
+        taken_s_per_byte: seconds of computation per byte sent or received.
     """
 
     name: str
@@ -70,14 +70,14 @@ class OverheadRow:
 
 
 def bus_factor(operation: str, n_ranks: int) -> float:
-    """k of busbw = algbw x k; 1 for operations whose every byte crosses one link."""
+    """k of busbw = algbw x k; 1 for operations in which each byte crosses one link."""
     if operation == "all_reduce":
         return 2 * (n_ranks - 1) / n_ranks
     return (n_ranks - 1) / n_ranks if operation in HALVED else 1.0
 
 
 def collective_table(run: Run) -> list[CollectiveRow]:
-    """Every operation, transport and size, in that order."""
+    """One row per operation, transport and size, in that order."""
     iterations: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -174,7 +174,7 @@ def _link_matrix(
 
 
 def overhead_table(run: Run) -> list[OverheadRow]:
-    """By rank; empty where it was not measured."""
+    """Communication overhead by rank; empty if not measured."""
     found: list[OverheadRow] = []
     for rank, name in enumerate(_rank_names(run, len(run.header.ranks))):
         records = run.ranks.get(rank, [])
@@ -186,15 +186,15 @@ def overhead_table(run: Run) -> list[OverheadRow]:
 
 
 def nic_limit_bytes_per_s(run: Headed) -> float | None:
-    """What the slowest NIC carries one way: no ring can be faster; None when not known."""
+    """Bandwidth of the slowest NIC, one way, which bounds every ring; None if unknown."""
     known = [node.nic_bytes_per_s for node in run.header.cluster.nodes if node.nic_bytes_per_s]
     return min(known) if known and len(run.header.cluster.nodes) > 1 else None
 
 
 def best_link_bytes_per_s(run: Run) -> float | None:
-    """The best point-to-point bandwidth between two nodes, at the largest size that was sent.
+    """The best point-to-point bandwidth between two nodes, at the largest message size.
 
-    Smaller messages can pass inside a shaper's burst and look faster than the link.
+    Smaller messages may fit into a traffic shaper's burst and so appear faster than the link.
     """
     hosts = {info.rank: info.hostname for info in run.header.ranks}
     sent = [

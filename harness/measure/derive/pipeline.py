@@ -1,10 +1,10 @@
-"""A pipeline in numbers: how much of a step its ranks idle, and what each stage takes.
+"""Bubble and stage times of a pipeline, from its records.
 
     rank 0   F0 F1 F2 .. .. B0 B1 B2 opt        .. is the bubble: neither computing nor updating
     rank 1   .. F0 F1 F2 B0 B1 B2 .. opt
 
-Bubble rate as in Zero Bubble Pipeline Parallelism (Qi et al., 2023): idle time over the
-whole step; here measured, so that whatever leaves a rank idle counts.
+Bubble rate as in Zero Bubble Pipeline Parallelism (Qi et al., 2023): idle time over the whole
+step. Because it is measured, idling of any cause counts.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PassKind = Literal["forward", "recompute", "backward"]
 class StageTimes:
     """Seconds of one microbatch in one stage, on the slowest of its ranks.
 
-    Medians over steps of means over microbatches, which may have unlike numbers of samples; what a
-    rank waits inside a pass is not counted.
+    Medians over steps of means over microbatches, which may differ in size; waiting inside a pass
+    does not count.
 
     Attributes:
-        ranks: those that compute it, ascending.
-        backward_s: to inputs and to weights together.
+        ranks: those that compute the stage, ascending.
+        backward_s: backward to inputs and to weights together.
     """
 
     stage: int
@@ -50,7 +50,7 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
-        """What one microbatch costs the stage in a step."""
+        """Seconds of all passes of one microbatch."""
         return self.forward_s + self.recompute_s + self.backward_s
 
 
@@ -59,10 +59,10 @@ class PipelineSummary:
     """A run of two or more stages.
 
     Attributes:
-        n_microbatches: of a step.
-        bubble: share of a step in which a rank idles, mean over the ranks that have a stage;
-            over steps.
-        bubble_by_rank: the same of each such rank, median over steps.
+        n_microbatches: number in each step.
+        bubble: share of a step in which a rank idles, mean over the ranks with a stage, over
+            steps.
+        bubble_by_rank: the same for each such rank, median over steps.
     """
 
     n_microbatches: int
@@ -76,7 +76,7 @@ class PipelineSummary:
 
 
 def pass_of(span: Span) -> PassKind | None:
-    """Which pass a span computes, `backward` to inputs, weights or both; None for others."""
+    """The pass that a span computes, `backward` to inputs, weights or both; None for others."""
     if span.pass_ == "recompute":
         return "recompute"
     if span.kind == "forward":
@@ -85,15 +85,15 @@ def pass_of(span: Span) -> PassKind | None:
 
 
 def computes(spans: Iterable[Span]) -> bool:
-    """Whether a rank has operators of its own."""
+    """Whether a rank computes any operator."""
     return any(span.kind in COMPUTING for span in spans)
 
 
 def working_s(spans: Sequence[Span], within: Span, kinds: Collection[str]) -> float:
-    """Length of the union of the spans of some kinds, less what the rank waits inside them."""
-    own = [span for span in spans if span.kind in kinds]
+    """Length of the union of the spans of some kinds, without waiting inside them."""
+    working = [span for span in spans if span.kind in kinds]
     waits = [span for span in spans if span.is_wait]
-    return covered_s([*own, *waits], within) - covered_s(waits, within)
+    return covered_s([*working, *waits], within) - covered_s(waits, within)
 
 
 def idle_shares(records: Iterable[Record]) -> dict[int, float]:
@@ -109,14 +109,14 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
 
 
 def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[float]]:
-    """One rank's seconds of every (stage, kind of pass) in each step: means over microbatches."""
+    """One rank's seconds by (stage, kind of pass) in each step, means over microbatches."""
     records = Records.of(records)
     if not records.stages:
         return {}
     seconds: dict[tuple[int, int, PassKind, int | None], float] = defaultdict(float)
     spans = records.columns
-    own_s = (spans.duration_s - waited_s(spans)).tolist()
-    for span, step, span_s in zip(spans.spans, spans.group.tolist(), own_s, strict=True):
+    working_s = (spans.duration_s - waited_s(spans)).tolist()
+    for span, step, span_s in zip(spans.spans, spans.group.tolist(), working_s, strict=True):
         if span.stage is not None and (kind := pass_of(span)) is not None:
             seconds[step, span.stage, kind, span.microbatch] += span_s
     by_step: dict[tuple[int, int, PassKind], list[float]] = defaultdict(list)
@@ -129,7 +129,7 @@ def stage_seconds(records: Iterable[Record]) -> dict[tuple[int, PassKind], list[
 
 
 def _slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) -> StageTimes:
-    """The stage's times, from the rank that takes longest."""
+    """The stage's times, from its slowest rank."""
     slowest = max(by_rank.values(), key=lambda times: sum(times.values()))
     return StageTimes(
         stage=stage,
@@ -141,7 +141,7 @@ def _slowest_times(stage: int, by_rank: Mapping[int, Mapping[PassKind, float]]) 
 
 
 def stage_times(ranks: Mapping[int, Iterable[Record]]) -> tuple[StageTimes, ...]:
-    """The times of every stage, from the records of each rank."""
+    """The times of every stage, from all ranks' records."""
     stages: dict[int, dict[int, dict[PassKind, float]]] = defaultdict(lambda: defaultdict(dict))
     for rank, records in ranks.items():
         for (stage, kind), seconds in stage_seconds(records).items():
@@ -155,7 +155,7 @@ def _n_microbatches(run: Run) -> int:
 
 
 def pipeline_summary(run: Run) -> PipelineSummary | None:
-    """Derive a pipeline's numbers; None for a run without spans of two or more stages."""
+    """Summarise a pipeline; None for a run without spans of two or more stages."""
     stages = stage_times(run.ranks)
     if len(stages) < 2:
         return None

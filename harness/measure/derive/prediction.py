@@ -1,16 +1,15 @@
-"""One run predicted beside measured: the error of its step, the parts of it, stages, memory.
+"""Prediction and measurement of one run: error of the step, its parts, stages, memory.
 
-The parts of a step sum to it, predicted and measured alike, so that the differences of the parts
-sum to the error:
+The parts sum to the step in both, so the differences of the parts sum to the error:
 
-    compute                without transfers at the same time
-    contention             what computing takes longer because of transfers at the same time
+    compute                computing time without concurrent transfers
+    contention             slowdown of computing by concurrent transfers
     exposed communication  the rest of the simulated step
     optimizer
     rest                   data, copies and time that no span explains; predicted as 0
 
-Measured contention is computing in a step less computing in steps without communication. Where
-either side does not know it, compute holds it on both.
+Measured contention is computing time in a step less that in steps without communication. If it is
+unknown on either side, compute includes it on both.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PARTS = ("compute", "contention", "exposed_communication", "optimizer", "rest")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """Of one rank: predicted, and measured by kind of reading; None and empty when unknown."""
+    """Peak of one rank: predicted (None if unknown), and measured by kind (empty if unknown)."""
 
     rank: int
     predicted_bytes: int | None
@@ -57,16 +56,16 @@ class MemoryPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedRun:
-    """One run beside its prediction.
+    """One run with its prediction.
 
     Attributes:
-        plan: name of the strategy that was trained, as its file has it.
-        measured: the step of the run; None when it gave no number that may be trusted.
+        plan: name of the strategy in its file.
+        measured: the step of the run; None if the run is not ok.
         predicted_by_rank, measured_by_rank: seconds by the names of PARTS, of each rank that
-            computes; empty when unknown. Contention is in all or in none; below 0, a step without
-            communication computed longer, for one because a CPU quota that is never idle is never
-            saved up.
-        predicted_bubble: idle share of the ranks that compute, mean; None without spans.
+            computes; empty when unknown. Contention is in all or in none. It is negative if steps
+            without communication computed longer, for example because a CPU that never idles
+            cannot save up quota.
+        predicted_bubble: idle share, mean over the ranks that compute; None without spans.
     """
 
     plan: str
@@ -82,7 +81,7 @@ class PredictedRun:
 
     @property
     def error(self) -> float | None:
-        """Predicted / measured - 1: below 0 is too fast a prediction."""
+        """Predicted / measured - 1; negative: the prediction was optimistic."""
         return None if self.measured is None else self.predicted_s / self.measured.median - 1
 
     @property
@@ -97,13 +96,13 @@ class PredictedRun:
 
 
 def read_prediction(run_dir: Path) -> Prediction | None:
-    """The prediction beside a run; None when there is none.
+    """The prediction of a run; None when there is none.
 
     Raises:
         ResultsError: malformed; names the file.
     """
     path = run_dir / PREDICTION_FILE
-    if not _is_there(path):
+    if not _exists(path):
         return None
     prediction = Prediction.load(path)
     foreign = [key for key in prediction.spans if key != str(find_int(key, at_most=MAX_RANK))]
@@ -126,10 +125,10 @@ def read_strategy(run_dir: Path) -> Strategy | None:
         HarnessError: malformed; names the file.
     """
     path = run_dir / STRATEGY_FILE
-    return Strategy.load(path) if _is_there(path) else None
+    return Strategy.load(path) if _exists(path) else None
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
@@ -137,7 +136,7 @@ def _is_there(path: Path) -> bool:
 
 
 def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
-    """A run beside its prediction; a run that is not ok has no measured numbers."""
+    """Compare a run with its prediction; a run that is not ok has no measured numbers."""
     times = step_times(run) if run.header.status == "ok" else {}
     measured = measured_parts(run, times) if times else {}
     predicted = predicted_parts(prediction)
@@ -160,7 +159,7 @@ def predicted_run(run: Run, prediction: Prediction) -> PredictedRun:
 
 
 def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of ranks or steps; contention only where all know it."""
+    """Mean of each part over ranks or steps; contention only if all have it."""
     known = list(parts)
     if not all("contention" in part for part in known):
         known = [_without_contention(part) for part in known]
@@ -169,7 +168,7 @@ def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _without_contention(parts: Mapping[str, float]) -> dict[str, float]:
-    """With contention as a part of compute."""
+    """The parts with contention added to compute."""
     joined = dict(parts)
     joined["compute"] += joined.pop("contention", 0.0)
     return joined
@@ -182,9 +181,9 @@ def _parts(
     optimizer_s: float,
     rest_s: float,
 ) -> dict[str, float]:
-    """By the names of PARTS; `compute_s` includes contention."""
-    own_s = compute_s - (contention_s or 0.0)
-    found = dict(zip(PARTS, (own_s, contention_s, exposed_s, optimizer_s, rest_s), strict=True))
+    """Seconds by the names of PARTS; the argument `compute_s` includes contention."""
+    free_s = compute_s - (contention_s or 0.0)
+    found = dict(zip(PARTS, (free_s, contention_s, exposed_s, optimizer_s, rest_s), strict=True))
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
@@ -210,13 +209,13 @@ def predicted_parts(prediction: Prediction) -> dict[int, dict[str, float]]:
 
 
 def predicted_bubble(prediction: Prediction) -> float | None:
-    """Idle share of the ranks that compute, mean; None without spans."""
+    """Idle share, mean over the ranks that compute; None without spans."""
     shares = [share for own in prediction.spans.values() for share in idle_shares(own).values()]
     return fmean(shares) if shares else None
 
 
 def middle_steps(times: Mapping[int, float]) -> set[int]:
-    """Steps between the quartiles of the durations: their mean is not an outlier's."""
+    """Steps between the quartiles of the durations, so that outliers do not affect means."""
     first, third = np.percentile(list(times.values()), [25, 75])
     return {step for step, time in times.items() if first <= time <= third}
 
@@ -229,7 +228,7 @@ def measured_parts(run: Run, times: Mapping[int, float]) -> dict[int, dict[str, 
 
 
 def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[str, float]:
-    """Of one rank, mean over the wanted steps; empty where it does not compute in any."""
+    """Parts of one rank, mean over the wanted steps; empty if it computes in none."""
     windows = StepWindows(Records.of(records).columns)
     computing, optimizer = windows.are_of(COMPUTING), windows.are_of(("optimizer",))
     counts = windows.have(computing) & np.isin(windows.steps, wanted)
@@ -251,7 +250,7 @@ def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[st
 
 
 def _no_sync_s(records: Iterable[Record]) -> float | None:
-    """What a rank computes for in steps without communication, median; None when unknown."""
+    """Median computing time of a rank in steps without communication; None when unknown."""
     samples = samples_of(records, "no_sync_compute_s")
     return median(sample.value for sample in samples) if samples else None
 
@@ -268,5 +267,5 @@ def _memory(run: Run, prediction: Prediction) -> tuple[MemoryPeak, ...]:
 
 
 def predicted_stages(prediction: Prediction) -> tuple[StageTimes, ...]:
-    """The simulated times of every stage, as `pipeline_summary` has the measured ones."""
+    """The simulated times of every stage; `pipeline_summary` gives the measured ones."""
     return stage_times({int(rank): spans for rank, spans in prediction.spans.items()})

@@ -1,4 +1,4 @@
-"""One rank in a training run: phases, work, memory, and whether it is slower than its like."""
+"""One rank of a training run: phases, work, memory, and whether it is a straggler."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from harness.measure.rank_records import Records
 from harness.measure.store import Run
 
 STRAGGLER_BELOW = 0.75
-# Shares of a small batch differ by a sample.
-_ALIKE = 0.3
+# Relative tolerance of equal work, because shares of a small batch differ by a sample.
+_EQUAL_WORK = 0.3
 MEMORY_METRIC = "memory_peak_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """One rank's share; seconds are means over its steps, so that phases sum to the step.
+    """Numbers of one rank; seconds are means over its steps, so that phases sum to the step.
 
     Attributes:
-        busy_s: median of its own work in a step: what does not wait for other ranks.
+        busy_s: median time of a step in which it does not wait for other ranks.
         memory_bytes: peak by kind (allocated, reserved, rss, used).
         sent_bytes, received_bytes: NIC counter difference of a step, median.
-        flops: of a step, median; None where they were not counted.
-        stages: of a pipeline that it computes.
-        is_straggler: of the ranks that compute the same stages with about as many FLOPs the fastest
-            takes less than 0.75 of this one's seconds for each.
+        flops: FLOPs of a step, median; None if not counted.
+        stages: pipeline stages that it computes.
+        is_straggler: among the ranks that compute the same stages with about as many FLOPs, the
+            fastest takes less than 0.75 of this rank's seconds per FLOP.
     """
 
     rank: int
@@ -61,8 +61,8 @@ def median_of(records: Sequence[Record], metric: str) -> float | None:
 def rank_memory(records: Sequence[Record]) -> dict[str, float]:
     """Peak bytes of one rank by kind.
 
-    `used` is a GPU's own reading, others' use included; where `rss` stands the device is a CPU, of
-    which the same reading is the process's.
+    `used` is a GPU's counter and includes other processes. It is dropped beside `rss`, because on a
+    CPU it counts the same process.
     """
     peaks: dict[str, float] = {}
     for sample in samples_of(records, MEMORY_METRIC):
@@ -77,7 +77,7 @@ def _mean_phases(table: PhaseTable) -> dict[str, float]:
 
 
 def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
-    """One rank of a run, from its records and its steps' phases; stragglers are not marked yet."""
+    """Summarise one rank from its records and phases; does not mark stragglers."""
     records = run.ranks[rank]
     return RankSummary(
         rank=rank,
@@ -94,28 +94,28 @@ def rank_summary(run: Run, rank: int, table: PhaseTable) -> RankSummary:
 
 
 def mark_stragglers(ranks: Sequence[RankSummary]) -> tuple[RankSummary, ...]:
-    """The ranks, each told whether others do its work faster."""
+    """The ranks with `is_straggler` set."""
     return tuple(dataclasses.replace(r, is_straggler=_is_straggler(r, ranks)) for r in ranks)
 
 
 def _is_straggler(rank: RankSummary, ranks: Sequence[RankSummary]) -> bool:
-    """Against ranks of equal work: stages of a pipeline take unlike times by design.
+    """Compare with ranks of equal work, because stages of a pipeline differ by design.
 
-    A rank that a strategy leaves out has no work.
+    A rank that a strategy leaves out has no work and is no straggler.
     """
     if not rank.busy_s or rank.flops == 0:
         return False
-    alike = [other for other in ranks if other.busy_s and _does_alike(other, rank)]
-    return min(map(_pace, alike)) / _pace(rank) < STRAGGLER_BELOW
+    peers = [other for other in ranks if other.busy_s and _has_equal_work(other, rank)]
+    return min(map(_s_per_work, peers)) / _s_per_work(rank) < STRAGGLER_BELOW
 
 
-def _does_alike(a: RankSummary, b: RankSummary) -> bool:
+def _has_equal_work(a: RankSummary, b: RankSummary) -> bool:
     if a.flops is None or b.flops is None:
         return a.stages == b.stages and a.flops is b.flops
-    return a.stages == b.stages and math.isclose(a.flops, b.flops, rel_tol=_ALIKE)
+    return a.stages == b.stages and math.isclose(a.flops, b.flops, rel_tol=_EQUAL_WORK)
 
 
-def _pace(rank: RankSummary) -> float:
-    """Seconds of own work, for each FLOP where they were counted."""
+def _s_per_work(rank: RankSummary) -> float:
+    """Busy seconds, per FLOP if FLOPs were counted."""
     assert rank.busy_s is not None
     return rank.busy_s / (rank.flops or 1.0)

@@ -1,7 +1,7 @@
 """Strong and weak scaling efficiency, from work and time at several numbers of devices.
 
-Both are the rate per device over that of the smallest run; they differ in what is held equal:
-strong scaling the work in all, t(1) / (n t(n)); weak scaling the work per device, t(1) / t(n).
+Both are the rate per device over that of the smallest run. Strong scaling keeps the total work
+constant, t(1) / (n t(n)); weak scaling keeps the work per device constant, t(1) / t(n).
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from typing import Literal
 Scaling = Literal["strong", "weak"]
 
 TOLERANCE = 0.01
-"""Work counts as equal within this: an epoch's last batch is cut, a product's size is whole."""
+"""Tolerance of equal work, because last batches are cut and matrix sizes are integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingPoint:
-    """One measurement: how long a number of devices took for an amount of work.
+    """One measurement: the time of a number of devices for an amount of work.
 
     Attributes:
-        series: what may be compared; points of different series never meet.
-        work: samples or FLOPs, in all.
+        series: name of the comparison; only points of one series are compared.
+        work: total samples or FLOPs.
         low_s, high_s: interval of `time_s`.
-        is_baseline: one device, whatever joins the devices of others: the start of every series of
-            its `family`.
-        family: series that share a baseline.
+        is_baseline: one device, which is the first point of every series of its `family`.
+        family: name shared by series with the same baseline.
     """
 
     family: str
@@ -42,7 +41,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyRow:
-    """Efficiency of one point; `low` and `high` from the far ends of both intervals."""
+    """Efficiency of one point; `low` and `high` combine the ends of both intervals."""
 
     scaling: Scaling
     point: ScalingPoint
@@ -62,7 +61,7 @@ def _held(point: ScalingPoint, scaling: Scaling) -> float:
 
 
 def _equal_work(points: Iterable[ScalingPoint], scaling: Scaling) -> list[list[ScalingPoint]]:
-    """Points whose held work agrees within TOLERANCE of the smallest of their group."""
+    """Groups of points whose constant work is within TOLERANCE of the group's smallest."""
     groups: list[list[ScalingPoint]] = []
     for point in sorted(points, key=lambda point: _held(point, scaling)):
         if groups and _held(point, scaling) <= (1 + TOLERANCE) * _held(groups[-1][0], scaling):
@@ -73,7 +72,7 @@ def _equal_work(points: Iterable[ScalingPoint], scaling: Scaling) -> list[list[S
 
 
 def _efficiency(scaling: Scaling, point: ScalingPoint, base: ScalingPoint) -> EfficiencyRow:
-    if point is base:  # 100 % by definition: its own spread is in the others' intervals
+    if point is base:  # 100 % by definition; its spread is in the other intervals
         return EfficiencyRow(
             scaling=scaling, point=point, baseline=base, efficiency=1.0, low=1.0, high=1.0
         )
@@ -91,7 +90,7 @@ def _efficiency(scaling: Scaling, point: ScalingPoint, base: ScalingPoint) -> Ef
 def _series_rows(
     members: list[ScalingPoint], singles: list[ScalingPoint], scaling: Scaling
 ) -> list[EfficiencyRow]:
-    """One series against its run on the fewest devices, or a baseline on still fewer."""
+    """Compare a series with its point on the fewest devices, or a baseline on still fewer."""
     fewest = min(member.n_devices for member in members)
     together = [*(single for single in singles if single.n_devices < fewest), *members]
     smallest = min(member.n_devices for member in together)
@@ -104,9 +103,9 @@ def _series_rows(
 
 
 def scaling_table(points: Iterable[ScalingPoint], scaling: Scaling) -> list[EfficiencyRow]:
-    """Efficiency of every series that was measured at two numbers of devices or more.
+    """Efficiency of every series with two or more numbers of devices.
 
-    Of several points of one series on the fewest devices the fastest is the baseline.
+    If a series has several points on the fewest devices, the fastest is the baseline.
     """
     families: dict[str, list[ScalingPoint]] = defaultdict(list)
     for point in points:

@@ -1,10 +1,11 @@
-"""From spans to the phases of a step: unions of intervals, exposed and overlapped communication.
+"""Phases of a step from spans: unions of intervals, exposed and overlapped communication.
 
     backward       |------------------|
     communication        |------|  |---------|
                          overlapped   exposed
 
-All in docs/metrics.md, part Derived. Spans of one rank only: clocks of ranks are not aligned.
+Formulas: docs/metrics.md, part Derived. All functions take the spans of one rank, because clocks of
+ranks are not aligned.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def covered_s(spans: Iterable[Span], within: Span | None = None) -> float:
 def _disjoint(
     group: np.ndarray, start_s: np.ndarray, end_s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(group, start, length) of what each interval adds to the union of its group, in order."""
+    """(group, start, length) that each interval adds to the union of its group, in order."""
     order = np.lexsort((start_s, group))
     group, start_s, end_s = group[order], start_s[order], end_s[order]
-    # The latest end so far in the group, by its place among all ends sorted by group: of a later
-    # group every place is above those of the groups before.
+    # A running maximum over positions among all ends, sorted by group, gives the latest end so far
+    # in each group, because all positions of a later group are higher.
     by_end = np.lexsort((end_s, group))
     place = np.empty_like(by_end)
     place[by_end] = np.arange(len(by_end))
@@ -66,21 +67,17 @@ def _disjoint(
 def covered_by_group(
     group: np.ndarray, start_s: np.ndarray, end_s: np.ndarray, n_groups: int
 ) -> np.ndarray:
-    """Length of the union of the intervals of each group; seconds.
-
-    Args:
-        group: of each interval, from 0.
-    """
+    """Seconds of the union of each group's intervals; `group` numbers each one's from 0."""
     group, _, length_s = _disjoint(group, start_s, end_s)
     covered: np.ndarray = np.bincount(group, length_s, minlength=n_groups)
     return covered
 
 
 def waited_s(spans: Spans) -> np.ndarray:
-    """Of each span, how long its rank waits in it; by waits of the same step."""
+    """Seconds that the rank waits inside each span, from wait spans of the same step."""
     if not spans.is_wait.any():
         return np.zeros(len(spans.spans))
-    # On an axis of time where no two steps overlap, the waits so far are a function of time.
+    # With steps shifted so that none overlap, accumulated waiting is a function of time.
     n_steps, end_s = len(spans.steps), spans.start_s + spans.duration_s
     first_s, last_s = np.full(n_steps, np.inf), np.full(n_steps, -np.inf)
     np.minimum.at(first_s, spans.group, spans.start_s)
@@ -101,7 +98,7 @@ def waited_s(spans: Spans) -> np.ndarray:
 
 
 class StepWindows:
-    """The finished steps of one rank, and how much of each some spans cover."""
+    """The finished steps of one rank, and the time of each that chosen spans cover."""
 
     def __init__(self, spans: Spans) -> None:
         self._spans = spans
@@ -109,7 +106,7 @@ class StepWindows:
         finished = np.flatnonzero(whole >= 0)
         self.steps = spans.steps[finished]
         self.step_s = spans.duration_s[whole[finished]]
-        # Of each span: the number of its finished step, or -1; clipped to that step.
+        # Number of each span's finished step, or -1; spans are clipped to that step.
         number = np.full(len(spans.steps), -1)
         number[finished] = np.arange(len(finished))
         self._number = number[spans.group]
@@ -119,23 +116,23 @@ class StepWindows:
         self._end_s = np.clip(spans.start_s + spans.duration_s, begin_s, end_s)
 
     def are_of(self, kinds: Collection[str]) -> np.ndarray:
-        """Which spans are of some kinds."""
+        """Mask of the spans of some kinds."""
         return np.isin(self._spans.kind, [KIND_CODES[kind] for kind in kinds])
 
     def have(self, chosen: np.ndarray) -> np.ndarray:
-        """Which finished steps have any of the chosen spans."""
+        """Mask of the finished steps with any of the chosen spans."""
         found = self._number[chosen & (self._number >= 0)]
-        is_there: np.ndarray = np.bincount(found, minlength=len(self.steps)) > 0
-        return is_there
+        has_any: np.ndarray = np.bincount(found, minlength=len(self.steps)) > 0
+        return has_any
 
     def working_s(self, chosen: np.ndarray) -> np.ndarray:
-        """As `covered_s`, less what the rank waits inside the chosen spans."""
+        """As `covered_s`, without waiting inside the chosen spans."""
         waits = self._spans.is_wait
         working_s: np.ndarray = self.covered_s(chosen | waits) - self.covered_s(waits)
         return working_s
 
     def covered_s(self, chosen: np.ndarray) -> np.ndarray:
-        """Of each finished step, the length of the union of the chosen spans within it."""
+        """Length of the union of the chosen spans in each finished step."""
         chosen = chosen & (self._number >= 0)
         if not chosen.any():
             return np.zeros(len(self.steps))
@@ -146,7 +143,7 @@ class StepWindows:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTable:
-    """The finished steps of one rank as columns: what `StepPhases` is of one, in seconds."""
+    """The finished steps of one rank as columns of seconds; `StepPhases` is one row."""
 
     steps: np.ndarray
     step_s: np.ndarray
@@ -167,7 +164,7 @@ class PhaseTable:
 
     @property
     def busy_s(self) -> np.ndarray:
-        """The rank's own work: what does not wait for other ranks."""
+        """Time in which the rank does not wait for other ranks."""
         waits = ("exposed_communication", "other")
         return _sum(seconds for name, seconds in self.phases.items() if name not in waits)
 
@@ -184,8 +181,8 @@ class StepPhases:
     """One step of one rank, in seconds.
 
     Attributes:
-        step_s: its wall time; the sum of `phases`, unless phases overlap.
-        phases: by the names of PHASES; `other` is what no span explains.
+        step_s: wall time; the sum of `phases`, unless phases overlap.
+        phases: by the names of PHASES; `other` is time that no span explains.
         communication_s: union of the communication spans, overlapped or not.
     """
 
@@ -206,10 +203,7 @@ def spans_by_step(records: Iterable[Record]) -> dict[int, list[Span]]:
 
 
 def phase_table(records: Iterable[Record]) -> PhaseTable:
-    """Break every finished step of one rank down, in order.
-
-    A step without a `step` span never ended.
-    """
+    """Break down every finished step of one rank, in order; unfinished ones lack a `step` span."""
     windows = StepWindows(Records.of(records).columns)
     named = [kind for kind in PHASES if kind not in ("exposed_communication", "other")]
     phases = {kind: windows.covered_s(windows.are_of((kind,))) for kind in named}
@@ -240,10 +234,10 @@ def rank_phases(records: Iterable[Record]) -> list[StepPhases]:
 
 
 def spans_of(records: Iterable[Record]) -> list[Span]:
-    """One rank's spans, in the order of writing."""
+    """One rank's spans, in file order."""
     return Records.of(records).spans
 
 
 def samples_of(records: Iterable[Record], metric: str) -> list[Sample]:
-    """One rank's samples of a metric, in the order of writing."""
+    """One rank's samples of a metric, in file order."""
     return Records.of(records).samples.get(metric, [])

@@ -11,7 +11,7 @@ from harness.domain.run import Headed, Status
 from harness.measure.derive.training import TrainingSummary, configured
 from harness.measure.statistics import Summary, Verdict, summarize, verdict
 
-# What tells strategies apart, or how they are found; every other setting must be equal.
+# Settings that define a strategy or its search; compared runs agree in all others.
 _COMPARED = (
     "strategy", "strategy_digest", "engine", "n_ranks", "schedule", "microbatches", "asynchronous",
     "recompute", "predict", "search_seconds", "search_budget", "trials", "memory",
@@ -23,16 +23,16 @@ class StrategyRow:
     """One strategy on some ranks, over its repeats that ended ok.
 
     Attributes:
-        workload: what was trained: model, dtype and batch; rows of one workload compare.
-        n_started: repeats, those that failed included.
+        workload: model, dtype and batch; only rows of one workload are compared.
+        n_started: repeats, including failed ones.
         failures: the status of each repeat that did not end ok.
         step_s: the median step of each repeat that ended ok; empty when none did.
         throughput: samples per second of the job, at the median of `step_s`.
         interval: of `step_s`, or of the steps of the only repeat.
         run_ids: of the repeats that ended ok.
-        exposed_share: share of the mean step that is exposed communication, median over repeats.
+        exposed_share: share of exposed communication in the mean step, median over repeats.
         sent_bytes: bytes that the busiest rank sends in a step, median over repeats.
-        against: the strategy that `speedup` and `verdict` compare with; empty for that one itself.
+        against: the baseline of `speedup` and `verdict`; empty for the baseline itself.
     """
 
     workload: str
@@ -57,7 +57,7 @@ class StrategyRow:
 
     @property
     def median_s(self) -> float | None:
-        """Of `step_s`; None when no repeat ended ok."""
+        """Median of `step_s`; None when no repeat ended ok."""
         return median(self.step_s) if self.step_s else None
 
 
@@ -67,16 +67,15 @@ def strategy_table(
     """The rows of `strategy_tables` in one list.
 
     Args:
-        at_least: strategies that a workload must have been trained by.
+        at_least: leave out workloads with fewer strategies.
     """
     return [row for rows in strategy_tables(runs) if len(rows) >= at_least for row in rows]
 
 
 def strategy_tables(runs: Iterable[tuple[Headed, TrainingSummary]]) -> list[list[StrategyRow]]:
-    """For each workload a row for each strategy that trained it, the baseline first of those that
-    have a number.
+    """For each workload a row per strategy; the baseline is the first with a number.
 
-    The baseline is plain `single`, else the first strategy that has a run which ended ok.
+    The baseline is plain `single`, else the first strategy with a run that ended ok.
     """
     workloads: dict[str, list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in runs:
@@ -90,14 +89,14 @@ def _rest_of_config(run: Headed) -> str:
 
 
 def _kind_of(run: Headed) -> str:
-    """Of the first device, which every strategy uses."""
+    """Kind of the first device, which every strategy uses."""
     return run.header.ranks[0].device_kind if run.header.ranks else ""
 
 
 def _compared(group: Sequence[tuple[Headed, TrainingSummary]]) -> list[StrategyRow]:
     by_strategy: dict[tuple[bool, str, int, str], list[tuple[Headed, TrainingSummary]]] = {}
     for run, summary in group:
-        # Plain `single` first, then by name: repeats are carried out in random order.
+        # Plain `single` first, then by name, because repeats run in random order.
         name, digest = summary.strategy, configured(run, "strategy_digest")
         place = (name != "single", name, summary.n_ranks, digest)
         by_strategy.setdefault(place, []).append((run, summary))

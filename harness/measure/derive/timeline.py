@@ -1,7 +1,7 @@
-"""One step of all ranks on one clock: measured, or as it was predicted.
+"""One step of all ranks on one clock, measured or predicted.
 
-Ranks measure on clocks of their own. Each estimated its offset to rank 0's when the run began
-(shortest of several round trips, uncertain by half of it); drift since then is not corrected.
+Each rank has its own clock and estimated its offset to rank 0's when the run began (shortest of
+several round trips, uncertain by half of it). Drift since then is not corrected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.measure.store import Run
 
 
 class ClockOffset(NamedTuple):
-    """What to subtract from a rank's times to have rank 0's, and how wrong that may be."""
+    """Offset that converts a rank's times to rank 0's by subtraction, and its error bound."""
 
     offset_s: float
     error_s: float
@@ -32,10 +32,10 @@ class Timeline:
     """One step; times of `spans` count from its first start on any rank.
 
     Attributes:
-        step: which one; None of a prediction.
+        step: number of the step; None for a prediction.
         duration_s: the maximum over ranks of its `step` span.
-        clock_error_s: largest error of the alignment; None where a clock was not measured, and
-            then each rank's times count from its own start. 0 of a prediction.
+        clock_error_s: largest error of the alignment; 0 for a prediction. None if a clock was not
+            measured; times then count from each rank's start.
     """
 
     step: int | None
@@ -57,7 +57,7 @@ def _last(records: list[Record], metric: str) -> float | None:
 
 
 def clock_offsets(run: Run) -> dict[int, ClockOffset]:
-    """The measured offset of every rank that has one."""
+    """The offsets of the ranks that measured one."""
     found = {}
     for rank, records in sorted(run.ranks.items()):
         offset_s = _last(records, "clock_offset_s")
@@ -68,13 +68,13 @@ def clock_offsets(run: Run) -> dict[int, ClockOffset]:
 
 
 def median_step(times: Mapping[int, float]) -> int | None:
-    """The step whose duration is the (lower) median; the earlier one of equals."""
+    """The step with the (lower) median duration; the earlier one of equals."""
     order = sorted(times, key=lambda step: (times[step], step))
     return order[(len(order) - 1) // 2] if order else None
 
 
 def moved(span: Span, by_s: float) -> Span:
-    """The span at another time."""
+    """The span, shifted in time."""
     return msgspec.structs.replace(span, start_s=span.start_s + by_s)
 
 
@@ -84,11 +84,11 @@ def _start_of(spans: Sequence[Span]) -> float:
 
 
 class Shifts(NamedTuple):
-    """What to subtract from each rank's times so that a step begins at 0 and ranks agree.
+    """Offsets to subtract from each rank's times, so that clocks align and a step begins at 0.
 
     Attributes:
-        error_s: largest error of a rank's clock against rank 0's; None where a clock was not
-            measured, and then the step begins at 0 on every rank.
+        error_s: largest error of a rank's clock against rank 0's; None if a clock was not
+            measured; the step then begins at 0 on every rank.
     """
 
     by_rank: dict[int, float]
@@ -98,8 +98,8 @@ class Shifts(NamedTuple):
 def clock_shifts(run: Run, step: int) -> Shifts:
     """Shifts of the ranks that recorded a step.
 
-    It begins where the first of those begins that compute: a rank that a strategy leaves out is
-    done with all steps long before.
+    The step begins when the first rank that computes begins it, because a rank that a strategy
+    leaves out finishes all steps early.
     """
     known = {rank: spans_by_step(records).get(step) for rank, records in sorted(run.ranks.items())}
     starts = {rank: _start_of(spans) for rank, spans in known.items() if spans}
@@ -113,7 +113,7 @@ def clock_shifts(run: Run, step: int) -> Shifts:
 
 
 def measured_timeline(run: Run) -> Timeline | None:
-    """The run's median step with clocks aligned, of the ranks that compute (or all, where none
+    """The run's median step with clocks aligned, of the ranks that compute (all ranks if none
     does); None when no step ended."""
     times = step_times(run)
     step = median_step(times)

@@ -31,26 +31,26 @@ from harness.measure.statistics import Summary, summarize
 from harness.measure.store import Run
 
 OUTLIER_EFFECT = 1.1
-_LONGEST = 200  # letters of a setting
+_LONGEST = 200  # most characters of a setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """One training run; what was not measured is None. Formulas: docs/metrics.md.
+    """One training run; values that were not measured are None. Formulas: docs/metrics.md.
 
     Attributes:
-        unit: what `duration` is of: a step, or an epoch when only epochs were logged.
-        duration: of the maximum over ranks, over steps (or epochs).
+        unit: `step`, or `epoch` when only epochs were logged.
+        duration: seconds of a unit, maximum over ranks, over all units.
         n_samples: samples of the job in one unit.
         throughput: samples per second of the job, from the median; `throughput_low` and
-            `throughput_high` from the ends of its interval.
+            `throughput_high` from its interval.
         phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
         overlap: communication covered by compute / communication, 0 to 1.
         exposed_communication_s: mean over steps and the ranks that compute, from spans.
-        no_sync_exposed_s: second reading: median step minus median `no_sync_step_s`.
-        slowed_compute_s: what communication adds to compute: its median in a step minus that in
-            steps without synchronisation. The second reading has it, the first has not.
-        ring_bytes: what a ring all-reduce of the gradients must send, per rank and step.
+        no_sync_exposed_s: second estimate: median step minus median `no_sync_step_s`.
+        slowed_compute_s: contention: median compute in a step minus that in steps without
+            synchronisation. The second estimate includes it, the first does not.
+        ring_bytes: bytes that a ring all-reduce of the gradients sends, per rank and step.
         outlier_steps: steps far above the others.
     """
 
@@ -94,29 +94,29 @@ class TrainingSummary:
 
 
 def configured(run: Headed, name: str, default: str = "") -> str:
-    """A setting of the run as text, whatever the workload calls it in detail."""
+    """A setting of the run as text."""
     value: Any = run.header.config.get(name, default)
     return default if value is None else str(value)[:_LONGEST]
 
 
 def configured_number(run: Headed, name: str) -> float | None:
-    """A setting that is a number above 0; None where it is not."""
+    """A setting that is a number above 0; else None."""
     value: Any = run.header.config.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and 0 < value <= MOST_NUMBER else None
 
 
 def _strategy_name(run: Run) -> str:
-    """The strategy with what tells it from the usual: behind the engine, where others train it too,
-    before a pipeline's schedule, and the microbatches that were asked for; one that was read from
-    a file is called by the file's name."""
+    """The strategy's name, prefixed by the engine if several engines train it, and followed by a
+    pipeline's schedule, microbatches and flags; a strategy that was read from a file is named after
+    the file."""
     strategy, engine = configured(run, "strategy", "?"), configured(run, "engine", "torch")
     is_file = strategy.endswith(".json")
     if strategy == "pipeline" and engine == "executor":
         strategy += _flow_name(run)
     is_usual = engine == "torch" or (engine == "executor" and strategy not in ("single", "ddp"))
     if is_file:
-        # Runs write theirs as strategy.json: the run's name tells them apart.
+        # Runs write theirs as strategy.json, so the run's name identifies them.
         path = PurePath(strategy)
         strategy = path.stem if path.name != STRATEGY_FILE else path.parent.name or path.stem
         strategy += "-asynchronous" if run.header.config.get("asynchronous") else ""
@@ -125,16 +125,16 @@ def _strategy_name(run: Run) -> str:
 
 def _flow_name(run: Run) -> str:
     schedule = configured(run, "schedule", "1f1b")
-    told = "" if schedule == "1f1b" else f"-{schedule}"
+    suffix = "" if schedule == "1f1b" else f"-{schedule}"
     microbatches = run.header.config.get("microbatches")
-    told += f"-{microbatches}-microbatches" if microbatches else ""
+    suffix += f"-{microbatches}-microbatches" if microbatches else ""
     for flag in ("recompute", "asynchronous"):
-        told += f"-{flag}" if run.header.config.get(flag) else ""
-    return told
+        suffix += f"-{flag}" if run.header.config.get(flag) else ""
+    return suffix
 
 
 def _values_by_step(run: Run, metric: str) -> dict[int, dict[int, float]]:
-    """Step to rank to the sum of the samples (several interfaces or passes add up)."""
+    """Sum of samples by step and rank (several interfaces or passes add up)."""
     steps: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank, records in run.ranks.items():
         for sample in samples_of(records, metric):
@@ -165,7 +165,7 @@ def epoch_times(run: Run) -> dict[int, float]:
 def outliers(times: dict[int, float]) -> tuple[int, ...]:
     """Steps above the far fence (third quartile + 3 interquartile ranges) and 1.1 medians.
 
-    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor keeps steady runs quiet.
+    Source: Tukey, Exploratory Data Analysis, chapter 2; the factor spares steady runs warnings.
     """
     if len(times) < 4:
         return ()
@@ -175,7 +175,7 @@ def outliers(times: dict[int, float]) -> tuple[int, ...]:
 
 
 def _samples_per_unit(run: Run) -> float | None:
-    """Samples of the job in a step or epoch: over ranks, or as configured when not recorded."""
+    """Samples of the job in a step or epoch: recorded, summed over ranks; else configured."""
     by_rank = [
         float(np.median([sample.value for sample in samples]))
         for records in run.ranks.values()
@@ -195,12 +195,12 @@ def _largest(values: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> TrainingSummary:
-    """Derive everything about one training run; a run that is not ok keeps what it has, and gets
-    no verdict: its steps are few, and its ranks waited for the failure.
+    """Summarise one training run. A run that is not ok has numbers but neither warnings nor
+    stragglers, because its steps are few and its ranks waited for the failure.
 
     Args:
-        peaks: `matmul_peaks` of the runs in the same results; without them the MFU of measured
-            peak is None.
+        peaks: `matmul_peaks` of the runs in the same results; None leaves out the MFU of measured
+            peak.
     """
     times = step_times(run)
     is_epochs = not times
@@ -210,7 +210,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
     is_judged = run.header.status == "ok"
     ranks = tuple(rank_summary(run, rank, steps[rank]) for rank in steps)
     ranks = mark_stragglers(ranks) if is_judged else ranks
-    working = {r: own for r, own in steps.items() if computes(spans_of(run.ranks[r]))} or steps
+    working = {r: table for r, table in steps.items() if computes(spans_of(run.ranks[r]))} or steps
     n_samples = _samples_per_unit(run)
     n_ranks = len(run.header.ranks) or len(run.ranks) or 1
     numbers: dict[str, Any] = dict(_losses(run))
@@ -243,7 +243,7 @@ def training_summary(run: Run, peaks: dict[PeakKey, float] | None = None) -> Tra
 def add_mfu_of_measured_peak(
     summary: TrainingSummary, ranks: Iterable[RankInfo], peaks: dict[PeakKey, float]
 ) -> TrainingSummary:
-    """The summary with its rate over the measured peaks of its ranks, where all are known."""
+    """Add the MFU of measured peak, if the peaks of all ranks are known."""
     measured = sum_of_peaks(ranks, summary.dtype, peaks)
     if not measured or summary.flops_per_s is None:
         return summary
@@ -313,10 +313,12 @@ def _communication(
         slowest = [max(by_rank.values()) for by_rank in without.values()]
         numbers["no_sync_exposed_s"] = duration.median - float(np.median(slowest))
     by_step = _values_by_step(run, "no_sync_compute_s")
-    alone = [s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working]
-    if alone and tables:
-        beside = np.concatenate([table.compute_s for table in tables])
-        numbers["slowed_compute_s"] = float(np.median(beside) - np.median(alone))
+    without_s = [
+        s for by_rank in by_step.values() for rank, s in by_rank.items() if rank in working
+    ]
+    if without_s and tables:
+        with_s = np.concatenate([table.compute_s for table in tables])
+        numbers["slowed_compute_s"] = float(np.median(with_s) - np.median(without_s))
     started = _values_by_step(run, "n_synchronisations")
     if started:
         per_step = float(np.median([max(by_rank.values()) for by_rank in started.values()]))
@@ -325,7 +327,7 @@ def _communication(
 
 
 def _mean(columns: Iterable[np.ndarray]) -> float:
-    """Over steps and ranks; 0 without any."""
+    """Mean over steps and ranks; 0 without any."""
     found = list(columns)
     return float(np.concatenate(found).mean()) if found else 0.0
 
