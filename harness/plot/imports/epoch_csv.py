@@ -30,7 +30,11 @@ _MOST_RANKS = 16384
 _MOST_EPOCHS = 10**7
 _MOST_S = 1e9
 
+# Ranks without a line are kept, as far as they are not many times those that have one.
+_SPARE_RANKS, _MOST_RANKS_PER_RANK = 1000, 10
+
 NO_NUMBER = "rank, epoch or time is not a number"
+FAR_RANK = "its rank is far above the number of ranks in the file"
 TWO_TIMES = "a second time for the same rank, epoch and GPU"
 
 
@@ -156,8 +160,10 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
         cells = all_cells[n_more:]
         if all_cells == headings:
             continue  # the header again: a second training was appended
-        while len(cells) > len(headings) and not cells[-1]:
-            cells = cells[:-1]  # a delimiter ends the line
+        n_cells = len(cells)
+        while n_cells > len(headings) and not cells[n_cells - 1]:
+            n_cells -= 1  # a delimiter ends the line
+        cells = cells[:n_cells]
         if len(cells) != len(headings):
             skipped.append((number, f"{len(cells)} of {len(headings)} columns"))
             continue
@@ -169,7 +175,10 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
             skipped.append((number, NO_NUMBER))
         else:
             rows.append((number, row))
-    found, wrong = _number_repeats(rows)
+    largest = _SPARE_RANKS + _MOST_RANKS_PER_RANK * len({row.rank for _, row in rows})
+    far = [number for number, row in rows if row.rank > largest]
+    found, wrong = _number_repeats((number, row) for number, row in rows if row.rank <= largest)
+    skipped += [(number, FAR_RANK) for number in far]
     skipped = sorted(skipped + [(number, TWO_TIMES) for number in wrong])
     if not found:
         why = most_common(skipped) if skipped else "is it empty or cut off?"

@@ -118,10 +118,11 @@ def _cluster(devices: DeviceFacts) -> Cluster:
 
 
 def _ranks(devices: DeviceFacts, cluster: Cluster) -> list[RankInfo]:
+    nodes = cluster.node_of()
     return [
         RankInfo(
             rank=rank,
-            hostname=cluster.nodes[cluster.node_of()[rank]].name,
+            hostname=cluster.nodes[nodes[rank]].name,
             device=f"cuda:{index}",
             device_kind=kind,
             n_cores=0,
@@ -177,9 +178,10 @@ def _write(into: Path, header: RunHeader, records: dict[int, list[Record]]) -> P
     for rank, of_rank in records.items():
         lines = b"".join(msgspec.json.encode(record) + b"\n" for record in of_rank)
         write_atomically(run_dir / f"rank{rank}.jsonl", lines)
-    for stale in run_dir.glob("rank*.jsonl"):
-        if stale.name not in {f"rank{rank}.jsonl" for rank in records}:
-            stale.unlink()
+    names = {f"rank{rank}.jsonl" for rank in records}
+    for file in run_dir.glob("rank*.jsonl"):
+        if file.name not in names:
+            file.unlink()
     write_header(run_dir, header)
     return run_dir
 

@@ -16,7 +16,7 @@ from harness.measure import derive
 from harness.measure.store import Run, read_results
 from harness.plot.imports import ImportFacts, import_logs
 from harness.plot.imports.deepspeed_log import accumulation, is_deepspeed_log, parse_deepspeed_log
-from harness.plot.imports.epoch_csv import is_epoch_csv, parse_epoch_csv
+from harness.plot.imports.epoch_csv import FAR_RANK, is_epoch_csv, parse_epoch_csv
 from harness.plot.imports.text import decode, plain, read_number
 
 LOGS = Path(__file__).parents[1] / "logs"
@@ -351,3 +351,12 @@ def test_lines_are_written_at_the_pace_of_their_times(tmp_path: Path) -> None:
         s.start_s + s.duration_s for s in run.ranks[0] if isinstance(s, Span) and s.kind == "step"
     ]
     assert [b - a for a, b in pairwise(ends)] == pytest.approx([1.001] * 11)
+
+
+def test_a_rank_far_above_the_others_is_skipped_and_named():
+    line = "2024-03-01 10:0{}:00,{},1,{}"
+    lines = ["Timestamp,Rank,Epoch,Computation_Time", line.format(1, 0, 5), line.format(2, 5000, 6)]
+    rows, skipped = parse_epoch_csv("\n".join([*lines, ""]), Path("epochs.csv"))
+    assert [row.rank for row in rows] == [0]
+    assert len(skipped) == 1
+    assert FAR_RANK in skipped[0]
