@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What mpirun, srun or torchrun starts on each rank: find the environment, set what the cluster
-# needs, and become the rank's program. `./entry.sh --help` lists the workloads.
+# Start one rank, under mpirun, srun or torchrun: find the Python environment, set variables, and
+# execute the rank's program. `./entry.sh --help` lists the workloads.
 #
-# Optional settings, read as data and never executed, one NAME=VALUE a line:
-#   hosts/cluster.env      for every host
-#   hosts/<hostname>.env   for one host; wins over cluster.env
-# What is already set in the environment (mpirun -x NAME=VALUE) wins over both.
+# Optional settings, one NAME=VALUE per line, which are never executed:
+#   hosts/cluster.env      for all hosts
+#   hosts/<hostname>.env   for one host; overrides cluster.env
+# Variables that are already set (mpirun -x NAME=VALUE) override both.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
-# Sets each allowed NAME=VALUE of a file unless it is set already.
+# Exports each allowed NAME=VALUE of a file unless the variable is already set.
 read_settings() {
     local file=$1 line name number=0 short
     [[ -e $file ]] || return 0
@@ -42,7 +42,7 @@ read_settings() {
         esac
         short=${line#*=}
         if [[ $short =~ ^[\"\'] || $short =~ [[:space:]]# ]]; then
-            # A shell would take off the quotes and the comment; this is none.
+            # Unlike a shell, this function would keep quotes and comment as part of the value.
             short=${short%%[[:space:]]#*} short=${short//[\"\']/}
             echo "error: $file:$number: $name has quotes or a comment in its value: write" \
                 "$name=${short:0:60}" >&2
@@ -52,8 +52,8 @@ read_settings() {
     done <"$file"
 }
 
-# check_number NAME: ends unless the variable is a whole number above 0. bash would evaluate any other
-# text where it computes, commands in it too.
+# check_number NAME: exits unless the variable is a whole number above 0, because bash arithmetic would
+# evaluate any other text, including commands in it.
 check_number() {
     local value=${!1} digit='[0123456789]'
     [[ ! $value =~ ^[123456789]$digit{0,5}$ ]] || return 0
@@ -78,7 +78,7 @@ export PATH
 python=$(command -v python || command -v python3)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-# Threads: what the ranks of a host share. The program lowers it further to a cgroup's quota.
+# Threads: the cores of the host divided by its ranks. The program lowers it further to a cgroup's quota.
 local_size=1
 for name in OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS LOCAL_WORLD_SIZE; do
     [[ -v $name ]] || continue
@@ -92,12 +92,12 @@ for name in OMP_NUM_THREADS MKL_NUM_THREADS; do
     [[ -z ${!name-} ]] || check_number "$name"
 done
 
-# NVML numbers GPUs by their place on the bus, CUDA by itself the fastest first.
+# NVML numbers GPUs by PCI bus, CUDA by default from the fastest.
 export CUDA_DEVICE_ORDER=${CUDA_DEVICE_ORDER:-PCI_BUS_ID}
-# As many hardware queues as there may be: streams that share one wait for each other's receives.
+# The maximum of hardware queues, because streams that share one wait for each other's receives.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 
-# Prints, each after a comma, the bridges above no physical device: those of containers and virtual
+# Prints, each after a comma, the bridges without a physical device, as of containers and virtual
 # machines.
 inner_bridges() {
     local bridge
@@ -108,24 +108,24 @@ inner_bridges() {
     done
 }
 
-# docker0 and the like have the same address on every host: Open MPI must not try them. It refuses
-# to be told both which interfaces to take and which not.
+# Open MPI must not use docker0 and similar, because they have the same address on every host. It
+# refuses a list of included and a list of excluded interfaces together.
 if [[ ! -v OMPI_MCA_btl_tcp_if_include && ! -v OMPI_MCA_btl_tcp_if_exclude ]]; then
     OMPI_MCA_btl_tcp_if_exclude=127.0.0.1/8,docker0,virbr0$(inner_bridges /sys/class/net)
     export OMPI_MCA_btl_tcp_if_exclude
 fi
-# A waiting rank must not spin on the cores that another one measures.
+# A waiting rank must not spin on cores on which another one measures.
 export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 
-# c10d warns at each connection of a host without reverse name resolution.
+# c10d warns about each connection from a host without reverse name resolution.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-# A relocatable Open MPI (the wheel) tells its prefix to the ranks beside mpirun only.
+# A relocatable Open MPI (the wheel) passes its prefix only to ranks on mpirun's own host.
 if [[ -v PMIX_INSTALL_PREFIX ]]; then
     export OPAL_PREFIX=${OPAL_PREFIX:-$PMIX_INSTALL_PREFIX}
 fi
 
-# The agent starts the rank's program and watches over it. `-m mpi4py` aborts all ranks when this one
-# dies of an uncaught error.
+# The agent starts the rank's program and watches over it. `-m mpi4py` aborts all ranks if this one
+# ends with an uncaught error.
 program=(-m harness)
 if "$python" -c 'import mpi4py' 2>/dev/null; then
     program=(-m mpi4py -m harness)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make one login shell the same on every host, and verify it:
+# Set the same login shell on all hosts, and verify it:
 #   bash setup/change_shell.sh HOSTFILE [--shell /bin/bash] [--apply]
-# Without --apply it only says what it would change.
-# shellcheck disable=SC2317,SC2329  # functions are handed to on_all by name
+# Without --apply it only shows the changes.
+# shellcheck disable=SC2317,SC2329  # functions are passed to on_all by name
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,9 +16,9 @@ usage() {
     cat <<'TEXT'
 Usage: bash setup/change_shell.sh HOSTFILE [--shell /bin/bash] [--apply]
 
-Shows your login shell on every host of an Open MPI hostfile; with --apply changes it where it
-differs and reads it again over a new login. Exit code: 0 when all hosts have the shell, 1 when
-some host differs or cannot be reached, 2 for wrong use.
+Shows your login shell on all hosts of an Open MPI hostfile; with --apply changes it where it
+differs and verifies it in a new login. Exit code: 0 if all hosts have the shell, 1 if some host
+differs or cannot be reached, 2 for wrong use.
 TEXT
 }
 
@@ -41,7 +41,7 @@ parse_flags() {
     [[ $shell =~ ^/[A-Za-z0-9._/-]+$ ]] || fail "--shell '$shell' is not a path like /bin/bash"
 }
 
-# Prints the login shell, then whether the wanted one can be had there.
+# Prints the login shell, then whether the wanted one is usable on the host.
 probe() {
     ask "$timeout_s" "$1" <<SCRIPT
 getent passwd "\$(id -un)" | cut -d: -f7
@@ -51,7 +51,7 @@ else echo usable; fi
 SCRIPT
 }
 
-# Tries what needs no password, in turn; chsh asks for one, so it may not read the terminal.
+# Tries commands that need no password in turn; chsh asks for one, so it must not read the terminal.
 change() {
     remote "$timeout_s" "$1" <<SCRIPT
 user=\$(id -un)
@@ -83,7 +83,7 @@ row() {
     [[ $3 == OK ]] || status=1
 }
 
-# Changes where the probe found another, usable shell; its answer is then asked for again.
+# Changes the shell if the probe found a different one and the wanted one is usable; then probes again.
 probe_and_change() {
     local -a answer
     mapfile -t answer < <(probe "$1")

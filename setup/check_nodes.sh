@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Are these hosts ready to train together? `bash setup/check_nodes.sh --help` says more.
-# Runs before anything is installed: any Python from 3.11 on will do.
+# Check that hosts are ready to train together: `bash setup/check_nodes.sh --help`.
+# Needs no installation, only Python 3.11 or later.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=setup/lib.sh
 source "$root/setup/lib.sh"
 python=$(find_any_python) || exit 2
-# -P: not the current directory, which may hold another package of our name.
+# -P: do not import from the current directory, which may have another package named harness.
 PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -P -m harness.nodes "$@"

@@ -1,8 +1,8 @@
-"""Compile once what every start would compile again otherwise.
+"""Compile the simulator and the imported modules at installation, to make later starts faster.
 
-The simulator's event loops go into the cache beside their source, which takes half a minute. The
-bytecode of what a rank imports is written by importing it: installers leave that to the first
-start, and where PYTHONDONTWRITEBYTECODE is set, as in many containers, to every one.
+The simulator's event loops are cached beside their source, which takes half a minute. Bytecode is
+written by importing the modules of a rank, because installers leave that to the first start, or,
+with PYTHONDONTWRITEBYTECODE as in many containers, to every start.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _IMPORTED = (
 
 
 def compile_imports() -> None:
-    """Write the bytecode of what ranks import."""
+    """Write the bytecode of the modules that ranks import."""
     for name in _IMPORTED:
         importlib.import_module(name)
 
 
 def compile_simulator() -> None:
-    """Simulate one layer on two devices; what is compiled fits every model."""
+    """Simulate one layer on two devices; the compiled code serves every model."""
     shape = {"sample": 4, "feature": 4}
     graph = Graph(
         name="one layer",

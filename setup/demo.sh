@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole comparison on what this machine has, from nothing to a report.
+# Run the whole comparison on this machine, from installation to report.
 # Usage: bash setup/demo.sh [FLAGS of entry.sh]
 # As root on a virtual cluster of five nodes, otherwise on two local ranks. Installs if needed.
 set -euo pipefail
@@ -13,7 +13,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 n_nodes=5
 n_local=2
-# A name of its own: a cluster that the user has up stays as it is.
+# A distinct name, so that the user's own virtual cluster is left alone.
 name=demo
 cluster=(bash setup/virtual_cluster.sh)
 
@@ -22,12 +22,12 @@ say() { echo "demo: $*"; }
 # shellcheck disable=SC2317,SC2329  # called by the trap
 take_down() {
     trap - EXIT
-    # Interrupted twice, it must still finish.
+    # Finish even if interrupted twice.
     trap '' INT TERM
     "${cluster[@]}" down --name "$name" >/dev/null
 }
 
-# Nine tenths of the cores, shared evenly and at most one each: above that quotas compete and timings vary.
+# 90 % of the cores shared evenly, at most one each: beyond that, nodes compete and timings vary.
 cores_per_node() {
     local hundredths=$((90 * $(nproc) / n_nodes))
     if ((hundredths >= 100)); then echo 1; else printf '0.%02d\n' "$hundredths"; fi
@@ -58,9 +58,9 @@ else
     run_locally "$@" || status=$?
 fi
 
-# A comparison that ends well has printed its tables and drawn its report itself.
+# A successful comparison has already printed its tables and drawn its report.
 if ((status != 0)); then
-    say "the comparison ended with exit code $status; what it measured until then:"
+    say "the comparison ended with exit code $status; its measurements until then:"
     .venv/bin/python -m harness.plot results/ || true
 fi
 exit "$status"

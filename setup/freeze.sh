@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Write setup/constraints.txt from what is installed in .venv: run it after a dependency changed
+# Write setup/constraints.txt from the packages in .venv: run it after a dependency has changed
 # and the tests pass with the new versions.
 set -euo pipefail
 

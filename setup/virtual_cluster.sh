@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A cluster of real nodes on this machine: `bash setup/virtual_cluster.sh --help`.
-# Needs no installation: the standard library of Python 3.11 is enough.
+# Manage a virtual cluster on this machine: `bash setup/virtual_cluster.sh --help`.
+# Needs no installation, only Python 3.11 or later.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,8 +8,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/setup/lib.sh"
 python=$(find_any_python) || exit 2
 
-# The module is found by this path alone: neither the caller's directory nor PYTHONPATH may
-# decide, and nothing of it may reach the commands which run on the nodes.
+# Import the module by this path only, regardless of the current directory and PYTHONPATH, and leave
+# the environment of commands on the nodes unchanged.
 exec "$python" -P -c '
 import runpy, sys
 sys.path.insert(0, sys.argv.pop(1))

@@ -1,4 +1,4 @@
-"""What tests of several packages need: a small disk, and a process that no test changes."""
+"""Fixtures for tests of several packages: a small disk, and restored process state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    """Environment and signal handlers as before the test: other tests start processes too."""
+    """Restore environment and signal handlers after each test, for processes of later tests."""
     environ = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield

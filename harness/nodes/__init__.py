@@ -1,1 +1,1 @@
-"""Check hosts over ssh: probe, judge, report. The standard library and harness.domain suffice."""
+"""Check hosts over ssh: probe, judge, report. Needs only harness.domain and standard library."""

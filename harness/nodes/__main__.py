@@ -38,17 +38,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="setup/check_nodes.sh",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check every host of a hostfile over ssh, all at once, and say what to\n"
-        "repair. Nothing needs to be installed on them, and nothing is changed.",
+        description="Check all hosts of a hostfile over ssh in parallel and print a remedy for\n"
+        "each problem. The hosts need no installation, and nothing on them is changed.",
         epilog=f"checks, in this order:\n{table}\n\n"
         "exit code: 0 all OK, 1 a WARN, 2 a CRITICAL (or a wrong call), 3 an UNKNOWN\n\n"
         "examples:\n"
         "  bash setup/check_nodes.sh                         hosts/tesla.txt\n"
-        "  bash setup/check_nodes.sh my.txt --deep           run a kernel on each GPU as well\n"
+        "  bash setup/check_nodes.sh my.txt --deep           also run a kernel on each GPU\n"
         "  bash setup/check_nodes.sh my.txt --only login,tcp\n"
         "  bash setup/check_nodes.sh my.txt --skip mpi,allreduce --timeout 5s\n"
         "  bash setup/check_nodes.sh my.txt --json | jq '.hosts[] | {host, status}'\n\n"
-        "What each check means, its thresholds and its remedy: docs/checks.md",
+        "Meaning, thresholds and remedy of each check: docs/checks.md",
     )
     parser.add_argument(
         "hostfile", nargs="?", type=Path, default=_REPO / "hosts" / "tesla.txt",
@@ -56,15 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--timeout", default="60s", metavar="TIME",
-        help="what one host may cost in all (default: %(default)s)",
+        help="time limit for one host (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--launch-timeout", default="60s", metavar="TIME",
-        help="what the MPI hello and the all-reduce may take (default: %(default)s)",
+        help="time limit of the MPI hello and of the all-reduce (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--deep", action="store_true", help="run a kernel on every GPU")
-    parser.add_argument("--only", default=[], type=_names, metavar="CHECKS", help="just these")
-    parser.add_argument("--skip", default=[], type=_names, metavar="CHECKS", help="all but these")
+    parser.add_argument("--only", default=[], type=_names, metavar="CHECKS", help="run only these")
+    parser.add_argument("--skip", default=[], type=_names, metavar="CHECKS", help="skip these")
     parser.add_argument(
         "--env", type=Path, default=_default_env(), metavar="PATH",
         help="the Python environment, at the same path on every host (default: %(default)s)",
@@ -78,12 +78,12 @@ def _names(text: str) -> list[str]:
 
 
 def _default_env() -> Path:
-    """The environment that runs this, else the checkout's."""
+    """The virtual environment of this process, else that of the checkout."""
     return Path(sys.prefix) if sys.prefix != sys.base_prefix else _REPO / ".venv"
 
 
 class _ProgressLine:
-    """The last message on the terminal's last line; nothing where no terminal is."""
+    """Shows the latest message on one line of stderr if stderr is a terminal."""
 
     def __init__(self) -> None:
         self._is_shown = sys.stderr.isatty()
@@ -104,7 +104,7 @@ def _positive_s(text: str, flag: str) -> float:
     return seconds
 
 
-def _look_at_all(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey:
+def _survey_hosts(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey:
     if shutil.which("ssh") is None:
         raise EnvironmentSetupError(
             "no ssh client on this machine: sudo apt-get install openssh-client"
@@ -116,7 +116,7 @@ def _look_at_all(arguments: argparse.Namespace, checks: Sequence[str]) -> Survey
 
 @contextlib.contextmanager
 def _socket_directory() -> Iterator[str]:
-    """A private directory, of a name short enough for sockets in it; empty where there is none."""
+    """Make a private directory for ssh's sockets; yields "" if its path is too long for them."""
     with tempfile.TemporaryDirectory(prefix="check-") as directory:
         yield directory if len(directory) <= _MAX_SOCKET_DIRECTORY else ""
 
@@ -160,7 +160,7 @@ def _run(arguments: argparse.Namespace) -> int:
     started_utc = datetime.now(UTC).isoformat(timespec="seconds")
     start_s = time.monotonic()
     checks = select(arguments.only, arguments.skip)
-    found = _look_at_all(arguments, checks)
+    found = _survey_hosts(arguments, checks)
     findings = judge_all(found, checks)
     duration_s = time.monotonic() - start_s
     if arguments.json:

@@ -1,4 +1,4 @@
-"""A Python program on a host, spoken with by lines of JSON over the host's session."""
+"""Exchange JSON lines with a Python program on a host, over the host's session."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _GRACE_S = 2.0
 
 
 class AgentError(Exception):
-    """The program, its interpreter or its connection failed; the text is its last word."""
+    """The program, its interpreter or its connection failed; the text is its last output line."""
 
 
 class Agent:
-    """One side of the conversation.
+    """The local end of the exchange.
 
     Attributes:
-        has_ended: the shell has gone on, and takes another program.
+        has_ended: the program has ended, so the shell accepts another one.
     """
 
     def __init__(self, host: str, program: str, child: processes.Child, refusal: str = "") -> None:
@@ -37,7 +37,7 @@ class Agent:
             await self._child.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> dict[str, Any]:
-        """The next message; what the program says beside them is kept as its last word.
+        """The next message; the last other line of output is kept for the error.
 
         Raises:
             AgentError: the program ended, or was not started.
@@ -64,7 +64,7 @@ class Agent:
             return ENDED
 
     async def finish(self) -> None:
-        """Tell the program that nobody needs it any more, and give it a moment to end."""
+        """Ask the program to end and wait for it, at most `_GRACE_S`."""
         if self.has_ended:
             return
         await self.send({})

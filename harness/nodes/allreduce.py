@@ -1,9 +1,9 @@
 """A torch.distributed all-reduce over the hosts, started over ssh without any MPI.
 
-The ranks' programs start as soon as a host has answered, so that importing torch overlaps with
-waiting for slower hosts; they learn their ranks when it is known who takes part. Hosts that share
-a machine import in turns, as many at once as it has cores: all at once would starve whatever else
-is checked, and take longer.
+Each rank's program starts as soon as its host has answered, so that importing torch overlaps with
+waiting for slower hosts; ranks are assigned once the set of hosts is known. Hosts that share a
+machine import in turns, as many at once as it has cores, because more imports would starve the
+other checks and take longer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Reduction:
     """The outcome.
 
     Attributes:
-        hosts: that took part, in rank order.
-        backend: nccl where every host has a GPU that torch can use, else gloo.
-        errors: by host; empty when every rank got the right sum.
-        left_out: hosts whose torch did not get ready, and why.
-        duration_s: of the fastest of the last rank's repeats, 1 MiB.
+        hosts: participants, in rank order.
+        backend: nccl if torch can use a GPU on every host, else gloo.
+        errors: by host; empty if every rank got the correct sum.
+        left_out: hosts that could not import torch, with the reason.
+        duration_s: the slowest rank's fastest repeat, 1 MiB.
     """
 
     hosts: tuple[str, ...]
@@ -50,10 +50,10 @@ class Ready:
 async def get_ready(
     session: Session, turn: asyncio.Semaphore, *, python: str, limit_s: int
 ) -> Ready:
-    """Start a rank's program when it is its turn, and wait until it has imported torch.
+    """Wait for a turn, start a rank's program, and wait until it has imported torch.
 
     Raises:
-        AgentError: it has not.
+        AgentError: the program failed before that.
     """
     async with turn:
         agent = await session.start("allreduce.py", pythons=[python], limit_s=limit_s)
@@ -64,12 +64,12 @@ async def get_ready(
 async def run_allreduce(
     starting: Mapping[str, Awaitable[Ready]], facts: Mapping[str, Facts], *, timeout_s: float
 ) -> Reduction:
-    """Reduce over all hosts that get ready within the time; then as long again at most."""
+    """Reduce over the hosts that import torch within `timeout_s`, which limits each later phase."""
     ready, left_out = await _gather(starting, timeout_s)
     ranks = [ready[host].agent for host in starting if host in ready]
     if not ranks:
         return Reduction(hosts=(), backend="", errors={}, left_out=left_out)
-    has_gpus = all(one.has_gpu for one in ready.values())
+    has_gpus = all(rank.has_gpu for rank in ready.values())
     backend = "nccl" if has_gpus else "gloo"
     orders = rank_orders([agent.host for agent in ranks], facts, backend, timeout_s / 2)
     results, errors = await _reduce(ranks, orders, timeout_s)
@@ -91,12 +91,12 @@ async def run_allreduce(
 def rank_orders(
     hosts: Sequence[str], facts: Mapping[str, Facts], backend: str, timeout_s: float
 ) -> list[dict[str, object]]:
-    """Arguments of each rank; the port is 0 until rank 0 has one."""
-    is_alone = len(hosts) == 1
-    address = "127.0.0.1" if is_alone else facts[hosts[0]].cluster_address or hosts[0]
+    """Arguments of each rank; port 0 stands for the one that rank 0 will choose."""
+    is_single = len(hosts) == 1
+    address = "127.0.0.1" if is_single else facts[hosts[0]].cluster_address or hosts[0]
     orders: list[dict[str, object]] = []
     for rank, host in enumerate(hosts):
-        interface = None if is_alone else facts[host].cluster_interface
+        interface = None if is_single else facts[host].cluster_interface
         orders.append(
             {
                 "rank": rank,
@@ -132,7 +132,7 @@ def _messages(agents: Sequence[Agent]) -> dict[str, Awaitable[dict[str, Any]]]:
 async def _gather(
     waiting: Mapping[str, Awaitable[T]], timeout_s: float
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """What each host answers in time, and why there is nothing, both by host."""
+    """Wait for all hosts; returns the answers and the errors, each by host."""
     found: dict[str, T] = {}
     errors: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""The table of checks, and the walk over it. Documented for users in docs/checks.md."""
+"""The table of checks, and the functions that run them. User documentation: docs/checks.md."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Check:
     """A column of the table.
 
     Attributes:
-        title: what it looks at.
-        until: the section of the probe's text that begins behind what this check reads; where
-            the probe hung earlier, the check is UNKNOWN. Empty: it reads nothing of it.
+        title: its subject, for --help.
+        until: the section of the probe's text after the last one that this check reads. If the
+            probe hung before it, the check is UNKNOWN. Empty: the check does not read the text.
     """
 
     judge: Judge
@@ -65,7 +65,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
     """The checks to show, in the table's order.
 
     Raises:
-        ConfigError: a name that no check has, or nothing left.
+        ConfigError: unknown name, or no check is left.
     """
     wrong = [name for name in (*only, *skip) if name not in CHECKS]
     if wrong:
@@ -77,7 +77,7 @@ def select(only: Sequence[str], skip: Sequence[str]) -> list[str]:
 
 
 def judge_all(survey: Survey, names: Iterable[str]) -> list[Finding]:
-    """All findings, host by host, in the table's order; at least one of each host and check."""
+    """All findings by host, in the table's order; at least one per host and check."""
     chosen = list(names)
     return [
         finding
@@ -103,7 +103,7 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Finding]:
 
 
 def _is_barrier(name: str, report: HostReport) -> bool:
-    """Nothing behind this check could be looked at."""
+    """Whether this check failed so that no later one can run on the host."""
     probe = report.probe
     is_proxied = probe.target is not None and probe.target.is_proxied
     if name == "resolve":

@@ -1,4 +1,4 @@
-"""What a host is, as values: the parsed form of the probe's text. None: the host did not say."""
+"""Facts about a host, parsed from the probe's text. None: the host did not report the value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """A file system, by the directory it was asked for."""
+    """A file system, with the directory for which it was looked up (path)."""
 
     path: str
     mount: str
@@ -21,10 +21,10 @@ class Interface:
 
     Attributes:
         networks: its addresses with prefix length, such as `10.0.0.2/24`.
-        is_up: switched on, with a cable that has a carrier.
+        is_up: enabled, with a carrier.
         kind: physical, virtual or wireless.
-        speed_mbit_per_s: None when the driver gives none, or a made-up one, as virtual ones do.
-        claimed_mbit_per_s: what the driver says, made up or not: runs compare that.
+        speed_mbit_per_s: None if the driver reports none or, for a virtual NIC, a nominal one.
+        claimed_mbit_per_s: as the driver reports it, nominal or not; runs compare this one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """How one peer's address is reached: the interface, and the own address that the peer sees."""
+    """The route to one peer: interface, and this host's address as the peer sees it (source)."""
 
     address: str
     interface: str
@@ -59,7 +59,7 @@ class PythonFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuProcess:
-    """What runs on a GPU."""
+    """A process that uses a GPU."""
 
     pid: int
     name: str
@@ -72,13 +72,13 @@ class Gpu:
     """One GPU as nvidia-smi describes it.
 
     Attributes:
-        memory_total_bytes: None where it has none of its own (GB10, Jetson), or did not answer.
-        throttle_reasons: active ones, in nvidia-smi's words without prefix: `hw_thermal_slowdown`.
-        ecc_uncorrected: errors since the last reset, None where ECC is off or not there.
-        remap: `pending` or `failure` where rows of its memory (or pages) wait to be remapped, or
-            could not be.
-        recovery: what the driver asks for, such as `Reset`; empty: nothing.
-        errors: the fields in which nvidia-smi printed an error, by the error's words.
+        memory_total_bytes: None if the GPU shares the host's memory (GB10, Jetson) or no answer.
+        throttle_reasons: active ones, as in nvidia-smi without prefix: `hw_thermal_slowdown`.
+        ecc_uncorrected: errors since the last reset; None if ECC is off or missing.
+        remap: `pending` if rows (or pages) of its memory wait to be remapped, `failure` if
+            remapping failed.
+        recovery: action that the driver requests, such as `Reset`; empty: none.
+        errors: pairs of an error message and the fields in which nvidia-smi printed it.
         capability: (8, 6) for sm_86.
     """
 
@@ -105,7 +105,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchCuda:
-    """What torch says of its own CUDA build on this host."""
+    """CUDA support of the installed torch build."""
 
     cuda: str | None
     arch_list: tuple[str, ...]
@@ -120,10 +120,10 @@ class GpuFacts:
 
     Attributes:
         n_cards: NVIDIA display or compute cards on the PCI bus, with or without a driver.
-        smi_error: nvidia-smi's own words when it fails; empty when it works or is not there.
-        smi_returncode: its exit status, where it fails or says more than its XML.
-        smi_remarks: what it printed around its XML.
-        n_attached: how many GPUs nvidia-smi counts, which may be more than it describes.
+        smi_error: nvidia-smi's message if it failed; empty if it works or is not installed.
+        smi_returncode: exit status, if nvidia-smi failed or printed more than its XML.
+        smi_remarks: lines printed around the XML.
+        n_attached: number of GPUs by nvidia-smi's count, which may exceed those it describes.
     """
 
     n_cards: int = 0
@@ -141,16 +141,16 @@ class GpuFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that a host said about itself.
+    """All facts that the probe reports about a host.
 
     Attributes:
         boot_id: the running kernel's; hosts that share one (containers, virtual nodes) share cores.
         quota_cores: the tightest cgroup CPU limit.
         memory_limit_bytes: the tightest cgroup memory limit.
-        own_addresses: what its own name resolves to there.
-        run_interface, run_address: what a run over the hosts that answered takes; empty: not known.
-        environment: the asked environment's path, "" when it is not there.
-        python: the environment's interpreter, else the system's.
+        own_addresses: addresses of its host name, resolved on the host.
+        run_interface, run_address: used by a run over the hosts that answered; empty: unknown.
+        environment: path of the requested environment; empty: missing.
+        python: interpreter of the environment, else of the system.
     """
 
     hostname: str = ""
@@ -179,18 +179,18 @@ class Facts:
     gpu: GpuFacts = field(default_factory=GpuFacts)
 
     def has_package(self, name: str) -> bool:
-        """The environment that was asked for is there and holds the package."""
+        """Whether the requested environment exists and has the package."""
         return bool(self.environment and self.python and name in self.python.packages)
 
     @property
     def usable_cores(self) -> float | None:
-        """The cores that a job here may use: those allowed, within the quota."""
+        """Cores that a job on this host may use: the allowed ones, within the quota."""
         limits = [limit for limit in (self.n_cores, self.quota_cores) if limit is not None]
         return min(limits, default=None)
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """The memory that a job here may use: the machine's, within the limit."""
+        """Memory that a job on this host may use: the machine's, within the limit."""
         limits = [n for n in (self.memory_total_bytes, self.memory_limit_bytes) if n is not None]
         return min(limits, default=None)
 
@@ -201,7 +201,7 @@ class Facts:
 
     @property
     def cluster_interface(self) -> Interface | None:
-        """The one that runs take, else that of most routes; None when no route is known."""
+        """The interface of runs, else of most routes; None if no route is known."""
         names = [self.run_interface or route.interface for route in self.peer_routes]
         by_name = {interface.name: interface for interface in self.interfaces}
         known = [name for name in names if name in by_name]
@@ -209,7 +209,7 @@ class Facts:
 
     @property
     def cluster_address(self) -> str:
-        """The own address that the others see; empty when no route is known."""
+        """This host's address as other hosts see it; empty if no route is known."""
         if self.run_address:
             return self.run_address
         interface = self.cluster_interface

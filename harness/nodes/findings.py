@@ -1,4 +1,4 @@
-"""What a check says about a host: a status, what was found, and what to do about it."""
+"""The result of a check of a host: status, detail and remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Status(IntEnum):
     UNKNOWN = 3
 
 
-# Not by value: a failure that is certain outweighs one that could not be looked at.
+# UNKNOWN ranks below CRITICAL because a certain failure outweighs a possible one.
 _SEVERITY = [Status.OK, Status.WARN, Status.UNKNOWN, Status.CRITICAL]
 
 
@@ -26,9 +26,9 @@ class Finding:
     """One statement of one check about one host.
 
     Attributes:
-        detail: what was measured or what is wrong, in one line.
-        remedy: what to type or do; empty when nothing needs doing here.
-        follows: it is only a consequence of another finding on the same host.
+        detail: the measurement or the problem, in one line.
+        remedy: a command or an action; empty if none is needed.
+        follows: this finding is a mere consequence of another one on the same host.
     """
 
     host: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 class Verdict(NamedTuple):
-    """A finding before it is known which check said it about which host."""
+    """A finding without its host and check."""
 
     status: Status
     detail: str
@@ -64,5 +64,5 @@ def unknown(detail: str, remedy: str) -> Verdict:
 
 
 def worst(statuses: Iterable[Status]) -> Status:
-    """The most severe; OK of none."""
+    """The most severe status; OK if there is none."""
     return max(statuses, key=_SEVERITY.index, default=Status.OK)

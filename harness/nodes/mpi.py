@@ -1,4 +1,4 @@
-"""An MPI hello: the real mpirun starts one rank on each host, and each says where it is."""
+"""An MPI hello: the real mpirun starts one rank on each host, and each rank reports its host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.nodes.facts import Facts
 from harness.nodes.remote_text import remote_text
 
 _HELLO = "@harness:hello "
-_N_ALONE_AT_ONCE = 8
+_N_SINGLE_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class Hello:
     """The outcome.
 
     Attributes:
-        hosts: that took part, in rank order.
-        names: what the ranks call their machines; empty when the job failed.
-        error: the launcher's own words; empty when it ended well.
-        culprits: hosts on which a rank does not even start alone, and why (looked for after a
-            failure only).
-        network: without which, named on the command line, mpirun fails; empty: it needs none.
+        hosts: participants, in rank order.
+        names: host names by the ranks; empty if the job failed.
+        error: the launcher's message; empty on success.
+        culprits: hosts on which even a job of one rank fails, with the reason (sought only after
+            a failure).
+        network: network that mpirun must be given to succeed; empty: none needed.
     """
 
     hosts: tuple[str, ...]
@@ -45,13 +45,13 @@ class Hello:
 
 
 def find_mpirun(env_dir: str) -> str | None:
-    """The environment's mpirun, else that of PATH."""
+    """The environment's mpirun, else the one in PATH."""
     path = Path(env_dir) / "bin" / "mpirun"
     return str(path) if os.access(path, os.X_OK) else shutil.which("mpirun")
 
 
 def common_network(facts: Mapping[str, Facts]) -> str | None:
-    """The IPv4 network in which all hosts' cluster interfaces stand; None when there is none."""
+    """The IPv4 network of all hosts' cluster interfaces; None if they differ."""
     networks: set[str] = set()
     for host in facts.values():
         interface = host.cluster_interface
@@ -67,7 +67,7 @@ def common_network(facts: Mapping[str, Facts]) -> str | None:
 
 
 def network_flags(network: str) -> list[str]:
-    """What keeps mpirun and its ranks to a network."""
+    """Options that restrict mpirun and its ranks to a network."""
     parameters = ("btl_tcp_if_include", "oob_tcp_if_include")
     return [word for name in parameters for word in ("--mca", name, network)]
 
@@ -98,11 +98,11 @@ def mpi_command(
 async def run_hello(
     mpirun: str, facts: Mapping[str, Facts], *, python: str, timeout_s: float, shared: str = ""
 ) -> Hello:
-    """Start one rank on each host and wait for all, as a run does; on failure, over the hosts'
-    common network, and each host alone.
+    """Start one rank on each host and wait for all, as a run does; after a failure, try again over
+    the hosts' common network, then with each host as a job of its own.
 
     Args:
-        shared: directory of connections that may be used; a host alone is logged into anew.
+        shared: directory of ssh connections to reuse; the jobs of one host do not use it.
     """
     hosts = tuple(facts)
 
@@ -124,7 +124,7 @@ async def run_hello(
 async def _run(command: Sequence[str], hosts: tuple[str, ...], timeout_s: float) -> Hello:
     loop = asyncio.get_running_loop()
     start_s = loop.time()
-    # mpirun ends by itself at its own limit and cleans up better than a signal from here.
+    # mpirun's own time limit comes first, because mpirun then cleans up its ranks.
     done = await processes.run(command, timeout_s=timeout_s + 5, env=_root_consent(), grace_s=2.0)
     duration_s = loop.time() - start_s
     names = parse_hello(done.stdout)
@@ -137,29 +137,29 @@ async def _run(command: Sequence[str], hosts: tuple[str, ...], timeout_s: float)
 async def _find_culprits(
     mpirun: str, hosts: Sequence[str], python: str, timeout_s: float
 ) -> dict[str, str]:
-    gate = asyncio.Semaphore(_N_ALONE_AT_ONCE)
+    gate = asyncio.Semaphore(_N_SINGLE_AT_ONCE)
 
-    async def run_alone(host: str) -> str:
+    async def run_single(host: str) -> str:
         command = mpi_command(mpirun, [host], python=python, timeout_s=timeout_s)
         async with gate:
             return (await _run(command, (host,), timeout_s)).error
 
-    errors = await asyncio.gather(*(run_alone(host) for host in hosts))
+    errors = await asyncio.gather(*(run_single(host) for host in hosts))
     return {host: error for host, error in zip(hosts, errors, strict=True) if error}
 
 
 def _root_consent() -> dict[str, str]:
-    """Variables without which Open MPI refuses root; a user who logs in as root has decided."""
+    """Variables that let Open MPI run as root, if this process does."""
     if sys.platform == "win32" or os.geteuid() != 0:
         return {}
     return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def parse_hello(text: str) -> tuple[str, ...]:
-    """The names that rank 0 gathered; none when it did not print them.
+    """The names that rank 0 gathered; empty if it did not print them.
 
-    Where mpirun and the library do not fit, each rank is 0 of 1 and prints its own name alone:
-    the first of those is returned, and too short.
+    If mpirun and mpi4py's library are of different MPIs, each rank is rank 0 of 1 and prints only
+    its own name; the first such line is returned.
     """
     for line in text.splitlines():
         if line.startswith(_HELLO):
@@ -175,11 +175,11 @@ _NOISE = re.compile(r"^-+$|^\s*$|^Sorry!|supposed to get help|help file|^\[.*\] 
 
 
 def explain_mpirun(stderr: str) -> str:
-    """The sentence of mpirun's message that says most."""
+    """The most informative line of mpirun's message."""
     lines = [line.strip() for line in stderr.splitlines() if not _NOISE.search(line)]
-    telling = [
+    informative = [
         line
         for line in lines
         if re.search(r"^ssh: |denied|verification|rror:|not found|unable|timed out|refused", line)
     ]
-    return (telling or lines or [""])[0]
+    return (informative or lines or [""])[0]

@@ -1,8 +1,8 @@
-"""TCP between every ordered pair of hosts, by real connections: n programs, all pairs at once.
+"""Test TCP connections between all ordered pairs of hosts at once, by one program on each host.
 
-Each host listens on a free port and tells it; then each connects to all others by the names of
-the hostfile, resolved there, and makes sure who answers. So a firewall, a name that a host
-resolves differently, and an address that leads to another machine all come to light.
+Each program listens on a free port and reports it. Then it connects to all others by their names
+in the hostfile, resolved on its host, and verifies the identity of each. The test finds firewalls,
+names that a host resolves differently, and addresses of other machines.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Connection:
     """One ordered pair's outcome.
 
     Attributes:
-        error: empty when it works, else resolve, timeout, refused or impostor.
-        detail: the address, or what exactly went wrong.
+        error: empty on success, else resolve, timeout, refused or impostor.
+        detail: the address, or details of the error.
     """
 
     rtt_s: float | None = None
@@ -36,14 +36,14 @@ class Pairs:
 
     Attributes:
         connections: by (source, target).
-        silent: hosts whose program did not start or report, and why.
+        silent: hosts whose program did not start or report, with the reason.
     """
 
     connections: dict[tuple[str, str], Connection]
     silent: dict[str, str]
 
     def __or__(self, other: Pairs) -> Pairs:
-        """Both, of unlike pairs."""
+        """The union of two sets of pairs that do not overlap."""
         return Pairs(
             connections=self.connections | other.connections, silent=self.silent | other.silent
         )
@@ -52,10 +52,10 @@ class Pairs:
 async def connect_pairs(
     sessions: Sequence[Session], new: Collection[str], *, pythons: list[str], timeout_s: float
 ) -> Pairs:
-    """Try every ordered pair; a host that fails costs at most `timeout_s` per phase.
+    """Test every ordered pair; a host that fails costs at most `timeout_s` per phase.
 
     Args:
-        new: hosts that one end of a pair must be among.
+        new: hosts of which each tested pair includes at least one.
     """
     silent: dict[str, str] = {}
     connections: dict[tuple[str, str], Connection] = {}
@@ -88,7 +88,7 @@ async def connect_pairs(
 async def _gather(
     agents: Sequence[Agent], timeout_s: float, silent: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """One message of each, by host; those that have none are noted."""
+    """Receive one message from each agent, by host; adds the others to `silent`."""
 
     async def listen(agent: Agent) -> dict[str, Any] | None:
         try:

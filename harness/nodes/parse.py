@@ -1,4 +1,4 @@
-"""From the probe's text to Facts. Pure, and lenient: what cannot be read stays unknown."""
+"""Parse the probe's text into Facts. Pure and lenient: malformed values become unknown."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from harness.nodes.parse_gpu import parse_gpus
 
 _SECTION = re.compile(r"^@harness:(\w+)$")
 _RC = re.compile(r"^@rc=([0-9]{1,9})$")
-# cgroup v1 says "no limit" by a number close to 2**63.
+# cgroup v1 expresses "no limit" as a number close to 2**63.
 _NO_LIMIT_BYTES = 2**60
-# What `mpirun --version` says is short; the patterns that look for it are not linear.
+# The output of `mpirun --version` is short, and the regular expressions below are not linear.
 _LONGEST_VERSION = 4000
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the probe's text, and its command's exit status where one was reported."""
+    """A section of the probe's text, with its command's exit status if reported."""
 
     lines: tuple[str, ...] = ()
     returncode: int | None = None
@@ -37,14 +37,14 @@ class Section:
 
 
 class Sections(dict[str, Section]):
-    """By name; a part that is not there is empty."""
+    """Sections by name; a missing one is empty."""
 
     def __missing__(self, name: str) -> Section:
         return Section()
 
 
 def split_sections(text: str) -> Sections:
-    """Cut the probe's text at its marks; what stands before the first mark is dropped."""
+    """Split the probe's text at its marks; drops the text before the first mark."""
     sections = Sections()
     name, lines, returncode = "", [""][:0], None
     for line in [*text.splitlines(), "@harness:end"]:
@@ -60,7 +60,7 @@ def split_sections(text: str) -> Sections:
 
 
 def parse_facts(text: str) -> Facts:
-    """Read everything that the probe printed."""
+    """Parse the whole output of the probe."""
     sections = split_sections(text)
     user, shell = [*sections["shell"].lines, "", ""][:2]
     quota_cores, memory_limit_bytes = parse_limits(sections["cgroup"].lines)
@@ -152,7 +152,7 @@ def parse_disks(lines: Iterable[str]) -> tuple[Disk, ...]:
 
 
 def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
-    """All interfaces by /proc/net/dev, with what `ip` and /sys add."""
+    """All interfaces in /proc/net/dev, with details from `ip` and /sys."""
     links = {m[1]: m for line in sections["links"].lines if (m := _LINK.match(line))}
     networks: dict[str, list[str]] = {}
     for line in sections["addresses"].lines:
@@ -189,12 +189,12 @@ def _is_up(flags: Collection[str]) -> bool:
 
 
 def _speed(text: str) -> int | None:
-    """Megabits per second; drivers say -1, or 2**32 - 1, when the cable is out."""
+    """Megabits per second; drivers report -1 or 2**32 - 1 if the cable is unplugged."""
     return find_int(text, 1, 2**31 - 1)
 
 
 def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
-    """`ip route get`: `10.0.0.3 dev eth0 src 10.0.0.2`, or `local ...` for an own address."""
+    """`ip route get`: `10.0.0.3 dev eth0 src 10.0.0.2`, or `local ...` for the host itself."""
     routes = []
     for line in lines:
         words = line.split()
@@ -214,7 +214,7 @@ def parse_routes(lines: Iterable[str]) -> tuple[Route, ...]:
 
 
 def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
-    """What versions.py printed, or the last line of why it could not."""
+    """The output of versions.py, or the last line of its error."""
     if not section.lines:
         return None, ""
     try:
@@ -231,7 +231,7 @@ def parse_python(section: Section) -> tuple[PythonFacts | None, str]:
 
 
 def parse_mpi(section: Section) -> str:
-    """Implementation and version, such as `Open MPI 4.1.8`; empty when there is none."""
+    """Implementation and version, such as `Open MPI 4.1.8`; empty if there is none."""
     text = section.text[:_LONGEST_VERSION]
     if match := re.search(r"\(Open MPI\)\s+(\S+)", text):
         return f"Open MPI {match[1]}"

@@ -1,9 +1,9 @@
-"""From `nvidia-smi -q -x` and torch's own words to GpuFacts.
+"""Parse `nvidia-smi -q -x` and the output of kernel.py into GpuFacts.
 
 nvidia-smi's XML changes between drivers (clocks_throttle_reasons became clocks_event_reasons in
-R535; ECC counters have three shapes), so that tags are looked up by what is stable in them. Some
-drivers print broken XML, and names of processes come unescaped: each GPU is read by itself, without
-the parts that nobody needs, so that one that cannot be read costs itself only.
+R535; ECC counters have three shapes), so tags are matched by their stable parts. Some drivers
+print broken XML and do not escape names of processes. Each GPU's element is therefore parsed by
+itself, without unneeded parts, so that a broken one does not affect the others.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from harness.nodes.facts import Gpu, GpuFacts, GpuProcess, TorchCuda
 
 _MOST_MIB = 10**9
 BROKEN = "broken XML"
-# What a GPU does not have, in the words of various drivers.
+# Values by which various drivers mark an absent feature.
 _ABSENT = ("n/a", "not supported", "requested functionality has been deprecated", "none", "")
 _ERRORS = ("err!", "error", "lost", "insufficient permissions", "fallen off", "blocked", "timeout")
-# Not for XML, and the terminal's.
+# Characters that are invalid in XML or control a terminal.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]")
 
 
 class SectionLike(Protocol):
-    """A part of the probe's text."""
+    """A section of the probe's text."""
 
     @property
     def lines(self) -> tuple[str, ...]: ...
@@ -40,7 +40,7 @@ class SectionLike(Protocol):
 
 
 def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
-    """Read cards, driver, GPUs, who uses them, and what torch can do with them."""
+    """Parse cards, driver, GPUs, their processes, and torch's support for them."""
     n_cards = len(sections["nvidia_cards"].lines)
     smi = sections["nvidia_smi"]
     if not smi.lines and smi.returncode is None:
@@ -72,7 +72,7 @@ def parse_gpus(sections: Mapping[str, SectionLike]) -> GpuFacts:
 
 
 def _failure(smi: SectionLike, remarks: tuple[str, ...]) -> str:
-    """nvidia-smi's words, or its end where it has none."""
+    """nvidia-smi's message, or its exit status if it printed none."""
     if smi.returncode in (124, 137):
         return "nvidia-smi did not answer in time"
     words = " / ".join(remarks[:3])
@@ -82,7 +82,7 @@ def _failure(smi: SectionLike, remarks: tuple[str, ...]) -> str:
 
 
 def _split(text: str) -> tuple[str, tuple[str, ...]]:
-    """The XML, and the lines that stand around it; where it has no end, all that follows."""
+    """The XML (to the end of the text if it is cut off) and the other lines."""
     text = _CONTROL.sub("", text)
     starts = [at for at in (text.find("<?xml"), text.find("<nvidia_smi_log")) if at >= 0]
     start = min(starts, default=len(text))
@@ -94,14 +94,14 @@ def _split(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _between(text: str, tag: str) -> str:
-    """The text of the first element of a name without attributes."""
+    """The text of the first element with this tag and no attributes."""
     _, opened, rest = text.partition(f"<{tag}>")
     content, closed, _ = rest.partition(f"</{tag}>")
     return content.strip() if opened and closed else ""
 
 
 def _pieces(text: str) -> list[tuple[str, ElementTree.Element | None]]:
-    """The names and elements of all GPUs; None: its XML is broken."""
+    """Product name and element of each GPU; None: its XML is broken."""
     parts = [part.partition("</gpu>") for part in _escape_names(text).split("<gpu ")[1:]]
     return [
         (_between(body, "product_name") or "unknown", _element(body) if end else None)
@@ -120,7 +120,7 @@ def _element(body: str) -> ElementTree.Element | None:
 
 
 def _escape_names(text: str) -> str:
-    """Names of processes as XML would have them, whatever they hold."""
+    """Escape the names of processes, whether or not the driver has escaped them."""
     first, *rest = text.split("<process_name>")
     parts = [first]
     for part in rest:
@@ -174,7 +174,7 @@ def _gpu(
 
 
 def _quantity(text: str | None) -> float | None:
-    """`1725 MHz`, `63 C`, `45 %`; None for `N/A` and its like."""
+    """The number in `1725 MHz`, `63 C` or `45 %`; None for `N/A` and similar."""
     words = (text or "").split()
     return find_number(words[0], -1e6, _MOST_MIB) if words else None
 
@@ -199,7 +199,7 @@ def _word(text: str | None) -> str:
 
 
 def _errors(element: ElementTree.Element) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The fields in which an error stands, by its words; what processes are called is no field."""
+    """Error messages, each with its fields; names of processes are no fields."""
     found: dict[str, list[str]] = defaultdict(list)
     for child in element.iter():
         words = _plain(child.text)
@@ -210,7 +210,7 @@ def _errors(element: ElementTree.Element) -> tuple[tuple[str, tuple[str, ...]], 
 
 
 def _remap(element: ElementTree.Element) -> str:
-    """Ampere and later remap rows; before, pages were retired."""
+    """State of remapping: rows on Ampere and later, retired pages on older GPUs."""
 
     def has(*paths: str) -> bool:
         return any(_plain(element.findtext(path)).lower() == "yes" for path in paths)
@@ -249,7 +249,7 @@ def _uncorrected(element: ElementTree.Element) -> int | None:
 
 
 def _capabilities(lines: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """`GPU-..., 8.6`; older drivers do not know the field."""
+    """Parse lines `GPU-..., 8.6`; older drivers do not know the field."""
     found = (re.match(r"(\S+), ([0-9]{1,3})\.([0-9]{1,3})$", line) for line in lines)
     return {match[1]: (int(match[2]), int(match[3])) for match in found if match}
 

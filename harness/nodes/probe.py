@@ -1,4 +1,4 @@
-"""Look at one host from outside and from inside: name, port, login, clock, and the probe's text.
+"""Probe one host: resolve its name, connect to its port, log in, compare clocks, run probe.sh.
 
 head                                   host
 ssh HOST 'echo ready; exec sh -s'  --> logs in
@@ -35,26 +35,26 @@ _N_CLOCK_READINGS = 3
 _CLOCK = "@harness:clock:"
 # sshd drops logins beyond MaxStartups (10 at once by default), at random.
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-# So many log in through one jump host at once: each is a login there, too.
+# Each login through a jump host is a login on it too, so their number is limited.
 N_THROUGH_PROXY = 8
 Gates = defaultdict[str, asyncio.Semaphore]
 
 
 def proxy_gates() -> Gates:
-    """How many may log in at once through each proxy."""
+    """Semaphores that limit concurrent logins through each proxy."""
     return defaultdict(lambda: asyncio.Semaphore(N_THROUGH_PROXY))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to ask of every host.
+    """Parameters of the probe, equal for all hosts.
 
     Attributes:
-        peers: every host's name.
+        peers: names of all hosts.
         env_dir, repo_dir: paths that are the same on every host.
-        timeout_s: what one host may cost, from the first packet to the last.
+        timeout_s: time limit for one host, from the first packet to the last.
         deep: run a kernel on each GPU.
-        hostfile: its path, as remedies write it, quoted for a shell.
+        hostfile: its path for remedies, quoted for a shell.
         shared: directory for the control sockets of the sessions; empty: none.
     """
 
@@ -69,7 +69,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """A host's clock minus this one's; the truth lies within +- error_s."""
+    """A host's clock minus this machine's; the true offset lies within +- error_s."""
 
     offset_s: float
     error_s: float
@@ -77,19 +77,19 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What was found about one host; later parts stay empty when earlier ones fail.
+    """Results of probing one host; after a failure, later fields stay empty.
 
     Attributes:
         host: its line of the hostfile.
-        target: where ssh goes; None when ssh itself cannot tell.
-        addresses: what the name resolves to.
-        resolve_error, port_error: why there is no address, no connection; empty when fine.
-        is_port_open: the port takes connections (not tried through a proxy).
-        banner: what the port answers, such as `SSH-2.0-OpenSSH_9.2`; empty when it is silent.
-        login, login_detail: how the attempt to log in ended, and ssh's message.
-        key_file: where a host key stands that the host no longer has.
-        text: the probe's output, perhaps cut off.
-        is_complete: the probe came to its end.
+        target: ssh's destination; None if ssh rejects the name.
+        addresses: of the name.
+        resolve_error, port_error: reason of the failure; empty on success.
+        is_port_open: the port accepts connections (not tried through a proxy).
+        banner: first line from the port, such as `SSH-2.0-OpenSSH_9.2`; empty if none came.
+        login, login_detail: outcome of the login, and ssh's message.
+        key_file: the file with an outdated host key of this host.
+        text: the probe's output, possibly truncated.
+        is_complete: the probe ran to its end.
     """
 
     host: Host
@@ -109,7 +109,7 @@ class Probe:
 
 
 def script(order: Order) -> str:
-    """The probe with its assignments: every value quoted for a POSIX shell."""
+    """The text of probe.sh, preceded by its assignments, quoted for a POSIX shell."""
     command_s = max(1, round(order.timeout_s * 0.6))
     values = {
         "peers": " ".join(order.peers),
@@ -128,13 +128,13 @@ def script(order: Order) -> str:
 async def probe(
     host: Host, order: Order, stack: AsyncExitStack, gates: Gates | None = None
 ) -> tuple[Probe, Session | None]:
-    """Look at a host; never raises for what the host does, never takes longer than its timeout.
+    """Probe a host within its timeout; failures of the host do not raise.
 
     Args:
-        gates: shared by the hosts that are looked at together.
+        gates: shared by all hosts that are probed together.
 
     Returns:
-        What was found, and the session, open as long as the stack, where the probe came to its end.
+        The results, and the session if the probe is complete. The stack closes the session.
     """
     start_s = asyncio.get_running_loop().time()
     deadline_s = start_s + order.timeout_s
@@ -151,7 +151,7 @@ async def probe(
 async def _log_in(
     found: Probe, order: Order, stack: AsyncExitStack, deadline_s: float, gates: Gates
 ) -> tuple[Probe, Session]:
-    """Log in and ask; again, after a while, where sshd dropped the connection before it began."""
+    """Log in and run the probe; retry after a pause if sshd dropped the connection early."""
     loop = asyncio.get_running_loop()
     proxy = found.target.proxy if found.target is not None else ""
     n_tries = len(_PAUSES_S) + 1
@@ -164,7 +164,7 @@ async def _log_in(
                     )
                 )
                 found = await _enter(session, found, order, deadline_s)
-            # Not in step with the others that were dropped.
+            # Random, so that the dropped logins do not retry at the same moment.
             pause_s = _PAUSES_S[min(n_tried, n_tries - 1) - 1] * random.uniform(0.5, 1.5)
             is_last = n_tried == n_tries or loop.time() + pause_s > deadline_s
             is_dropped = found.login is Login.CLOSED and ssh.was_dropped(session.child.errors)
@@ -181,7 +181,7 @@ async def _reach(host: Host, deadline_s: float) -> Probe:
     if isinstance(target, str):
         return Probe(host=host, login=Login.FAILED, login_detail=target)
     found = Probe(host=host, target=target)
-    # Through a proxy the name is not looked up here: it is only said what it would be.
+    # Behind a proxy the address is informative only, so it gets little time.
     loop = asyncio.get_running_loop()
     share = 0.2 if target.is_proxied else 1.0
     try:
@@ -196,7 +196,7 @@ async def _reach(host: Host, deadline_s: float) -> Probe:
 
 
 async def _resolve(name: str, port: int) -> tuple[str, ...]:
-    """Resolve in a daemon thread: a name server that hangs must not hold up the exit."""
+    """Resolve in a daemon thread, so that a name server that hangs does not delay the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[tuple[str, ...]] = loop.create_future()
 
@@ -224,7 +224,7 @@ async def _resolve(name: str, port: int) -> tuple[str, ...]:
 
 
 async def _knock(found: Probe, target: ssh.Target, deadline_s: float) -> Probe:
-    """Connect to the port of the first address that takes it, and read who answers."""
+    """Connect to the first address that accepts, and read the server's banner."""
     loop = asyncio.get_running_loop()
     error = ""
     for n_tried, address in enumerate(found.addresses):
@@ -245,7 +245,7 @@ async def _knock(found: Probe, target: ssh.Target, deadline_s: float) -> Probe:
 
 
 async def _read_banner(reader: asyncio.StreamReader, timeout_s: float) -> str:
-    """A live server says its name at once; one that hangs must leave the login its time."""
+    """The first line from the server; the short limit leaves the login time if the server hangs."""
     try:
         async with asyncio.timeout(timeout_s):
             return (await reader.readline()).decode(errors="replace").strip()
@@ -254,7 +254,7 @@ async def _read_banner(reader: asyncio.StreamReader, timeout_s: float) -> str:
 
 
 async def _enter(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
-    """Wait until the login is through its own files, and a shell of ours listens."""
+    """Wait until the login has read its startup files and the session's shell is ready."""
     key_file = ""
     try:
         async with asyncio.timeout_at(deadline_s):
@@ -287,7 +287,7 @@ async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) 
 
 
 def _explain_end(session: Session) -> tuple[Login, str]:
-    """Why a login ended: by ssh's words, else by those of the host; ssh itself ends with 255."""
+    """Why a login ended: by ssh's message, else the host's; ssh's own failures have status 255."""
     errors = session.child.errors
     problem, detail = ssh.explain(errors), ssh.last_line(errors)
     if problem is Login.FAILED and session.child.returncode != 255:
@@ -298,13 +298,13 @@ def _explain_end(session: Session) -> tuple[Login, str]:
 
 
 async def _read_clock(child: processes.Child) -> Clock | None:
-    """Ask the time a few times; the shortest round trip has the smallest error."""
+    """Read the host's clock several times and keep the reading with the shortest round trip."""
     best: Clock | None = None
     for _ in range(_N_CLOCK_READINGS):
         before_s = time.time()
         start_s = time.monotonic()
         await child.write(f"date +{_CLOCK}%s.%N || echo {_CLOCK}\n".encode())
-        # Programs that the login started may print at any time.
+        # Programs started by the login may print at any time.
         while not (line := await child.read_line()).startswith(_CLOCK):
             pass
         answer = line.removeprefix(_CLOCK)
@@ -315,7 +315,7 @@ async def _read_clock(child: processes.Child) -> Clock | None:
             return None
         if find_int(nanoseconds) is not None:
             remote_s = float(answer)
-        else:  # BusyBox knows whole seconds only
+        else:  # BusyBox gives whole seconds only
             remote_s, error_s = whole + 0.5, error_s + 0.5
         reading = Clock(offset_s=remote_s - (before_s + half_s), error_s=error_s)
         if best is None or reading.error_s < best.error_s:

@@ -1,14 +1,14 @@
 # shellcheck shell=sh
-# What a host says about itself, as text that harness.nodes.parse reads.
+# Print facts about a host as sections of text, which harness.nodes.parse reads.
 #
-# Sent on the standard input of `ssh HOST sh -s`: nothing needs to be installed there. Only POSIX
-# sh and what a bare Linux or BusyBox has; whatever is missing leaves its section empty.
+# Sent on the standard input of `ssh HOST sh -s`, so the host needs no installation. Uses only POSIX
+# sh and the tools of a bare Linux or BusyBox; a missing tool leaves its section empty.
 # The sender puts these assignments, quoted, in front of this text:
 #   peers        names of all hosts, separated by blanks
 #   env_dir      the Python environment's path, the same on every host
 #   repo_dir     the harness' checkout, the same on every host
 #   command_s    seconds that one command may take
-#   total_s      seconds after which this script kills its shell, whatever happens
+#   total_s      seconds after which this script kills its shell in any case
 #   deep         1: run a kernel on each GPU
 #   versions_py, kernel_py   Python programs
 
@@ -22,7 +22,7 @@ section() {
     printf '\n@harness:%s\n' "$1"
 }
 
-# A command that hangs (stale NFS, a wedged GPU driver) must not take the rest along.
+# Limit each command, so that one that hangs (stale NFS, a wedged GPU driver) costs only its section.
 if timeout -k 1 1 true 2>/dev/null; then
     limit="timeout -k 1 $command_s"
 elif timeout 1 true 2>/dev/null; then
@@ -31,11 +31,11 @@ else
     limit=
 fi
 bounded() {
-    # shellcheck disable=SC2086  # words of its own, set above
+    # shellcheck disable=SC2086  # $limit is several words, set above
     $limit "$@"
 }
 
-# Its output and its exit status, as a section.
+# Print a command's output and exit status as a section.
 report() {
     section "$1"
     shift
@@ -79,7 +79,7 @@ probe_system() {
     report disk df -Pk "$HOME" /tmp /dev/shm
 }
 
-# Every limit on the way up to the root: the tightest one counts.
+# Print the limits of all levels up to the root, because the tightest one applies.
 probe_cgroup() {
     section cgroup
     while IFS=: read -r _ controllers path; do
@@ -137,7 +137,7 @@ probe_network() {
     printf '%s\n' "$addresses"
     section routes
     if ip -V 2>/dev/null | grep -q iproute2; then
-        # One process for all peers: 32 hosts would otherwise start a thousand.
+        # One process for all peers: otherwise 32 hosts would start a thousand.
         printf '%s\n' "$addresses" | sed 's/^/route get /' | bounded ip -o -force -batch - 2>&1
     else
         for address in $addresses; do
@@ -177,7 +177,7 @@ probe_gpus() {
     section nvidia_smi
     state=$(bounded nvidia-smi -q -x 2>&1)
     code=$?
-    # The name of a process may look like a mark of this script.
+    # Indent @, because a process name may look like a mark of this script.
     printf '%s\n' "$state" | sed 's/^@/ @/'
     printf '\n@rc=%s\n' "$code"
     report compute_capability nvidia-smi --query-gpu=uuid,compute_cap --format=csv,noheader
@@ -201,5 +201,5 @@ main() {
     kill "$watchdog" 2>/dev/null
 }
 
-# Read as a whole before it runs, and nothing in it can eat what the shell is told afterwards.
+# The shell reads main whole before it runs, and main cannot consume commands sent afterwards.
 main </dev/null

@@ -1,4 +1,4 @@
-"""Child processes with a deadline: each in its own process group, which never outlives it."""
+"""Child processes with a deadline, each in its own process group, which is killed with it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from harness.errors import EnvironmentSetupError
 
-# A host that floods its output is cut off here, so that it cannot fill this one's memory.
+# Limit of kept output, so that a host cannot fill this machine's memory.
 _MAX_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completed:
-    """What a child left; `returncode` is None when it ran past its time and was killed."""
+    """Output and exit status of a child; `returncode` is None if it was killed at its deadline."""
 
     returncode: int | None
     stdout: str
@@ -40,7 +40,7 @@ class Child:
                 self._errors += chunk
 
     async def write(self, data: bytes) -> None:
-        """Send; a child that has gone is noticed by reading."""
+        """Send data; a child that has ended shows only when reading."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._process.stdin.write(data)
@@ -75,13 +75,13 @@ class Child:
         return returncode
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait a little for an end that has begun, so that `errors` is complete."""
+        """Wait briefly for a child that is about to end, so that `errors` is complete."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.wait(), timeout_s)
 
     @property
     def returncode(self) -> int | None:
-        """None: it runs."""
+        """Exit status; None while the child runs."""
         return self._process.returncode
 
     @property
@@ -93,7 +93,7 @@ class Child:
         return self._errors.decode(errors="replace")
 
     async def kill(self, grace_s: float = 0.0) -> None:
-        """End the whole process group, politely first if `grace_s`, and reap the child."""
+        """Kill the process group and reap the child; with `grace_s`, send SIGTERM first."""
         if self._process.returncode is None and grace_s > 0:
             _signal_group(self._process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
@@ -145,7 +145,7 @@ async def run(
     env: Mapping[str, str] | None = None,
     grace_s: float = 0.0,
 ) -> Completed:
-    """Run a command without input to its end, or to the end of its time."""
+    """Run a command without input until it ends or `timeout_s` is over."""
     async with start(command, env=env, grace_s=grace_s) as child:
         child.close_stdin()
         returncode: int | None = None

@@ -1,4 +1,4 @@
-"""The texts of the programs that run on the hosts."""
+"""Sources of the programs that run on the hosts."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from importlib import resources
 
 @cache
 def remote_text(name: str) -> str:
-    """A program that runs on the hosts, by its file name."""
+    """The source of a program, by its path below harness/nodes."""
     return (resources.files("harness.nodes") / name).read_text()

@@ -24,7 +24,7 @@ _MARGIN = len("CRITICAL  ")
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How the text shall look: the terminal's width (None: no limit) and whether in colour."""
+    """Format of the text: the terminal's width (None: no limit) and whether to use colour."""
 
     width: int | None = None
     is_coloured: bool = False
@@ -34,12 +34,12 @@ class Look:
 
 
 def plain(text: str) -> str:
-    """Without control characters: what a host says must not steer the terminal."""
+    """Replace control characters, so that a host's output cannot control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def render(survey: Survey, findings: Sequence[Finding], checks: Sequence[str], look: Look) -> str:
-    """The whole text: table, what the hosts are, findings with remedies, the verdict."""
+    """The whole text: table, kinds of hosts, findings with remedies, verdict."""
     parts = [
         _render_table(survey, findings, checks, look),
         _render_machines(survey, look),
@@ -85,7 +85,7 @@ def _render_table(
 def _split_columns(
     checks: Sequence[str], widths: dict[str, int], room: int | None
 ) -> list[list[str]]:
-    """Columns in blocks that fit the terminal side by side."""
+    """Split the columns into blocks that fit the terminal's width."""
     blocks: list[list[str]] = [[]]
     used = 0
     for check in checks:
@@ -98,7 +98,7 @@ def _split_columns(
 
 
 def _render_machines(survey: Survey, look: Look) -> str:
-    """One line for each kind of machine, with the hosts that are of it."""
+    """One line for each kind of machine, with its hosts."""
     kinds: dict[str, list[str]] = {}
     for report in survey.answered:
         kinds.setdefault(plain(describe_machine(report.facts)), []).append(report.name)
@@ -106,7 +106,7 @@ def _render_machines(survey: Survey, look: Look) -> str:
 
 
 def describe_machine(facts: Facts) -> str:
-    """What it is, without what differs between equal machines."""
+    """A description that is the same for machines of the same kind."""
     cores = facts.usable_cores
     interface = facts.cluster_interface
     speed = interface.speed_mbit_per_s if interface else None
@@ -122,13 +122,13 @@ def describe_machine(facts: Facts) -> str:
 
 
 def _render_findings(findings: Sequence[Finding], look: Look) -> str:
-    """The most severe first; one entry for equal findings; consequences are left out."""
+    """Findings by severity, one entry for equal ones, without mere consequences."""
     shown = [f for f in findings if f.status is not Status.OK]
     explained = {finding.host for finding in shown if not finding.follows}
     shown = [f for f in shown if not (f.follows and f.host in explained)]
     groups: dict[tuple[Status, str, str, str], list[Finding]] = {}
     for f in sorted(shown, key=lambda f: _ORDER.index(f.status)):
-        # Equal but for the host's own name is equal.
+        # Findings that differ only in the host's name count as equal.
         pattern = (_without_name(f.detail, f.host), _without_name(f.remedy, f.host))
         groups.setdefault((f.status, f.check, *pattern), []).append(f)
     lines = []
@@ -147,7 +147,7 @@ def _without_name(text: str, host: str) -> str:
 
 
 def host_list(names: Sequence[str]) -> str:
-    """Names in order, three or more of consecutive numbers as a range: `node[0-4], gpu7`."""
+    """Join names in order; three or more consecutive numbers become a range: `node[0-4], gpu7`."""
     runs: list[tuple[str, list[str]]] = []  # prefix and the numbers behind it
     for name in names:
         match = re.fullmatch(r"(.*?)(0|[1-9]\d*)", name)
@@ -170,7 +170,7 @@ def _follows(number: str, after: str) -> bool:
 
 
 def _wrap(text: str, look: Look, indent: int) -> str:
-    """Fill to the terminal's width; later lines are indented. Commands are never cut in a word."""
+    """Wrap to the terminal's width with a hanging indent; never breaks within a word."""
     if look.width is None:
         return text
     lines = textwrap.wrap(
@@ -194,7 +194,7 @@ def _render_verdict(survey: Survey, findings: Sequence[Finding], look: Look) -> 
 def to_json(
     survey: Survey, findings: Sequence[Finding], *, started_utc: str, duration_s: float
 ) -> str:
-    """One object, as docs/checks.md describes it."""
+    """The report as one JSON object; docs/checks.md describes its format."""
     pairs = survey.pairs
     connections = pairs.connections if pairs else {}
     document = {

@@ -1,4 +1,4 @@
-"""Which interface a run takes on each host: the same choice, by what the probes saw."""
+"""Choose the interface that a run would use on each host, by the run's own rule."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from harness.nodes.facts import Facts
 
 
 def choose_run_interfaces(hosts: Sequence[Facts]) -> list[Facts]:
-    """The hosts with what a run over all of them takes, where it leads to other hosts."""
+    """Add to each host the interface and address that a run over all these hosts would use."""
     hostnames = [facts.hostname for facts in hosts]
     interfaces = [_addresses(facts) for facts in hosts]
     chosen = [choose_interface(rank, hostnames, interfaces) for rank in range(len(hosts))]
     return [
-        replace(facts, run_interface=one.name, run_address=one.address)
-        if one and not one.is_loopback
+        replace(facts, run_interface=nic.name, run_address=nic.address)
+        if nic and not nic.is_loopback
         else facts
-        for facts, one in zip(hosts, chosen, strict=True)
+        for facts, nic in zip(hosts, chosen, strict=True)
     ]
 
 

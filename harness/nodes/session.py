@@ -1,7 +1,7 @@
-"""A shell on a host: one login, in which the programs of a check run one after another.
+"""A shell on a host: one login, in which all programs of the checks run in sequence.
 
-Logging in costs more than most of what is then done: keys are exchanged, and the account's own
-files are read, which may start programs of their own.
+One login suffices because it is slower than most checks: it exchanges keys and reads the account's
+startup files, which may start further programs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|\\][^\x07]{0,256}\x07
 
 
 def plain(line: str) -> str:
-    """A line without what colours it or sets a terminal's title."""
+    """A line without escape sequences (colours, terminal titles)."""
     return _ESCAPE.sub("", line).strip()
 
 
 class Session:
-    """The head's end of the shell.
+    """The local end of the shell.
 
     Attributes:
-        child: the ssh that holds it.
+        child: the ssh process.
         greeting: the last line that the login printed before its shell was ready.
     """
 
@@ -38,12 +38,12 @@ class Session:
         self._last: Agent | None = None
 
     async def wait_until_ready(self) -> None:
-        """Skip what the login prints; raises EOFError when there is none."""
+        """Skip the login's output; raises EOFError if the login ends first."""
         while (line := plain(await self.child.read_line())) != READY:
             self.greeting = line or self.greeting
 
     async def start(self, program: str, *, pythons: list[str], limit_s: int) -> Agent:
-        """Start a program of remote/ in the shell, once the one before has ended.
+        """Start a program of remote/ in the shell, after the previous one has ended.
 
         Args:
             program: the file's name in remote/; its first argument is the limit in seconds.
@@ -57,7 +57,7 @@ class Session:
         command = ssh.python_command(
             remote_text(f"remote/{program}"), [str(limit_s)], pythons=pythons, limit_s=limit_s
         )
-        # What it says as it fails stands behind what it said before, in one stream.
+        # One stream, so that an error message follows the earlier output.
         await self.child.write(f"{command} 2>&1; echo; echo {ENDED}\n".encode())
         self._last = Agent(self.host, program, self.child)
         return self._last
@@ -67,12 +67,12 @@ class Session:
 async def open_session(
     host: str, *, connect_timeout_s: float, shared: str = ""
 ) -> AsyncIterator[Session]:
-    """Log in, without waiting for the answer; the connection ends with the context.
+    """Start a login without waiting for it; the connection ends with the context.
 
     Args:
-        shared: directory in which mpirun's ssh finds the connection; empty: it does not.
+        shared: directory that offers the connection to mpirun's ssh; empty: not offered.
     """
-    # What the login printed may lack the end of its line.
+    # The first echo ends an unfinished line of the login's output.
     remote = f"echo; echo {READY}; exec sh -s"
     command = ssh.command(host, remote, connect_timeout_s=connect_timeout_s, shared=shared)
     async with processes.start(command) as child:

@@ -7,7 +7,7 @@ import re
 _SEE = "ssh {host} sudo dmesg | grep -i -E 'nvrm|xid'"
 _REINSTALL = "ssh {host} sudo apt-get install --reinstall nvidia-driver && sudo reboot"
 
-# The first that matches counts.
+# The first match applies.
 _REMEDIES = [
     (
         "version mismatch",
@@ -50,7 +50,7 @@ _REMEDIES = [
 
 
 def remedy_of(words: str, host: str) -> str:
-    """What to do about a failure of nvidia-smi, by its words."""
+    """The remedy for a failure of nvidia-smi, by its message."""
     for pattern, remedy in _REMEDIES:
         if re.search(pattern, words, re.IGNORECASE):
             return remedy.format(host=host)

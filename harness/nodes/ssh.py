@@ -1,4 +1,4 @@
-"""How hosts are reached by ssh: options, the target that ssh's configuration gives, its errors."""
+"""ssh to hosts: options, destination by ssh's configuration, meaning of its errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.nodes import processes
 
 
 class Login(StrEnum):
-    """How an attempt to log in ended."""
+    """Outcome of a login attempt."""
 
     OK = "ok"
     UNKNOWN_KEY = "unknown_key"
@@ -32,13 +32,13 @@ class Login(StrEnum):
     UNTRIED = "untried"
 
 
-# sshd takes no more logins for now: MaxStartups, a penalty, or the same at a jump host.
+# sshd accepts no more logins for now: MaxStartups, a penalty, or the same on a jump host.
 _DROPPED = (
     "(kex|ssh)_exchange_identification|banner exchange|Not allowed at this time|"
     "stdio forwarding failed|UNKNOWN port 65535"
 )
-# The first that matches counts: a changed key also says "Host key verification failed", and a
-# key file that others may read ends in "Permission denied".
+# The first match applies: ssh also prints "Host key verification failed" for a changed key, and
+# "Permission denied" for a key file that others may read.
 _MESSAGES = [
     (Login.CHANGED_KEY, "REMOTE HOST IDENTIFICATION HAS CHANGED"),
     (Login.CHANGED_KEY, "host key for .* has changed"),
@@ -56,10 +56,10 @@ _MESSAGES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where ssh goes for a host, by its configuration files.
+    """ssh's destination for a host, by its configuration files.
 
     Attributes:
-        proxy: the jump hosts, or the command, that it goes through; empty: none.
+        proxy: jump hosts or proxy command; empty: none.
     """
 
     hostname: str
@@ -70,12 +70,12 @@ class Target:
 
 
 def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = False) -> list[str]:
-    """No question is ever asked, no key taken on trust, no connection of others reused.
+    """Options: no questions, no trust in unknown keys, no reuse of a user's other connections.
 
     Args:
-        shared: directory of the connections that this program itself has open, which spare another
-            exchange of keys; empty: none.
-        is_master: open one, instead of using it.
+        shared: directory of this program's open connections, which save another key exchange;
+            empty: none.
+        is_master: open such a connection rather than use one.
     """
     return [
         "-T",
@@ -87,7 +87,7 @@ def options(connect_timeout_s: float, *, shared: str = "", is_master: bool = Fal
         f"-oControlMaster={'yes' if shared and is_master else 'no'}",
         f"-oControlPath={f'{shared}/%C' if shared else 'none'}",
         "-oLogLevel=ERROR",
-        # A configuration for people may start a program of its own, or listen at ports.
+        # A user's configuration may start a program or forward ports.
         "-oRemoteCommand=none",
         "-oClearAllForwardings=yes",
     ]
@@ -97,21 +97,21 @@ def command(host: str, remote: str, *, connect_timeout_s: float, shared: str = "
     """The argument list that runs `remote`, read by the login shell, on a host of a hostfile.
 
     Args:
-        shared: directory in which others find the connection; empty: nobody does.
+        shared: directory that offers the connection to other ssh processes; empty: not offered.
     """
     chosen = options(connect_timeout_s, shared=shared, is_master=True)
     return ["ssh", *chosen, "--", host, remote]
 
 
 def python_command(program: str, arguments: list[str], *, pythons: list[str], limit_s: int) -> str:
-    """What starts a Python program on a host, under a time limit where the host has `timeout`.
+    """The command that runs a Python program on a host, with a time limit if it has `timeout`.
 
-    The login shell may be of the csh family, where quotes do not protect a line's end or an
-    exclamation mark, so that the program travels as hexadecimal digits.
+    The program is sent as hexadecimal digits, because quotes in csh protect neither line ends nor
+    exclamation marks.
 
     Args:
-        program: the text.
-        pythons: interpreters, the first that exists runs it.
+        program: the source.
+        pythons: interpreters, of which the first that exists is used.
     """
     unpack = "import sys; exec(compile(bytes.fromhex(sys.argv.pop(1)), sys.argv[0], 'exec'))"
     choose = (
@@ -122,7 +122,7 @@ def python_command(program: str, arguments: list[str], *, pythons: list[str], li
 
 
 async def target(host: str) -> Target | str:
-    """Ask ssh itself where it would go; text on failure says why it cannot."""
+    """Query ssh's destination for a host; returns the error message on failure."""
     done = await processes.run(["ssh", "-G", "-T", "--", host], timeout_s=5.0)
     if done.returncode != 0:
         return last_line(done.stderr) or "ssh -G failed"
@@ -139,7 +139,7 @@ async def target(host: str) -> Target | str:
 
 
 def explain(stderr: str) -> Login:
-    """What ssh's own messages say about a login that failed."""
+    """The outcome of a failed login, by ssh's messages."""
     for login, pattern in _MESSAGES:
         if re.search(pattern, stderr):
             return login
@@ -147,17 +147,17 @@ def explain(stderr: str) -> Login:
 
 
 def was_dropped(stderr: str) -> bool:
-    """The connection was closed before the login began: it may be taken another time."""
+    """Whether sshd closed the connection before the login began, so that a retry may succeed."""
     return explain(stderr) is Login.CLOSED and bool(re.search(_DROPPED, stderr))
 
 
 def offending_file(stderr: str) -> str:
-    """The file that holds the host key which no longer fits; empty when ssh names none."""
+    """The file with the outdated host key; empty if ssh names none."""
     match = re.search(r"Offending .*key in (.+):\d+", stderr)
     return match[1] if match else ""
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

@@ -1,14 +1,14 @@
-"""Ask all hosts everything at once, and keep what each said.
+"""Probe all hosts in parallel, then run the checks between hosts.
 
-    every host   name, port, login, clock, probe.sh        at most timeout_s each, all at once
-    then         TCP between all pairs                     among those that answer, once no more do
-    then         MPI hello, torch's import meanwhile       among the same
-    then         all-reduce                                with those that have joined
-    then         TCP and MPI again                         if any has joined
+    1. every host   name, port, login, clock, probe.sh     in parallel, at most timeout_s each
+    2. all pairs    TCP                                    hosts that have answered so far
+    3. all hosts    MPI hello, while torch is imported     the same hosts
+    4. all hosts    all-reduce                             with hosts that have joined since
+    5. all hosts    TCP and MPI again                      if any has joined
 
-A host that hangs holds nothing up: those that answered begin without it, and the all-reduce waits
-at most half the timeout. Until then a host may join; one that answers later is left out, by name.
-Each host is logged into once, for all that happens over ssh.
+A host that hangs delays no other: the hosts that answered begin without it, and the all-reduce
+waits at most half the timeout for more. A host that answers later is left out and named in the
+report. Each host is logged into once, and all its checks use that session.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from harness.nodes.session import Session
 from harness.nodes.ssh import Login
 from harness.nodes.talk import Healthy, Progress, Talk
 
-# A host may hang at any moment: ssh sessions beyond this wait for their turn.
+# Limit of concurrent ssh sessions.
 _N_AT_ONCE = 128
-# Hosts that share cores, as virtual ones do, answer one after another, mostly closer than this.
+# Hosts that share cores, such as virtual nodes, answer in sequence, mostly within this interval.
 _QUIET_S = 1.0
-# A host that is left out is reported.
+# Longer, because a host that answers later is reported as left out.
 _PATIENT_QUIET_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """One host from outside (probe) and from inside (facts)."""
+    """Results of one host: the probe's outcome and the parsed facts."""
 
     probe: Probe
     facts: Facts
@@ -52,17 +52,17 @@ class HostReport:
 
     @property
     def is_in(self) -> bool:
-        """The login worked."""
+        """Whether the login succeeded."""
         return self.probe.login is Login.OK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Everything that was seen; None: not looked at.
+    """Results of all hosts and of the checks between them; None: not run.
 
     Attributes:
-        late: hosts that answered only after the checks between hosts had begun.
-        has_mpirun: this machine has an mpirun to start with.
+        late: hosts that answered too late for the checks between hosts.
+        has_mpirun: this machine has an mpirun.
     """
 
     order: Order
@@ -86,17 +86,17 @@ async def survey(
     launch_timeout_s: float,
     progress: Progress,
 ) -> Survey:
-    """Look at all hosts; `between` names the checks between hosts to run: tcp, mpi, allreduce."""
+    """Probe all hosts; `between` names the checks between hosts to run: tcp, mpi, allreduce."""
     talk = Talk(order, between, launch_timeout_s, progress)
     async with _Inspection(hosts, order, progress) as inspection:
-        await talk.begin(await inspection.first(order.timeout_s / 2))
-        healthy = await inspection.settle(order.timeout_s / 2)
-        await talk.carry_on(healthy)
+        await talk.begin(await inspection.first_healthy(order.timeout_s / 2))
+        healthy = await inspection.all_healthy(order.timeout_s / 2)
+        await talk.finish(healthy)
         reports = await inspection.reports()
     taken = {session.host for session, _ in healthy}
     return Survey(
         order=order,
-        reports=_as_in_a_run(reports),
+        reports=_with_run_interfaces(reports),
         late=tuple(r.name for r in reports if r.is_in and r.name not in taken),
         pairs=talk.pairs,
         hello=talk.hello,
@@ -105,8 +105,8 @@ async def survey(
     )
 
 
-def _as_in_a_run(reports: Sequence[HostReport]) -> tuple[HostReport, ...]:
-    """With the interfaces of a run over those that answered."""
+def _with_run_interfaces(reports: Sequence[HostReport]) -> tuple[HostReport, ...]:
+    """Add the interfaces that a run over the hosts that answered would use."""
     answered = [report for report in reports if report.is_in]
     chosen = choose_run_interfaces([report.facts for report in answered])
     by_name = {r.name: replace(r, facts=f) for r, f in zip(answered, chosen, strict=True)}
@@ -114,7 +114,7 @@ def _as_in_a_run(reports: Sequence[HostReport]) -> tuple[HostReport, ...]:
 
 
 class _Inspection:
-    """Probes hosts, so many at once, and keeps the sessions of the healthy ones open meanwhile."""
+    """Probes hosts in parallel and keeps the sessions of the healthy ones open."""
 
     def __init__(self, hosts: Sequence[Host], order: Order, progress: Progress) -> None:
         self._hosts = hosts
@@ -161,14 +161,14 @@ class _Inspection:
                 raise
             report.set_exception(error)
 
-    async def first(self, patience_s: float) -> list[Healthy]:
-        """The healthy ones as soon as there is one and no more follow it closely."""
+    async def first_healthy(self, patience_s: float) -> list[Healthy]:
+        """Wait until a host is healthy and no more follow within a second."""
         end_s = asyncio.get_running_loop().time() + patience_s
         await self._wait_until_quiet(_QUIET_S, lambda now_s: bool(self._sessions) or now_s >= end_s)
         return self._healthy()
 
-    async def settle(self, patience_s: float) -> list[Healthy]:
-        """The healthy ones once all are settled, or after `patience_s` when no more follow."""
+    async def all_healthy(self, patience_s: float) -> list[Healthy]:
+        """Wait until all hosts are probed, or `patience_s` is over and no more follow."""
         end_s = self._start_s + patience_s
         await self._wait_until_quiet(_PATIENT_QUIET_S, lambda now_s: now_s >= end_s)
         return self._healthy()
@@ -183,10 +183,10 @@ class _Inspection:
                 return
 
     def _healthy(self) -> list[Healthy]:
-        """In the hostfile's order."""
-        settled = [one.result() for one in self._reports if one.done()]
+        """The healthy hosts so far, in the hostfile's order."""
+        settled = [report.result() for report in self._reports if report.done()]
         return [(self._sessions[r.name], r.facts) for r in settled if r.name in self._sessions]
 
     async def reports(self) -> tuple[HostReport, ...]:
-        """All of them, once the last host has answered or used up its time."""
+        """Wait until the last host has answered or timed out; returns all reports."""
         return tuple(await asyncio.gather(*self._reports))

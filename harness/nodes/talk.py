@@ -1,4 +1,4 @@
-"""What hosts do together: first those that answer soon, then with those that join them."""
+"""The checks between hosts: first among the hosts that answer early, then with later ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from harness.nodes.probe import Order
 from harness.nodes.run_interface import choose_run_interfaces
 from harness.nodes.session import Session
 
-# Checks that talk between hosts; the rest look at one host.
+# Checks between hosts; the others look at one host.
 TCP, MPI, ALLREDUCE = "tcp", "mpi", "allreduce"
 Healthy = tuple[Session, Facts]
 Progress = Callable[[str], None]
 
 
-def _as_in_a_run(hosts: Sequence[Healthy]) -> list[Healthy]:
+def _with_run_interfaces(hosts: Sequence[Healthy]) -> list[Healthy]:
     chosen = choose_run_interfaces([facts for _, facts in hosts])
     return [(session, facts) for (session, _), facts in zip(hosts, chosen, strict=True)]
 
 
 class Talk:
-    """The checks between hosts, and what came of those that were asked for."""
+    """Runs the selected checks between hosts and holds their results."""
 
     def __init__(
         self, order: Order, checks: frozenset[str], launch_timeout_s: float, progress: Progress
@@ -38,30 +38,30 @@ class Talk:
         self._launch_timeout_s = launch_timeout_s
         self._progress = progress
         self._python = f"{order.env_dir}/bin/python"
-        self._met: set[str] = set()
+        self._connected: set[str] = set()
         self._starting: dict[str, asyncio.Task[Ready]] = {}
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def begin(self, hosts: Sequence[Healthy]) -> None:
-        """Connect these hosts, then say hello while they import torch, which is not waited for.
+        """Test TCP, then start importing torch in the background and run the MPI hello.
 
-        Hosts that share cores, as virtual ones do, import in turns: else MPI's ranks would spin
-        for those that torch's import keeps waiting, and connections would run out of time.
+        Hosts that share cores, such as virtual nodes, import in turns. Otherwise the imports would
+        delay some MPI ranks while the others spin for them, and connections would time out.
         """
         await self._connect(hosts)
         self._start_ranks(hosts)
-        await self._say_hello(_as_in_a_run(hosts))
+        await self._say_hello(_with_run_interfaces(hosts))
 
-    async def carry_on(self, hosts: Sequence[Healthy]) -> None:
-        """Reduce over all these hosts, and let those that have joined meet the others."""
+    async def finish(self, hosts: Sequence[Healthy]) -> None:
+        """Reduce over all these hosts; repeat TCP and MPI if some were not in `begin`."""
         self._start_ranks(hosts)
-        await self._reduce(_as_in_a_run(hosts))
+        await self._reduce(_with_run_interfaces(hosts))
         await self._connect(hosts)
-        await self._say_hello(_as_in_a_run(hosts))
+        await self._say_hello(_with_run_interfaces(hosts))
 
     async def _connect(self, hosts: Sequence[Healthy]) -> None:
         sessions = [session for session, _ in hosts]
-        new = {session.host for session in sessions} - self._met
+        new = {session.host for session in sessions} - self._connected
         if TCP not in self._checks or len(sessions) < 2 or not new:
             return
         self._progress(f"TCP between {len(sessions)} hosts")
@@ -72,7 +72,7 @@ class Talk:
             timeout_s=self._order.timeout_s / 2,
         )
         self.pairs = found if self.pairs is None else self.pairs | found
-        self._met |= new
+        self._connected |= new
 
     def _start_ranks(self, hosts: Sequence[Healthy]) -> None:
         if ALLREDUCE not in self._checks:
@@ -86,16 +86,16 @@ class Talk:
                 )
 
     def _turn_of(self, host: str, facts: Facts) -> asyncio.Semaphore:
-        """Lets as many hosts of a machine start at once as it has cores."""
+        """A semaphore per machine, which admits as many hosts at once as it has cores."""
         machine = facts.boot_id or host
         return self._turns.setdefault(machine, asyncio.Semaphore(facts.n_cores or 1))
 
     async def _say_hello(self, hosts: Sequence[Healthy]) -> None:
-        """Over all hosts with MPI, unless it was said among the same ones."""
+        """Run the hello over all hosts with MPI, unless it has already run over the same ones."""
         mpirun = find_mpirun(self._order.env_dir) if MPI in self._checks else None
         able = {s.host: f for s, f in hosts if f.mpi and f.has_package("mpi4py")}
-        is_said = self.hello is not None and set(able) == set(self.hello.hosts)
-        if mpirun is None or not able or is_said:
+        is_done = self.hello is not None and set(able) == set(self.hello.hosts)
+        if mpirun is None or not able or is_done:
             return
         self._progress(f"MPI hello over {len(able)} hosts")
         self.hello = await run_hello(

@@ -1,5 +1,5 @@
-"""A cluster of real nodes on one machine: namespaces, shaped links, own sshd, CPU quotas.
+"""A virtual cluster on one machine: nodes with namespaces, shaped links, sshd and CPU quotas.
 
-`python -m harness.virtual` (setup/virtual_cluster.sh) is its command line. It runs before
-anything is installed, so it needs the standard library alone.
+Command line: `python -m harness.virtual` (setup/virtual_cluster.sh). Needs only the standard
+library, because it runs before anything is installed.
 """

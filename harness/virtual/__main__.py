@@ -19,57 +19,57 @@ from harness.virtual.system import check_rights, check_tools
 _EPILOG = """examples:
   up --nodes 5 --bandwidth 1gbit --cpu 0.36        five equal nodes
   up --nodes 3 --cpu 0.8,0.4,0.2 --bandwidth 1gbit,1gbit,100mbit
-  up --nodes 2 --name second --latency 500us       another one beside it
+  up --nodes 2 --name second --latency 500us       a second cluster
   run -- mpirun -np 5 --hostfile hosts/virtual.txt hostname
   exec node3 -- ip address
-  fault node3 --kind off                           pull its plug; --kind heal starts it again
+  fault node3 --kind off                           switch it off; --kind heal starts it again
   down
 
-Nodes see this machine's files and environment at the same paths. hosts/virtual.txt names them
-(hosts/virtual-NAME.txt for --name NAME); hosts/virtual.json says what was built.
-Needs root. Exit codes: 0 done, 1 status found a node that is not up, 2 refused, with the remedy;
-exec and run pass on the command's own."""
+Nodes see this machine's files and environment at the same paths. hosts/virtual.txt is the hostfile
+(hosts/virtual-NAME.txt for --name NAME); hosts/virtual.json describes the cluster.
+Needs root. Exit codes: 0 done, 1 status found a node that is not up, 2 refused, with a remedy;
+exec and run return the command's exit code."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="setup/virtual_cluster.sh",
-        description="A cluster of real nodes on this machine: each with its own host name, "
+        description="A virtual cluster on this machine. Each node has its own host name, "
         "address, sshd, shaped link, CPU quota and memory limit.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--name", default=plan.DEFAULT_NAME, help="which cluster (default: virtual)"
+        "--name", default=plan.DEFAULT_NAME, help="name of the cluster (default: virtual)"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(commands.add_parser("up", parents=[common], help="build a cluster"))
-    commands.add_parser("down", parents=[common], help="remove it and all that runs on it")
+    commands.add_parser("down", parents=[common], help="remove a cluster and its processes")
     status = commands.add_parser(
-        "status", parents=[common], help="what stands, and in what condition"
+        "status", parents=[common], help="show the nodes and their condition"
     )
     status.add_argument("--json", action="store_true", help="as JSON")
     execute = commands.add_parser("exec", parents=[common], help="run a command on a node")
-    execute.add_argument("node", help="its name or its position")
+    execute.add_argument("node", help="name or position")
     execute.add_argument("argv", nargs="+", metavar="CMD", help="after --")
     run = commands.add_parser("run", parents=[common], help="run a command on the first node")
     run.add_argument("argv", nargs="+", metavar="CMD", help="after --")
-    fault = commands.add_parser("fault", parents=[common], help="break a node, or heal it")
-    fault.add_argument("node", help="its name or its position")
+    fault = commands.add_parser("fault", parents=[common], help="inject a fault, or heal it")
+    fault.add_argument("node", help="name or position")
     fault.add_argument("--kind", choices=faults.KINDS, required=True)
     return parser
 
 
 def _add_up(parser: argparse.ArgumentParser) -> None:
-    each = "one for all nodes, or a comma-separated list with one for each"
-    parser.add_argument("--nodes", type=int, default=5, help="how many (default: 5)")
-    parser.add_argument("--bandwidth", help=f"of each node's link, each way, like 1gbit; {each}")
-    parser.add_argument("--latency", help=f"one way, of each node's link, like 500us; {each}")
-    parser.add_argument("--cpu", help=f"cores' worth of time per node, like 0.4; {each}")
-    parser.add_argument("--memory", help=f"limit per node, like 2GiB; {each}")
+    each = "one value for all nodes, or a comma-separated list with one per node"
+    parser.add_argument("--nodes", type=int, default=5, help="number of nodes (default: 5)")
+    parser.add_argument("--bandwidth", help=f"of a node's link, per direction, like 1gbit; {each}")
+    parser.add_argument("--latency", help=f"of a node's link, one way, like 500us; {each}")
+    parser.add_argument("--cpu", help=f"CPU quota of a node in cores, like 0.4; {each}")
+    parser.add_argument("--memory", help=f"memory limit of a node, like 2GiB; {each}")
     parser.add_argument("--replace", action="store_true", help="take down one of that name first")
-    parser.add_argument("--hosts-dir", type=Path, help="where the hostfile goes (default: hosts/)")
+    parser.add_argument("--hosts-dir", type=Path, help="folder of the hostfile (default: hosts/)")
 
 
 def _project() -> Path:
@@ -102,7 +102,7 @@ def _up(place: State, arguments: argparse.Namespace) -> int:
         lifecycle.up(place, Saved(plan=made, hostfile=hostfile, project=_project()))
     quota = sum(one.cpu or 0.0 for one in made.nodes)
     if quota > 0.9 * n_cores:
-        # Above that the quotas compete, and step times vary with who wins.
+        # Beyond 90 % the nodes compete for cores, and step times vary.
         print(
             f"note: the nodes' --cpu sum to {quota:.2g} of {n_cores} cores: timings hold below 90%"
         )
@@ -151,7 +151,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 
 def _execute(place: State, arguments: argparse.Namespace) -> int:
-    """Become the command: signals, terminal, working directory and exit code are its own."""
+    """Replace this process by the command, which keeps terminal and working directory."""
     saved = state.load(place)
     name = saved.plan.node(getattr(arguments, "node", "0")).name
     argv = node.command_on(place, name, arguments.argv, Path.cwd())

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Turn this process, already in its node's network namespace and its own host name and mount
-# namespaces, into the node's sshd. Nothing that is mounted here is seen outside.
+# Replace this process by a node's sshd. It already runs in the node's network namespace and in host
+# name and mount namespaces of its own, so these mounts are invisible outside.
 # Usage: boot.sh NAME DIRECTORY HOME
 set -eu
 name=$1
@@ -9,7 +9,7 @@ home=$3
 
 hostname "$name"
 
-# The node has its own /etc: a layer over the machine's, or a copy where layers are not possible.
+# The node's /etc is an overlay on the machine's, or a copy if the kernel refuses an overlay.
 mkdir -p "$dir/work"
 if ! mount -n -t overlay overlay -o "lowerdir=/etc,upperdir=$dir/etc,workdir=$dir/work" /etc 2>/dev/null; then
     mkdir -p "$dir/full"
@@ -18,19 +18,19 @@ if ! mount -n -t overlay overlay -o "lowerdir=/etc,upperdir=$dir/etc,workdir=$di
     mount -n --bind "$dir/full" /etc
 fi
 
-# A user's own keys and known hosts stay out: the node has what /etc/ssh says.
+# Hide the user's keys and known hosts, so that only /etc/ssh counts on the node.
 if [ -d "$home/.ssh" ]; then
     mount -n --bind "$dir/dot_ssh" "$home/.ssh"
 fi
 
-# So do the files that the user's shell reads first: a node is as quick to log into as a new host.
+# Hide the shell's startup files as well, so that logins are as fast as on a new host.
 for file in .bashrc .bash_profile .bash_login .profile .zshenv .zshrc .zprofile .zlogin; do
     if [ -f "$home/$file" ]; then
         mount -n --bind /dev/null "$home/$file"
     fi
 done
 
-# /sys shows the network interfaces of the namespace it was mounted in; keep its cgroups.
+# Mount /sys again, as it shows the interfaces of the namespace that mounted it; keep its cgroups.
 if [ -d /sys/fs/cgroup ]; then
     mount -n --rbind /sys/fs/cgroup "$dir/cgroup"
     mount -n -t sysfs sysfs /sys

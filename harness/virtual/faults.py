@@ -1,4 +1,4 @@
-"""Break a node on purpose, as real ones break, and heal it again: for testing what checks nodes."""
+"""Inject realistic faults into a node, and heal it, to test the node checks and runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 def condition(place: State, name: str) -> str:
-    """`up`, a fault's kind, or `dead` when its sshd ended without one."""
+    """`up`, the injected fault's kind, or `dead` if the sshd ended without a fault."""
     fault = _fault_file(place, name)
     if fault.exists():
         return fault.read_text()
@@ -29,12 +29,12 @@ def _fault_file(place: State, name: str) -> Path:
 
 
 def inject(place: State, name: str, kind: Kind) -> None:
-    """Put a node into one condition, whatever it was in before. Hold the lock.
+    """Heal a node, then put it into a condition. The caller holds the lock.
 
-    off: cable pulled and all processes ended. wrong-key: its sshd has another host key than
-    others know. hang: TCP connects, but nothing ever answers. cut: cable pulled, processes go on.
-    freeze: every process stopped, as by a kernel that hangs. heal: as it was when built; after cut
-    and freeze its processes go on.
+    off: link down and all processes killed. wrong-key: the sshd has a host key that other nodes do
+    not know. hang: the sshd is stopped, so TCP connects without an answer. cut: link down,
+    processes go on. freeze: all processes stopped, as if the kernel hangs. heal: as built; after
+    cut and freeze the processes continue.
     """
     _heal(place, name)
     match kind:
@@ -46,7 +46,7 @@ def inject(place: State, name: str, kind: Kind) -> None:
             _exchange_key(place, name)
             _start(place, name)
         case "hang":
-            # The kernel goes on accepting connections for a stopped process.
+            # The kernel still accepts connections for a stopped process.
             pid = processes.read_alive(place.pid_file(name))
             assert pid is not None, "just healed"
             os.kill(pid, signal.SIGSTOP)
@@ -77,18 +77,18 @@ def _key_pair(place: State, name: str) -> list[Path]:
     return [key, key.with_suffix(".pub")]
 
 
-def _kept(place: State, name: str, key: Path) -> Path:
+def _backup(place: State, name: str, key: Path) -> Path:
     return place.node(name) / f"right-{key.name}"
 
 
 def _exchange_key(place: State, name: str) -> None:
     for key in _key_pair(place, name):
-        shutil.copy2(key, _kept(place, name, key))
+        shutil.copy2(key, _backup(place, name, key))
     node.make_key(node.host_key_file(place, name), name)
 
 
 def _signal(place: State, name: str, number: signal.Signals) -> None:
-    """Send a signal to every process of a node, those included that they start meanwhile."""
+    """Send a signal to all processes of a node, including those started during this call."""
     found: set[int] = set()
     while new := processes.in_namespaces([place.namespace(name)]) - found:
         for pid in new:
@@ -110,8 +110,8 @@ def _heal(place: State, name: str) -> None:
         return
     _end(place, name)
     for key in _key_pair(place, name):
-        if (kept := _kept(place, name, key)).exists():
-            kept.replace(key)
+        if (backup := _backup(place, name, key)).exists():
+            backup.replace(key)
     network.set_link(place.namespace(SWITCH), _index(place, name), up=True)
     _start(place, name)
     _fault_file(place, name).unlink(missing_ok=True)

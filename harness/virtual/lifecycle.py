@@ -1,8 +1,7 @@
 """Build, describe and remove a virtual cluster.
 
-`down` works from the cluster's name alone, so it also clears what an `up` left that was killed:
-everything made is found again in the state directory, the namespaces bound there, or in cgroups
-which carry the name.
+`down` needs only the cluster's name, so it also cleans up after an `up` that was killed: it finds
+everything in the state directory, in the namespaces bound there, and in cgroups of that name.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _SSHD_DIRECTORY = Path("/run/sshd")  # compiled into Debian's sshd, which does n
 
 
 def up(place: State, saved: Saved) -> None:
-    """Build a cluster; what was built is removed again if anything fails. Hold the lock.
+    """Build a cluster, or remove all of it if a step fails. The caller holds the lock.
 
     Raises:
-        ConfigError: it stands already.
-        EnvironmentSetupError: a step failed; carries the tool's message.
+        ConfigError: a cluster of that name exists.
+        EnvironmentSetupError: a step failed; has the tool's message.
     """
     if place.directory.exists():
         raise ConfigError(
@@ -48,7 +47,7 @@ def _build(place: State, saved: Saved) -> None:
         limits.create(place.name, one)
     node.write_files(place, saved)
     _connect(place, saved)
-    # It stays: where systemd starts this machine's sshd at a login, a later one may count on it.
+    # Never removed, because an sshd that systemd starts at a login may need it.
     _SSHD_DIRECTORY.mkdir(mode=0o755, exist_ok=True)
     for one in saved.plan.nodes:
         node.boot(place, one.name)
@@ -76,12 +75,12 @@ def _connect(place: State, saved: Saved) -> None:
 
 
 def hostfile_text(plan: ClusterPlan) -> str:
-    """An Open MPI hostfile: a slot for each node."""
+    """An Open MPI hostfile with one slot per node."""
     return "".join(f"{one.name} slots=1\n" for one in plan.nodes)
 
 
 def describe(place: State, saved: Saved) -> dict[str, object]:
-    """What was built, as written beside the hostfile; holds paths of keys, never their content."""
+    """The cluster as JSON, for a file beside the hostfile; has paths of keys, not their content."""
     return {
         "schema": "harness-virtual",
         "version": 1,
@@ -118,10 +117,10 @@ def _members(place: State) -> set[int]:
 
 
 def down(place: State, hostfile: Path | None = None) -> bool:
-    """Remove a cluster and all that runs on it; returns whether there was anything. Hold the lock.
+    """Remove a cluster and its processes; returns whether it existed. The caller holds the lock.
 
     Args:
-        hostfile: where it stands if the state does not say, after a crash.
+        hostfile: its path if the state lacks it after a crash.
 
     Raises:
         EnvironmentSetupError: a process does not end, or this runs on one of its nodes.
@@ -134,7 +133,7 @@ def down(place: State, hostfile: Path | None = None) -> bool:
         saved = state.load(place)
         hostfile, plan = saved.hostfile, saved.plan
     except (ConfigError, EnvironmentSetupError):
-        pass  # never finished, or taken down before: remove what there is
+        pass  # incomplete or absent: remove the rest
     existed |= processes.end_all(lambda: _members(place)) > 0
     limits.remove(place.name)
     if plan is not None:
@@ -157,7 +156,7 @@ def _remove_files(hostfile: Path) -> None:
 
 
 def status(place: State) -> list[dict[str, object]]:
-    """A row per node: its plan, its condition, and how many processes went over its memory.
+    """One row per node: plan, condition, and number of processes killed for lack of memory.
 
     Raises:
         ConfigError: no such cluster.

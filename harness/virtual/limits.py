@@ -11,10 +11,10 @@ from pathlib import Path
 from harness.errors import EnvironmentSetupError
 from harness.virtual.plan import NodePlan
 
-# The kernel takes no less. The least quota makes the shortest period, and that spreads a share
-# evenly: a process that waits finds a whole portion when it goes on, and computes at the speed of
-# a core until that is spent. After waits, 0.36 of a core gave up to 0.98 in portions of 3.6 ms
-# (bursts of 1 ms of work) and 0.42 (20 ms); in portions of 1 ms it gives 0.36 to 0.45 and 0.36.
+# The kernel's minimum. The smallest quota gives the shortest period, which spreads a share evenly:
+# after a wait, a process has a whole quota and runs at full speed until it is used up. With a share
+# of 0.36 and a quota of 3.6 ms, bursts of 1 ms of work got up to 0.98 of a core and bursts of 20 ms
+# got 0.42; with a quota of 1 ms they get 0.36 to 0.45 and 0.36.
 MIN_QUOTA_US = 1_000
 MIN_PERIOD_US = 1_000
 REMOVE_TIMEOUT_S = 5.0
@@ -22,7 +22,7 @@ REMOVE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Controller:
-    """Where one kind of limit (`cpu` or `memory`) is set."""
+    """The cgroup hierarchy of one kind of limit (`cpu` or `memory`)."""
 
     kind: str
     root: Path
@@ -33,7 +33,7 @@ def find_controllers(mounts: str, v2_controllers: str | None = None) -> dict[str
     """Find the cpu and memory controllers in the text of /proc/mounts.
 
     Args:
-        v2_controllers: content of the unified hierarchy's cgroup.controllers; None reads it.
+        v2_controllers: content of the unified hierarchy's cgroup.controllers; None: read the file.
     """
     found: dict[str, Controller] = {}
     for line in mounts.splitlines():
@@ -57,7 +57,7 @@ def _v2_names(root: Path, text: str | None) -> list[str]:
 
 
 def cpu_quota_us(cpu: float) -> tuple[int, int]:
-    """(quota, period) in microseconds for a share of cores, with the shortest period there is."""
+    """(quota, period) in microseconds for a share of cores, with the shortest possible period."""
     period_us = max(MIN_PERIOD_US, round(MIN_QUOTA_US / cpu))
     return max(MIN_QUOTA_US, round(cpu * period_us)), period_us
 
@@ -112,7 +112,7 @@ def _controllers() -> dict[str, Controller]:
 
 
 def create(cluster: str, node: NodePlan) -> list[Path]:
-    """Make the node's cgroups with their limits; returns the files to write a pid into.
+    """Make the node's cgroups with their limits; returns the files for the pids of members.
 
     Raises:
         EnvironmentSetupError: a wanted controller is missing or cannot be written.
@@ -136,13 +136,13 @@ def create(cluster: str, node: NodePlan) -> list[Path]:
 
 
 def _groups(cluster: str, node: str) -> Iterator[Path]:
-    """The node's cgroups that exist (node may be `*`)."""
+    """The existing cgroups of a node (`*`: of all)."""
     for controller in _controllers().values():
         yield from controller.root.glob(group_name(cluster, node))
 
 
 def join_files(cluster: str, node: str) -> list[Path]:
-    """The files into which a process writes its pid to come under the node's limits."""
+    """The files into which a process writes its pid to join the node's cgroups."""
     return [group / "cgroup.procs" for group in _groups(cluster, node)]
 
 
@@ -155,10 +155,10 @@ def members(cluster: str) -> set[int]:
 
 
 def remove(cluster: str) -> None:
-    """Remove all cgroups of a cluster, once their processes have ended.
+    """Remove all cgroups of a cluster, whose processes must have ended.
 
     Raises:
-        EnvironmentSetupError: one still has processes after a few seconds.
+        EnvironmentSetupError: a cgroup still has processes after a few seconds.
     """
     for group in _groups(cluster, "*"):
         _remove_group(group)
@@ -173,7 +173,7 @@ def _remove_group(group: Path) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            # The kernel keeps a group busy for some milliseconds after its last process.
+            # The kernel keeps a group busy for some milliseconds after its last process has ended.
             if error.errno != errno.EBUSY or time.monotonic() > deadline:
                 raise EnvironmentSetupError(
                     f"cannot remove cgroup {group}: {error.strerror}"
@@ -182,7 +182,7 @@ def _remove_group(group: Path) -> None:
 
 
 def n_oom_kills(cluster: str, node: str) -> int:
-    """How many of the node's processes the kernel has killed for going over the memory limit."""
+    """Number of the node's processes that the kernel has killed for exceeding the memory limit."""
     for group in _groups(cluster, node):
         for name in ("memory.oom_control", "memory.events"):
             path = group / name

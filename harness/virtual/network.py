@@ -4,9 +4,9 @@
     node1 [eth0 tbf]----[tbf port1]-- switch
     node2 [eth0 tbf]----[tbf port2]/
 
-A link is a veth pair, or two taps joined by the relay where delay is wanted and the kernel
-has no netem. Each end shapes what it sends, so both directions are limited. The functions
-above `build` only write the lines that `ip -batch` and `tc -batch` read.
+A link is a veth pair, or two taps joined by the relay if it has latency and the kernel has no
+netem. Each end shapes its own traffic, so both directions are limited. The functions `*_commands`
+only return lines for `ip -batch` and `tc -batch`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from harness.virtual.system import in_network, run, succeeds
 
 NODE_INTERFACE = "eth0"
 SWITCH = "switch0"
-# The bucket holds a millisecond's worth, the timer's granularity: 16 KiB lose a quarter of 1 Gbit/s
-# and nothing of 100 Mbit/s. A larger bucket fills while a rank computes, and each message would
-# arrive early by all of it: 128 KiB are 10 ms of 100 Mbit/s.
+# The bucket holds 1 ms of traffic, the timer's granularity: with 16 KiB, 1 Gbit/s loses a quarter
+# and 100 Mbit/s nothing. A larger bucket fills while a rank computes, so that its next message
+# arrives too early: 128 KiB are 10 ms at 100 Mbit/s.
 MIN_BURST_BYTES = 16 * 1024
 BURST_S = 1.05e-3
-# How long a frame may wait in the queue before it is dropped, as a switch port's buffer would.
+# The longest wait of a frame in the queue; later frames are dropped, as by a full switch port.
 QUEUE_S = 50e-3
-# Frames that netem holds while they are on their way: 1 s at 100 Mbit/s of full frames.
+# Frames that netem can hold: 1 s of full frames at 100 Mbit/s.
 NETEM_LIMIT = 10_000
 
 
@@ -34,7 +34,7 @@ def port_name(index: int) -> str:
 
 
 def mac_address(subnet_index: int, index: int) -> str:
-    """A locally administered address, so that two clusters never share one."""
+    """A locally administered address, unique over all clusters."""
     return f"02:68:{subnet_index:02x}:00:00:{index + 1:02x}"
 
 
@@ -43,10 +43,10 @@ def burst_bytes(bandwidth_bytes_per_s: float) -> int:
 
 
 def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str]:
-    """The `tc` lines which limit and delay what one end of a node's link sends.
+    """The `tc` lines that limit and delay the traffic sent from one end of a node's link.
 
     Args:
-        netem: the kernel delays; otherwise a relay does, and only the rate is set here.
+        netem: the kernel delays; else the relay does, and only the rate is set.
     """
     delayed = netem and node.latency_s > 0
     delay = f"netem delay {node.latency_s * 1e6:.0f}us limit {NETEM_LIMIT}"
@@ -63,7 +63,7 @@ def shaping_commands(interface: str, node: NodePlan, *, netem: bool) -> list[str
 
 
 def switch_commands() -> list[str]:
-    """The `ip` lines which make the switch, run in its namespace before any link exists."""
+    """The `ip` lines that make the switch, for its namespace, before any link exists."""
     return [
         f"link add {SWITCH} type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
         f"link set {SWITCH} addrgenmode none",
@@ -72,14 +72,14 @@ def switch_commands() -> list[str]:
 
 
 def pair_commands(index: int, node_namespace: Path) -> list[str]:
-    """The `ip` line which makes a node's veth pair, run in the switch's namespace."""
+    """The `ip` line that makes a node's veth pair, for the switch's namespace."""
     return [
         f"link add {port_name(index)} type veth peer name {NODE_INTERFACE} netns {node_namespace}"
     ]
 
 
 def port_commands(index: int) -> list[str]:
-    """The `ip` lines which plug a node's port into the switch."""
+    """The `ip` lines that connect a node's port to the switch."""
     port = port_name(index)
     return [
         f"link set {port} addrgenmode none",
@@ -89,7 +89,7 @@ def port_commands(index: int) -> list[str]:
 
 
 def node_commands(subnet_index: int, index: int, node: NodePlan) -> list[str]:
-    """The `ip` lines which give a node its address, run in its namespace."""
+    """The `ip` lines that give a node its address, for its namespace."""
     return [
         "link set lo up",
         f"link set {NODE_INTERFACE} addrgenmode none",
@@ -103,32 +103,32 @@ def batch(tool: str, namespace: Path, lines: list[str]) -> None:
     """Run `ip` or `tc` lines in a network namespace.
 
     Raises:
-        EnvironmentSetupError: one of them failed; carries the tool's message.
+        EnvironmentSetupError: a line failed; has the tool's message.
     """
     if lines:
         run([*in_network(namespace), tool, "-batch", "-"], stdin="\n".join(lines) + "\n")
 
 
 def has_netem(namespace: Path) -> bool:
-    """Whether this kernel can delay packets; tried on the namespace's idle loopback."""
+    """Whether this kernel has netem, by a trial on the namespace's idle loopback."""
     tc = [*in_network(namespace), "tc", "qdisc"]
     made = succeeds([*tc, "add", "dev", "lo", "root", "netem", "delay", "1us"])
     return made and succeeds([*tc, "del", "dev", "lo", "root"])
 
 
 def build_switch(namespace: Path) -> None:
-    """Make the switch in its own, existing, namespace."""
+    """Make the switch in its namespace, which must exist."""
     batch("ip", namespace, switch_commands())
 
 
 def build_pairs(switch: Path, node_namespaces: dict[int, Path]) -> None:
-    """Make veth pairs for these nodes, by position; the others have the relay's taps."""
+    """Make veth pairs for these nodes, by position; the others use the relay's taps."""
     lines = [line for i, path in node_namespaces.items() for line in pair_commands(i, path)]
     batch("ip", switch, lines)
 
 
 def configure(plan: ClusterPlan, switch: Path, node_namespaces: list[Path], *, netem: bool) -> None:
-    """Give the links their addresses and rates, once their interfaces exist."""
+    """Set addresses and rates of all links, whose interfaces must exist."""
     ports = range(len(plan.nodes))
     batch("ip", switch, [line for i in ports for line in port_commands(i)])
     shaping = [
@@ -143,5 +143,5 @@ def configure(plan: ClusterPlan, switch: Path, node_namespaces: list[Path], *, n
 
 
 def set_link(switch: Path, index: int, *, up: bool) -> None:
-    """Plug or pull a node's cable at the switch."""
+    """Set a node's link up or down at the switch."""
     batch("ip", switch, [f"link set {port_name(index)} {'up' if up else 'down'}"])

@@ -1,7 +1,7 @@
-"""One node: its part of /etc, its sshd, and how to run a command on it.
+"""One node: its files in /etc, its sshd, and commands that run on it.
 
-Login is by the cluster's key alone, and every host key is known beforehand and checked,
-exactly as an administrator would set up real hosts under /etc/ssh.
+Logins need the cluster's key, and host keys are distributed beforehand and verified, as an
+administrator would set up real hosts under /etc/ssh.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _BOOT = Path(__file__).with_name("boot.sh")
 
 
 def environment(project: Path, path: str = SYSTEM_PATH) -> dict[str, str]:
-    """What every process on a node has: `path` by ssh, that of the caller by `exec`.
+    """Variables of every process on a node; `path` is the caller's PATH for `exec`.
 
-    Cores are not bound: all nodes stand on the same ones, and Open MPI would put the first rank
-    of each node on core 0.
+    Ranks are not bound to cores, because the nodes share all cores and Open MPI would bind the
+    first rank of each node to core 0.
     """
     variables = {
         "PATH": f"{project / '.venv' / 'bin'}:{path}",
@@ -45,7 +45,7 @@ def environment(project: Path, path: str = SYSTEM_PATH) -> dict[str, str]:
 
 
 def hosts_text(plan: ClusterPlan) -> str:
-    """/etc/hosts: no node's own name may stand on a loopback address, gloo would bind there."""
+    """/etc/hosts; no node's name maps to loopback, because gloo would bind to that address."""
     lines = [f"{node.address}\t{node.name}" for node in plan.nodes]
     return "\n".join(["127.0.0.1\tlocalhost", *lines]) + "\n"
 
@@ -75,11 +75,11 @@ def sshd_config_text(authorized_keys: Path, variables: Mapping[str, str]) -> str
         "PasswordAuthentication no\n"
         "KbdInteractiveAuthentication no\n"
         "UsePAM no\n"
-        "StrictModes no\n"  # the state directory may stand below one that others own
+        "StrictModes no\n"  # others may own a parent of the state directory
         "UseDNS no\n"
         "PidFile none\n"
         "PrintMotd no\n"
-        "MaxStartups 1000\n"  # mpirun and check_nodes log in everywhere at once
+        "MaxStartups 1000\n"  # mpirun and check_nodes log in to all nodes at once
         "MaxSessions 1000\n"
         "Subsystem sftp internal-sftp\n"
         f"SetEnv {assignments}\n"
@@ -87,14 +87,14 @@ def sshd_config_text(authorized_keys: Path, variables: Mapping[str, str]) -> str
 
 
 def make_key(path: Path, comment: str) -> None:
-    """Make an ed25519 key pair in place of any that is there."""
+    """Make an ed25519 key pair; replaces an existing one."""
     for old in (path, path.with_suffix(".pub")):
         old.unlink(missing_ok=True)
     run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)])
 
 
 def known_hosts_text(plan: ClusterPlan, state: State) -> str:
-    """Every node's host key under its name and its address; the keys must exist."""
+    """A known_hosts file with all nodes' names and addresses; their keys must exist."""
     lines = []
     for node in plan.nodes:
         kind, key, *_ = public_key(state, node.name).split()
@@ -111,7 +111,7 @@ def public_key(state: State, node: str) -> str:
 
 
 def write_files(state: State, saved: Saved) -> None:
-    """Make all nodes' keys and configuration; each key is made on no node and known to all."""
+    """Write keys and configuration of all nodes, before any node starts."""
     plan = saved.plan
     state.ssh.mkdir(mode=0o700)
     make_key(state.login_key, f"virtual cluster {plan.name}")
@@ -135,9 +135,9 @@ def write_files(state: State, saved: Saved) -> None:
 
 
 def boot(state: State, name: str) -> int:
-    """Start a node's sshd in its namespaces and under its limits; returns its pid.
+    """Start a node's sshd in its namespaces and cgroups; returns its pid.
 
-    Does not wait for it: see `wait_until_ready`.
+    Does not wait until it listens: see `wait_until_ready`.
     """
     home = pwd.getpwuid(os.geteuid()).pw_dir
     joined = limits.join_files(state.name, name)
@@ -147,7 +147,7 @@ def boot(state: State, name: str) -> int:
             path.write_text(str(os.getpid()))
 
     command = ["unshare", "--uts", "--mount", "--ipc", "--", "/bin/sh", str(_BOOT)]
-    # Between fork and exec only the pid is written; the parent has one thread.
+    # preexec_fn is safe, because it only writes the pid and the parent has one thread.
     with (state.node(name) / "sshd.log").open("ab") as log:
         child = subprocess.Popen(
             [*in_network(state.namespace(name)), *command, name, str(state.node(name)), home],
@@ -177,7 +177,7 @@ def _listens_in(namespace: Path, pid: int) -> bool:
         entered = os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), namespace.stat())
         return entered and listens(Path(f"/proc/{pid}/net/tcp").read_text(), SSH_PORT)
     except OSError:
-        return False  # it has ended; the caller's next look at the pid tells
+        return False  # it has ended, which the caller sees by its pid
 
 
 def wait_until_ready(state: State, name: str) -> None:
@@ -201,7 +201,7 @@ def wait_until_ready(state: State, name: str) -> None:
 
 
 def command_on(state: State, name: str, argv: Sequence[str], directory: Path) -> list[str]:
-    """The command line, run on this machine, which runs `argv` on a node.
+    """The command line for this machine that runs `argv` on a node.
 
     Raises:
         ConfigError: the node is powered off.
@@ -216,6 +216,6 @@ def command_on(state: State, name: str, argv: Sequence[str], directory: Path) ->
 
 
 def join_limits(state: State, name: str) -> None:
-    """Put this process under a node's limits; what it execs stays there."""
+    """Move this process, with all that it executes later, into a node's cgroups."""
     for path in limits.join_files(state.name, name):
         path.write_text(str(os.getpid()))

@@ -1,4 +1,4 @@
-"""What a virtual cluster consists of: names, addresses and limits, before anything is built."""
+"""The plan of a virtual cluster: names, addresses and limits of its nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from harness.units import (
 )
 
 DEFAULT_NAME = "virtual"
-MAX_NODES = 250  # a /24 less the network, the broadcast address and some room
-# Linux bounds a veth's useful rate and tbf's 32-bit burst; below it, one frame takes over a second.
+MAX_NODES = 250  # a /24 less network and broadcast address, and a reserve
+# Below the minimum one frame takes over a second; veth and tbf's 32-bit burst set the maximum.
 MIN_BANDWIDTH_BYTES_PER_S = 1250.0
 MAX_BANDWIDTH_BYTES_PER_S = 12.5e9
 MIN_CPU = 0.01
-# An sshd with one session under Open MPI's daemon stands at about 15 MiB; less cannot start a rank.
+# An sshd with one session and Open MPI's daemon needs 15 MiB; below 32 MiB no rank can start.
 MIN_MEMORY_BYTES = 32 * 2**20
-# Names become file, cgroup and host names: nothing in them may need quoting.
+# Names become file, cgroup and host names, so they must need no quoting.
 _NAME = re.compile(r"[a-z][a-z0-9]{0,14}")
 
 
@@ -36,9 +36,9 @@ class NodePlan:
 
     Attributes:
         latency_s: one way, on the node's link to the switch; a round trip between nodes has four.
-        bandwidth_bytes_per_s: of the link, each way; None leaves it unshaped.
-        cpu: cores' worth of time, 0.4 is 40% of one; None leaves it unlimited.
-        memory_bytes: limit of all the node's processes together; None leaves it unlimited.
+        bandwidth_bytes_per_s: of the link, per direction; None: unshaped.
+        cpu: CPU quota in cores, 0.4 is 40 % of one; None: unlimited.
+        memory_bytes: limit of all the node's processes together; None: unlimited.
     """
 
     name: str
@@ -73,7 +73,7 @@ class ClusterPlan:
         """Find a node by name or by position.
 
         Raises:
-            ConfigError: there is none; lists those that there are.
+            ConfigError: no such node; lists the existing ones.
         """
         for index, node in enumerate(self.nodes):
             if name_or_index in (node.name, str(index)):
@@ -88,10 +88,10 @@ class ClusterPlan:
 
     @classmethod
     def from_dict(cls, data: object) -> ClusterPlan:
-        """Read what `to_dict` gave.
+        """Inverse of `to_dict`.
 
         Raises:
-            ConfigError: anything else; names the field.
+            ConfigError: malformed data; names the field.
         """
         values = _checked(data, _OF_CLUSTER)
         nodes = tuple(NodePlan(**_checked(node, _OF_NODE)) for node in values["nodes"])
@@ -108,7 +108,7 @@ def _is_address(value: object) -> bool:
 
 _ADDRESS = re.compile(r"10\.199(?:\.[0-9]{1,3}){2}", re.ASCII)
 _HOST = re.compile(r"[a-z][a-z0-9-]{0,30}")
-# What each field of cluster.json may be.
+# Validators of the fields of cluster.json.
 _OF_CLUSTER: dict[str, Callable[[Any], bool]] = {
     "name": lambda value: isinstance(value, str) and _NAME.fullmatch(value) is not None,
     "subnet_index": lambda value: type(value) is int and 0 <= value < 256,
@@ -125,7 +125,7 @@ _OF_NODE: dict[str, Callable[[Any], bool]] = {
 
 
 def _checked(data: object, wanted: dict[str, Callable[[Any], bool]]) -> dict[str, Any]:
-    """The known fields of an object; others, of another version, are left out."""
+    """Validate an object; returns its known fields without those of other versions."""
     if not isinstance(data, dict):
         raise ConfigError(f"{shorten(data)} stands where {', '.join(wanted)} should")
     for name, is_right in wanted.items():
@@ -137,10 +137,10 @@ def _checked(data: object, wanted: dict[str, Callable[[Any], bool]]) -> dict[str
 
 
 def check_name(name: str) -> str:
-    """Return a cluster's name if it is one.
+    """Validate and return a cluster's name.
 
     Raises:
-        ConfigError: it could not serve as part of file and host names.
+        ConfigError: not fit for file and host names.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -151,10 +151,10 @@ def check_name(name: str) -> str:
 
 
 def spread(flag: str, text: str | None, n_nodes: int) -> list[str | None]:
-    """Split a flag's comma-separated values over the nodes: one for all, or one for each.
+    """Assign a flag's comma-separated values to the nodes: one for all, or one per node.
 
     Raises:
-        ConfigError: another number of values than nodes.
+        ConfigError: the numbers of values and nodes differ.
     """
     if text is None:
         return [None] * n_nodes
@@ -232,11 +232,11 @@ def make_plan(
     latency: str | None = None,
     taken_subnets: Collection[int] = (),
 ) -> ClusterPlan:
-    """Plan a cluster from its flags; every value flag takes one for all nodes or a list.
+    """Plan a cluster from its flags, which take one value for all nodes or a list.
 
     Args:
-        n_cores: of this machine; no node may have more.
-        taken_subnets: subnet indices of the clusters that stand already.
+        n_cores: of this machine, the maximum for a node.
+        taken_subnets: subnet indices of existing clusters.
 
     Raises:
         ConfigError: a flag is malformed, out of range, or has the wrong number of values.

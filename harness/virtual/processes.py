@@ -1,4 +1,4 @@
-"""Find and end the processes of a node: by namespace and by pid with start time, never by name."""
+"""Find and kill the processes of a node, identified by namespace or by pid and start time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ END_TIMEOUT_S = 10.0
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when there is none (or a zombie).
+    """Start time of a process in clock ticks since boot; None if it has ended (or is a zombie).
 
-    A pid with its start time names a process for ever: a pid alone may have been given again.
+    Pid and start time together identify a process; a pid alone may be reused.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -27,12 +27,12 @@ def start_time(pid: int) -> int | None:
 
 
 def describe(pid: int) -> str:
-    """A line to keep in a file for `is_alive`."""
+    """The content of a pid file, for `read_alive`."""
     return f"{pid} {start_time(pid) or 0}\n"
 
 
 def read_alive(path: Path) -> int | None:
-    """The pid that a file written with `describe` names, if that process still runs."""
+    """The pid in a file written with `describe` if that process still runs, else None."""
     try:
         pid, started = (int(word) for word in path.read_text().split())
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def read_alive(path: Path) -> int | None:
 
 
 def in_namespaces(paths: Iterable[Path]) -> set[int]:
-    """The pids of all processes in the network namespaces that the files are bound to."""
+    """The pids of all processes in the network namespaces bound to these files."""
     wanted = set()
     for path in paths:
         if path.exists():
@@ -53,20 +53,20 @@ def in_namespaces(paths: Iterable[Path]) -> set[int]:
             try:
                 status = os.stat(f"/proc/{entry}/ns/net")
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # it has just ended
             if (status.st_dev, status.st_ino) in wanted:
                 pids.add(int(entry))
     return pids
 
 
 def end_all(find: Callable[[], set[int]]) -> int:
-    """Kill what `find` names until it names nothing and all have ended; returns how many.
+    """Kill the processes that `find` returns until none is left; returns their number.
 
-    A killed process leaves its namespaces before it closes its sockets, so that `find` no longer
-    naming it is not enough: its port would still be taken.
+    Waits until they have ended, because a killed process leaves its namespaces, and thereby the
+    result of `find`, before it closes its sockets and frees its port.
 
     Raises:
-        EnvironmentSetupError: some process does not end.
+        EnvironmentSetupError: a process does not end.
     """
     killed: dict[int, int] = {}
     deadline = time.monotonic() + END_TIMEOUT_S

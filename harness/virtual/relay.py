@@ -1,9 +1,9 @@
-"""Delay frames in user space, where the kernel has no netem: a process between two taps per link.
+"""Delay frames in user space if the kernel has no netem, by a process between two taps per link.
 
     node0 [eth0]--tap--> due time = arrival + latency --tap--[port0] switch
 
-Taps carry whole offloaded segments (up to 64 KiB with their vnet header), so that a few
-thousand reads a second move 1 Gbit/s. Shaping stays with tbf on the taps.
+Taps carry whole offloaded segments (up to 64 KiB with their vnet header), so a few thousand
+reads per second suffice for 1 Gbit/s. tbf on the taps does the shaping.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _FRAMES_PER_TURN = 64
 
 @dataclass
 class Direction:
-    """One way of a link: frames wait here until they are due.
+    """A queue of frames for one direction of a link.
 
-    Frames leave in the order in which they came, as all wait equally long.
+    Frames leave in the order of arrival, because all wait equally long.
     """
 
     source: int
@@ -55,7 +55,7 @@ class Direction:
         self.waiting.append((now_s + self.latency_s, frame))
 
     def release(self, now_s: float) -> list[bytes]:
-        """Take out the frames that are due."""
+        """Remove and return the frames that are due."""
         due = []
         while self.waiting and self.waiting[0][0] <= now_s:
             due.append(self.waiting.popleft()[1])
@@ -66,7 +66,7 @@ class Direction:
 
 
 def wait_s(directions: Iterable[Direction], now_s: float) -> float | None:
-    """Seconds until the next frame is due; None when none waits."""
+    """Seconds until the next frame is due; None if the queues are empty."""
     due = [at for direction in directions if (at := direction.next_due_s()) is not None]
     return max(0.0, min(due) - now_s) if due else None
 
@@ -81,7 +81,7 @@ def _enter(libc: ctypes.CDLL, namespace: str) -> None:
 
 
 def _open_tap(name: str) -> int:
-    """Make a tap in this process's network namespace; it goes when the descriptor closes."""
+    """Make a tap in this process's network namespace; closing the descriptor removes it."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
@@ -103,11 +103,11 @@ def _send(direction: Direction) -> None:
         try:
             os.write(direction.target, frame)
         except OSError:
-            continue  # the far end is down or full: a wire would lose the frame as well
+            continue  # the far end is down or full, so the frame is lost as on a wire
 
 
 def relay(directions: list[Direction]) -> None:
-    """Move frames for ever."""
+    """Move frames; never returns."""
     by_source = {direction.source: direction for direction in directions}
     while True:
         readable, _, _ = select.select(
@@ -126,7 +126,7 @@ def _open_links(links: list[dict[str, object]], switch: str) -> list[Direction]:
     for link in links:
         _enter(libc, str(link["namespace"]))
         node_taps.append(_open_tap(NODE_INTERFACE))
-    _enter(libc, switch)  # stays here, so that the process counts as one of the cluster's
+    _enter(libc, switch)  # last, so that `down` finds this process in the switch's namespace
     directions = []
     for link, node_tap in zip(links, node_taps, strict=True):
         port, latency_s = _open_tap(str(link["port"])), float(str(link["latency_s"]))
@@ -135,10 +135,10 @@ def _open_links(links: list[dict[str, object]], switch: str) -> list[Direction]:
 
 
 def start(place: State, plan: ClusterPlan) -> None:
-    """Start the relay for the nodes with latency; their interfaces exist when this returns.
+    """Start the relay for the nodes with latency and wait until their interfaces exist.
 
     Raises:
-        EnvironmentSetupError: it could not make its taps; has its message.
+        EnvironmentSetupError: the relay could not make its taps; has its message.
     """
     links = [
         {
@@ -173,7 +173,7 @@ def start(place: State, plan: ClusterPlan) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the relay: a JSON list of links, and the switch's namespace."""
+    """Run the relay; arguments: links as JSON, namespace of the switch."""
     directions = _open_links(json.loads(argv[0]), argv[1])
     sys.stdout.write(READY)
     sys.stdout.close()

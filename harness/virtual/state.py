@@ -1,10 +1,10 @@
-"""Where a virtual cluster keeps what it is: one private directory, found from its name alone.
+"""The state of a virtual cluster: a private directory, found by the cluster's name.
 
 ROOT/lock                     held while any cluster is built or removed
-ROOT/NAME/cluster.json        the plan, and where the hostfile went; written first
+ROOT/NAME/cluster.json        the plan and the hostfile's path; written first
 ROOT/NAME/ns/{switch,NODE}    network namespaces, bound to files
 ROOT/NAME/ssh/                the cluster's login key and known hosts
-ROOT/NAME/NODE/               the node's own part of /etc, its sshd's pid and log
+ROOT/NAME/NODE/               the node's files in /etc, its sshd's pid and log
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Saved:
     """The content of cluster.json.
 
     Attributes:
-        hostfile: where the Open MPI hostfile was written; the JSON stands beside it.
-        project: root of the checkout, whose .venv/bin the nodes have in PATH.
-        netem: whether the kernel delays packets; otherwise the relay does.
+        hostfile: path of the Open MPI hostfile; the JSON file is beside it.
+        project: root of the checkout, whose .venv/bin is in the nodes' PATH.
+        netem: the kernel delays packets; else the relay does.
     """
 
     plan: ClusterPlan
@@ -86,7 +86,7 @@ class Saved:
 
 
 def save(state: State, saved: Saved) -> None:
-    """Write cluster.json at once or not at all."""
+    """Write cluster.json atomically."""
     data = {
         "plan": saved.plan.to_dict(),
         "hostfile": str(saved.hostfile),
@@ -102,7 +102,7 @@ def load(state: State) -> Saved:
     """Read cluster.json.
 
     Raises:
-        ConfigError: no such cluster stands.
+        ConfigError: no such cluster.
         EnvironmentSetupError: the file is damaged.
     """
     if not state.plan_file.exists():
@@ -130,17 +130,17 @@ def load(state: State) -> Saved:
         ) from None
 
 
-def standing(root: Path) -> list[State]:
-    """All clusters that have a state directory, whole or not."""
+def existing(root: Path) -> list[State]:
+    """All clusters that have a state directory, complete or not."""
     if not root.is_dir():
         return []
     return [State(root, path.name) for path in sorted(root.iterdir()) if path.is_dir()]
 
 
 def taken_subnets(root: Path) -> set[int]:
-    """Subnet indices of the clusters that stand; damaged ones hold no usable network."""
+    """Subnet indices of the existing clusters, except damaged ones, which have no network."""
     taken = set()
-    for state in standing(root):
+    for state in existing(root):
         try:
             taken.add(load(state).plan.subnet_index)
         except (ConfigError, EnvironmentSetupError):
@@ -150,12 +150,12 @@ def taken_subnets(root: Path) -> set[int]:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the only right to build or remove; the last one out removes the root."""
+    """Hold the lock for building and removing clusters; removes the root if no cluster is left."""
     descriptor = _acquire(root)
     try:
         yield
     finally:
-        if not standing(root):
+        if not existing(root):
             shutil.rmtree(root, ignore_errors=True)
         os.close(descriptor)
 
@@ -168,13 +168,13 @@ def _acquire(root: Path) -> int:
             root.chmod(0o700)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:
-            continue  # the last cluster went, and the root with it, between the two lines
+            continue  # another process has just removed the root with its last cluster
         except PermissionError:
             raise EnvironmentSetupError(f"no right to write {root}: run as root") from None
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
-        os.close(descriptor)  # somebody removed the root while this waited
+        os.close(descriptor)  # another process removed the root while this one waited
 
 
 def remove(state: State) -> None:
@@ -186,6 +186,6 @@ def remove(state: State) -> None:
 
 
 def _is_bound(path: Path) -> bool:
-    # is_mount compares device numbers of directories; a bound file shows in the mount table alone.
+    # is_mount works for directories only; a bound file appears only in the mount table.
     fields = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
     return str(path) in fields

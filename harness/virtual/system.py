@@ -1,4 +1,4 @@
-"""Calls of the system's tools, with their messages as errors."""
+"""Run system tools, and raise their messages as errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.errors import EnvironmentSetupError
 
-# A tool that takes this long hangs: all of them only change kernel state or write a small file.
+# All tools finish at once, because they only change kernel state or write a small file.
 TOOL_TIMEOUT_S = 30.0
 _TOOLS = {
     "ip": "iproute2",
@@ -25,15 +25,15 @@ _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def find(tool: str) -> str | None:
-    """A tool's path, also in the directories that a user's PATH may lack."""
+    """A tool's path, searched also in directories that a user's PATH may lack."""
     return shutil.which(tool) or shutil.which(tool, path=_SBIN)
 
 
 def run(argv: Sequence[str], *, stdin: str = "") -> str:
-    """Run a tool to its end; returns what it printed.
+    """Run a tool and return its output.
 
     Raises:
-        EnvironmentSetupError: it failed, is missing, or did not end.
+        EnvironmentSetupError: it failed, is missing, or timed out.
     """
     try:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def run(argv: Sequence[str], *, stdin: str = "") -> str:
 
 
 def succeeds(argv: Sequence[str]) -> bool:
-    """Whether a tool can be run and ends with 0."""
+    """Whether a tool runs and ends with 0."""
     try:
         run(argv)
     except EnvironmentSetupError:
@@ -57,15 +57,15 @@ def succeeds(argv: Sequence[str]) -> bool:
 
 
 def in_network(namespace: Path) -> list[str]:
-    """The start of a command line that runs in a network namespace."""
+    """A prefix that runs a command line in a network namespace."""
     return ["nsenter", f"--net={namespace}", "--"]
 
 
 def check_tools() -> None:
-    """Make sure that what the cluster is built with is there.
+    """Check that the required tools are installed.
 
     Raises:
-        EnvironmentSetupError: names what is missing and the packages that have it.
+        EnvironmentSetupError: names missing tools and their packages.
     """
     missing = [tool for tool in _TOOLS if find(tool) is None]
     if missing:
@@ -77,10 +77,10 @@ def check_tools() -> None:
 
 
 def check_rights() -> None:
-    """Make sure that this user may make namespaces.
+    """Check that this user may make namespaces.
 
     Raises:
-        EnvironmentSetupError: not allowed; names the alternative.
+        EnvironmentSetupError: not allowed; names an alternative.
     """
     try:
         run(["unshare", "--net", "--uts", "--mount", "--ipc", "true"])

@@ -1,4 +1,4 @@
-"""Verdicts on how a host is reached: name, port, login, shell, clock."""
+"""Verdicts on access to a host: name, port, login, shell, clock."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration
 
-# Files and logs of all hosts are put side by side by their clocks: a tenth of a second is less
-# than a step. From some seconds on, make, NFS and Kerberos misbehave as well.
+# Logs of several hosts are compared by their clocks, and 0.1 s is less than a step. An offset of
+# several seconds also breaks make, NFS and Kerberos.
 CLOCK_WARN_S = 0.1
 CLOCK_CRITICAL_S = 5.0
 _POSIX_SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh"}
 
 
 def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
-    """The name has an address here."""
+    """The name resolves to an address on this machine."""
     probe = report.probe
     if probe.target is None:
         return [critical(f"ssh refuses the name: {probe.login_detail}", "correct ~/.ssh/config")]
@@ -46,7 +46,7 @@ def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_port(report: HostReport, survey: Survey) -> list[Verdict]:
-    """The ssh port takes connections."""
+    """The ssh port accepts connections."""
     probe = report.probe
     assert probe.target is not None
     if probe.target.is_proxied:
@@ -63,7 +63,7 @@ def judge_port(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_login(report: HostReport, survey: Survey) -> list[Verdict]:
-    """ssh logs in without a password, to a host whose key is known; the probe runs to its end."""
+    """ssh logs in without a password to a host with a known key, and the probe completes."""
     probe = report.probe
     if not report.is_in:
         detail, remedy = _explain_login(report)
@@ -83,22 +83,22 @@ def judge_login(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def _explain_login(report: HostReport) -> tuple[str, str]:
-    """What is wrong and the command that repairs it."""
+    """Detail and remedy of a failed login."""
     probe, name = report.probe, report.name
     target = probe.target
     port = f"-p {target.port} " if target and target.port != 22 else ""
     known = _known_name(report)
     key_file = f" -f {shlex.quote(probe.key_file)}" if probe.key_file else ""
-    meet = (
+    accept_key = (
         f"ssh {name} true, and answer yes if the fingerprint is that of `ssh-keygen -lf "
         "/etc/ssh/ssh_host_ed25519_key.pub` at its console"
     )
     quiet = "" if probe.banner or probe.port_error else " (the port is open, but nothing answers)"
     table = {
-        Login.UNKNOWN_KEY: ("its host key is not known here", meet),
+        Login.UNKNOWN_KEY: ("its host key is not known here", accept_key),
         Login.CHANGED_KEY: (
             "its host key is not the one known here: reinstalled, or another machine",
-            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {meet}",
+            f"if it was reinstalled: ssh-keygen -R {known}{key_file} && {accept_key}",
         ),
         Login.DENIED: (
             f"asks for more than a key: {probe.login_detail}",
@@ -140,7 +140,7 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
 
 
 def _known_name(report: HostReport) -> str:
-    """As known_hosts writes it: the real name, in brackets where the port is not 22."""
+    """The host's name in known_hosts: in brackets with the port unless that is 22."""
     target = report.probe.target
     if target is None:
         return report.name
@@ -150,7 +150,7 @@ def _known_name(report: HostReport) -> str:
 
 
 def judge_shell(report: HostReport, survey: Survey) -> list[Verdict]:
-    """The login shell reads what mpirun and our scripts send: a POSIX one."""
+    """The login shell is a POSIX shell, which mpirun and the harness' scripts require."""
     shell = report.facts.shell
     if not shell:
         return [unknown("the account has no entry", f"ssh {report.name} getent passwd")]
@@ -165,7 +165,7 @@ def judge_shell(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_clock(report: HostReport, survey: Survey) -> list[Verdict]:
-    """The clock agrees with this machine's, within the error of the look."""
+    """The clock agrees with this machine's, within the error of the measurement."""
     clock = report.probe.clock
     if clock is None:
         return [unknown("`date` gives no seconds", f"ssh {report.name} date +%s.%N")]

@@ -1,4 +1,4 @@
-"""Verdicts on what hosts do together: TCP between pairs, an MPI hello, an all-reduce."""
+"""Verdicts on checks between hosts: TCP between pairs, an MPI hello, an all-reduce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REASONS = {
 
 
 def judge_tcp(report: HostReport, survey: Survey) -> list[Verdict]:
-    """This host connects to every other, on a port of the system's choice."""
+    """This host can connect to every other one, on an arbitrary port."""
     pairs = survey.pairs
     if len(survey.reports) == 1:
         return [ok("no other host to connect to")]
@@ -76,19 +76,19 @@ def _explain_failures(
 
 
 def _is_shut(target: str, pairs: Pairs) -> bool:
-    """Nobody gets in there: its own firewall, rather than that of those who try."""
+    """Whether all connections to the target fail, so that its firewall is the likely cause."""
     into = [c for (_, end), c in pairs.connections.items() if end == target]
     return len(into) > 1 and all(connection.error for connection in into)
 
 
 def _without(survey: Survey, hosts: tuple[str, ...]) -> str:
-    """The hosts that a check between hosts could not include, named."""
+    """A note that names the hosts which a check between hosts could not include."""
     missing = [report.name for report in survey.reports if report.name not in hosts]
     return f"; without {', '.join(missing)}" if missing else ""
 
 
 def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
-    """mpirun starts a rank here, and the job has the size and the machines that it should."""
+    """mpirun starts a rank on this host, and the job has the expected size and machines."""
     hello = survey.hello
     if excluded := _excluded(report, survey):
         return [excluded]
@@ -110,8 +110,8 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def _judge_slots(report: HostReport, survey: Survey) -> list[Verdict]:
-    is_said = report.probe.host.slots is not None
-    if is_said or len(survey.reports) == 1 or report.facts.n_cores == 1:
+    has_slots = report.probe.host.slots is not None
+    if has_slots or len(survey.reports) == 1 or report.facts.n_cores == 1:
         return []
     n_gpus = len(report.facts.gpu.gpus)
     return [
@@ -151,7 +151,7 @@ def _judge_names(report: HostReport, survey: Survey) -> Verdict:
 
 
 def judge_allreduce(report: HostReport, survey: Survey) -> list[Verdict]:
-    """torch.distributed sums over all hosts, and the sum is right here."""
+    """torch.distributed sums over all hosts, with the correct sum on this one."""
     reduction = survey.reduction
     if excluded := _excluded(report, survey):
         return [excluded]

@@ -1,4 +1,4 @@
-"""Verdicts on the software: Python, packages, MPI and the harness, the same everywhere."""
+"""Verdicts on the software: Python, packages, MPI and harness must be the same on all hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REQUIRED = {"torch": "torch", "mpi4py": "mpi4py"}
 
 
 def judge_environment(report: HostReport, survey: Survey) -> list[Verdict]:
-    """The environment stands at the same path, holds what ranks need, and equals the others'."""
+    """The environment exists at the common path, is complete, and equals that of other hosts."""
     facts, path = report.facts, survey.order.env_dir
     remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
     if facts.python is None and facts.python_error:
@@ -33,13 +33,13 @@ def judge_environment(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def versions(facts: Facts) -> dict[str, str]:
-    """What must be the same on every host, by name; empty values are not compared."""
+    """Versions that must be equal on all hosts, by name; unknown ones are left out."""
     python = facts.python
     if python is None or not facts.environment:
         return {}
     found = {
         "Python": ".".join(python.version.split(".")[:2]),
-        # `+cpu` and `+cu130` of one release work together: GPU hosts beside others without.
+        # Hosts with and without GPUs work together: `+cpu` and `+cu130` of one release match.
         "torch": python.packages.get("torch", "").split("+")[0],
         "mpi4py": python.packages.get("mpi4py", ""),
         "MPI": facts.mpi,
@@ -50,7 +50,7 @@ def versions(facts: Facts) -> dict[str, str]:
 
 
 def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Verdict]:
-    """Outliers are named against the version that most hosts have, the first host's in a tie."""
+    """Compare with the version that most hosts have, or in a tie the first host's."""
     verdicts = []
     for name, value in versions(report.facts).items():
         values = [v[name] for o in survey.answered if name in (v := versions(o.facts))]

@@ -1,4 +1,4 @@
-"""Verdicts on GPUs: driver, health, who uses them, and whether torch can."""
+"""Verdicts on GPUs: driver, health, other users, and support by torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from harness.nodes.smi_failures import remedy_of
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
-# A display server and the driver's own reserve stay below this.
+# A display server and the driver's reserve need less than this.
 IN_USE_BYTES = 500 * 2**20
 BUSY_UTILIZATION = 0.1
 HOT_C = 85.0
-# Idle clocks and caps that an owner has set are not faults.
+# Idle clocks and power caps set by an administrator are not faults.
 _BAD_THROTTLES = {
     "hw_slowdown": "hardware slowdown",
     "hw_thermal_slowdown": "too hot (hardware)",
@@ -25,14 +25,14 @@ _BAD_THROTTLES = {
     "hw_power_brake_slowdown": "power supply brake",
 }
 _DRIVER_REMEDY = "sudo apt-get install --reinstall nvidia-driver && sudo reboot"
-# Errors in other fields than these cost nothing but a reading.
+# An error in any other field loses only that value.
 _VITAL = re.compile(
     "memory|total|used|free|clock|ecc|error|uncorr|dram|sram|util|name|uuid|gpu_temp|pstate"
 )
 
 
 def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
-    """Every GPU works, is free, cool and unthrottled, under the driver that the others have."""
+    """Every GPU works, is idle, cool and unthrottled, and has the same driver as the others."""
     gpu = report.facts.gpu
     if gpu.smi_error:
         return [_judge_failure(report)]
@@ -44,7 +44,7 @@ def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def _has_no_card(gpu: GpuFacts) -> bool:
-    """A host for which it is right that nvidia-smi finds nothing."""
+    """Whether nvidia-smi finds no GPU because the host has none."""
     words = "no devices were found|couldn't communicate"
     return not gpu.n_cards and bool(re.search(words, gpu.smi_error, re.IGNORECASE))
 
@@ -62,7 +62,7 @@ def _judge_failure(report: HostReport) -> Verdict:
 
 
 def describe_gpus(gpu: GpuFacts) -> str:
-    """Models, memory, clock and driver, equal ones counted."""
+    """Count of GPUs per model, memory and clock; the driver."""
     models = Counter(
         f"{one.name} {_describe_memory(one)}"
         + (f" at {one.clock_mhz:.0f}/{one.clock_max_mhz:.0f} MHz" if _has_clocks(one) else "")
@@ -88,11 +88,11 @@ def _judge_absence(report: HostReport, survey: Survey) -> Verdict:
             f"{gpu.n_cards} NVIDIA card(s) on the bus, but no driver that sees one",
             f"ssh {report.name} {_DRIVER_REMEDY}",
         )
-    having = [other.name for other in survey.answered if other.facts.gpu.gpus]
-    if not having:
+    with_gpus = [other.name for other in survey.answered if other.facts.gpu.gpus]
+    if not with_gpus:
         return ok("no GPU")
     return warn(
-        f"no GPU, while {', '.join(having)} have: ranks would share gloo and the slowest",
+        f"no GPU, while {', '.join(with_gpus)} have: ranks would share gloo and the slowest",
         f"take {report.name} out of the hostfile for GPU runs",
     )
 
@@ -124,7 +124,7 @@ def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
 
 
 def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
-    """What nvidia-smi could not read, by its words."""
+    """Verdicts on the fields that nvidia-smi could not read."""
     verdicts = []
     for words, fields in gpu.errors:
         remedy = remedy_of(words, report.name)
@@ -133,7 +133,7 @@ def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
             text = f"{name} cannot be judged: nvidia-smi printed {words}"
             verdicts.append(critical(text, f"ssh {report.name} nvidia-smi; a newer driver"))
         elif re.search("permission", words, re.IGNORECASE):
-            if gpu.mig_mode != "Enabled":  # MIG hides it from all but root
+            if gpu.mig_mode != "Enabled":  # with MIG, only root may read these fields
                 verdicts.append(warn(f"{name} cannot be read whole: {words} ({shown})", remedy))
         elif "total" in fields or re.search("lost|fallen", words, re.IGNORECASE):
             verdicts.append(critical(f"{name} does not answer: {words}", remedy))
@@ -145,7 +145,7 @@ def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
 
 
 def _judge_memory(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
-    """Errors of its memory, and what the driver wants done about them."""
+    """Verdicts on memory errors and on the recovery that the driver requests."""
     verdicts = []
     reset = f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}"
     if gpu.ecc_uncorrected:
@@ -213,7 +213,7 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
-    """This torch build has code for each GPU; with --deep, a kernel runs and is right."""
+    """This torch build has code for each GPU; with --deep, a kernel gives the correct result."""
     facts = report.facts
     gpu = facts.gpu
     if not gpu.gpus:
@@ -278,7 +278,7 @@ def _major(release: str) -> int:
 
 
 def _capabilities(gpu: GpuFacts) -> Iterable[tuple[int, int]]:
-    """By nvidia-smi, else, where its driver is too old to tell, by torch."""
+    """Compute capabilities by nvidia-smi, or by torch if the driver is too old to report them."""
     capabilities = [one.capability for one in gpu.gpus if one.capability is not None]
     if len(capabilities) == len(gpu.gpus):
         return capabilities

@@ -9,7 +9,7 @@ from harness.nodes.findings import Verdict, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
-# Another job that takes half the cores is one that a measurement will show.
+# A job that uses half of the cores distorts measurements.
 LOAD_PER_CORE_WARN = 0.5
 MEMORY_WARN_BYTES = 2 * 2**30
 MEMORY_CRITICAL_BYTES = 2**29
@@ -18,27 +18,27 @@ DISK_CRITICAL_BYTES = 100 * 2**20
 # Docker's default of 64 MiB is too small for data loader workers and NCCL.
 SHM_WARN_BYTES = 256 * 2**20
 SPEED_WARN_MBIT_PER_S = 1000
-_NOT_SAID = "the host did not say"
+_NOT_REPORTED = "the host did not report it"
 
 
 def judge_os(report: HostReport, survey: Survey) -> list[Verdict]:
-    """A Linux of the same architecture as the others, and not the same machine twice."""
+    """The host runs Linux on the same architecture as the others and is not listed twice."""
     facts = report.facts
     system, _, rest = facts.kernel.partition(" ")
     if not facts.kernel:
-        return [unknown(_NOT_SAID, f"ssh {report.name} uname -a")]
+        return [unknown(_NOT_REPORTED, f"ssh {report.name} uname -a")]
     if system != "Linux":
         return [critical(f"runs {system}: only Linux is supported", "take it out of the hostfile")]
     verdicts = []
-    twins = [
+    duplicates = [
         other.name
         for other in survey.answered
         if other.facts.hostname == facts.hostname and other.name != report.name
     ]
-    if twins and facts.hostname:
+    if duplicates and facts.hostname:
         verdicts.append(
             warn(
-                f"calls itself {facts.hostname}, as {', '.join(twins)} does",
+                f"calls itself {facts.hostname}, as {', '.join(duplicates)} does",
                 "take the second name out of the hostfile, or give the machines different names",
             )
         )
@@ -61,11 +61,11 @@ def _majority(survey: Survey, value: object) -> str:
 
 
 def judge_cpu(report: HostReport, survey: Survey) -> list[Verdict]:
-    """Cores that a job here may use, and whether somebody uses them already."""
+    """The usable cores are idle."""
     facts = report.facts
     cores = facts.usable_cores
     if cores is None or facts.n_cores is None:
-        return [unknown(_NOT_SAID, f"ssh {report.name} nproc")]
+        return [unknown(_NOT_REPORTED, f"ssh {report.name} nproc")]
     text = f"{facts.n_cores} cores" if facts.n_cores != 1 else "1 core"
     if facts.quota_cores is not None and facts.quota_cores < facts.n_cores:
         text += f", limited to {facts.quota_cores:.3g}"
@@ -83,11 +83,11 @@ def judge_cpu(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_memory(report: HostReport, survey: Survey) -> list[Verdict]:
-    """Enough of it is free."""
+    """Enough memory is free."""
     facts = report.facts
     usable, available = facts.usable_memory_bytes, facts.memory_available_bytes
     if usable is None or available is None:
-        return [unknown(_NOT_SAID, f"ssh {report.name} cat /proc/meminfo")]
+        return [unknown(_NOT_REPORTED, f"ssh {report.name} cat /proc/meminfo")]
     free = min(usable, available)
     text = f"{format_bytes(free)} free of {format_bytes(usable)}"
     remedy = f"ssh {report.name} ps aux --sort -rss, and end what is not needed"
@@ -99,7 +99,7 @@ def judge_memory(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_disk(report: HostReport, survey: Survey) -> list[Verdict]:
-    """Room in the home directory, /tmp and /dev/shm."""
+    """Enough space is free in the home directory, /tmp and /dev/shm."""
     verdicts = []
     for disk in report.facts.disks:
         text = f"{disk.mount} has {format_bytes(disk.free_bytes)} free"
@@ -120,7 +120,7 @@ def judge_disk(report: HostReport, survey: Survey) -> list[Verdict]:
 
 
 def judge_nic(report: HostReport, survey: Survey) -> list[Verdict]:
-    """One interface, up and as fast as the others', reaches the other hosts."""
+    """All other hosts are reached through one interface, as fast as theirs."""
     facts = report.facts
     if len(survey.reports) == 1:
         return [ok("no other host to reach")]
@@ -154,7 +154,7 @@ def _describe(interface: Interface, facts: Facts) -> str:
 
 
 def _own_name(facts: Facts) -> str:
-    """A note on what many systems are installed with; runs name their interface instead."""
+    """A note if the host name resolves to loopback, a common default; runs do not depend on it."""
     loopback = [a for a in facts.own_addresses if a.startswith("127.") or a == "::1"]
     if not loopback:
         return ""
@@ -182,17 +182,17 @@ def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
 def _judge_interface(report: HostReport, interface: Interface, survey: Survey) -> list[Verdict]:
     verdicts = []
     speed = interface.speed_mbit_per_s
-    mates = [other.facts.cluster_interface for other in survey.answered]
-    fastest = max((mate.speed_mbit_per_s or 0 for mate in mates if mate), default=0)
+    all_nics = [other.facts.cluster_interface for other in survey.answered]
+    fastest = max((nic.speed_mbit_per_s or 0 for nic in all_nics if nic), default=0)
     cable = f"replace the cable, or: ssh {report.name} sudo ethtool -s {interface.name} autoneg on"
     if interface.kind == "wireless":
         verdicts.append(warn(f"{interface.name} is wireless", "plug in a cable"))
     if interface.duplex == "half":
         verdicts.append(warn(f"{interface.name} runs half duplex", cable))
     if speed is not None and speed < max(fastest, SPEED_WARN_MBIT_PER_S):
-        beside = f", others {fastest}" if fastest > speed else ""
-        verdicts.append(warn(f"{interface.name} runs at {speed} Mbit/s{beside}", cable))
-    sizes = Counter(mate.mtu_bytes for mate in mates if mate and mate.mtu_bytes)
+        others = f", others {fastest}" if fastest > speed else ""
+        verdicts.append(warn(f"{interface.name} runs at {speed} Mbit/s{others}", cable))
+    sizes = Counter(nic.mtu_bytes for nic in all_nics if nic and nic.mtu_bytes)
     usual = sizes.most_common(1)[0][0] if sizes else None
     if interface.mtu_bytes and usual and interface.mtu_bytes != usual:
         verdicts.append(

@@ -4,9 +4,9 @@ Started before the ranks are known, because importing torch takes seconds; then 
     out  {"is_ready": true, "has_gpu": G}          torch is imported
     in   {"rank": R, "size": N, "backend": B, "interface": I, "address": A, "port": P,
           "timeout_s": T}
-    out  {"port": P}                               rank 0 only: where the others find it
+    out  {"port": P}                               rank 0 only: the port of its store
     out  {"is_right": W, "duration_s": D}  or  {"error": E}
-Rank 0 gets port 0 and says which one it took; the others get that one.
+Rank 0 gets port 0 and reports the port that it chose; the others get that one.
 """
 
 import gc
@@ -18,9 +18,9 @@ import time
 from datetime import timedelta
 
 signal.alarm(int(sys.argv[1]))
-# Threads that wait by spinning would take the cores of nodes that share them.
+# One thread, because threads that spin would occupy cores which other nodes share.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Importing torch makes objects that stay: looking for garbage among them takes a quarter of it.
+# Garbage collection takes a quarter of the time to import torch, whose objects all stay.
 gc.disable()
 
 import torch  # noqa: E402  (may hang on a stale file system)
@@ -35,11 +35,11 @@ def send(message: dict[str, object]) -> None:
 
 
 def connect(order: dict[str, object]) -> None:
-    """Meet the other ranks; rank 0 says at which port."""
+    """Initialize the process group; rank 0 reports its store's port."""
     interface = str(order["interface"])
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # bare, several begin with it
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": exact match, not prefix
     timeout = timedelta(seconds=float(str(order["timeout_s"])))
     rank, size = int(str(order["rank"])), int(str(order["size"]))
     store = dist.TCPStore(
@@ -81,12 +81,12 @@ def main() -> None:
     try:
         connect(order)
         result = reduce(order)
-        dist.barrier()  # nobody leaves before all have their sum
+        dist.barrier()  # no rank leaves before all have their sum
         dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         result = {"error": str(error).splitlines()[0]}
     send(result)
-    os._exit(0)  # all is said; torch takes as long to shut down as some of the above
+    os._exit(0)  # skips torch's shutdown, which takes as long as the test
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Listen, tell the port, then connect to every peer by name. Runs on the host; Python 3.6 suffices.
+"""Listen, report the port, connect to all peers by name. Runs on the host; Python 3.6 suffices.
 
 Lines on standard input and output, JSON each:
     out  {"port": P}
     in   {"name": OWN, "timeout_s": T, "peers": [[NAME, PORT], ...]}
     out  {"peers": {NAME: {"rtt_s": R} | {"error": E}}}
-    in   a line or the end of the file: nobody needs the listener any more
+    in   a line or the end of the file: the listener may end
 """
 
 import json
@@ -18,7 +18,7 @@ LIMIT_S = int(sys.argv[1])
 
 
 class Identity:
-    """The name that the sender knows this host by, once it has told."""
+    """This host's name in the hostfile, once the sender has sent it."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -26,7 +26,7 @@ class Identity:
 
 
 def serve(listener: socket.socket, identity: "Identity") -> None:
-    """Answer every connection by the name that the sender knows this host by."""
+    """Answer every connection with this host's name in the hostfile."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(LIMIT_S)
@@ -44,7 +44,7 @@ def answer(connection: socket.socket, identity: "Identity") -> None:
 
 
 def ask(name: str, port: int, timeout_s: float) -> "dict[str, object]":
-    """Connect to the peer and make sure that it is the one it should be."""
+    """Connect to the peer and verify its name."""
     address = ""
     try:
         address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -69,7 +69,7 @@ def ask(name: str, port: int, timeout_s: float) -> "dict[str, object]":
 
 
 def listen() -> socket.socket:
-    """On both families where the host has both."""
+    """Open a listener for IPv4, and for IPv6 if the host has it."""
     try:
         listener = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

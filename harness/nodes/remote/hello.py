@@ -1,6 +1,6 @@
 """Gather every rank's host name over MPI; rank 0 prints them. Started by mpirun on the hosts.
 
-Open MPI is kept off the same interfaces as by entry.sh.
+Open MPI avoids the same interfaces as under entry.sh.
 """
 
 import glob
@@ -11,7 +11,7 @@ import sys
 
 
 def inner_bridges(directory: str) -> "list[str]":
-    """Those above no physical device: of containers and virtual machines."""
+    """Bridges without a physical device, as of containers and virtual machines."""
     bridges = [os.path.dirname(path) for path in glob.glob(directory + "/*/bridge")]
     below = ("/lower_*/device", "/lower_*/lower_*/device")
     return [os.path.basename(b) for b in bridges if not any(glob.glob(b + part) for part in below)]

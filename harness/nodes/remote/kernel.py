@@ -1,6 +1,6 @@
 """Print which GPUs this torch build supports, as JSON; with argument 1, run a kernel on each.
 
-Runs on the host, in its environment. The kernel is a product whose result is known exactly:
+Runs on the host, in its environment. The kernel is a matrix product with a known result:
 ones (256, 256) @ ones (256, 256) is 256 everywhere.
 """
 
@@ -17,7 +17,7 @@ SIZE = 256
 
 
 def run_kernel(index: int) -> str:
-    """The error, or nothing when the product is right."""
+    """Multiply on one GPU; returns the error, empty if the product is correct."""
     try:
         with torch.inference_mode():
             ones = torch.ones(SIZE, SIZE, device=f"cuda:{index}")
@@ -28,13 +28,13 @@ def run_kernel(index: int) -> str:
 
 
 def arch_list() -> list[str]:
-    """Also where no GPU works: torch.cuda.get_arch_list() is empty there."""
+    """The build's architectures, also without a GPU, where torch.cuda.get_arch_list() is empty."""
     flags = getattr(torch._C, "_cuda_getArchFlags", str)()  # a CPU build has no such function
     return str(flags or "").split()
 
 
 def main(deep: bool) -> None:
-    warnings.simplefilter("ignore")  # torch's own about the capability: the sender judges it
+    warnings.simplefilter("ignore")  # torch warns of old GPUs; the sender judges them
     state: dict[str, object] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

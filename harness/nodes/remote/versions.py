@@ -1,7 +1,7 @@
-"""Print what an environment holds, as JSON, without importing any of it. Runs on the host.
+"""Print the versions of an environment's packages as JSON, without importing them.
 
-Argument: the harness' checkout. Python 3.6 suffices, so that a host without the environment
-still answers.
+Runs on the host. Argument: the harness' checkout. Needs only Python 3.6, so that a host without
+the environment answers too.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def torch_cuda() -> "str | None":
 
 
 def source_hash(repo_dir: str) -> "str | None":
-    """One hash over the names and contents of the programs; None where there is no checkout."""
+    """Hash of the names and contents of the harness' programs; None without a checkout."""
     package = os.path.join(repo_dir, "harness")
     paths = [
         os.path.join(directory, name)
