@@ -1,6 +1,6 @@
-"""A process beside each rank that watches over it, independent of torch, MPI and the GIL.
+"""The agent: a process that watches over a rank, independent of torch, MPI and the GIL.
 
-docs/design/failures.md says who notices what, and when. Standard library only.
+docs/design/failures.md lists the failures and who detects each. Standard library only.
 """
 
 CHANNEL_VARIABLE = "HARNESS_AGENT_FD"

@@ -1,7 +1,7 @@
 """Start a rank's program as a child and watch over it: `python -SP agent/__main__.py ARGV...`
 
-Signals and the exit status pass through. The child starts before anything heavy is imported: the
-C parts of `signal` and `socket` serve until then, and there is no `-m`.
+Signals and the exit status pass through. To start the child early, this module is run without `-m`
+and imports only the C parts of `signal` and `socket` before the fork.
 """
 
 import _signal as signal  # type: ignore[import-not-found]
@@ -12,7 +12,7 @@ from _socket import AF_UNIX, SOCK_SEQPACKET, socketpair
 
 from harness.runtime.agent import CHANNEL_VARIABLE
 
-# Passed on to the rank's program; held back until the agent's loop can.
+# Forwarded to the rank's program; blocked until the agent's loop runs.
 HELD_SIGNALS = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
     *(signal.SIGUSR1, signal.SIGUSR2),
@@ -42,12 +42,12 @@ def _start(argv: list[str], channel_fd: int) -> int:
 
 def _main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-    mine, others = socketpair(AF_UNIX, SOCK_SEQPACKET)
-    pid = _start(sys.argv[1:], others.fileno())
-    others.close()
+    agent_end, program_end = socketpair(AF_UNIX, SOCK_SEQPACKET)
+    pid = _start(sys.argv[1:], program_end.fileno())
+    program_end.close()
     from harness.runtime.agent.agent import watch_over
 
-    return watch_over(pid, mine.detach(), HELD_SIGNALS)
+    return watch_over(pid, agent_end.detach(), HELD_SIGNALS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The loop of an agent: one rank's program, its signals and its end, and the other agents."""
+"""The agent's loop: forwards signals, watches its rank's program and talks to other agents."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from harness.runtime.ranks.environment import Launch, read_launch
 
 _LARGEST_MESSAGE = 1 << 17
 _SLOWEST_BEAT_S = 2.0
-# Open MPI kills a second after it has asked to end.
+# Below the second between Open MPI's SIGTERM and SIGKILL.
 _TIME_TO_END_S = 0.5
-# How long a rank whose program has died waits for rank 0 to close the row.
+# Longest wait of a rank whose program has died for rank 0 to close the row.
 _TIME_TO_CLOSE_S = 5.0
 _TIME_TO_END_ALL_S = 5.0
 _TIME_TO_GIVE_UP_S = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-def watch_over(pid: int, channel_fd: int, passed_on: Sequence[signal.Signals]) -> int:
-    """Watch a rank's program until it ends; returns the exit code, or dies of the same signal."""
-    agent = RankAgent(pid, socket.socket(fileno=channel_fd), passed_on)
+def watch_over(pid: int, channel_fd: int, forwarded: Sequence[signal.Signals]) -> int:
+    """Watch a rank's program until it ends; return its exit code, or die of the same signal."""
+    agent = RankAgent(pid, socket.socket(fileno=channel_fd), forwarded)
     code = agent.loop()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
@@ -46,7 +46,7 @@ def watch_over(pid: int, channel_fd: int, passed_on: Sequence[signal.Signals]) -
 def _read_launch() -> Launch | None:
     try:
         return read_launch(os.environ)
-    except LaunchError:  # the program says what is wrong
+    except LaunchError:  # the program reports the error
         return None
 
 
@@ -58,16 +58,16 @@ class _Deadline(NamedTuple):
 
 
 class RankAgent:
-    """What one agent knows; everything happens in `loop`, on one thread."""
+    """The state of one agent; only `loop` changes it, on one thread."""
 
     def __init__(
-        self, pid: int, channel: socket.socket, passed_on: Sequence[signal.Signals]
+        self, pid: int, channel: socket.socket, forwarded: Sequence[signal.Signals]
     ) -> None:
         self._pid = pid
         channel.setblocking(False)
         self._channel: socket.socket | None = channel
         launch = _read_launch()
-        self._who = f"rank {launch.rank if launch else 0} ({os.uname().nodename})"
+        self._label = f"rank {launch.rank if launch else 0} ({os.uname().nodename})"
         self._is_openmpi = launch is not None and launch.launcher == "openmpi"
         self._parent = os.getppid()
         self._has_daemon = family.is_daemon(self._parent)
@@ -83,24 +83,24 @@ class RankAgent:
         self._end_by_s: float | None = None
         self._status: int | None = None
         self._signals: list[int] = []
-        self._wake = self._catch(passed_on)
+        self._wake = self._catch(forwarded)
 
-    def _catch(self, passed_on: Sequence[signal.Signals]) -> socket.socket:
-        """Handlers that wake the loop."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        self._wake_end = theirs
-        signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        for number in passed_on:
+    def _catch(self, forwarded: Sequence[signal.Signals]) -> socket.socket:
+        """Install signal handlers that wake the loop; return the socket that it must poll."""
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        self._wake_end = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in forwarded:
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda number, frame: self._signals.append(number))
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
-        return ours
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
+        return reader
 
     def loop(self) -> int:
-        """Returns the exit code, or minus the signal that ended the program."""
+        """Run until the program ends; return its exit code, or minus its signal."""
         before_s = time.monotonic()
         beat_s = before_s
         while True:
@@ -139,7 +139,7 @@ class RankAgent:
                 state["stopped_s"] = now_s - self._stopped_at_s
             self._peers.beat(state)
 
-    # What the program tells.
+    # Messages from the program.
 
     def _take_messages(self, now_s: float) -> None:
         while self._channel is not None:
@@ -179,10 +179,10 @@ class RankAgent:
 
     def _meet(self, message: Message, connection: socket.socket, now_s: float) -> None:
         rank, hostnames, token = message["rank"], message["hostnames"], message["token"]
-        # Ending everything takes a few seconds of the limit.
+        # Reserve a few seconds of the limit for ending the launch.
         self._limit_s = message["limit_s"] - min(_TIME_TO_END_ALL_S, message["limit_s"] / 4)
         self._period_s = min(_SLOWEST_BEAT_S, self._limit_s / 8)
-        self._who = f"rank {rank} ({hostnames[rank]})"
+        self._label = f"rank {rank} ({hostnames[rank]})"
         if rank == 0:
             self._peers = Hub(connection, token, hostnames, self._limit_s, now_s)
         else:
@@ -192,7 +192,7 @@ class RankAgent:
         if message["directory"]:
             self._run = OpenRun(Path(message["directory"]), now_s)
         timeout_s, is_isolated = message["timeout_s"], message["is_isolated"]
-        # A run in processes of its own is ended by the ranks' first processes, unless one hangs.
+        # The ranks' first processes end an isolated run, unless one of them hangs.
         spare_s = self._limit_s + GRACE_S if is_isolated else 0.0
         self._deadline = _Deadline(
             now_s + timeout_s + spare_s, message["name"], is_isolated, timeout_s
@@ -204,7 +204,7 @@ class RankAgent:
         elif self._peers is not None:
             self._peers.tell(fault.message(grace_s=grace_s))
 
-    # Signals, and the program's end.
+    # Signals and the end of the program.
 
     def _take_signals(self, now_s: float) -> None:
         while self._signals:
@@ -216,7 +216,7 @@ class RankAgent:
                     self._peers.tell({"left": True})
 
     def _reap(self, now_s: float) -> None:
-        """Learn what became of the program; take in processes that others left behind."""
+        """Read the program's state; reap orphans, because the agent is their subreaper."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
@@ -246,7 +246,7 @@ class RankAgent:
         elif isinstance(self._peers, Hub):
             self._peers.tell(fault.message())
         if code < 0:
-            self._say(fault)
+            self._print_error(fault)
         return self._leave(code, fault.status, fault.reason)
 
     def _leave(self, code: int, status: str, reason: str) -> int:
@@ -257,23 +257,23 @@ class RankAgent:
         return code
 
     def _pending(self, reason: str) -> str:
-        """What a rank has reported explains more than what came of it here."""
-        found = self._peers.pending() if isinstance(self._peers, Hub) else None
-        return found.reason if found is not None and reason == "interrupted" else reason
+        """Replace "interrupted" by a rank's reported fault, because that is the cause."""
+        fault = self._peers.pending() if isinstance(self._peers, Hub) else None
+        return fault.reason if fault is not None and reason == "interrupted" else reason
 
     def _fault_of(self, code: int) -> Fault:
-        """Why a program that failed did."""
+        """The fault for a program's exit code."""
         if code >= 0:
-            reason = f"{self._who}: its first process ended with exit code {code}: see its output"
+            reason = f"{self._label}: its first process ended with exit code {code}: see its output"
             return Fault("crash", reason, exit_code=code)
-        exit_code = 128 - code  # as a shell and mpirun have it
+        exit_code = 128 - code  # the convention of shells and mpirun
         if -code == signal.SIGKILL and n_oom_kills() > self._oom_kills:
             n_bytes = cgroup_memory_bytes()
             limit = f" of {n_bytes / 2**20:.0f} MiB" if n_bytes < UNLIMITED_BYTES else ""
             reason = f"the kernel killed its first process: the memory limit{limit} was reached"
-            return Fault("oom", f"{self._who}: {reason}", exit_code=exit_code)
+            return Fault("oom", f"{self._label}: {reason}", exit_code=exit_code)
         reason = f"its first process was killed by {signal.Signals(-code).name}"
-        return Fault("crash", f"{self._who}: {reason}", exit_code=exit_code)
+        return Fault("crash", f"{self._label}: {reason}", exit_code=exit_code)
 
     def _await_end(self, deadline_s: float) -> None:
         """Wait until rank 0 has closed the row."""
@@ -284,7 +284,7 @@ class RankAgent:
                 return
             self._wait(0.1)
 
-    # What is wrong, and ending the launch.
+    # Judging the launch and ending it.
 
     def _judge(self, gap_s: float, now_s: float) -> Fault | None:
         if self._end_by_s is not None:
@@ -295,15 +295,15 @@ class RankAgent:
             return self._judge_deadline(now_s)
         if gap_s > self._limit_s:
             return Fault(
-                "timeout", f"{self._who}: it was frozen for {gap_s:.0f} s, the others ended"
+                "timeout", f"{self._label}: it was frozen for {gap_s:.0f} s, the others ended"
             )
         stopped_s = 0.0 if self._stopped_at_s is None else now_s - self._stopped_at_s
         if isinstance(self._peers, Hub) and stopped_s > self._limit_s:
-            return Fault("timeout", stopped_reason(self._who, stopped_s))
+            return Fault("timeout", stopped_reason(self._label, stopped_s))
         return self._peers.judge(now_s) or self._judge_deadline(now_s)
 
     def _judge_interrupted(self, now_s: float) -> Fault | None:
-        """Open MPI kills soon after it has asked: the row is closed before."""
+        """Close the row in time, because Open MPI sends SIGKILL soon after SIGTERM."""
         assert self._end_by_s is not None
         if now_s >= self._end_by_s and self._run is not None:
             self._run.close("crash", self._pending("interrupted"), now_s)
@@ -314,7 +314,7 @@ class RankAgent:
         status, cause = "crash", ""
         if n_oom_kills() > self._oom_kills:
             status, cause = "oom", "; the kernel killed a process there for memory"
-        fault = Fault(status, f"{self._who}: the launcher's daemon that started it died{cause}")
+        fault = Fault(status, f"{self._label}: the launcher's daemon that started it died{cause}")
         self._report(fault, 0.0, time.monotonic())
         return fault
 
@@ -325,28 +325,28 @@ class RankAgent:
         reason = f"not done after {deadline.timeout_s:.0f} s"
         if deadline.is_isolated:
             silent = self._peers.unfinished(deadline.run) if isinstance(self._peers, Hub) else []
-            names = ", ".join(silent) or self._who
+            names = ", ".join(silent) or self._label
             reason += f": the first process of {names} does not answer"
         return Fault("timeout", reason)
 
     def _end(self, fault: Fault) -> int:
-        """End this rank, and as rank 0 the launch on every host that can be reached."""
+        """End this rank; on rank 0, end the launch on every reachable host."""
         if isinstance(self._peers, Hub):
             self._peers.tell(fault.message())
         family.send([self._pid, *family.descendants(self._pid)], signal.SIGKILL)
-        self._say(fault)
+        self._print_error(fault)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, time.monotonic())
         family.kill_below(os.getpid())
         if self._is_openmpi:
             family.end_launcher(fault.silent_hosts)
             if fault.silent_hosts:
-                # mpirun gives up the hosts first: what a rank that fails brings about hangs.
+                # mpirun must give up the silent hosts before it sees a rank fail, or it hangs.
                 time.sleep(_TIME_TO_GIVE_UP_S)
         return fault.exit_code
 
-    def _say(self, fault: Fault) -> None:
-        """Rank 0 speaks for all, and every rank before they have met."""
+    def _print_error(self, fault: Fault) -> None:
+        """Print the fault on rank 0, or on every rank before the rendezvous."""
         run: Any = f"{self._run.run_dir.name}: {fault.status}: " if self._run else ""
         if not isinstance(self._peers, Spoke):
             reason = fault.reason.partition("\n")[0]

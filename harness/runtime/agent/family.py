@@ -1,4 +1,4 @@
-"""The processes around an agent: those below it, and the launcher above it."""
+"""The processes around an agent: its descendants, and the launcher among its ancestors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")
-# Starts the ranks of its host for a launcher elsewhere.
+# Programs that start the ranks of a host for a launcher, perhaps on another host.
 _DAEMONS = (*_LAUNCHERS, "orted", "prted", "hydra_pmi_proxy", "slurmstepd")
 _POLL_S = 0.1
-# mpirun ends by itself in a second or two, unless it waits for a host that does not answer.
+# mpirun ends by itself in a second or two, unless it waits for a silent host.
 _PATIENCE_S = 5.0
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process."""
+    """State and parent of a process; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -34,26 +34,26 @@ def _command(pid: int) -> bytes:
 
 
 def name_of(pid: int) -> str:
-    """The program that a process was started as; its file may have another name."""
+    """The base name of a process's argv[0]; its executable may have another name."""
     return os.path.basename(_command(pid).partition(b"\0")[0]).decode(errors="replace")
 
 
 def is_daemon(pid: int) -> bool:
-    """Whether a process starts ranks for a launcher, and ends with it."""
+    """Whether a process is a launcher, or its daemon, which ends with it."""
     return name_of(pid) in _DAEMONS
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below one that has not ended."""
+    """All live descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (found := _stat(int(entry))) and found[0] != "Z":
-            children.setdefault(found[1], []).append(int(entry))
-    below, at = [], [pid]
-    while at:
-        at = [child for parent in at for child in children.get(parent, [])]
-        below += at
-    return below
+        if entry.isdigit() and (stat := _stat(int(entry))) and stat[0] != "Z":
+            children.setdefault(stat[1], []).append(int(entry))
+    found, generation = [], [pid]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, [])]
+        found += generation
+    return found
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -63,14 +63,14 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def kill_below(pid: int) -> None:
-    """Kill every process below one, also those that are stopped or started meanwhile.
+    """Kill all descendants of a process, including stopped ones and new ones.
 
-    Python's resource trackers, which remove what the others leave in shared memory, end by
-    themselves and are killed last.
+    Python's resource trackers, which clean up shared memory after the others and end by themselves,
+    are killed last.
     """
     for _ in range(20):
         below = descendants(pid)
-        others = [one for one in below if b"resource_tracker" not in _command(one)]
+        others = [each for each in below if b"resource_tracker" not in _command(each)]
         send(others, signal.SIGKILL)
         if not below:
             return
@@ -86,7 +86,7 @@ def _reap() -> None:
 
 
 def _launcher_above(pid: int) -> int | None:
-    """The nearest process of Open MPI's that a process descends from."""
+    """The nearest ancestor that is a launcher or a daemon of Open MPI."""
     while pid > 1 and (found := _stat(pid)):
         if name_of(pid) in (*_LAUNCHERS, "orted", "prted"):
             return pid
@@ -94,14 +94,14 @@ def _launcher_above(pid: int) -> int | None:
     return None
 
 
-def _is_there(pid: int, name: str) -> bool:
+def _is_running(pid: int, name: str) -> bool:
     return name_of(pid) == name  # of a zombie it is empty
 
 
 def _has_ended(pid: int, name: str, patience_s: float) -> bool:
-    """Wait until a process has ended, if that is soon."""
+    """Wait for a process to end; return whether it did in time."""
     deadline_s = time.monotonic() + patience_s
-    while _is_there(pid, name):
+    while _is_running(pid, name):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_POLL_S)
@@ -109,19 +109,19 @@ def _has_ended(pid: int, name: str, patience_s: float) -> bool:
 
 
 def end_launcher(silent_hosts: Sequence[str]) -> None:
-    """See to it from a process of its own that Open MPI ends on this host.
+    """End Open MPI on this host from a new process; returns at once.
 
-    Returns at once. mpirun waits for ever for the daemon of a host that does not answer, and
-    daemons wait for such an mpirun; but it gives up a host whose ssh has ended.
+    mpirun waits for ever for the daemon of a silent host, and the other daemons wait for mpirun. It
+    gives up a host whose ssh has ended.
     """
     pid = _launcher_above(os.getppid())
     if pid is None or os.fork():
         return
     try:
         os.setsid()
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null_fd = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
-            os.dup2(nowhere, fd)
+            os.dup2(null_fd, fd)
         os.closerange(3, 1024)
         _end_launcher(pid, silent_hosts)
     finally:
@@ -144,13 +144,13 @@ def _end_launcher(pid: int, silent_hosts: Sequence[str]) -> None:
 
 
 def _connections(pid: int, hosts: Sequence[str]) -> list[int]:
-    """mpirun's ssh to some hosts; all where none is known by these names."""
-    found = {one: _command(one) for one in descendants(pid) if name_of(one) == "ssh"}
-    wanted = {host.partition(".")[0] for host in hosts}
+    """mpirun's ssh processes to some hosts; all its ssh processes if none matches."""
+    found = {each: _command(each) for each in descendants(pid) if name_of(each) == "ssh"}
+    names = {host.partition(".")[0] for host in hosts}
     named = [
-        one
-        for one, command in found.items()
-        if any(_short(word) in wanted for word in command.decode(errors="replace").split("\0"))
+        each
+        for each, command in found.items()
+        if any(_short(word) in names for word in command.decode(errors="replace").split("\0"))
     ]
     return named or list(found)
 

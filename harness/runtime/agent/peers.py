@@ -1,6 +1,6 @@
-"""Heartbeats between the agents of a launch: rank 0's hears all others, which hear rank 0's.
+"""Heartbeats between rank 0's agent and every other rank's.
 
-Ages are by a monotonic clock that the caller reads, which no two hosts need to share.
+The caller passes the time of its host's monotonic clock; hosts need no common clock.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 
 from harness.runtime.agent.wire import Message, Wire
 
-# A rank whose peer has failed may notice by itself before the launch is ended.
+# Time for ranks to notice a peer's failure by themselves before the launch is ended.
 GRACE_S = 3.0
 
 
 class Fault(NamedTuple):
-    """Why the launch ends: the status of the open run, the reason in one line, the hosts that do
-    not answer, and the exit code of all ranks, so that mpirun's is the same whoever ends first."""
+    """Why the launch ends: the open run's status, a reason in one line, the hosts that do not
+    answer, and one exit code for all ranks, because mpirun returns that of the first to end."""
 
     status: str
     reason: str
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
         return {"fault": list(self), **more}
 
 
-def _has_followed(fault: Fault) -> bool:
+def _is_secondary(fault: Fault) -> bool:
     return fault.status == "skipped"
 
 
@@ -41,26 +41,26 @@ def _fault_in(message: Message) -> Fault | None:
 
 
 class Peers(Protocol):
-    """What the loop of an agent needs of its connections."""
+    """An agent's connections to other agents."""
 
     def wires(self) -> list[socket.socket | Wire]:
-        """What to wait for."""
+        """The sockets to poll."""
         ...
 
     def receive(self, now_s: float) -> None:
-        """Take in what has arrived."""
+        """Process all messages that have arrived."""
         ...
 
     def beat(self, state: Message) -> None:
-        """Tell the others that this agent lives."""
+        """Send a heartbeat; it may be dropped."""
         ...
 
     def tell(self, message: Message) -> None:
-        """Send to the others what must arrive."""
+        """Send a message that must arrive."""
         ...
 
     def judge(self, now_s: float) -> Fault | None:
-        """Why the launch must end; None while all is well."""
+        """The fault that ends the launch, or None."""
         ...
 
 
@@ -68,15 +68,15 @@ def _utc(ago_s: float) -> str:
     return time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - ago_s))
 
 
-def stopped_reason(who: str, ago_s: float) -> str:
+def stopped_reason(label: str, ago_s: float) -> str:
     return (
-        f"{who}: its first process has been stopped (SIGSTOP or SIGTSTP) for {ago_s:.0f} s, "
+        f"{label}: its first process has been stopped (SIGSTOP or SIGTSTP) for {ago_s:.0f} s, "
         f"since {_utc(ago_s)}"
     )
 
 
 class Hub:
-    """Rank 0's end."""
+    """Rank 0's connections to all other agents."""
 
     def __init__(
         self,
@@ -91,19 +91,19 @@ class Hub:
         self._token = token
         self._hostnames = hostnames
         self._limit_s = limit_s
-        self._strangers: list[tuple[Wire, float]] = []
+        self._unidentified: list[tuple[Wire, float]] = []
         self._wires: dict[int, Wire] = {}
         self._heard_s = dict.fromkeys(range(1, len(hostnames)), now_s)
         self._states: dict[int, Message] = {}
         self._has_left: set[int] = set()
         self._faults: list[tuple[float, Fault]] = []
 
-    def who(self, rank: int) -> str:
+    def label(self, rank: int) -> str:
         return f"rank {rank} ({self._hostnames[rank]})"
 
     def wires(self) -> list[socket.socket | Wire]:
-        strangers = [wire for wire, _ in self._strangers]
-        return [self._listener, *strangers, *self._wires.values()]
+        unidentified = [wire for wire, _ in self._unidentified]
+        return [self._listener, *unidentified, *self._wires.values()]
 
     def receive(self, now_s: float) -> None:
         self._accept(now_s)
@@ -119,20 +119,20 @@ class Hub:
                 connection, _ = self._listener.accept()
             except OSError:
                 break
-            self._strangers.append((Wire(connection), now_s))
-        waiting, self._strangers = self._strangers, []
+            self._unidentified.append((Wire(connection), now_s))
+        waiting, self._unidentified = self._unidentified, []
         for wire, since_s in waiting:
             messages = wire.receive()
-            if messages and (rank := self._known(messages[0])) is not None:
+            if messages and (rank := self._identify(messages[0])) is not None:
                 self._wires[rank] = wire
                 for message in messages:
                     self._take(rank, message, now_s)
             elif messages or wire.is_closed or now_s - since_s > self._limit_s:
                 wire.close()
             else:
-                self._strangers.append((wire, since_s))
+                self._unidentified.append((wire, since_s))
 
-    def _known(self, hello: Message) -> int | None:
+    def _identify(self, hello: Message) -> int | None:
         token, rank = hello.get("token"), hello.get("rank")
         is_right = isinstance(token, str) and hmac.compare_digest(
             token.encode(), self._token.encode()
@@ -149,7 +149,7 @@ class Hub:
             self.add_fault(fault, now_s + message.get("grace_s", 0.0))
 
     def add_fault(self, fault: Fault, due_s: float) -> None:
-        """End the launch at a time, unless the run is over before (`forget_faults`)."""
+        """End the launch at `due_s`, unless the run ends before that (`forget_faults`)."""
         self._faults.append((due_s, fault))
 
     def forget_faults(self) -> None:
@@ -160,8 +160,8 @@ class Hub:
         if rank in self._has_left:
             del self._heard_s[rank]
             return
-        reason = f"{self.who(rank)}: its agent was killed: the connection to it closed"
-        # What its first process, or mpirun, has to say of it may still be on its way.
+        reason = f"{self.label(rank)}: its agent was killed: the connection to it closed"
+        # A fault that the rank has reported before this one takes precedence.
         self.add_fault(Fault("crash", reason), now_s)
 
     def beat(self, state: Message) -> None:
@@ -174,14 +174,18 @@ class Hub:
 
     def judge(self, now_s: float) -> Fault | None:
         is_due = any(now_s >= due_s for due_s, _ in self._faults)
-        return (self.pending() if is_due else None) or self._silence(now_s) or self._stop()
+        return (
+            (self.pending() if is_due else None)
+            or self._judge_heartbeats(now_s)
+            or self._judge_stopped()
+        )
 
-    def _silence(self, now_s: float) -> Fault | None:
+    def _judge_heartbeats(self, now_s: float) -> Fault | None:
         ages = {rank: now_s - at_s for rank, at_s in self._heard_s.items()}
         silent = [rank for rank, age_s in ages.items() if age_s > self._limit_s]
         if not silent:
             return None
-        names = ", ".join(map(self.who, silent))
+        names = ", ".join(map(self.label, silent))
         age_s = max(ages[rank] for rank in silent)
         return Fault(
             "timeout",
@@ -190,28 +194,28 @@ class Hub:
             tuple(dict.fromkeys(self._hostnames[rank] for rank in silent)),
         )
 
-    def _stop(self) -> Fault | None:
+    def _judge_stopped(self) -> Fault | None:
         for rank, state in self._states.items():
             stopped_s = state.get("stopped_s")
             if isinstance(stopped_s, int | float) and stopped_s > self._limit_s:
-                return Fault("timeout", stopped_reason(self.who(rank), stopped_s))
+                return Fault("timeout", stopped_reason(self.label(rank), stopped_s))
         return None
 
     def pending(self) -> Fault | None:
-        """The first fault that a rank has reported, due or not; one that only followed from another
-        rank's (`skipped`) comes last."""
-        faults = sorted((fault for _, fault in self._faults), key=_has_followed)
+        """The first reported fault, due or not; `skipped`, a consequence of another rank's fault,
+        comes last."""
+        faults = sorted((fault for _, fault in self._faults), key=_is_secondary)
         if not faults:
             return None
-        return faults[0]._replace(status="crash") if _has_followed(faults[0]) else faults[0]
+        return faults[0]._replace(status="crash") if _is_secondary(faults[0]) else faults[0]
 
     def unfinished(self, run: str) -> list[str]:
-        """The other ranks that have not said that their part of a run is over."""
-        return [self.who(r) for r in self._heard_s if self._states.get(r, {}).get("done") != run]
+        """The other ranks that have not reported the end of their part of a run."""
+        return [self.label(r) for r in self._heard_s if self._states.get(r, {}).get("done") != run]
 
 
 class Spoke:
-    """The end of every other rank."""
+    """Another rank's connection to rank 0's agent."""
 
     def __init__(
         self,

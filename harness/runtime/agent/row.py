@@ -1,4 +1,4 @@
-"""The row of a run that its own process did not close."""
+"""Close the row of a run whose processes have ended without doing so."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from harness.measure.heartbeat import Heartbeat
 from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
 
-# A file server that hangs must not keep the launch from ending.
+# A hanging file server must not keep the launch from ending.
 _PATIENCE_S = 10.0
 
 
 class OpenRun:
-    """A run that rank 0 writes: its heartbeat, and its last word where nobody else says it."""
+    """The open run on rank 0: writes its heartbeat, and its final status if nobody else does."""
 
     def __init__(self, run_dir: Path, now_s: float) -> None:
         self.run_dir = run_dir
@@ -25,11 +25,11 @@ class OpenRun:
         self._heartbeat.__enter__()
 
     def stop(self) -> None:
-        """The run's own process has closed it."""
+        """Stop the heartbeat, because the run's process has closed the row."""
         self._heartbeat.stop()
 
     def close(self, status: str, reason: str, now_s: float) -> None:
-        """Close the row unless it is closed; gives up on a disk that does not answer."""
+        """Close the row unless it is closed; give up after `_PATIENCE_S` on a hanging disk."""
         arguments = (status, reason, now_s - self._start_s)
         writer = threading.Thread(target=self._write, args=arguments, daemon=True)
         writer.start()
@@ -48,7 +48,7 @@ class OpenRun:
 
 
 def _replace(run_dir: Path, text: str) -> None:
-    """Write the header into the space that was reserved for it, and put it in its place."""
+    """Write the header into its reserved space and rename that file."""
     reserve = run_dir / RESERVE_FILE
     fd = os.open(reserve, os.O_WRONLY | os.O_CREAT, 0o666)
     with open(fd, "w", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ def _replace(run_dir: Path, text: str) -> None:
 
 
 def recorded(run_dir: Path) -> str:
-    """What the ranks' files on this disk hold, in short."""
+    """A short description of the ranks' files on this disk."""
     parts = []
     for path in filter(Path.is_file, sorted(run_dir.glob("rank*.jsonl"))):
         data = path.read_bytes()

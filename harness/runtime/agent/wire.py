@@ -7,7 +7,7 @@ import json
 import socket
 from typing import Any
 
-# A hello of a stranger, or a reason with a long traceback, stays below.
+# Bounds the memory for a peer's line; a reason with a long traceback is shorter.
 _LONGEST_BYTES = 1 << 20
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h; the socket module has no name for it yet
 
@@ -19,7 +19,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The object of a line; an empty one for anything else."""
+    """The JSON object of a line; {} if it is none."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -28,14 +28,14 @@ def decode(line: bytes) -> Message:
 
 
 class Wire:
-    """One connection; neither reading nor writing ever waits."""
+    """One connection; reading and writing never block."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # a socket pair in a test has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A link that was cut for seconds must not stay silent for as long again: TCP doubles
-            # its pause between attempts. Linux before 6.15 refuses.
+            # Bounds TCP's doubling retry pauses, so that a link that was cut for seconds is used
+            # again soon. Linux before 6.15 refuses.
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
         self._connection = connection
         self._received = b""
@@ -46,7 +46,7 @@ class Wire:
         return self._connection.fileno()
 
     def send(self, message: Message, *, is_urgent: bool = True) -> None:
-        """Send as much as can be sent now; what is not urgent goes only where nothing waits."""
+        """Send without blocking; drops a message that is not urgent if others are unsent."""
         if self.is_closed:
             return
         if is_urgent or not self._unsent:
@@ -60,7 +60,7 @@ class Wire:
             self.close()
 
     def receive(self) -> list[Message]:
-        """Every message that has arrived; `is_closed` tells when there will be no more."""
+        """All messages that have arrived; if `is_closed`, there will be no more."""
         while not self.is_closed:
             try:
                 data = self._connection.recv(1 << 16)

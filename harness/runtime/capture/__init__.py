@@ -1,1 +1,1 @@
-"""A model as a graph of operators with shapes and sample dims; `tracing` records it."""
+"""Capture a model as a graph of operators with shapes and sample dims; `tracing` traces it."""

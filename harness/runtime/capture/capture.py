@@ -1,7 +1,6 @@
-"""Capture a model as a Graph: trace it, then push shapes and FLOPs through without memory.
+"""Capture a model as a Graph: trace it, then derive shapes and FLOPs on the meta device.
 
-Shapes come from a run on the meta device, FLOPs from torch.utils.flop_counter around each
-operator's forward and backward.
+torch.utils.flop_counter counts the FLOPs of each operator's forward and backward.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Captured:
     """A traced model and its graph.
 
     Attributes:
-        module: executes the nodes; holds the model's own parameters.
-        nodes: by operator name; operators without one are inputs and the loss.
-        untrained: names of parameters that get no gradient, although they ask for one.
+        module: executes the nodes; holds the model's parameters.
+        nodes: by operator name; inputs and the loss have none.
+        untrained: names of parameters that require a gradient and never get one.
     """
 
     graph: Graph
@@ -62,7 +61,7 @@ class Captured:
     untrained: frozenset[str] = frozenset()
 
     def freeze_untrained(self, model: nn.Module) -> None:
-        """Ask for no gradients where there are none: an optimizer leaves such parameters alone."""
+        """Clear requires_grad of untrained parameters, so that optimizers skip them."""
         for owner in (self.module, model):
             for name, parameter in owner.named_parameters(remove_duplicate=False):
                 if name in self.untrained:
@@ -81,14 +80,14 @@ def _signature(kind: str, attrs: dict[str, Any], inputs: list[Tensor], output: T
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments, in order; one that stands twice is listed twice."""
+    """The nodes among a node's arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 class _Builder:
-    """Turns nodes into operators, passing over what computes no tensor."""
+    """Turns nodes into operators; skips nodes that compute no tensor."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class _Builder:
         self._batch = batch
         self._modules = dict(module.named_modules())
         self._measured = measured
-        # A node that is no operator of its own stands for the operator behind it.
+        # A node that is no operator (an element of a tuple) has the name of its producer.
         self._name_of: dict[fx.Node, str] = {}
         self._waiting: dict[fx.Node, dict[str, nn.Parameter]] = {}
         self._counted: set[int] = set()
@@ -113,12 +112,12 @@ class _Builder:
         self.output = ""
 
     def add(self, node: fx.Node) -> None:
-        """Take the next node in the order of execution."""
+        """Add the next node in execution order."""
         if node.op == "output":
             last = [n for n in node.all_input_nodes if n in self._name_of]
             self.output = self._name_of[last[0]] if last else ""
             if last:
-                logits_of(self._measured[last[0]].value)  # refuses what the loss would
+                logits_of(self._measured[last[0]].value)  # raises if the loss cannot use it
             return
         value = self._measured[node].value
         if node.op == "placeholder":
@@ -132,7 +131,7 @@ class _Builder:
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         is_part = function_name(node.target) == "getitem" and source is not None
         if is_part and source is not None and not isinstance(self._measured[source].value, Tensor):
-            self._name_of[node] = self._name_of[source]  # one, or some, of several outputs
+            self._name_of[node] = self._name_of[source]  # an element or slice of a tuple
             return
         self._add_operator(node, value)
 
@@ -161,7 +160,7 @@ class _Builder:
         return is_cut_by_samples(kind, function, described(node), map(described, sources))
 
     def _free_name(self, node: fx.Node) -> str:
-        """The path of a node's module, or its own name, which only paths can have beside it."""
+        """A unique operator name: the path of the node's module, or else the node's name."""
         taken = {operator.name for operator in self.operators} | {LOSS}
         name = str(node.target) if node.op == "call_module" else node.name
         name = name if name not in taken else node.name
@@ -170,14 +169,14 @@ class _Builder:
         return name
 
     def _written_buffers(self, node: fx.Node) -> list[str]:
-        """Buffers that a node uses, and it or another writes."""
+        """Buffers that a node uses and that some node writes."""
         names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
         if node.op == "call_module":
             owned = self._modules[str(node.target)].named_buffers()
             names = [f"{node.target}.{name}" for name, _ in owned]
         return [name for name in names if name in self._written]
 
-    def _own_parameters(self, node: fx.Node) -> dict[str, nn.Parameter]:
+    def _parameters_used(self, node: fx.Node) -> dict[str, nn.Parameter]:
         found = parameters_of(node, self._module)
         for source in node.all_input_nodes:
             found |= self._waiting.get(source, {})
@@ -187,27 +186,27 @@ class _Builder:
         sources = [n for n in _arguments(node) if n in self._name_of]
         inputs = [tensors_in_order(self._measured[n].value)[0] for n in sources]
         kind, attrs = describe_node(node, self._modules, len(node.all_input_nodes))
-        is_users = is_opaque(node, self._modules)
-        is_unknown = not is_users and not is_known(kind, str(attrs["function"]))
+        is_opaque_node = is_opaque(node, self._modules)
+        is_unknown = not is_opaque_node and not is_known(kind, str(attrs["function"]))
         if is_unknown and "autocast" not in attrs:
             _log.warning(
                 "operator %s (%s) is not known: it is planned as cut by samples or not at all",
                 node.name, attrs.get("function"),
             )  # fmt: skip
-        parameters = self._own_parameters(node)
+        parameters = self._parameters_used(node)
         is_hooked = any(map(has_gradient_hooks, parameters.values()))
-        if is_hooked:  # such a gradient must stay whole
+        if is_hooked:  # its hook must see the whole gradient
             kind, attrs = "other", {"function": attrs["function"]}
         new = {name: p for name, p in parameters.items() if id(p) not in self._counted}
         self._counted |= {id(p) for p in new.values()}
         signature = _signature(kind, attrs, inputs, value)
         if node.meta.get(WRITES) or self._mixing.mixes(node, kind):
             attrs |= {"mixes_samples": True, "is_cut_by_samples": False}
-        function = "" if is_users else str(attrs["function"])
+        function = "" if is_opaque_node else str(attrs["function"])
         if not self._is_cut_by_samples(kind, function, node, sources):
             attrs["is_cut_by_samples"] = False
-        is_drawing = draws_random(node, self._module) and not is_dropout(node, self._module)
-        if is_users or is_unknown or is_hooked or is_drawing:
+        is_random = draws_random(node, self._module) and not is_dropout(node, self._module)
+        if is_opaque_node or is_unknown or is_hooked or is_random:
             attrs["is_repeatable"] = False
         if node.op == "call_module":
             attrs["module"] = str(node.target)
@@ -253,13 +252,13 @@ def capture(task: Task, batch: int, name: str) -> Captured:
     """Trace a task's model for a global batch of `batch` samples; allocates no activations.
 
     Raises:
-        ModelError: the model cannot be traced, or its operators not run on the meta device.
+        ModelError: the model cannot be traced or run on the meta device.
     """
     try:
         return _capture(task, batch, name)
     except HarnessError:
         raise
-    except Exception as error:  # whatever a model's operators raise
+    except Exception as error:  # a model's operators may raise anything
         raise refusal(name, error) from error
 
 
@@ -270,7 +269,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
         torch.zeros(batch, *spec.shape, dtype=spec.dtype, device=device) for spec in task.inputs
     )
     module = trace(task.model, examples)
-    with torch.device("meta"):  # of tensors that modules make
+    with torch.device("meta"):  # for tensors that modules create
         settle(module, examples)
         measured = run_on_meta(module, examples)
         at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
@@ -291,7 +290,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
 
 
 def capture_model(name: str, batch: int, options: ModelOptions | None = None) -> Graph:
-    """The graph of a named model or a user's factory, without allocating its weights.
+    """Capture a named model or a user's factory without allocating its weights.
 
     Raises:
         ModelError: no such model, or it cannot be captured.

@@ -1,4 +1,4 @@
-"""A copy of a model without memory, for what asks for its shapes alone."""
+"""Copy a model to the meta device, for shape computations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def meta_copy(module: ModuleT) -> ModuleT:
-    """A copy on the meta device; what several names share is shared there too.
+    """Copy a module to the meta device; shared tensors stay shared.
 
-    No tensor is copied where it is: beside a model on a GPU a second one need not fit, and would
-    count among its peaks of memory.
+    Never copies a tensor on its own device, where a second model may not fit and would raise the
+    measured memory peak.
     """
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
         for parameter in module.parameters()
     }
     memo |= {id(buffer): buffer.detach().to(_META) for buffer in module.buffers()}
-    # The old weight_norm keeps the weight that it computed, which a plain copy refuses.
+    # The old weight_norm stores its computed weight, which deepcopy refuses.
     for owner in module.modules():
         computed = (x for x in vars(owner).values() if isinstance(x, Tensor) and not x.is_leaf)
         memo |= {id(x): x.detach().to(_META) for x in computed}

@@ -1,4 +1,4 @@
-"""Run a traced model on the meta device, node by node: values without memory, FLOPs, gradients."""
+"""Run a traced model node by node on the meta device, for shapes, FLOPs and gradient flow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.runtime.tracing.functions import GradientHooks
 
 
 class Measured:
-    """What running one node on the meta device showed."""
+    """Value and FLOPs of one node, from a run on the meta device."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -25,13 +25,13 @@ class Measured:
 def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         fresh = value.detach()
-        # A copy of the leaf, because operators in place refuse leaves.
+        # A copy of the leaf, because in-place operators refuse leaves.
         return fresh.requires_grad_().clone() if value.requires_grad else fresh
     return value
 
 
 def tensors_in_order(value: Any) -> list[Tensor]:
-    """The tensors of nested tuples and lists."""
+    """The tensors in nested tuples and lists, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -70,10 +70,10 @@ class _MetaRun(fx.Interpreter):
 
 
 def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, Measured]:
-    """What each node of a traced model gives."""
-    # The copy shares no memory; its nodes correspond to the original's by position.
+    """Run every node of a traced model on the meta device and return its value and FLOPs."""
+    # Nodes of the copy correspond to the original's by position.
     meta = meta_copy(module)
-    for part in meta.modules():  # A user's hooks run in training alone.
+    for part in meta.modules():  # A user's hooks run in training only.
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()
     run = _MetaRun(meta)
@@ -83,7 +83,7 @@ def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx
 
 
 def parameters_of(node: fx.Node, module: fx.GraphModule) -> dict[str, nn.Parameter]:
-    """Parameters that a node itself uses, by their name in the model."""
+    """The parameters of a node, by name in the model."""
     if node.op == "call_module":
         path = str(node.target)
         owned = module.get_submodule(path).named_parameters()
@@ -102,7 +102,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
 
 
 def untrained(module: fx.GraphModule, measured: dict[fx.Node, Measured]) -> frozenset[str]:
-    """Names of parameters from which no path leads to the output along which gradients flow."""
+    """Names of used parameters that require a gradient but have no gradient path to the output."""
     live: set[fx.Node] = set()
     used: set[int] = set()
     trained: set[int] = set()
@@ -115,9 +115,9 @@ def untrained(module: fx.GraphModule, measured: dict[fx.Node, Measured]) -> froz
         is_live = has_gradient and (node in live or any(user in live for user in node.users))
         live -= {node}
         live |= {node} if is_live else set()
-        own = {id(parameter) for parameter in parameters_of(node, module).values()}
-        used |= own
-        trained |= own if is_live else set()
+        parameters = {id(parameter) for parameter in parameters_of(node, module).values()}
+        used |= parameters
+        trained |= parameters if is_live else set()
     return frozenset(
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)

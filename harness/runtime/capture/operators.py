@@ -1,7 +1,4 @@
-"""What an fx node is, in the graph's words: kind, attributes and signature.
-
-Read from the module's type or the function's name; nothing is known of any model.
-"""
+"""Describe an fx node as an operator: kind and attributes, from its module type or function."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def _conv2d(module: nn.Conv2d) -> Attributes:
         "groups": module.groups,
         "bias": module.bias is not None,
     }
-    if isinstance(module.padding, str):  # "same" puts the odd one behind, "valid" is none
+    if isinstance(module.padding, str):  # "same" puts odd padding last; "valid": 0
         is_same = module.padding == "same"
         spans = zip(_ints(module.dilation), _ints(module.kernel_size), strict=True)
         found["padding"] = [d * (k - 1) // 2 if is_same else 0 for d, k in spans]
@@ -91,7 +88,7 @@ def _probability(module: Any) -> Attributes:
     return {"probability": float(module.p)}
 
 
-# Module types in order: the first that matches says the kind and reads the attributes.
+# Module types, kind and reader of attributes; the first match counts.
 _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attributes]]] = [
     ((nn.Conv2d,), "conv2d", _conv2d),
     ((nn.Linear,), "linear", _linear),
@@ -163,30 +160,27 @@ def _kind_of_name(name: str, n_tensors: int) -> str:
 
 
 def is_known(kind: str, name: str) -> bool:
-    """Whether planning knows what it does; of kind `other` that is so of the reshapes."""
+    """Whether the planner knows an operator's behaviour; of kind `other`, only the reshapes'."""
     return kind != "other" or name in _RESHAPES
 
 
 def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node runs code of a user that a graph does not show.
-
-    Such are autograd functions, hooks, and modules that are kept whole for these or because they
-    cannot be traced.
-    """
+    """Whether a node runs user code that was not traced: autograd functions, hooks, and modules
+    kept whole."""
     if node.op != "call_module":
         is_autocast = isinstance(node.target, AutocastFunction)
         return isinstance(node.target, OpaqueFunction) and not is_autocast
     module = modules[str(node.target)]
     module = module.module if isinstance(module, AutocastModule) else module
-    is_torchs = type(module).__module__.startswith("torch.")
-    return not is_torchs or any(map(has_own_hooks, module.modules()))
+    is_from_torch = type(module).__module__.startswith("torch.")
+    return not is_from_torch or any(map(has_own_hooks, module.modules()))
 
 
 def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a batch norm's statistics are given, and not of what it normalises.
+    """Whether a batch norm uses its running statistics instead of the batch's.
 
     Args:
-        module: that the node calls; None where it calls a function.
+        module: the module that the node calls; None for a function.
     """
     if isinstance(module, _BatchNorm):
         return not module.training
@@ -200,7 +194,7 @@ def describe_node(
     """Kind and attributes of a node that computes a tensor.
 
     Args:
-        n_tensors: how many of its arguments are tensors.
+        n_tensors: number of tensor arguments.
     """
     module = modules[str(node.target)] if node.op == "call_module" else None
     kind, attributes = _described(node, module, n_tensors)
@@ -228,6 +222,6 @@ def _described(node: fx.Node, module: nn.Module | None, n_tensors: int) -> tuple
     if isinstance(node.target, AutocastFunction):
         return "other", {"function": name, "autocast": str(node.target.region)}
     if isinstance(node.target, OpaqueFunction):
-        return "other", {"function": name}  # whatever the name says
+        return "other", {"function": name}  # user code may have any name
     kind = _FUNCTIONS.get(node.target) or _kind_of_name(name, n_tensors)
     return kind, {"function": name}

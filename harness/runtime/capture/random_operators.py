@@ -1,4 +1,4 @@
-"""Which nodes of a captured model draw random numbers."""
+"""Find the nodes of a captured model that draw random numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ALWAYS = {
     "multinomial", "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like",
     "randn", "randn_like", "random_", "randperm", "rrelu_with_noise", "uniform_",
 }  # fmt: skip
-# Positions of the probability and of the flag that says whether it draws at all, and that flag's
-# default; None where there is none.
+# Positions of the probability and of the flag that enables drawing (None: no such argument), and
+# the flag's default.
 _SWITCHED: dict[str, tuple[int | None, int | None, bool]] = {
     "alpha_dropout": (1, 2, False),
     "alpha_dropout_": (1, 2, False),
@@ -45,17 +45,17 @@ _FLAGS = ("training", "train")
 
 
 def is_dropout(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node is a dropout, of elements or of whole images, that drops."""
+    """Whether a node is an enabled dropout of elements or channels."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return isinstance(module, nn.Dropout | nn.Dropout2d) and _module_draws(module)
     if isinstance(node.target, CustomFunction):
-        return False  # whatever the name says
+        return False  # user code may have any name
     return function_name(node.target) == "dropout" and draws_random(node, root)
 
 
 def draws_random(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node draws random numbers, as far as that is known of its module or function."""
+    """Whether a node's module or function is known to draw random numbers."""
     if node.op == "call_module":
         return any(map(_module_draws, root.get_submodule(str(node.target)).modules()))
     if node.op not in ("call_function", "call_method"):
@@ -65,7 +65,7 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _module_draws(module: nn.Module) -> bool:
-    """Whether a module draws by itself, beside its children."""
+    """Whether a module draws random numbers outside its children."""
     if isinstance(module, nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return True
     probability = 0.0
@@ -79,13 +79,13 @@ def _module_draws(module: nn.Module) -> bool:
 
 
 def _is_on(node: fx.Node, probability: int | None, flag: int | None, default: bool) -> bool:
-    unsaid = 0.0 if flag is None else 0.5  # an attention's function, and all others
-    chance = 1.0 if probability is None else _told(node, _PROBABILITIES, probability, unsaid)
-    is_on = True if flag is None else _told(node, _FLAGS, flag, default)
+    omitted = 0.0 if flag is None else 0.5  # default of the attention function; of all others
+    chance = 1.0 if probability is None else _argument(node, _PROBABILITIES, probability, omitted)
+    is_on = True if flag is None else _argument(node, _FLAGS, flag, default)
     return bool(is_on) and chance != 0
 
 
-def _told(node: fx.Node, names: tuple[str, ...], position: int, default: Any) -> Any:
+def _argument(node: fx.Node, names: tuple[str, ...], position: int, default: Any) -> Any:
     """An argument by its position or name."""
     if position < len(node.args):
         return node.args[position]

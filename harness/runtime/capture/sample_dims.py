@@ -1,6 +1,6 @@
-"""Which dim of a value counts samples, and whether a part of them can be computed by itself.
+"""Find the sample dim of each value, and the operators that can be cut along it.
 
-Found by running the model once more with twice the batch: a dim that doubles counts samples.
+A dim that doubles in a meta run with twice the batch is a sample dim.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.runtime.capture.meta_copy import meta_copy
 
 _log = logging.getLogger(__name__)
 
-# They keep the order of elements, so samples stay apart only behind dims of the same volume.
+# They keep the order of elements, so the dims before the sample dim must keep their volume.
 _VIEWS = {"view", "reshape", "flatten", "unflatten", "Flatten", "Unflatten", "_unsafe_view"}
 _POINTWISE = {"elementwise", "add"}
 _NAMES = {
@@ -34,22 +34,22 @@ Shape = Sequence[int]
 class _Shapes(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.found: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         first = value[0] if isinstance(value, (tuple, list)) and value else value
         if isinstance(first, Tensor):
-            self.found[n] = tuple(first.shape)
+            self.shapes[n] = tuple(first.shape)
         return value
 
 
 def shapes_at_twice(
     module: fx.GraphModule, examples: Iterable[Tensor]
 ) -> dict[fx.Node, tuple[int, ...]]:
-    """The shape of every tensor (of a tuple, its first) with twice the samples.
+    """The shape of every node's (first) tensor with twice the samples.
 
-    Empty where the model was traced for one batch size only.
+    Empty if the model runs at one batch size only.
     """
     meta = meta_copy(module)
     run = _Shapes(meta)
@@ -62,15 +62,15 @@ def shapes_at_twice(
         _log.info("the model runs at one batch size only: %s", error)
         return {}
     pairs = zip(module.graph.nodes, meta.graph.nodes, strict=True)
-    return {node: run.found[twin] for node, twin in pairs if twin in run.found}
+    return {node: run.shapes[twin] for node, twin in pairs if twin in run.shapes}
 
 
 def sample_dims(shape: Shape, at_twice: Shape | None, batch: int) -> tuple[int, ...]:
     """Dims that grow with the batch.
 
     Args:
-        at_twice: the shape with twice the samples; None when unknown, when the first dim counts
-            samples if the batch divides it.
+        at_twice: the shape with twice the samples; None: unknown, so that the first dim is a sample
+            dim if the batch divides it.
     """
     if at_twice is None:
         return (0,) if shape and shape[0] % batch == 0 else ()
@@ -78,9 +78,9 @@ def sample_dims(shape: Shape, at_twice: Shape | None, batch: int) -> tuple[int, 
 
 
 def named_shape(shape: Shape, dims: tuple[int, ...]) -> dict[str, int]:
-    """Sizes by name: samples where they are, the rest in the usual order; empty if too many.
+    """Sizes by dim name: the sample dim in its place, the others in the usual order.
 
-    Without samples the names are those that the last dims have beside samples.
+    Empty if there are too many dims. Without a sample dim the names are those after "sample".
     """
     if len(dims) != 1:
         names = list(_NAMES.get(len(shape) + 1, ()))[1:]
@@ -96,27 +96,27 @@ def is_cut_by_samples(
     output: tuple[Shape, tuple[int, ...]],
     inputs: Iterable[tuple[Shape, tuple[int, ...]]],
 ) -> bool:
-    """Whether some samples of the output need but the same samples of every input.
+    """Whether a sample of the output depends only on the same sample of every input.
 
     Args:
-        output: shape and `sample_dims`; likewise of each input.
+        output: shape and `sample_dims`; each input likewise.
     """
     shape, dims = output
     if len(dims) != 1:
         return False
-    (own,) = dims
-    for other, their_dims in inputs:
-        if not their_dims:
+    (dim,) = dims
+    for input_shape, input_dims in inputs:
+        if not input_dims:
             continue
-        if len(their_dims) > 1:
+        if len(input_dims) > 1:
             return False
-        (their,) = their_dims
+        (k,) = input_dims
         if function in _VIEWS:
-            fits = math.prod(other[:their]) == math.prod(shape[:own])
+            fits = math.prod(input_shape[:k]) == math.prod(shape[:dim])
         elif kind in _POINTWISE:
-            fits = other[their] == shape[own] and len(other) - their == len(shape) - own
+            fits = input_shape[k] == shape[dim] and len(input_shape) - k == len(shape) - dim
         else:
-            fits = other[their] == shape[own]
+            fits = input_shape[k] == shape[dim]
         if not fits:
             return False
     return True

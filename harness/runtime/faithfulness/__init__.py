@@ -1,1 +1,1 @@
-"""Hold captured graphs to the models that they were captured of."""
+"""Check that a captured graph trains exactly as its model does."""

@@ -1,9 +1,9 @@
-"""Hold a captured graph to the model itself: a tracer may lose what a model means without a word.
+"""Compare a captured graph with its model, because tracing may drop a construct without an error.
 
-Both train two batches of unlike size, one after the other, from equal weights, buffers and random
-numbers. Loss, every gradient, buffers and the random numbers drawn must be equal, bit by bit as a
-rule; where they are not, float64 tells rounding from error. What differs is named by the first
-operator whose output or gradient does (`first_difference`).
+Both train two batches of different sizes from equal weights, buffers and random states. Loss,
+gradients, buffers and random states must be equal bit by bit; if they are not, float64 separates
+rounding from errors. The error names the first operator whose output or gradient differs
+(`first_difference`).
 """
 
 from __future__ import annotations
@@ -41,21 +41,20 @@ from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.gather import raise_on_all_ranks
 from harness.runtime.ranks.world import World
 
-# Unlike each other, above 1 for batch normalisation, and few, because models are large.
+# Different, above 1 for batch normalization, and small because models are large.
 _SIZES = (3, 2)
 _SEED = 20
-_LONGEST = 160  # letters of what another library says
-
+_LONGEST = 160  # characters quoted from another library's message
 
 Keep = Callable[[Tensor], Tensor]
 Loss = Callable[[Any, Batch], Tensor]
 
 
 class _Side:
-    """The model itself, or its graph.
+    """One of the two compared: the model or its graph.
 
     Args:
-        parameters, buffers: of the side, under the model's names.
+        parameters, buffers: return tensors by the model's names.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class _Side:
         self._call, self._parameters, self._buffers = call, parameters, buffers
 
     def train(self, batches: Sequence[Batch], loss_of: Loss, keep: Keep) -> list[TrainedBatch]:
-        """Train the batches in turn, without updates, from one random state."""
+        """Run forward and backward of each batch, without optimizer steps, from a fixed seed."""
         seed_all(_SEED)
         return [self._train(batch, loss_of, keep) for batch in batches]
 
@@ -87,7 +86,7 @@ class _Side:
 
 
 def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
-    """Random samples of a task's inputs, drawn on the host."""
+    """Draw n random samples for a task, on the host."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(spec: InputSpec) -> Tensor:
@@ -103,27 +102,27 @@ def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
 
 
 def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:
-    """Check that a captured graph trains what the model itself does, where the model lies.
+    """Check that a captured graph trains as its model does, on the model's device.
 
-    It costs four forward and backward passes of two or three samples, and memory for gradients and
-    copies of buffers; the model is left as it was.
+    Costs four forward and backward passes of two or three samples, and memory for gradients and
+    copies of buffers. Restores the model.
 
     Args:
-        dtype: of training, as `Precision` takes it: the check is made under its autocast too.
+        dtype: training dtype, as in `Precision`; the check runs in fp32 and under its autocast.
 
     Raises:
-        ModelError: they differ, naming the first operator that does and why, where that is known;
-            or one device cannot train the model at all.
+        ModelError: graph and model differ (names the first operator that differs and the cause, if
+            known), or one device cannot train the model.
     """
     for precision in dict.fromkeys(("fp32", dtype)):
         _Comparison(task, captured, name, precision).run()
 
 
 def hold_alike(task: Task, captured: Captured, dtype: str, world: World) -> None:
-    """As `hold_to_model`, on every rank, each on its own device; all ranks must call it.
+    """Run `hold_to_model` on every rank's device; all ranks must call it.
 
     Raises:
-        ModelError: on every rank, where any rank finds a difference.
+        ModelError: on every rank, if any rank finds a difference.
     """
     name = type(task.model).__name__
     raise_on_all_ranks(lambda: hold_to_model(task, captured, name, dtype), world)
@@ -136,7 +135,7 @@ class _Comparison:
         self._device = next((t.device for t in tensors), torch.device("cpu"))
         self._precision = Precision(dtype, self._device)
         self._meta = MetaModel(captured, task.inputs, self._device)
-        self._outputs: Any = None  # of the model's last forward pass
+        self._outputs: Any = None  # the model's latest outputs
         root = task.model
         self._model = _Side(
             self._call_model,
@@ -157,14 +156,13 @@ class _Comparison:
             return OperatorRun(self._captured, self._meta, samples).run(*batch.inputs)
 
     def _graph_parameters(self) -> dict[str, Tensor]:
-        """An export has parameters of its own, under the model's names; what it does not use is
-        the model's."""
-        own = dict(self._captured.module.named_parameters(remove_duplicate=False))
-        return {name: own.get(name, p) for name, p in self._task.model.named_parameters()}
+        """The graph's parameters by the model's names; an export has copies of those it uses."""
+        copies = dict(self._captured.module.named_parameters(remove_duplicate=False))
+        return {name: copies.get(name, p) for name, p in self._task.model.named_parameters()}
 
     def _graph_buffers(self) -> dict[str, Tensor]:
-        own = dict(self._captured.module.named_buffers(remove_duplicate=False))
-        return {name: own.get(name, b) for name, b in self._task.model.named_buffers()}
+        copies = dict(self._captured.module.named_buffers(remove_duplicate=False))
+        return {name: copies.get(name, b) for name, b in self._task.model.named_buffers()}
 
     def run(self) -> None:
         before = fingerprint(self._task.model)
@@ -183,7 +181,7 @@ class _Comparison:
         return [draw_batch(self._task, n, k, self._device) for k, n in enumerate(sizes)]
 
     def _train_model(self) -> tuple[list[Batch], list[TrainedBatch]]:
-        """By batches that one device can train: a model may be written for one size of them."""
+        """Train batches of `_SIZES`, or one of the captured size if the model accepts no other."""
         reasons: list[str] = []
         for sizes in (_SIZES, (self._captured.graph.batch or 1,)):
             try:
@@ -198,15 +196,15 @@ class _Comparison:
         raise ModelError(f"one device cannot train {self._name} ({reasons[-1]}")
 
     def _reason(self, error: Exception, samples: int) -> str:
-        said, outputs = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}", self._outputs
+        message, outputs = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}", self._outputs
         if isinstance(outputs, Tensor) and len(outputs.shape) == 2 and len(outputs) == samples:
-            return f"{said}): mend its forward first"
+            return f"{message}): mend its forward first"
         if outputs is None:
-            return f"{said}): mend its forward first"
+            return f"{message}): mend its forward first"
         given = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         return (
-            f"{said}): its forward returns {given} for {samples} samples, let it return a tensor "
-            "of one row of logits per sample"
+            f"{message}): its forward returns {given} for {samples} samples, let it return a "
+            "tensor of one row of logits per sample"
         )
 
     def _sum_loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -231,17 +229,17 @@ class _Comparison:
             if is_out_of_memory(error):
                 raise
             sizes = " and ".join(str(len(batch.targets)) for batch in batches)
-            said = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}"
+            message = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}"
             raise ModelError(
                 f"the graph captured of {self._name} cannot train {sizes} samples, the model can "
-                f"({said}): remove control flow and sizes that depend on the batch, or train it "
+                f"({message}): remove control flow and sizes that depend on the batch, or train it "
                 "by --engine torch, which needs no plan"
             ) from error
 
     # Comparing
 
     def _explain(self, batches: Sequence[Batch]) -> None:
-        """Tell rounding from error, and raise for the latter."""
+        """Return if the difference is rounding or recomputation; else raise ModelError."""
         wanted = self._train(self._model, batches, keep=values_of)
         again = self._train(self._model, batches, keep=values_of)
         found = self._train_graph(batches, keep=values_of)
@@ -263,8 +261,8 @@ class _Comparison:
     def _is_recomputation(
         self, batch: Batch, found: list[TrainedBatch], wanted: list[TrainedBatch]
     ) -> bool:
-        """Whether all that differs are running statistics which the model updates once more in its
-        backward pass, because torch.utils.checkpoint runs a part of it again: a graph runs once."""
+        """Whether only running statistics differ because torch.utils.checkpoint, which runs layers
+        again in backward, makes the model update them twice and the graph once."""
         model = self._task.model
         names = names_beyond(found, wanted)
         if not names or not all(name.startswith("buffer ") for name in names):
@@ -283,7 +281,8 @@ class _Comparison:
         return len(again) == len(norms) and all(isinstance(n, _NormBase) for n in norms)
 
     def _difference_in_float64(self, batches: Sequence[Batch]) -> float | None:
-        """None where the model cannot compute in float64, or chooses its own dtype inside."""
+        """The largest relative difference in float64; None if the model cannot run in float64 or
+        casts to a narrower dtype."""
 
         def project(outputs: Any, batch: Batch) -> Tensor:
             count = torch.arange(outputs.numel(), device=outputs.device, dtype=torch.float64)
@@ -315,16 +314,16 @@ class _Comparison:
         with preserved(*sides), self._precision.autocast():
             first = find_first_difference(self._task, self._captured, self._meta, batches, _SEED)
         if drawn:
-            what = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
+            summary = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
         else:
             k, name = first_beyond(found, wanted)
             samples = len(batches[k].targets)
             a, b = found[k], wanted[k]
-            what = f"with {samples} samples its {name} differs"
+            summary = f"with {samples} samples its {name} differs"
             if name == "loss":
-                what += f" ({a.loss:.6g}, not {b.loss:.6g})"
-        said = "; ".join(filter(None, (what, first.text())))
+                summary += f" ({a.loss:.6g}, not {b.loss:.6g})"
+        details = "; ".join(filter(None, (summary, first.text())))
         raise ModelError(
-            f"the graph captured of {self._name} does not train what the model does: {said}: "
+            f"the graph captured of {self._name} does not train what the model does: {details}: "
             "rewrite that part, or train it by --engine torch, which needs no plan"
         )

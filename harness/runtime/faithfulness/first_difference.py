@@ -1,9 +1,9 @@
-"""Where a captured graph first differs from its model, and which construct the tracer lost there.
+"""Find the first operator at which a captured graph differs from its model, and likely causes.
 
-The model runs under a mode that sees every call of torch and keeps a fingerprint of each result,
-with whether a gradient flows to it, and of that gradient. An operator of the graph whose output is
-none of these is the first that computes something else; one whose output has another gradient is
-the first, from the loss on, that passes something else back.
+The model runs under a mode that intercepts every torch call and keeps fingerprints of each result
+and its gradient. The first operator of the graph whose output has none of these fingerprints
+computes another value. If there is none, the first in backward order whose gradient has none of
+them passes another gradient back.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from harness.runtime.faithfulness.preserved import seed_all
 from harness.runtime.models.task import Task
 
 _TORCH = str(Path(torch.__file__).parent)
-_OF_TORCH = ("BackwardHookFunction", "CheckpointFunction")
-# Files of torch's that switch contexts by themselves, for hooks on modules.
+_TORCH_FUNCTIONS = ("BackwardHookFunction", "CheckpointFunction")
+# torch's files that switch contexts for module hooks.
 _INTERNAL = {str(Path(torch.__file__).parent / "utils" / "hooks.py")}
 _OWN_RUN = str(Path(__file__).with_name("comparison.py"))
+# Shape, dtype and fingerprint of a tensor.
 _Print = tuple[torch.Size, torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstDifference:
-    """What to say of a difference.
+    """The first difference between graph and model.
 
     Attributes:
-        where: the operator, and what of it differs; empty where no output and no gradient of any
-            operator does.
-        constructs: of the model, which a graph may lose; likely ones first.
+        where: the operator, and its output or gradient; empty if no operator differs.
+        constructs: constructs of the model that tracing may drop; likely ones first.
     """
 
     where: str = ""
     constructs: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """In words, without a full stop; empty where nothing is known."""
+        """A description without a full stop; empty if nothing is known."""
         parts = [f"the first to differ is {self.where}"] if self.where else []
         if self.constructs:
             parts.append(f"the model has {', '.join(self.constructs[:3])}")
@@ -62,7 +62,7 @@ class FirstDifference:
 
 @dataclass
 class _Seen:
-    """One result of the model: the print of its gradient, once that is known."""
+    """One result: whether it requires a gradient, and the gradient's fingerprint once known."""
 
     has_gradient: bool
     gradient: _Print | None = None
@@ -70,25 +70,25 @@ class _Seen:
 
 @dataclass
 class _Results:
-    """Tensors that one side computed, by print, and the loss."""
+    """Tensors that one side computed, by fingerprint, and the loss."""
 
     loss: Tensor | None = None
     by_print: defaultdict[_Print, list[_Seen]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, tensor: Tensor) -> tuple[_Print, _Seen]:
-        """Keep prints of a tensor, and of its gradient when that comes."""
-        key, seen = _print(tensor), _Seen(tensor.requires_grad)
+        """Keep the fingerprint of a tensor, and of its gradient during backward."""
+        key, seen = _fingerprint(tensor), _Seen(tensor.requires_grad)
         self.by_print[key].append(seen)
         if tensor.requires_grad and not tensor.is_leaf:
 
             def keep(gradient: Tensor) -> None:
-                seen.gradient = _print(gradient)
+                seen.gradient = _fingerprint(gradient)
 
             tensor.register_hook(keep)
         return key, seen
 
 
-def _print(tensor: Tensor) -> _Print:
+def _fingerprint(tensor: Tensor) -> _Print:
     return tensor.shape, tensor.dtype, tuple(bits_of(tensor).tolist())
 
 
@@ -101,7 +101,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 class _Recording(TorchFunctionMode):
-    """Keeps what the model computes, and the constructs that it computes in."""
+    """Keeps the model's results and the constructs that it uses."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class _Recording(TorchFunctionMode):
         return result
 
     def note_output(self, module: nn.Module, given: Any, result: Any) -> None:
-        """A module's result, which an autograd function may have made."""
-        with torch._C.DisableTorchFunction():  # what looks at results is no part of the model
+        """Keep a module's result, because an autograd function's result bypasses this mode."""
+        with torch._C.DisableTorchFunction():  # the fingerprint's calls are not the model's
             for tensor in _tensors(result):
                 self.results.add(tensor)
 
@@ -143,14 +143,14 @@ class _Recording(TorchFunctionMode):
         else:
             self._note("autocast" if is_autocast else "torch.no_grad or the like", frame)
 
-    def _note(self, what: str, frame: FrameType | None) -> None:
-        """Keep a construct with the first place where it is met."""
-        self.constructs.setdefault(what, f"{what}{_place(frame)}")
+    def _note(self, construct: str, frame: FrameType | None) -> None:
+        """Keep a construct with the first place that uses it."""
+        self.constructs.setdefault(construct, f"{construct}{_place(frame)}")
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost call that is neither torch's nor this module's; None where torch's own hooks,
-    or the harness, made it."""
+    """The innermost frame of the user's code; None if the call came from torch's module hooks or
+    from the harness."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -171,9 +171,9 @@ def _place(frame: FrameType | None) -> str:
 def find_first_difference(
     task: Task, captured: Captured, meta: MetaModel, batches: Sequence[Batch], seed: int
 ) -> FirstDifference:
-    """Train the batches by both sides and compare them operator by operator.
+    """Train the batches by model and graph and compare them operator by operator.
 
-    Both start from the modules as they are and change them.
+    Changes both modules; the caller must restore them (`preserved`).
     """
     constructs = {text: text for text in _hooks_of(task.model)}
     recordings, runs = [], []
@@ -208,14 +208,14 @@ def _record(task: Task, batch: Batch) -> _Recording:
     finally:
         handle.remove()
     loss = task.sum_loss(outputs, batch.targets)
-    for name in _own_functions(loss):
+    for name in _python_functions(loss):
         recording.constructs.setdefault(name, name)
     loss.backward()
     return recording
 
 
-def _own_functions(loss: Tensor) -> list[str]:
-    """Names of autograd functions that Python code defines, along the graph of a loss."""
+def _python_functions(loss: Tensor) -> list[str]:
+    """Names of autograd functions defined in Python, from the autograd graph of a loss."""
     names: dict[str, None] = {}
     seen, open_nodes = set(), [loss.grad_fn]
     while open_nodes:
@@ -225,7 +225,7 @@ def _own_functions(loss: Tensor) -> list[str]:
         seen.add(node)
         if isinstance(node, BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
-            if name not in _OF_TORCH:
+            if name not in _TORCH_FUNCTIONS:
                 names[f"the autograd function {name}"] = None
         open_nodes += [following for following, _ in node.next_functions]
     return list(names)
@@ -242,7 +242,7 @@ def _hooks_of(model: nn.Module) -> Iterable[str]:
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes that are numbers or words."""
+    """A module's attributes that are numbers or strings."""
     return {k: v for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str))}
 
 
@@ -251,7 +251,7 @@ def _written(
     buffers: dict[str, tuple[Tensor, Tensor]],
     attributes: dict[str, dict[str, Any]],
 ) -> Iterable[str]:
-    """Buffers and numbers that forward changed or replaced, apart from those of torch's modules."""
+    """Buffers and numbers that forward changed, except those of torch's own modules."""
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn"):
             continue
@@ -266,7 +266,7 @@ def _written(
 
 
 class _Run(OperatorRun):
-    """The graph's side on one batch."""
+    """A run of the graph on one batch."""
 
     def __init__(self, captured: Captured, meta: MetaModel, batch: Batch) -> None:
         super().__init__(captured, meta, len(batch.targets))
@@ -284,7 +284,7 @@ class _Run(OperatorRun):
         task.sum_loss(self.run(*batch.inputs), batch.targets).backward()
 
     def first_difference(self, model: _Results) -> str:
-        """The operator whose output or gradient is none that the model computed; empty if none."""
+        """The first operator with an output or gradient that the model did not compute, or ""."""
         for node, key, seen in self._nodes:
             known = model.by_print.get(key)
             if not known:

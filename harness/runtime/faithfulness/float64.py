@@ -1,4 +1,4 @@
-"""A model in float64, for a while: what differs there is no rounding."""
+"""Run a model in float64, where a difference between model and graph is no rounding error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor in float64, if it is of floats."""
+    """Convert a floating-point tensor to float64; return others unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
 class Narrowing(TorchFunctionMode):
-    """Meets results of less than 64 bits, and autocast, which leaves values of 64 bits alone."""
+    """Detects results below 64 bits, and autocast, which does not cast float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def _device_type(result: Any) -> str:
 
 @contextmanager
 def in_float64(*roots: nn.Module) -> Iterator[None]:
-    """Give parameters and buffers values of 64 bits, and their own ones back."""
+    """Convert parameters and buffers to float64 in the block; restore their data at its end."""
     tensors = {id(t): t for root in roots for t in (*root.parameters(), *root.buffers())}
     wide = [t for t in tensors.values() if t.is_floating_point()]
     before = [t.data for t in wide]

@@ -1,8 +1,8 @@
-"""Graphs that have been held to their models: a file remembers them, so that it is done once.
+"""Remember in a file which graphs passed the comparison with their models.
 
-A graph is known by its content, the code that was traced, what each module of the model is (its
-type, numbers and hooks), the files of their classes, torch's version and this harness's runtime. A
-file that cannot be read is none, and is written anew.
+The key hashes the graph, its generated code, each module's type, numbers and hooks, the source
+files of their classes, torch's version and this harness's runtime. An unreadable file counts as
+empty and is overwritten.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from harness.runtime.models.task import Task
 _log = logging.getLogger(__name__)
 
 HELD_FILE = "held-graphs.json"
-_MOST = 1000
+_MAX_MODELS = 1000
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
 _PLACE = re.compile(r"device\(type='[a-z]+'(, index=[0-9]+)?\)")
 
 
 class _HeldGraphs(JsonFile, frozen=True, kw_only=True):
-    """Models by key, the latest last."""
+    """Names of models by key, the latest last."""
 
     FILE = FileKind("file of held graphs", "harness-held", 1, ResultsError, "remove it")
 
@@ -49,10 +49,10 @@ def hold_once(
     captured: Captured, task: Task, name: str, dtype: str, directory: Path,
     make: Callable[[], tuple[Task, Captured]] | None = None,
 ) -> None:  # fmt: skip
-    """As `hold_to_model`, unless a file in `directory` remembers the graph; one process alone.
+    """Run `hold_to_model` unless the file in `directory` lists the graph; call in one process.
 
     Args:
-        make: the same with weights, where the given ones have none.
+        make: makes task and graph with weights, if the given ones are on the meta device.
 
     Raises:
         ModelError: as `hold_to_model`.
@@ -63,10 +63,10 @@ def hold_once(
         return
     whole, with_weights = (task, captured) if make is None else make()
     hold_to_model(whole, with_weights, name, dtype)
-    kept = dict([*known.items(), (key, name)][-_MOST:])
+    kept = dict([*known.items(), (key, name)][-_MAX_MODELS:])
     try:
         write_atomically(path, _HeldGraphs(models=kept).to_json())
-    except HarnessError as error:  # it is held again next time
+    except HarnessError as error:  # the comparison then runs again next time
         _log.warning("%s", error)
 
 
@@ -79,8 +79,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def key_of(task: Task, captured: Captured, dtype: str) -> str:
-    """What a graph, its model and the code that traces are known by; equal with and without
-    weights."""
+    """A key for a graph, its model and the harness's code; equal with and without weights."""
     digest = hashlib.sha256(msgspec.json.encode([str(torch.__version__), dtype, _own_code()]))
     digest.update(captured.graph.content_hash().encode())
     digest.update(_PLACE.sub("device", captured.module.code).encode())
@@ -92,7 +91,7 @@ def key_of(task: Task, captured: Captured, dtype: str) -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """The files that trace, carry out and compare."""
+    """A hash of the runtime's source files."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -102,8 +101,8 @@ def _own_code() -> str:
 def _texts_of(model: nn.Module) -> Iterator[str]:
     files: dict[str, None] = {}
     for path, module in model.named_modules():
-        own = (k for k in type(module).__mro__ if not k.__module__.startswith("torch."))
-        files |= dict.fromkeys(filter(None, map(_file_of, own)))
+        kinds = (k for k in type(module).__mro__ if not k.__module__.startswith("torch."))
+        files |= dict.fromkeys(filter(None, map(_file_of, kinds)))
         yield f"{path} {type(module).__qualname__} {_numbers(module)} {_hooks(module)}"
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
@@ -121,7 +120,7 @@ def _file_of(kind: type) -> str | None:
 
 
 def _numbers(module: nn.Module) -> list[tuple[str, Any]]:
-    """Attributes that are numbers or words, or lists of those."""
+    """A module's attributes that are numbers, strings, or lists of those."""
     simple = (bool, int, float, str, type(None))
 
     def is_simple(value: Any) -> bool:

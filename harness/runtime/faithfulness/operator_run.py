@@ -11,11 +11,11 @@ from harness.runtime.executor.geometry.values import MetaModel
 
 
 class OperatorRun(fx.Interpreter):
-    """Runs the nodes that are operators; what gives no tensor was computed without memory, as sizes
-    are, and whatever else such a node does (a hook that it registers) is not carried out.
+    """Runs the operators of a graph; nodes without tensors, such as sizes, take the values of the
+    meta run instead, so their side effects do not happen.
 
     Args:
-        samples: of the batch.
+        samples: batch size.
     """
 
     def __init__(self, captured: Captured, meta: MetaModel, samples: int) -> None:
@@ -28,7 +28,7 @@ class OperatorRun(fx.Interpreter):
         return super().run_node(n)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The first tensor, which the executor hands to the loss."""
+        """The first tensor, from which the executor computes the loss."""
         return first_tensor(args[0])
 
 

@@ -1,4 +1,4 @@
-"""What training a few batches gave, and how far two of them are apart."""
+"""Results of training a few batches, and the difference between two of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from harness.runtime.engines.replicas import fingerprint_of
 
-# Of the same terms in another order: a wrong gradient shows at 1e-3 and more. Differences are
-# relative to a tensor's largest element, or to a thousandth of the model's.
+# Rounding of sums in another order; a wrong gradient differs by 1e-3 and more. Differences are
+# relative to a tensor's largest element, or to `_FLOOR` times the model's if that is larger.
 EXACT = 1e-9
 _ROUNDED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,7 +21,12 @@ _FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class TrainedBatch:
-    """What training on one batch gave, by name, in the order in which it is compared."""
+    """Results of training on one batch.
+
+    Attributes:
+        tensors: by name, in order of comparison.
+        random: digests of the random states afterwards, by source.
+    """
 
     loss: float
     tensors: dict[str, Tensor]
@@ -29,32 +34,31 @@ class TrainedBatch:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Two numbers, equal for equal bits and 0 for zeros of any shape."""
+    """A fingerprint of two numbers, equal for equal bits, 0 for zeros of any shape."""
     return fingerprint_of(real_of(tensor)).cpu()
 
 
 def values_of(tensor: Tensor) -> Tensor:
-    """A copy on the host."""
+    """A float64 copy on the host."""
     return real_of(tensor).to("cpu", torch.float64, copy=True)
 
 
 def real_of(tensor: Tensor) -> Tensor:
-    """Dense numbers that are no complex ones and no booleans."""
+    """Convert to a dense tensor, complex to real pairs and booleans to integers."""
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     dense = torch.view_as_real(dense) if dense.is_complex() else dense
     return dense.to(torch.uint8) if dense.dtype == torch.bool else dense
 
 
 def rounding_of(model: nn.Module, dtype: str) -> float:
-    """How far sums of the same terms may be apart, by the model's narrowest parameters or the
-    dtype of training."""
+    """The relative rounding tolerance of the narrowest of training dtype and parameter dtypes."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDED}
     dtypes |= {_NARROW[dtype]} if dtype in _NARROW else set()
     return max((_ROUNDED[dtype] for dtype in dtypes), default=EXACT)
 
 
 def is_equal(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> bool:
-    """Whether all bits are equal, and equally many random numbers drawn."""
+    """Whether all bits and random states are equal."""
     return all(
         a.random == b.random and all(torch.equal(a.tensors[k], b.tensors[k]) for k in b.tensors)
         for a, b in zip(found, wanted, strict=True)
@@ -75,7 +79,7 @@ def _differences(
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two elements; a gradient that is nil has no shape."""
+    """The largest difference of two elements; a missing gradient is one 0, equal to any zeros."""
     if torch.equal(one, other):
         return 0.0
     if one.shape != other.shape and one.any() and other.any():
@@ -85,20 +89,20 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def difference_of(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> float:
-    """The largest relative difference of any tensor."""
+    """The largest relative difference over all tensors."""
     return max(difference for difference, _, _ in _differences(found, wanted))
 
 
 def first_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> tuple[int, str]:
-    """The first tensor that is not merely rounded otherwise; else the one that differs most."""
-    all_of_them = list(_differences(found, wanted))
-    beyond = [one for one in all_of_them if one[0] > _ROUNDED[torch.float32]]
-    _, k, name = beyond[0] if beyond else max(all_of_them)
+    """Batch and name of the first tensor beyond rounding; else of the one that differs most."""
+    differences = list(_differences(found, wanted))
+    beyond = [one for one in differences if one[0] > _ROUNDED[torch.float32]]
+    _, k, name = beyond[0] if beyond else max(differences)
     return k, name
 
 
 def names_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> set[str]:
-    """All tensors that are not merely rounded otherwise."""
+    """Names of all tensors that differ beyond rounding."""
     limit = _ROUNDED[torch.float32]
     return {name for distance, _, name in _differences(found, wanted) if distance > limit}
 

@@ -1,4 +1,4 @@
-"""Run a model for a look and leave it as it was: buffers, gradients, attributes, random state."""
+"""Run a model and restore its buffers, gradients and attributes, and the random states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def seed_all(seed: int) -> None:
 
 
 class RandomSources:
-    """Where torch's, Python's and numpy's random numbers stand."""
+    """A snapshot of the states of torch's, Python's and numpy's random generators."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -32,7 +32,7 @@ class RandomSources:
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
-        """Go on from there."""
+        """Reset the generators to the snapshot."""
         torch.set_rng_state(self._torch)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -40,7 +40,7 @@ class RandomSources:
         np.random.set_state(self._numpy)
 
     def digests(self) -> dict[str, str]:
-        """By source, a text that is equal where equally many numbers were drawn."""
+        """A digest of the state, by source."""
         states = {
             "torch": [self._torch.tolist(), [state.tolist() for state in self._cuda]],
             "Python's random": self._python,
@@ -50,7 +50,7 @@ class RandomSources:
 
 
 class _Snapshot:
-    """What running modules may change of them, apart from the values of parameters."""
+    """State of modules that forward and backward may change, except parameter values."""
 
     def __init__(self, roots: tuple[nn.Module, ...]) -> None:
         modules = {id(module): module for root in roots for module in root.modules()}
@@ -61,7 +61,7 @@ class _Snapshot:
         self._gradients = [(p, p.grad) for p in parameters.values()]
 
     def restore(self) -> None:
-        """Put everything back, into the same objects."""
+        """Restore the state in place, so that references to containers and tensors stay valid."""
         for module, attributes, contents in self._attributes:
             module.__dict__.clear()
             module.__dict__.update(attributes)
@@ -87,7 +87,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers, and tensors that are mere attributes."""
+    """Buffers and tensors that are plain attributes."""
     for value in (*module._buffers.values(), *module.__dict__.values()):
         if isinstance(value, Tensor) and value.is_leaf:
             yield value
@@ -95,8 +95,8 @@ def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def preserved(*roots: nn.Module) -> Iterator[None]:
-    """Restore modules and random state at the end, also after an error; inside no parameter has a
-    gradient that others could be added to."""
+    """Restore modules and random states at the block's end, also after an error; the block starts
+    without gradients."""
     snapshot, state = _Snapshot(roots), RandomSources()
     for root in roots:
         root.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""What rank 0 finds out for all ranks, and waiting for all of them."""
+"""Run functions on rank 0 for all ranks, and a barrier without a timeout."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class _Result(msgspec.Struct, frozen=True):
 def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
     """Run a function on rank 0 and broadcast its result, or its error; all ranks must call it.
 
-    The function may take longer than a collective: the run's own limit ends it.
+    The function may take longer than a collective's timeout; only the run's time limit applies.
 
     Args:
         make: called on rank 0 only.
-        type_: of its result, which must survive JSON.
+        type_: type of its result, which must be JSON-serializable.
 
     Raises:
         HarnessError: on every rank, if `make` raised one.
@@ -52,10 +52,10 @@ def broadcast_result(make: Callable[[], T], type_: Any, world: World) -> T:
 
 
 def run_on_rank_0(make: Callable[[], T], world: World) -> T | None:
-    """Run a function on rank 0, which gets its result; all ranks must call it.
+    """Run a function on rank 0; all ranks must call it.
 
     Returns:
-        None on the other ranks.
+        The result on rank 0, None on the other ranks.
 
     Raises:
         HarnessError: on every rank, if `make` raised one.
@@ -66,10 +66,10 @@ def run_on_rank_0(make: Callable[[], T], world: World) -> T | None:
 
 
 def wait_for_all(world: World) -> None:
-    """A barrier without the timeout of collectives, after work of very unlike length; all ranks
-    must call it, and sleep in the kernel."""
+    """A barrier that waits up to a day, asleep in the kernel, for ranks with much longer work; all
+    ranks must call it."""
     if world.size == 1:
         return
-    patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    dist.barrier(patient)
-    dist.destroy_process_group(patient)
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    dist.barrier(group)
+    dist.destroy_process_group(group)

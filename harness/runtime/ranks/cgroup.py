@@ -9,7 +9,7 @@ UNLIMITED_BYTES = 1 << 60
 
 
 def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
-    """A control file of this process's cgroup, version 1 or 2; None when there is none."""
+    """A control file of this process's cgroup (version 1 or 2), or None."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -29,14 +29,14 @@ def cgroup_file(controller: str, name_v1: str, name_v2: str) -> Path | None:
 
 
 def cgroup_memory_bytes() -> int:
-    """The limit of this process's cgroup; `UNLIMITED_BYTES` or more without one."""
+    """The memory limit of this process's cgroup; `UNLIMITED_BYTES` or more without one."""
     file = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
     text = file.read_text().strip() if file else "max"
     return UNLIMITED_BYTES if text == "max" else int(text)
 
 
 def n_oom_kills() -> int:
-    """How many processes of this cgroup the kernel has killed for memory so far."""
+    """Number of processes of this cgroup that the kernel has killed for memory so far."""
     file = cgroup_file("memory", "memory.oom_control", "memory.events")
     if file is None:
         return 0

@@ -1,7 +1,7 @@
-"""Estimate how a rank's monotonic clock stands against rank 0's, by ping-pong midpoints.
+"""Estimate the offset of a rank's monotonic clock from rank 0's, as NTP does.
 
-As NTP does: of several round trips the shortest bounds the error best; the offset is the
-peer's reading minus the midpoint of its round trip, uncertain by half of that round trip.
+The offset is the midpoint of the shortest of several round trips minus rank 0's reading; its
+uncertainty is half of that round trip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _N_ROUND_TRIPS = 12
 
 
 def estimate_offset(round_trips: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Offset and its uncertainty in seconds, from (sent, peer's reading, received) triples."""
+    """Offset and uncertainty in seconds, from (sent, peer's reading, received) triples."""
     sent_s, peer_s, received_s = min(round_trips, key=lambda trip: trip[2] - trip[0])
     return (sent_s + received_s) / 2 - peer_s, (received_s - sent_s) / 2
 
@@ -28,7 +28,7 @@ def _now_s(clock: HostClock) -> float:
 
 
 def _answer(world: World, clock: HostClock) -> None:
-    """Rank 0's part: answer each peer's pings with this clock's reading."""
+    """On rank 0: answer each peer's pings with this clock's reading."""
     reading = torch.zeros(1, dtype=torch.float64, device=world.wire)
     for peer in range(1, world.size):
         for _ in range(_N_ROUND_TRIPS):
@@ -51,9 +51,9 @@ def _ask(world: World, clock: HostClock) -> tuple[float, float]:
 
 
 def measure_clock_offset(world: World, clock: HostClock) -> tuple[float, float]:
-    """Seconds to subtract from this rank's times to have rank 0's, and the uncertainty.
+    """Seconds to subtract from this rank's times to get rank 0's, and the uncertainty.
 
-    All ranks must call it, with the process group up; blocks.
+    All ranks must call it, after the process group is initialized; blocks.
     """
     if world.size == 1 or dist.get_world_size() == 1:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What a workload is given: the world, a recorder, a writer and a way to show progress."""
+"""The arguments of a workload's body: world, recorder, writer and progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Context:
     """One run on one rank.
 
     Attributes:
-        recorder: collects spans and samples; its clock fits the device (CUDA events or host).
+        recorder: collects spans and samples by the device's clock (CUDA events or host).
         writer: appends to this rank's file; call `flush` between steps, never inside a span.
-        progress: shows progress on rank 0's terminal, silent elsewhere.
-        run_dir: where the run's files go.
-        collective_timeout_s: how long a rank may wait for the others before the run fails.
+        progress: shows progress on rank 0's terminal; silent on other ranks.
+        run_dir: directory of the run's files.
+        collective_timeout_s: longest wait for other ranks before the run fails.
     """
 
     world: World
@@ -31,5 +31,5 @@ class Context:
     collective_timeout_s: float = 300.0
 
     def flush(self) -> None:
-        """Write what can be read without waiting for the device."""
+        """Write the records that are complete, without waiting for the device."""
         self.writer.write(self.recorder.collect_ready())

@@ -1,7 +1,7 @@
-"""How the ranks agree on things outside the measured work: a TCP store, JSON values.
+"""Exchange JSON values between ranks over a TCP store, outside the measured work.
 
-Waiting sleeps in the kernel, so that it takes no CPU from what is being measured (an MPI
-barrier would spin). Nothing that arrives is unpickled.
+A waiting rank sleeps in the kernel, because an MPI barrier would spin on cores that are being
+measured. Values are JSON, so nothing received is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 def _by_store(
     method: Callable[Concatenate[Control, P], T],
 ) -> Callable[Concatenate[Control, P], T]:
-    """Say in one line that rank 0 is gone, and the store with it."""
+    """Turn a lost connection into a LaunchError, because the store runs on rank 0."""
 
     @functools.wraps(method)
     def call(self: Control, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -65,7 +65,7 @@ class Control:
 
     @_by_store
     def gather(self, name: str, value: T, type_: Any = Any) -> list[T]:
-        """Every rank's value, by rank; waits for all, for as long as it takes."""
+        """Every rank's value, by rank; blocks without a timeout until all have called it."""
         key = self._key(name)
         self.store.set(f"{key}/{self.rank}", msgspec.json.encode(value).decode())
         return [
@@ -75,7 +75,7 @@ class Control:
 
     @_by_store
     def broadcast(self, name: str, value: T, type_: Any = Any) -> T:
-        """Rank 0's value on every rank; the others' argument is ignored."""
+        """Rank 0's value on every rank; ignores the argument on other ranks."""
         key = self._key(name)
         if self.rank == 0:
             self.store.set(key, msgspec.json.encode(value).decode())
@@ -84,14 +84,13 @@ class Control:
 
     @_by_store
     def send_to_first(self, name: str, data: bytes | None) -> dict[int, bytes]:
-        """Bytes from the ranks that have some (not None) to rank 0, which returns them by rank."""
+        """Send bytes to rank 0, which returns them by rank; None sends nothing."""
         key = self._key(name)
         n_chunks = 0 if data is None else -(-len(data) // _CHUNK_BYTES)
         for i in range(n_chunks):
             assert data is not None
-            chunk: Any = data[
-                i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES
-            ]  # bytes do; the stub says str
+            # The store takes bytes; its type stub says str.
+            chunk: Any = data[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
             self.store.set(f"{key}/{self.rank}/{i}", chunk)
         counts = self.gather(name, n_chunks, int)
         received: dict[int, bytes] = {}
@@ -106,7 +105,7 @@ class Control:
 
     @_by_store
     def leave(self) -> None:
-        """Part for good: rank 0, whose process serves the store, waits until nobody needs it."""
+        """End the exchange; rank 0, which serves the store, waits until all ranks have left."""
         self.store.set(f"left/{self.rank}", "1")
         if self.rank == 0:
             for rank in range(self.size):
@@ -114,11 +113,11 @@ class Control:
 
     @_by_store
     def report_failure(self, run: str, reason: str) -> None:
-        """Tell the other ranks that this one's part of a run has failed; the first report stays."""
+        """Report to all ranks that this rank has failed in a run; the first report is kept."""
         self.store.compare_set(f"failure/{run}", "", f"{self.rank} {reason}")
 
     @_by_store
     def read_failure(self, run: str) -> str | None:
-        """`<rank> <reason>` of the first failure of a run; None while there is none."""
+        """`<rank> <reason>` of the first failure of a run, or None."""
         key = f"failure/{run}"
         return self.store.get(key).decode() if self.store.check([key]) else None

@@ -1,6 +1,6 @@
-"""Who this rank is, from the environment of whatever launched it.
+"""Read this rank's number and the number of ranks from the launcher's environment variables.
 
-Open MPI 4 and 5, MPICH (Hydra's PMI), Slurm's srun, torchrun, or nothing (one rank).
+Launchers: Open MPI 4 and 5, MPICH (Hydra's PMI), Slurm's srun, torchrun, or none (one rank).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from harness.errors import LaunchError
 from harness.inputs import find_int, parse_int, shorten
 
-# srun's own steps count from 0; batch and extern steps are numbered from the top.
+# srun numbers its steps from 0; batch and extern steps have the highest numbers.
 _FIRST_SPECIAL_SLURM_STEP = 4294967290
-_MOST_RANKS = 1_000_000
-_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MAX_RANKS = 1_000_000
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A rank's place among the ranks, as its launcher says.
+    """A rank's number and its host's, as the launcher sets them.
 
     Attributes:
         launcher: openmpi, mpich, torchrun, slurm or none.
-        has_mpi: whether ranks can meet over MPI.
+        has_mpi: whether the rendezvous can use MPI.
     """
 
     launcher: str
@@ -35,22 +35,22 @@ class Launch:
     has_mpi: bool
 
 
-def _whole(environ: Mapping[str, str], name: str, launcher: str) -> int:
+def _read_int(environ: Mapping[str, str], name: str, launcher: str) -> int:
     text = environ.get(name)
-    value = None if text is None else find_int(text, 0, _MOST_RANKS)
+    value = None if text is None else find_int(text, 0, _MAX_RANKS)
     if value is None:
         shown = "not set" if text is None else shorten(text)
         raise LaunchError(
-            f"{launcher} should set {name} to a whole number up to {_MOST_RANKS}, it is {shown}: "
+            f"{launcher} should set {name} to a whole number up to {_MAX_RANKS}, it is {shown}: "
             "start the ranks with mpirun, srun or torchrun, or unset the launcher's other variables"
         )
     return value
 
 
-def _first(environ: Mapping[str, str], names: list[str], launcher: str) -> int | None:
-    """The first of these variables that is set; None: none is."""
+def _read_any(environ: Mapping[str, str], names: list[str], launcher: str) -> int | None:
+    """The value of the first variable that is set, or None."""
     name = next((name for name in names if name in environ), None)
-    return None if name is None else _whole(environ, name, launcher)
+    return None if name is None else _read_int(environ, name, launcher)
 
 
 def _launch(
@@ -61,7 +61,7 @@ def _launch(
     *,
     has_mpi: bool,
 ) -> Launch:
-    """Check the numbers against each other; what is not said of the host is one rank's."""
+    """Check the numbers against each other; missing local ones default to one rank a host."""
     local_rank, local_size = local
     if not rank < size:
         raise LaunchError(
@@ -84,11 +84,7 @@ def _launch(
 
 
 def read_port(environ: Mapping[str, str]) -> int:
-    """MASTER_PORT.
-
-    Raises:
-        LaunchError: it is no port.
-    """
+    """Read MASTER_PORT; raises LaunchError if it is no port."""
     return parse_int(
         environ.get("MASTER_PORT", ""), "MASTER_PORT", at_least=1, at_most=65535,
         error=LaunchError, remedy="as in MASTER_PORT=29500, the same on every rank",
@@ -96,11 +92,7 @@ def read_port(environ: Mapping[str, str]) -> int:
 
 
 def read_address(environ: Mapping[str, str]) -> str:
-    """MASTER_ADDR.
-
-    Raises:
-        LaunchError: it is no name or address.
-    """
+    """Read MASTER_ADDR; raises LaunchError if it is no host name or address."""
     address = environ.get("MASTER_ADDR", "")
     if not re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", address, re.ASCII):
         raise LaunchError(
@@ -116,9 +108,9 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
     read_port(environ)
     return _launch(
         name,
-        _whole(environ, "RANK", name),
-        _whole(environ, "WORLD_SIZE", name),
-        (_first(environ, ["LOCAL_RANK"], name), _first(environ, ["LOCAL_WORLD_SIZE"], name)),
+        _read_int(environ, "RANK", name),
+        _read_int(environ, "WORLD_SIZE", name),
+        (_read_any(environ, ["LOCAL_RANK"], name), _read_any(environ, ["LOCAL_WORLD_SIZE"], name)),
         has_mpi=False,
     )
 
@@ -127,52 +119,52 @@ def _openmpi(environ: Mapping[str, str]) -> Launch:
     local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return _launch(
         "openmpi",
-        _whole(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"),
-        _whole(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
-        (_whole(environ, local[0], "Open MPI"), _whole(environ, local[1], "Open MPI")),
+        _read_int(environ, "OMPI_COMM_WORLD_RANK", "Open MPI"),
+        _read_int(environ, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+        (_read_int(environ, local[0], "Open MPI"), _read_int(environ, local[1], "Open MPI")),
         has_mpi=True,
     )
 
 
 def _mpich(environ: Mapping[str, str]) -> Launch:
-    size = _whole(environ, "PMI_SIZE", "MPICH")
-    local_size = _first(environ, ["MPI_LOCALNRANKS"], "MPICH")
+    size = _read_int(environ, "PMI_SIZE", "MPICH")
+    local_size = _read_any(environ, ["MPI_LOCALNRANKS"], "MPICH")
     return _launch(
         "mpich",
-        _whole(environ, "PMI_RANK", "MPICH"),
+        _read_int(environ, "PMI_RANK", "MPICH"),
         size,
         (
-            _first(environ, ["MPI_LOCALRANKID", "SLURM_LOCALID"], "MPICH"),
-            local_size or _slurm_most_local(environ, size),
+            _read_any(environ, ["MPI_LOCALRANKID", "SLURM_LOCALID"], "MPICH"),
+            local_size or _slurm_max_local_size(environ, size),
         ),
         has_mpi=True,
     )
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    size = _first(environ, ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "Slurm")
+    size = _read_any(environ, ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"], "Slurm")
     size = 1 if size is None else size
     return _launch(
         "slurm",
-        _whole(environ, "SLURM_PROCID", "Slurm"),
+        _read_int(environ, "SLURM_PROCID", "Slurm"),
         size,
-        (_first(environ, ["SLURM_LOCALID"], "Slurm"), _slurm_local_size(environ, size)),
+        (_read_any(environ, ["SLURM_LOCALID"], "Slurm"), _slurm_local_size(environ, size)),
         has_mpi=False,
     )
 
 
-def _slurm_most_local(environ: Mapping[str, str], size: int) -> int | None:
-    """What the job was allowed on a node, which a small step does not use up."""
-    most = _first(environ, ["SLURM_NTASKS_PER_NODE"], "Slurm")
-    return None if most is None else min(most, size)
+def _slurm_max_local_size(environ: Mapping[str, str], size: int) -> int | None:
+    """The job's limit of ranks a node, which a small step does not reach."""
+    limit = _read_any(environ, ["SLURM_NTASKS_PER_NODE"], "Slurm")
+    return None if limit is None else min(limit, size)
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
-    """Of `2(x3),1`: three nodes of two ranks, then one of one; this node's."""
+    """This node's ranks; `2(x3),1` means three nodes of two ranks, then one of one."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in environ:
-        return _slurm_most_local(environ, size)
-    node = _first(environ, ["SLURM_NODEID"], "Slurm") or 0
+        return _slurm_max_local_size(environ, size)
+    node = _read_any(environ, ["SLURM_NODEID"], "Slurm") or 0
     for part in environ[name].split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part.strip(), re.ASCII)
         if match is None:
@@ -191,7 +183,7 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int | None:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this; batch scripts have a step of their own."""
+    """Whether srun started this process; a batch script runs in a step of a special number."""
     if "SLURM_STEP_ID" not in environ:
         return False
     step = parse_int(
@@ -201,9 +193,9 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     return step < _FIRST_SPECIAL_SLURM_STEP
 
 
-def _check_half_a_launcher(environ: Mapping[str, str]) -> None:
-    """One of several ranks that cannot meet would run alone, and its numbers be taken for all's."""
-    missing = [name for name in _MEETING if name not in environ]
+def _check_incomplete_launcher(environ: Mapping[str, str]) -> None:
+    """Refuse incomplete variables, because each rank would run alone and report for all."""
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in environ]
     if "RANK" in environ and find_int(environ.get("WORLD_SIZE", "1"), 1, 1) is None and missing:
         raise LaunchError(
             f"RANK is {shorten(environ['RANK'])} and WORLD_SIZE "
@@ -213,7 +205,7 @@ def _check_half_a_launcher(environ: Mapping[str, str]) -> None:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Find the innermost launcher and read this rank's place from its variables.
+    """Find the innermost launcher and read its variables.
 
     Raises:
         LaunchError: a launcher's variables are incomplete or contradict each other.
@@ -226,9 +218,9 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         launch = _mpich(environ)
     elif _is_slurm_step(environ):
         launch = _slurm(environ)
-    elif environ.keys() >= set(_MEETING):
+    elif environ.keys() >= set(_TORCHRUN_VARIABLES):
         launch = _torchrun(environ)
     else:
-        _check_half_a_launcher(environ)
+        _check_incomplete_launcher(environ)
         launch = Launch(launcher="none", rank=0, size=1, local_rank=0, local_size=1, has_mpi=False)
     return launch

@@ -1,4 +1,4 @@
-"""Small numbers that ranks exchange between measurements; every rank must make the same calls."""
+"""Exchange small values between measurements; every rank must make the same calls in order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def maximum_over_ranks(values: Sequence[float], world: World) -> list[float]:
 
 
 def raise_on_all_ranks(check: Callable[[], None], world: World) -> None:
-    """Carry out a check on every rank; all ranks must call it.
+    """Run a check on every rank; all ranks must call it.
 
     Raises:
-        HarnessError: on every rank, what the first rank raised that refused.
+        HarnessError: on every rank, the error of the lowest rank whose check raised one.
     """
     mine: HarnessError | None = None
     try:
@@ -43,8 +43,8 @@ def raise_on_all_ranks(check: Callable[[], None], world: World) -> None:
     except HarnessError as error:
         mine = error
     if world.size > 1:
-        said = "" if mine is None else f"{type(mine).__name__}:{mine}"
-        first = next(filter(None, gather_bytes(said.encode(), world)), b"").decode()
+        message = "" if mine is None else f"{type(mine).__name__}:{mine}"
+        first = next(filter(None, gather_bytes(message.encode(), world)), b"").decode()
         kind, _, text = first.partition(":")
         mine = error_class(kind)(text) if first else None
     if mine is not None:
@@ -52,7 +52,7 @@ def raise_on_all_ranks(check: Callable[[], None], world: World) -> None:
 
 
 def error_class(kind: str) -> type[HarnessError]:
-    """The error of a name, as another rank said it."""
+    """The error class with a name that another rank sent; HarnessError if unknown."""
     found = getattr(errors, kind, HarnessError)
     return found if isinstance(found, type) and issubclass(found, HarnessError) else HarnessError
 

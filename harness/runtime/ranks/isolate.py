@@ -1,7 +1,7 @@
-"""Run a function in a process of its own, and learn how it ended, whatever happened to it.
+"""Run a function in a child process and report how it ended.
 
-A run that is killed (for memory, say) or that hangs must cost its own row and nothing else, so
-each gets a child of a fork server: torch is imported once, MPI and CUDA never are in the server.
+A run that is killed (for memory, say) or hangs must cost its own row only, so each run is a child
+of a fork server, which imports torch once and never initializes MPI or CUDA.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.runtime.ranks.cgroup import n_oom_kills
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
-# How long a rank whose peer has failed may take to notice by itself before it is killed.
+# Time for a rank to notice a peer's failure by itself before it is killed.
 _GRACE_S = 3.0
 _ABORTED = (
     "killed by SIGABRT: stderr says why; where NCCL is used, its watchdog does so when a "
@@ -36,12 +36,12 @@ _ABORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a child ended: its value, or why there is none.
+    """How a child ended: its value, or the reason for its failure.
 
     Attributes:
         status: ok, oom (killed by the kernel for memory), crash, timeout or skipped (stopped
             because another rank had failed).
-        standstill: where the child was stuck, if it was.
+        standstill: the place where the child was stuck, if it was.
     """
 
     status: str
@@ -51,15 +51,14 @@ class Ending:
 
 
 class Limit:
-    """When a rank stops waiting for its part of a run."""
+    """Decides when a rank stops waiting for its part of a run."""
 
     def __init__(self, timeout_s: float, peer_failure: Callable[[], str | None]) -> None:
-        """Begin to count.
+        """Start the timeout.
 
         Args:
-            timeout_s: the part may take this long.
-            peer_failure: a text means that another rank's part has failed, and that this one has a
-                few seconds of grace left.
+            timeout_s: longest duration of the part.
+            peer_failure: returns another rank's failure, after which this rank has `_GRACE_S` left.
         """
         self._timeout_s = timeout_s
         self._peer_failure = peer_failure
@@ -68,7 +67,7 @@ class Limit:
         self._failure = ""
 
     def reached(self) -> Ending | None:
-        """How the part ends; None while it may go on."""
+        """The ending of the part, or None while it may continue."""
         now_s = time.monotonic()
         if now_s > self._deadline_s:
             return Ending(status="timeout", reason=f"not done after {self._timeout_s:.0f} s")
@@ -80,9 +79,9 @@ class Limit:
 
 
 def start_fork_server(preload: list[str]) -> None:
-    """Start it before MPI and CUDA are initialised here, which do not survive a fork.
+    """Start the fork server; call before MPI and CUDA are initialized, which do not survive a fork.
 
-    Waits until its imports are done: they would take cores from whatever is measured first.
+    Waits for the server's imports, because they would disturb the first measurement.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
@@ -99,11 +98,11 @@ def _die_with_parent() -> None:
 
 def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Connection) -> None:
     _die_with_parent()
-    # Ctrl-C goes to the whole group: the first process decides what happens to its child.
+    # Ctrl-C reaches the whole process group, but only the first process may end its child.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     value = function(*arguments)
-    with contextlib.suppress(BrokenPipeError):  # the first process was killed, and so will this be
+    with contextlib.suppress(BrokenPipeError):  # the first process was killed
         pipe.send(value)
     pipe.close()
     sys.stdout.flush()
@@ -135,19 +134,20 @@ def run_isolated(
     peer_failure: Callable[[], str | None],
     reached: ReachedReader | None = None,
 ) -> Ending:
-    """Call `function(*arguments)` in a child and wait for it.
+    """Call `function(*arguments)` in a child process and wait for it.
 
     Args:
         function: importable by name; its result must be picklable.
-        timeout_s: stop the child after this long.
-        peer_failure: polled twice a second; a text means that another rank's part has failed, and
-            stops the child after a few seconds of grace.
-        reached: read twice a second, so that the ending says where the child was stuck.
+        timeout_s: the child is stopped after this time.
+        peer_failure: polled twice a second; returns another rank's failure, after which the child
+            is stopped in `_GRACE_S`.
+        reached: polled twice a second to find where the child is stuck.
     """
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     kills = n_oom_kills()
-    # Not a daemon: it may start data loaders. It ends with the fork server, which ends with us.
+    # Not a daemon, so that it may start data loaders. It dies with the fork server, as that does
+    # with this process.
     process = context.Process(target=_child, args=(function, arguments, writer), daemon=False)
     process.start()
     writer.close()

@@ -1,4 +1,4 @@
-"""Bytes that a network interface has sent and received."""
+"""Count the bytes that a network interface sends and receives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 class NicCounter:
-    """Differences of one interface's counters between calls."""
+    """Reads the differences of one interface's counters between calls."""
 
     def __init__(self, interface: str) -> None:
         self._interface = interface

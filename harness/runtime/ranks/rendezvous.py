@@ -1,4 +1,4 @@
-"""Bring the ranks together: a store on rank 0 at a free port, then facts, NIC, device, backend."""
+"""Connect the ranks: a store on rank 0 at a free port, then host facts, NIC, device, backend."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """The ranks have met.
+    """The result of the rendezvous on one rank.
 
     Attributes:
-        channel: to this rank's agent.
-        address, port: where rank 0's store listens.
-        facts: of every rank's host, by rank.
+        channel: connection to this rank's agent.
+        address, port: address of rank 0's store.
+        facts: every rank's host, by rank.
     """
 
     world: World
@@ -48,13 +48,13 @@ class Meeting:
     facts: list[HostFacts]
 
     def leave(self) -> None:
-        """Part for good; all ranks must call it."""
+        """End the launch; all ranks must call it."""
         self.channel.leave()
         self.control.leave()
 
 
 def _mpi_world(launch: Launch) -> Any:
-    """COMM_WORLD, checked against the launcher: a foreign MPI library makes each rank 0 of 1."""
+    """COMM_WORLD, checked against the launcher, because a foreign MPI makes every rank 0 of 1."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -74,7 +74,7 @@ def _mpi_world(launch: Launch) -> Any:
 
 
 def _serve(address: str) -> Any:
-    """A store that listens at a free port of this host."""
+    """Start a store at a free port of this host."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
 
 
@@ -83,12 +83,12 @@ def _connect(address: str, port: int) -> Any:
 
 
 def connect_store(address: str, port: int, prefix: str) -> Store:
-    """A further connection to rank 0's store, in a name space of its own."""
+    """Open another connection to rank 0's store, with a prefix for its keys."""
     return PrefixStore(prefix, _connect(address, port))
 
 
 def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, int]:
-    """Agree on rank 0's address by MPI."""
+    """Start rank 0's store and broadcast its address by MPI."""
     gathered = comm.allgather(msgspec.json.encode(facts))
     everyone = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
     mine = choose_interface(
@@ -111,12 +111,12 @@ def _no_interface(host: HostFacts, wanted: str) -> LaunchError:
 
 
 def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
-    """torchrun names the address; its agent serves the store itself, or rank 0 does."""
+    """Connect to the store at MASTER_ADDR, which torchrun's agent or rank 0 serves."""
     address, port = read_address(environ), read_port(environ)
     has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_server = launch.rank == 0 and not has_agent_store
     try:
-        socket.getaddrinfo(address, port)  # the store would try for its whole timeout
+        socket.getaddrinfo(address, port)  # TCPStore would retry until its timeout
     except OSError as error:
         raise LaunchError(
             f"MASTER_ADDR is {address}, which {socket.gethostname()} cannot resolve "
@@ -127,9 +127,9 @@ def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, st
             address, port, is_master=is_server, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
     except RuntimeError as error:
-        does = "serve" if is_server else "reach"
+        action = "serve" if is_server else "reach"
         raise LaunchError(
-            f"rank {launch.rank} cannot {does} the store at MASTER_ADDR {address}, MASTER_PORT "
+            f"rank {launch.rank} cannot {action} the store at MASTER_ADDR {address}, MASTER_PORT "
             f"{port} ({first_line(error)[:160]}): set both to rank 0's host and a free port there"
         ) from None
     if has_agent_store:
@@ -139,7 +139,7 @@ def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, st
 
 
 def _slurm_master(environ: Mapping[str, str]) -> dict[str, str]:
-    """The first node of the step, and a port made from the job's number as Slurm sites do."""
+    """MASTER_ADDR and MASTER_PORT: the step's first node, and a port derived from the job id."""
     address = environ.get("MASTER_ADDR") or environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     if not address:
         raise LaunchError(
@@ -159,7 +159,7 @@ def _names(interfaces: list[Interface]) -> str:
 
 
 def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | None]:
-    """What each rank drives: the ranks of a host take those that they see in turn."""
+    """Each rank's GPU; the ranks of a host take the visible ones in turn."""
     n_before: Counter[str] = Counter()
     found: list[Gpu | None] = []
     for hostname, fact in zip(hostnames, facts, strict=True):
@@ -170,12 +170,12 @@ def _driven_gpus(facts: list[HostFacts], hostnames: list[str]) -> list[Gpu | Non
 
 
 def _n_sharing(driven: list[Gpu | None]) -> Counter[str]:
-    """How many ranks drive a GPU, by its UUID: each rank may call its own the first it sees."""
+    """Number of ranks on each GPU, by UUID, because CUDA indices may differ between ranks."""
     return Counter(gpu.uuid for gpu in driven if gpu is not None)
 
 
 def _choose_backend(facts: list[HostFacts], driven: list[Gpu | None]) -> tuple[str, str]:
-    """nccl where every rank has a GPU of its own, else gloo; and why: the same on every rank."""
+    """The backend and the reason: nccl if every rank has its own GPU, else gloo."""
     n_sharing = _n_sharing(driven)
     for rank, (fact, gpu) in enumerate(zip(facts, driven, strict=True)):
         if gpu is None:
@@ -223,7 +223,7 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
         hostname=mine.hostname,
         hostnames=hostnames,
         device=torch.device("cuda", mine.gpus.index(gpu)) if gpu else torch.device("cpu"),
-        # Ranks with unlike shares of the same CPU are unlike devices.
+        # Different shares of the same CPU are different kinds of device.
         device_kind=gpu.name if gpu else f"{mine.cpu} x {n_cores:.2g}",
         backend=backend,
         backend_reason=reason,
@@ -240,10 +240,10 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
 def _connect_agents(
     channel: Channel, control: Control, facts: list[HostFacts], wanted: str, limit_s: float
 ) -> None:
-    """Give each rank's agent its connection: rank 0's listens, the others' reach it."""
+    """Connect the agents: rank 0's gets a listening socket, the others' a connection to it."""
     hostnames = [fact.hostname for fact in facts]
     interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], wanted)
-    assert interface is not None, "rank 0's world was built with it"
+    assert interface is not None, "_build_world checked it"
     place, listener = ("", 0, ""), None
     if control.rank == 0:
         listener = socket.create_server((interface.address, 0), backlog=control.size)
@@ -264,13 +264,13 @@ def _connect_agents(
 def meet(
     launch: Launch, environ: Mapping[str, str], *, heartbeat_timeout_s: float = 30.0
 ) -> Meeting:
-    """Join the other ranks; all ranks must call it. Starts no process group.
+    """Connect to the other ranks, without a process group; all ranks must call it.
 
     Args:
-        heartbeat_timeout_s: the agents end a launch of which a rank is silent for this long.
+        heartbeat_timeout_s: the agents end the launch if a rank is silent for this time.
 
     Raises:
-        LaunchError: the ranks cannot find one another.
+        LaunchError: the ranks cannot connect.
     """
     channel = Channel.from_environment()
     facts = describe_host()
@@ -297,13 +297,15 @@ def meet(
 
 
 def join_process_group(world: World, address: str, port: int, name: str, timeout_s: float) -> None:
-    """Start torch's process group under `name`, over the NIC that reaches the others unless the
-    environment names another; all ranks of the run must call it."""
-    # Not where ranks meet: a run's own process has the environment of the fork server.
+    """Start torch's process group with the store prefix `name`; all ranks of the run must call it.
+
+    Uses the NIC that reaches the other ranks unless the environment names another.
+    """
+    # Set here, not in `meet`, because a run's process inherits the fork server's environment.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", world.interface)
-    # NCCL takes a bare name for the beginning of several.
+    # "=" asks NCCL for an exact match; a bare name is a prefix.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={world.interface}")
-    if world.device.type == "cuda":  # under gloo too: events and streams are the current device's
+    if world.device.type == "cuda":  # under gloo too, for events and streams
         torch.cuda.set_device(world.device)
     store = connect_store(address, port, name)
     dist.init_process_group(
@@ -313,10 +315,10 @@ def join_process_group(world: World, address: str, port: int, name: str, timeout
         world_size=world.size,
         timeout=timedelta(seconds=timeout_s),
     )
-    if world.backend == "nccl":  # which would else guess the device of a barrier by the rank
+    if world.backend == "nccl":  # without device_ids, NCCL guesses the device from the rank
         dist.barrier(device_ids=[world.device.index])
 
 
 def without_mpi(world: World) -> World:
-    """The world as a child process sees it."""
+    """The world for a child process, which has no MPI."""
     return replace(world, mpi=None)

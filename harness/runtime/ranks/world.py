@@ -1,4 +1,4 @@
-"""The world as one rank sees it: who it is, which device it drives, how it reaches the others."""
+"""One rank's view of the launch: its number, device, backend and network interface."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One rank's place; the torch process group `torch.distributed.group.WORLD` is up while a
-    workload runs.
+    """One rank's view of the launch; while a workload runs, `torch.distributed.group.WORLD` exists.
 
     Attributes:
         backend: nccl or gloo, the same on every rank.
-        backend_reason: why that one, for the log.
-        interface: NIC that reaches the other ranks (`lo` when all share a host).
-        nic_bytes_per_s: what it carries each way; 0 when unknown or loopback.
+        backend_reason: the reason for the choice, for the log.
+        interface: NIC that reaches the other ranks (`lo` if all share a host).
+        nic_bytes_per_s: bandwidth of the NIC each way; 0 if unknown or loopback.
         n_cores: cores this rank may use (affinity and cgroup quota; may be fractional).
-        n_threads: threads torch was given.
-        n_sharing: ranks that drive this one's GPU; 1 on a CPU.
-        hostnames: of every rank, by rank.
-        mpi: mpi4py's COMM_WORLD in a workload that runs in the rank's first process, else None.
+        n_threads: number of torch's threads.
+        n_sharing: ranks on this rank's GPU, itself included; 1 on a CPU.
+        hostnames: every rank's host, by rank.
+        mpi: mpi4py's COMM_WORLD if the workload runs in the rank's first process, else None.
     """
 
     rank: int
@@ -45,10 +44,8 @@ class World:
 
     @property
     def wire(self) -> torch.device:
-        """Whose memory the process group moves: NCCL the GPU's, gloo the host's.
-
-        Between two ranks gloo takes nothing else, where this one has a GPU as well.
-        """
+        """Device of the process group's tensors: the GPU for NCCL, the CPU for gloo, whose
+        point-to-point operations support nothing else."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @property

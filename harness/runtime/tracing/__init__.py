@@ -1,1 +1,1 @@
-"""Trace a model into a graph that computes what the model does, forward and backward."""
+"""Trace a model into a graph with the same outputs and gradients."""

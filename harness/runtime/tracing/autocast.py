@@ -1,4 +1,4 @@
-"""Follow a model into contexts of torch.autocast, and let what it computes there stay in them."""
+"""Record a model's torch.autocast contexts during tracing and run its operators in them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.runtime.tracing.constructs import AUTOCAST, CALLS, is_view
 from harness.runtime.tracing.patches import replaced
 from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, AutocastRegion
 
-# They change no dtype, or say themselves which.
-_ALIKE = (
+# Functions whose output dtype autocast does not change.
+_UNAFFECTED = (
     "size",
     "dim",
     "to",
@@ -30,7 +30,7 @@ _ALIKE = (
 
 
 class Regions:
-    """The contexts of autocast that a model is in while it is traced."""
+    """The stack of autocast contexts that are open at a point of tracing."""
 
     def __init__(self) -> None:
         self._entered: list[AutocastRegion] = []
@@ -41,7 +41,7 @@ class Regions:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Follow the model into contexts and out of them."""
+        """Patch torch.autocast to keep the stack up to date."""
         enter: Any = torch.autocast.__enter__
         leave: Any = torch.autocast.__exit__
 
@@ -61,7 +61,7 @@ class Regions:
 
 
 def keep_regions(module: fx.GraphModule) -> None:
-    """Let the operators of regions run in them."""
+    """Wrap every operator traced under autocast in its region."""
     for node in list(module.graph.nodes):
         region = node.meta.get(AUTOCAST)
         if region is None or node.op not in CALLS or is_view(node):
@@ -71,7 +71,7 @@ def keep_regions(module: fx.GraphModule) -> None:
             inner = module.get_submodule(str(node.target))
             module.add_submodule(path, AutocastModule(inner, region))
             node.target = path
-        elif function_name(node.target) not in _ALIKE:
+        elif function_name(node.target) not in _UNAFFECTED:
             target: Any = AutocastFunction(function_name(node.target), node.target, region)
             node.op, node.target = "call_function", target
     module.recompile()

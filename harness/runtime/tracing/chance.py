@@ -1,4 +1,4 @@
-"""Notice random numbers that are drawn while a model is traced: a graph would keep one draw."""
+"""Detect random numbers drawn during tracing, because a graph would keep one draw for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.runtime.tracing.constructs import LostError
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Refuse draws in the block, such as those that choose which layers run.
+    """Refuse random draws in the block, such as those that choose which layers run.
 
     Raises:
         LostError: a number was drawn by PyTorch, NumPy or Python.

@@ -1,4 +1,4 @@
-"""Marks in the `meta` of traced nodes: facts that their operators do not show."""
+"""Marks in the `meta` of traced nodes, for facts that an operator's target does not show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import fx
 from harness.errors import ModelError
 from harness.runtime.capture.operators import function_name
 
-# Keys of `Node.meta`: made where gradients are off; the `data` of a tensor; its hooks;
-# whether it writes a buffer.
+# Keys of `Node.meta`: computed with gradients off; is the `data` of a tensor; hooks on its
+# gradient; whether it writes a buffer.
 NO_GRAD = "harness_no_grad"
 IS_DATA = "harness_is_data"
 HOOKS = "harness_hooks"
@@ -25,7 +25,7 @@ _VIEWS = (
 
 
 class LostError(ModelError):
-    """A construct of a model that no graph can keep."""
+    """The model uses a construct that a graph cannot represent."""
 
 
 def is_view(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Trace a model by torch.export, where torch.fx cannot follow its control flow."""
+"""Trace a model by torch.export, the fallback when torch.fx cannot follow its control flow."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     """Export a model for batches of any size.
 
     Raises:
-        ModelError: exporting leaves one batch size only, or loses a construct.
-        Exception: whatever torch.export raises.
+        ModelError: the export is for one batch size only, or loses a construct.
+        Exception: any error of torch.export.
     """
-    # Sizes of 1 are never left open.
+    # torch.export always specializes a size of 1.
     open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
     sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
     _refuse_hooks(model)
@@ -54,7 +54,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def _nothing_lost() -> Iterator[None]:
-    """Refuse what torch.export traces through as if it had no meaning in backward."""
+    """Refuse constructs whose effect on backward torch.export drops without an error."""
 
     def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         raise LostError(f"torch.export drops the backward of {function.__name__}")
@@ -70,7 +70,7 @@ def _nothing_lost() -> Iterator[None]:
 
 
 def _note_writes(module: fx.GraphModule) -> None:
-    """Mark the nodes that write buffers, once a batch."""
+    """Mark the nodes that write buffers."""
     modules = dict(module.named_modules())
     written: set[str] = set()
     for node in module.graph.nodes:
@@ -95,10 +95,10 @@ def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Put the nodes of contexts, which are graphs of their own, into the graph."""
+    """Inline the subgraphs that torch.export makes of autocast and no_grad contexts."""
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            module.graph.erase_node(node)  # it holds on the device of the examples alone
+            module.graph.erase_node(node)  # true on the device of the examples only
             continue
         marks: dict[str, Any] = {}
         kind = getattr(node.target, "__name__", "")
@@ -135,7 +135,7 @@ def _inline(
                 results = fx.node.map_arg(node.args[0], copies.__getitem__)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta = {**marks, **copies[node].meta}  # an inner context's own win
+                copies[node].meta = {**marks, **copies[node].meta}  # inner contexts take precedence
     for element in list(call.users):
         element.replace_all_uses_with(results[element.args[1]])
         graph.erase_node(element)
@@ -143,17 +143,17 @@ def _inline(
 
 
 def _unflatten_output(module: fx.GraphModule) -> None:
-    """Let the graph return what the model does, rather than its parts in a list."""
+    """Return the model's own output structure instead of a flat list."""
     (output,) = module.graph.find_nodes(op="output")
     spec = module._out_spec
     assert isinstance(spec, pytree.TreeSpec)
     output.args = (pytree.tree_unflatten(list(output.args[0]), spec),)
-    module.graph.set_codegen(fx.graph.CodeGen())  # that of exports flattens it again
+    module.graph.set_codegen(fx.graph.CodeGen())  # the export's CodeGen would flatten again
     module.recompile()
 
 
 def _follow_the_input(module: fx.GraphModule) -> None:
-    """Make tensors where the input is: exporting writes down the device of its examples."""
+    """Create tensors on the input's device, because an export fixes that of its examples."""
     first, *others = module.graph.find_nodes(op="placeholder")
     last = [first, *others][-1]
     makers = [n for n in module.graph.nodes if isinstance(n.kwargs.get("device"), torch.device)]
@@ -167,7 +167,7 @@ def _follow_the_input(module: fx.GraphModule) -> None:
 
 
 def _register_constants(module: fx.GraphModule) -> None:
-    """Make buffers of plain tensors, as torch.fx does, so that they move with the module."""
+    """Register plain tensors as buffers, as torch.fx does, so that they move with the module."""
     for node in module.graph.find_nodes(op="get_attr"):
         path, _, name = str(node.target).rpartition(".")
         owner = module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Write the tracer's notes into the graph as nodes."""
+"""Turn the tracer's marks into nodes of the graph."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from harness.runtime.models.outputs import choose_logits, named_outputs
 from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, LostError
 from harness.runtime.tracing.functions import GradientHooks, detach
 
-# Names of values that the executor gives itself.
+# Names of values that the executor adds.
 _RESERVED = ("loss", "targets")
 
 
 def finish(
     graph: fx.Graph, model: nn.Module, has_gradient: Callable[[fx.Node], bool] | None = None
 ) -> None:
-    """Insert hooks and ends of regions without gradients; free the names that are reserved.
+    """Insert gradient hooks, detach the outputs of no_grad regions and rename reserved nodes.
 
     Args:
-        has_gradient: tells of a node's value; None where that is not known.
+        has_gradient: whether a node's value requires a gradient; None: unknown.
 
     Raises:
-        LostError: the graph cannot say what the model does.
+        LostError: the model uses a construct that the graph cannot represent.
     """
     modules = dict(model.named_modules())
     _return_logits(graph)
@@ -42,7 +42,7 @@ def finish(
 
 
 def _return_logits(graph: fx.Graph) -> None:
-    """Let the graph return the one tensor that the loss takes."""
+    """Return only the tensor from which the loss is computed."""
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     made: fx.Node | None = None
@@ -61,7 +61,7 @@ def _return_logits(graph: fx.Graph) -> None:
 
 @contextmanager
 def without_gradient_hooks(module: fx.GraphModule) -> Iterator[None]:
-    """Call no hook of a traced model on gradients meanwhile: a hook may count its calls."""
+    """Disable a traced model's gradient hooks in the block, because a hook may have state."""
     tables: list[Any] = [m._backward_hooks for m in module.modules()]
     tables += [m._backward_pre_hooks for m in module.modules()]
     targets = [node.target for node in module.graph.nodes]
@@ -72,8 +72,8 @@ def without_gradient_hooks(module: fx.GraphModule) -> Iterator[None]:
     try:
         yield
     finally:
-        for table, own in kept[0]:
-            table.update(own)
+        for table, entries in kept[0]:
+            table.update(entries)
         for each, hooks in kept[1]:
             each.extend(hooks)
 
@@ -81,10 +81,12 @@ def without_gradient_hooks(module: fx.GraphModule) -> Iterator[None]:
 def _check_in_place(
     node: fx.Node, changed: fx.Node, has_gradient: Callable[[fx.Node], bool] | None
 ) -> None:
-    """Refuse to change a tensor behind autograd's back."""
+    """Refuse in-place changes that autograd does not track."""
     if changed.meta.get(IS_DATA):
-        of = changed.args[0]
-        raise LostError(f"forward changes the data of {of} in place: change a copy (clone) of it")
+        owner = changed.args[0]
+        raise LostError(
+            f"forward changes the data of {owner} in place: change a copy (clone) of it"
+        )
     if node.meta.get(NO_GRAD) and has_gradient is not None and has_gradient(changed):
         raise LostError(
             f"forward changes {changed.name} in place under no_grad, which its gradient does not "
@@ -99,12 +101,12 @@ def _insert_hooks(graph: fx.Graph, node: fx.Node, hooks: GradientHooks) -> None:
 
 
 def _end_regions(graph: fx.Graph) -> None:
-    """Detach what leaves a region without gradients: by then it has computed nothing else."""
+    """Detach values of a no_grad region where operators outside the region read them."""
     for node in list(graph.nodes):
         if not node.meta.get(NO_GRAD):
             continue
         for user in node.users:
-            # An element of a tuple, or of a tensor: that is detached.
+            # Detach an element of a tuple (or tensor) instead of the tuple itself.
             if user.target is operator.getitem and user.args[0] is node:
                 user.meta[NO_GRAD] = True
         outside = {user for user in node.users if not user.meta.get(NO_GRAD)}

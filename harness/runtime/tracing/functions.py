@@ -1,7 +1,4 @@
-"""Functions that a traced graph calls where torch.fx has no node of its own.
-
-Each is one operator of a graph, which runs the user's own code forward and backward.
-"""
+"""Operators of a traced graph for constructs that torch.fx has no node for."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Takes the gradient of a tensor; returns one that replaces it, or None.
+# Gradient of a tensor -> its replacement, or None to keep it.
 GradientHook = Callable[[Tensor], Tensor | None]
 
 
 def detach(value: Any) -> Any:
-    """A tensor without its graph; anything else, such as a size, as it is."""
+    """Detach a tensor, or each tensor of a tuple or list; return other values unchanged."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
@@ -25,10 +22,7 @@ def detach(value: Any) -> Any:
 
 
 class OpaqueFunction:
-    """A function whose code torch.fx does not look into.
-
-    torch.fx writes a target by its name, and copies of a graph share the target.
-    """
+    """A callable that torch.fx does not trace into; copies of a graph share it."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name
@@ -45,7 +39,7 @@ class CustomFunction(OpaqueFunction):
     """A call of a `torch.autograd.Function`.
 
     Args:
-        fixed: arguments that a graph cannot hold, by position.
+        fixed: arguments that a graph cannot represent, by position.
     """
 
     def __init__(self, function: type[torch.autograd.Function], fixed: dict[int, Any]) -> None:
@@ -55,10 +49,10 @@ class CustomFunction(OpaqueFunction):
     def __call__(self, *args: Any) -> Any:
         given = iter(args)
         n_args = len(args) + len(self._fixed)
-        every = [self._fixed[k] if k in self._fixed else next(given) for k in range(n_args)]
+        values = [self._fixed[k] if k in self._fixed else next(given) for k in range(n_args)]
         if self.writes_inputs:
-            every = [x.clone() if isinstance(x, Tensor) else x for x in every]
-        return self.function.apply(*every)
+            values = [x.clone() if isinstance(x, Tensor) else x for x in values]
+        return self.function.apply(*values)
 
     @property
     def writes_inputs(self) -> bool:
@@ -69,7 +63,7 @@ class CustomFunction(OpaqueFunction):
 
 
 class ReadBuffer(OpaqueFunction):
-    """What a buffer holds when a step begins."""
+    """Copies a buffer's value at the start of forward."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"read_{name.replace('.', '_')}")
@@ -80,7 +74,7 @@ class ReadBuffer(OpaqueFunction):
 
 
 class WriteBuffer(OpaqueFunction):
-    """What a buffer holds from now on."""
+    """Stores a value in a buffer and returns a copy."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"write_{name.replace('.', '_')}")
@@ -92,19 +86,19 @@ class WriteBuffer(OpaqueFunction):
 
 
 def copied(target: Tensor, source: Any, *_: Any) -> Tensor:
-    """What `target.copy_(source)` gives, in new memory."""
+    """Out-of-place `target.copy_(source)`."""
     return target.clone().copy_(source)
 
 
 def with_items(target: Tensor, index: Any, value: Any) -> Tensor:
-    """What `target[index] = value` leaves, in new memory."""
+    """Out-of-place `target[index] = value`."""
     changed = target.clone()
     changed[index] = value
     return changed
 
 
 class GradientHooks(OpaqueFunction):
-    """The identity, which hands the gradient of its output to hooks, in order."""
+    """The identity in forward; in backward, calls hooks on the gradient in order."""
 
     def __init__(self, hooks: Sequence[GradientHook]) -> None:
         super().__init__("register_hook")

@@ -1,11 +1,11 @@
-"""Which operators let samples of a batch depend on each other: each is run, and none is assumed.
+"""Find operators that mix samples (let one sample's result depend on others) by running them.
 
-An operator is run by itself on four random samples, then on one and three of them, with the sizes
-that a batch of so many has. Its output and the gradients of its inputs must be those of the parts
-side by side, those of its weights their sums. So mixing is found in softmax, roll, flip, cumsum,
-sort, mean and matmul over the batch, in sizes of the batch that enter a value, and in a user's
-autograd functions, hooks and untraced modules. Only operators that keep samples apart by what they
-are (a convolution, an addition) are not run.
+The test runs an operator by itself on four random samples, then on one and three of them. If it is
+sample-wise, the output and input gradients of the four are the concatenated ones of the two parts,
+and weight gradients are their sums. This finds mixing in softmax, roll, flip, cumsum, sort, mean
+and matmul over the batch, in values computed from the batch size, and in a user's autograd
+functions, hooks and untraced modules. Kinds that are sample-wise by definition (a convolution, an
+addition) are not run.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from harness.runtime.tracing.functions import GradientHooks
 
 _log = logging.getLogger(__name__)
 
-# Samples of the whole and of its parts: the first of which a model takes. A model that squeezes
-# has another form for one sample, and one that halves its batch takes even sizes alone. The last
-# try is two of the batches that are trained.
+# Batch sizes (whole, part, part); the first triple that the model runs with is used. A model that
+# squeezes changes rank at one sample, and one that halves its batch takes even sizes only. The last
+# resort is two batches of the size that is trained.
 _SIZES = ((4, 1, 3), (5, 2, 3), (10, 4, 6))
 _TOLERANCE = 1e-9
-# A larger operator is not run: where nothing is known of it, it is taken to mix samples.
+# Larger operators are not run; those of unknown kind then count as mixing.
 _MOST_ELEMENTS = 1 << 24
-# They keep apart what stands in unlike rows, as long as samples are in rows.
-_APART = ("linear", "pool", "layer_norm", "embedding")
-_BATCHED = ("conv2d", "attention")  # of four dims
+# Kinds that are sample-wise if dim 0 is the batch.
+_ROW_WISE = ("linear", "pool", "layer_norm", "embedding")
+_BATCHED = ("conv2d", "attention")  # with four dims
 _POINTWISE = ("elementwise", "add")
-# Their values are whatever the memory held.
+# Their output is uninitialized memory.
 _UNDEFINED = ("empty_like", "new_empty")
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-# What writes beyond a hook's own names: its next call might do something else.
+# Bytecode and calls by which a hook keeps state, so that its next call may differ.
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_")
 _WRITING_CALLS = ("append", "extend", "insert", "pop", "update", "setdefault", "write", "print")
 
 
-class _Answer(Enum):
+class _Mixing(Enum):
     SAMPLE_WISE = auto()
     MIXES = auto()
     UNKNOWN = auto()
@@ -59,34 +59,34 @@ class _Answer(Enum):
 class _Recording(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.found: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        self.found[n] = value
+        self.values[n] = value
         return value
 
 
 class SampleMixing:
-    """Finds operators that mix samples, of one traced model.
+    """Finds the operators of one traced model that mix samples.
 
     Args:
-        examples: of the model's inputs.
+        examples: the model's inputs.
     """
 
     def __init__(self, module: fx.GraphModule, examples: Iterable[Tensor]) -> None:
         self._module, self._examples = module, list(examples)
         self._modules = dict(module.named_modules())
-        self._known: dict[str, _Answer] = {}
+        self._known: dict[str, _Mixing] = {}
 
     @cached_property
     def _values(self) -> list[dict[fx.Node, Any]]:
-        """By node, for the whole and each part, what it gives without memory; nothing where the
-        model is of one size of batch."""
+        """Meta values by node, for the whole batch and each part; empty if the model runs with one
+        batch size only."""
         meta = meta_copy(self._module)
         for module in meta.modules():
             if isinstance(module, _BatchNorm):
-                module.eval()  # refuses single values in training
+                module.eval()  # in training it refuses one value per channel
         n = len(self._examples[0])
         for sizes in (*_SIZES, (2 * n, n, n)):
             try:
@@ -104,60 +104,60 @@ class SampleMixing:
         pairs = zip(shapes, self._examples, strict=True)
         run.run(*(torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in pairs))
         twins = zip(self._module.graph.nodes, meta.graph.nodes, strict=True)
-        return {node: run.found.get(twin) for node, twin in twins}
+        return {node: run.values.get(twin) for node, twin in twins}
 
     def mixes(self, node: fx.Node, kind: str) -> bool:
-        """Whether an operator's samples depend on each other, or on how many they are."""
-        is_users = is_opaque(node, self._modules)
-        answer = self._answer_for_user(node) if is_users else self._answer(node, kind)
-        if answer is _Answer.UNKNOWN:
-            return is_users or not is_known(kind, function_name(node.target))
-        return answer is _Answer.MIXES
+        """Whether a sample's result depends on other samples or on the batch size."""
+        is_opaque_node = is_opaque(node, self._modules)
+        mixing = self._classify_opaque(node) if is_opaque_node else self._classify(node, kind)
+        if mixing is _Mixing.UNKNOWN:
+            return is_opaque_node or not is_known(kind, function_name(node.target))
+        return mixing is _Mixing.MIXES
 
-    def _answer(self, node: fx.Node, kind: str) -> _Answer:
-        if not self._values or self._is_apart(node, kind):
-            return _Answer.SAMPLE_WISE
+    def _classify(self, node: fx.Node, kind: str) -> _Mixing:
+        if not self._values or self._is_known_sample_wise(node, kind):
+            return _Mixing.SAMPLE_WISE
         given = self._arguments(node)
         if any(len(one.dims) > 1 for one in given):
-            return _Answer.MIXES
+            return _Mixing.MIXES
         is_fixed = not any(one.dims or self._varies(one.node) for one in given)
         is_undefined = function_name(node.target) in _UNDEFINED
         if is_fixed or is_undefined or draws_random(node, self._module):
-            return _Answer.SAMPLE_WISE
+            return _Mixing.SAMPLE_WISE
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
-        what = f"{node.target}" if module is None else f"{type(module)} {module}"
-        key = f"{what} {_described(node, given)}"
+        operator = f"{node.target}" if module is None else f"{type(module)} {module}"
+        key = f"{operator} {_described(node, given)}"
         if key not in self._known:
             self._known[key] = self._test(node, given)
         return self._known[key]
 
-    def _answer_for_user(self, node: fx.Node) -> _Answer:
-        """Of code that a graph does not show; hooks that keep a state are not run."""
+    def _classify_opaque(self, node: fx.Node) -> _Mixing:
+        """Test a user's code that was not traced; hooks that keep state are not run."""
         given = self._arguments(node)
         if any(len(one.dims) > 1 for one in given) or not self._grows(node):
-            return _Answer.MIXES
+            return _Mixing.MIXES
         target = self._modules.get(str(node.target)) if node.op == "call_module" else node.target
         if not all(map(_is_stateless, _hooks(target))):
-            return _Answer.UNKNOWN
+            return _Mixing.UNKNOWN
         weights = parameters_of(node, self._module).values()
         return self._test(node, given, sum(w.numel() for w in weights), is_strict=True)
 
     def _test(
         self, node: fx.Node, given: Sequence[_Argument], n_weights: int = 0, is_strict: bool = False
-    ) -> _Answer:
+    ) -> _Mixing:
         if n_weights + sum(one.n_elements for one in given) > _MOST_ELEMENTS:
-            return _Answer.UNKNOWN
+            return _Mixing.UNKNOWN
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             try:
-                return _Trial(node, self._target(node), given).answer(is_strict)
-            except Exception as error:  # whatever it raises on random values
+                return _Trial(node, self._target(node), given).classify(is_strict)
+            except Exception as error:  # user code may raise anything on random values
                 _log.info("operator %s does not run on random samples: %s", node.name, error)
-                return _Answer.UNKNOWN
+                return _Mixing.UNKNOWN
 
-    def _is_apart(self, node: fx.Node, kind: str) -> bool:
-        """Whether what an operator is says that it keeps samples apart, or what mixes them is the
-        executor's concern."""
+    def _is_known_sample_wise(self, node: fx.Node, kind: str) -> bool:
+        """Whether an operator's kind implies that it is sample-wise, or the executor handles its
+        mixing (batch normalization)."""
         if kind == "batch_norm" or self._is_norm(node):
             return True
         sources = node.all_input_nodes
@@ -166,19 +166,19 @@ class SampleMixing:
         first = self._arguments(node)[0] if sources else None
         module = self._modules.get(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and first is not None:
-            is_apart = first.dims == (0 if module.batch_first else 1,)
-            return is_apart and first.values[0].dim() == 3
+            is_batch_dim = first.dims == (0 if module.batch_first else 1,)
+            return is_batch_dim and first.values[0].dim() == 3
         if first is None or first.dims != (0,):
             return False
         n_dims = first.values[0].dim()
-        return (kind in _APART and n_dims > 1) or (kind in _BATCHED and n_dims == 4)
+        return (kind in _ROW_WISE and n_dims > 1) or (kind in _BATCHED and n_dims == 4)
 
     def _is_norm(self, node: fx.Node) -> bool:
         is_module = node.op == "call_module"
         return is_module and isinstance(self._modules[str(node.target)], _BatchNorm)
 
     def _varies(self, node: fx.Node) -> bool:
-        """Whether a number changes with the size of the batch."""
+        """Whether a node's value is no tensor and changes with the batch size."""
         values = [each.get(node) for each in self._values]
         return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values)) and any(
             value != values[0] for value in values
@@ -197,14 +197,14 @@ class SampleMixing:
         return [_Argument(n, [each.get(n) for each in self._values]) for n in sources]
 
     def _grows(self, node: fx.Node) -> bool:
-        """Whether every tensor that a node gives has samples."""
+        """Whether the shapes of all output tensors change with the batch size."""
         found = [tensors_in_order(each.get(node)) for each in self._values]
         return bool(found) and all(a.shape != b.shape for a, b, *_ in zip(*found, strict=True))
 
 
 @dataclass(frozen=True)
 class _Argument:
-    """What a node gives its reader, for the whole and each part."""
+    """A node's meta values, for the whole batch and each part."""
 
     node: fx.Node
     values: list[Any]
@@ -215,7 +215,7 @@ class _Argument:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Those that grow with the batch."""
+        """Dims whose size changes with the batch size."""
         if not self.is_tensor:
             return ()
         shapes = [value.shape for value in self.values]
@@ -226,7 +226,8 @@ class _Argument:
         return self.values[0].numel() if self.is_tensor else 0
 
     def draw(self) -> Any:
-        """Random values for the whole, also of weights: a graph must not depend on them."""
+        """Random values for the whole batch, also for weights: the result must not depend on
+        their values."""
         like = self.values[0]
         if not self.is_tensor:
             return like
@@ -239,10 +240,10 @@ class _Argument:
         return torch.zeros(like.shape, dtype=like.dtype)
 
     def part(self, whole: Any, k: int) -> Any:
-        """Of what was drawn: all for k of 0, else that of a part."""
+        """The whole drawn value (k = 0), or the slice of part k."""
         if not self.is_tensor:
-            is_place = isinstance(self.values[k], torch.device)
-            return torch.device("cpu") if is_place else self.values[k]
+            is_device = isinstance(self.values[k], torch.device)
+            return torch.device("cpu") if is_device else self.values[k]
         if k and self.dims:
             dim = self.dims[0]
             n_before = sum(value.shape[dim] for value in self.values[1:k])
@@ -261,57 +262,56 @@ class _Trial:
         module = call if isinstance(call, nn.Module) else nn.Module()
         self._module, self._weights = module, [p for p in module.parameters() if p.requires_grad]
 
-    def answer(self, is_strict: bool) -> _Answer:
-        """Compare the whole with its parts.
+    def classify(self, is_strict: bool) -> _Mixing:
+        """Compare the whole batch with its parts.
 
         Args:
-            is_strict: whether NaN, which hides what it was computed from, and a buffer that is
-                written once a batch leave it unknown.
+            is_strict: NaN, which hides its inputs, and a written buffer give UNKNOWN.
         """
         before = self._buffers()
         whole, *parts = (self._run(k) for k in range(3))
         has_nan = any(bool(x.isnan().any()) for x in (*whole[0], *whole[1]))
         if is_strict and (has_nan or self._buffers() != before):
-            return _Answer.UNKNOWN
+            return _Mixing.UNKNOWN
         outputs = list(zip(whole[0], *(part[0] for part in parts), strict=True))
         gradients = zip(whole[1], *(part[1] for part in parts), strict=True)
-        # The gradient of a weight adds up over samples, where there are any in the output.
+        # A weight's gradient is a sum over samples, unless the output has no batch dim.
         is_fixed = all(a.shape == b.shape for a, b, *_ in outputs)
-        is_alike = all(_is_joined(a, b) for a, *b in outputs) and all(
+        is_sample_wise = all(_is_joined(a, b) for a, *b in outputs) and all(
             _is_joined(a, b) if is_fixed or a.shape != b[0].shape else _is_sum(a, b)
             for a, *b in gradients
         )
-        return _Answer.SAMPLE_WISE if is_alike else _Answer.MIXES
+        return _Mixing.SAMPLE_WISE if is_sample_wise else _Mixing.MIXES
 
     def _buffers(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._module.buffers()]
 
     def _run(self, k: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs and gradients, of the whole (0) or a part."""
+        """Outputs and gradients of the whole batch (k = 0) or of part k."""
         given = {one.node: one.part(self._drawn[one.node], k) for one in self._arguments}
         args, kwargs = fx.node.map_arg((self._node.args, self._node.kwargs), given.__getitem__)
-        # What works in place changes a copy, and no leaf.
+        # Autograd refuses in-place changes of leaves, so the operator gets copies.
         args, kwargs = fx.node.map_aggregate((args, kwargs), _copied)
         outputs = [x for x in tree_leaves(self._call(*args, **kwargs)) if isinstance(x, Tensor)]
         if not k:
             self._cotangents = [torch.randn_like(x, dtype=torch.float64) for x in outputs]
-        own = [self._cotangent(j, x, k) for j, x in enumerate(outputs)]
-        trained = [(x, c) for x, c in zip(outputs, own, strict=True) if x.requires_grad]
+        cotangents = [self._cotangent(j, x, k) for j, x in enumerate(outputs)]
+        trained = [(x, c) for x, c in zip(outputs, cotangents, strict=True) if x.requires_grad]
         leaves = [x for x in given.values() if isinstance(x, Tensor) and x.requires_grad]
-        wanted = [*leaves, *self._weights]
+        variables = [*leaves, *self._weights]
         gradients: list[Tensor] = []
-        if trained and wanted:
+        if trained and variables:
             xs, cs = zip(*trained, strict=True)
-            found = torch.autograd.grad(xs, wanted, cs, allow_unused=True)
-            pairs = zip(found, wanted, strict=True)
+            found = torch.autograd.grad(xs, variables, cs, allow_unused=True)
+            pairs = zip(found, variables, strict=True)
             gradients = [torch.zeros_like(w) if g is None else g for g, w in pairs]
         return [x.detach() for x in outputs], gradients
 
     def _cotangent(self, j: int, output: Tensor, k: int) -> Tensor:
         whole = self._cotangents[j]
-        for dim, (size, own) in enumerate(zip(whole.shape, output.shape, strict=True)):
-            if size != own:
-                whole = whole.narrow(dim, 0 if k == 1 else size - own, own)
+        for dim, (size, part) in enumerate(zip(whole.shape, output.shape, strict=True)):
+            if size != part:
+                whole = whole.narrow(dim, 0 if k == 1 else size - part, part)
         return whole.to(output.dtype)
 
 
@@ -320,7 +320,7 @@ def _ranks(values: dict[fx.Node, Any]) -> list[list[int]]:
 
 
 def _described(node: fx.Node, given: Sequence[_Argument]) -> str:
-    """Equal for operators that are given the same shapes in the same places."""
+    """A key that is equal for calls with the same arguments and shapes."""
     place = {one.node: f"#{k}" for k, one in enumerate(given)}
     args = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
     shapes = [
@@ -338,7 +338,7 @@ def _hooks(target: Any) -> list[Callable[..., Any]]:
 
 
 def _is_stateless(hook: Callable[..., Any]) -> bool:
-    """Whether a hook only computes, as far as its code shows."""
+    """Whether a hook's bytecode shows no writes to state."""
     hook = getattr(hook, "func", hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     if code is None:
@@ -352,7 +352,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether parts stand side by side in the whole; where no dim grows, whether all are equal."""
+    """Whether the whole is the concatenation of its parts; if no dim grows, whether all equal."""
     if any(part.dim() != whole.dim() for part in parts):
         return False
     sizes = [(whole.shape[d], *(p.shape[d] for p in parts)) for d in range(whole.dim())]
@@ -365,8 +365,8 @@ def _is_joined(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _is_sum(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    is_alike = all(part.shape == whole.shape for part in parts)
-    return is_alike and _is_near(whole, torch.stack(list(parts)).sum(0))
+    has_one_shape = all(part.shape == whole.shape for part in parts)
+    return has_one_shape and _is_near(whole, torch.stack(list(parts)).sum(0))
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
@@ -377,7 +377,7 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:
-    """A copy with weights of its own, in float64."""
+    """A float64 copy with random weights."""
     copied = meta_copy(module).to_empty(device="cpu").double()
     with torch.no_grad():
         for parameter in copied.parameters():

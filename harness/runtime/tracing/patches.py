@@ -1,4 +1,4 @@
-"""Replacements in PyTorch while a model is traced, because torch.fx would trace through them."""
+"""Patch PyTorch during tracing, so that torch.fx sees calls that it would trace through."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-# Takes the class of an autograd function and what it is applied to.
+# Takes the class of an autograd function and its arguments.
 Apply = Callable[..., Any]
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value meanwhile."""
+    """Give an attribute another value in the block."""
     before = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
@@ -31,15 +31,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def autograd_functions(apply: Apply) -> Iterator[None]:
-    """Hand every `Function.apply` to `apply(function, *args)`.
+    """Redirect every `Function.apply` to `apply(function, *args)`.
 
-    `Function.apply` itself ends in that of its base class, so that an `apply` which the model has
-    taken before is caught, too.
+    The base class is patched, because a model may hold a reference to `Function.apply` already.
     """
 
     def caught(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:
-            return args[0](*args[2:])  # after the flag that says whether random state is kept
+            return args[0](*args[2:])  # args[1]: preserve_rng_state
         return apply(function, *args, **kwargs)
 
     with replaced(_SingleLevelFunction, "apply", classmethod(caught)):
@@ -47,7 +46,7 @@ def autograd_functions(apply: Apply) -> Iterator[None]:
 
 
 def original_apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Apply a function while `autograd_functions` holds."""
+    """Apply a function inside `autograd_functions`."""
     original: Callable[..., Any] = torch._C._FunctionBase.__dict__["apply"]
     return original.__get__(None, function)(*args)
 
@@ -68,16 +67,16 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether hooks are to see a parameter's gradient."""
+    """Whether a parameter has hooks on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_own_hooks(module: nn.Module) -> bool:
-    """Whether a module runs code beside its forward that is not PyTorch's own (`weight_norm`)."""
+    """Whether a module has hooks other than PyTorch's forward hooks (such as `weight_norm`)."""
     forward = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return has_backward_hooks(module) or any(not _is_torchs(hook) for hook in forward)
+    return has_backward_hooks(module) or any(not _is_from_torch(hook) for hook in forward)
 
 
-def _is_torchs(hook: Any) -> bool:
+def _is_from_torch(hook: Any) -> bool:
     owner = hook if hasattr(hook, "__module__") else type(hook)
     return str(owner.__module__).startswith("torch.")

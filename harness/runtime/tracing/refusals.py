@@ -1,4 +1,4 @@
-"""Why a model cannot be captured: one short line with the construct, its place and the remedy."""
+"""Explain in one line why a model cannot be captured: the construct, its place, the remedy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from harness.runtime.ranks.failures import users_line
 from harness.runtime.tracing.constructs import LostError
 
 _REMEDY = "or train it by --engine torch, which needs no plan"
-_LONGEST = 100  # letters of what PyTorch says
+_LONGEST = 100  # characters quoted from PyTorch's message
 _AT_ONCE = "compute on all samples at once"
 _VALUES = "use torch.where or a mask"
-# In what torch.fx, torch.export and meta tensors say; the construct, and what to write.
+# Pattern in a message of torch.fx, torch.export or meta tensors; the construct; its remedy.
 _CONSTRUCTS = (
     (r"'len' is not supported", "forward takes len() of a tensor", "take x.shape[0]"),
     (
@@ -63,8 +63,7 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
     """The error for a model that cannot be captured.
 
     Args:
-        reasons: what each way to capture it raised; where several name a construct, the last one
-            counts.
+        reasons: the error of each way to capture it; the last that names a construct counts.
     """
     for error in reversed(reasons):
         if isinstance(error, LostError):
@@ -72,25 +71,25 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
         for pattern, construct, remedy in _CONSTRUCTS:
             if re.search(pattern, str(error)):
                 return _error(name, construct, error, remedy)
-    said = "; ".join(dict.fromkeys(map(_said, reasons)))
-    return _error(name, said, reasons[0], "rewrite that part")
+    messages = "; ".join(dict.fromkeys(map(_message, reasons)))
+    return _error(name, messages, reasons[0], "rewrite that part")
 
 
-def _error(name: str, what: str, error: Exception, remedy: str) -> ModelError:
+def _error(name: str, construct: str, error: Exception, remedy: str) -> ModelError:
     place = _place(error)
     where = f" ({place})" if place else ""
     do = f": {remedy}, {_REMEDY}" if remedy else f", {_REMEDY}"
-    return ModelError(f"{name} cannot be captured: {what}{where}{do}")
+    return ModelError(f"{name} cannot be captured: {construct}{where}{do}")
 
 
 def _place(error: Exception) -> str:
-    """The user's line, or the operator that the interpreter of the graph was at."""
+    """The line of the user's code, or the operator that was running."""
     operator = re.search(r"While executing %(\w+)", str(error))
     return users_line(error) or (f"operator {operator[1]!r}" if operator else "")
 
 
-def _said(error: Exception) -> str:
-    """What an error says in its first sentence."""
+def _message(error: Exception) -> str:
+    """The first sentence of an error."""
     text = one_line(first_line(error))
     if isinstance(error, HarnessError):
         return text

@@ -1,7 +1,7 @@
-"""Operators of a part of a model that runs under torch.autocast, in their own dtypes.
+"""Operators that run under torch.autocast.
 
-Autocast chooses dtypes by the device that tensors are on, and knows nothing of the meta device:
-there the dtypes are those of fake tensors of the real device.
+Autocast chooses dtypes by device and does not support the meta device, so meta tensors get the
+dtypes of fake tensors on the real device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from harness.runtime.tracing.functions import OpaqueFunction
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """What `torch.autocast` was entered with."""
+    """The arguments of a `torch.autocast` context."""
 
     device_type: str
     dtype: torch.dtype
     is_enabled: bool
 
     def enter(self) -> torch.autocast:
-        """The same context anew."""
+        """A new context with the same arguments."""
         return torch.autocast(self.device_type, self.dtype, self.is_enabled)
 
     def __str__(self) -> str:
@@ -36,10 +36,10 @@ class AutocastRegion:
 
 
 def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
-    """Call in a region; on the meta device, with the dtypes that the real one would give.
+    """Call a function in a region; on the meta device, with the real device's dtypes.
 
     Args:
-        tensors: that `call` is given first, beside its other arguments.
+        tensors: the first argument of `call`, which may be nested.
     """
     if not _is_meta((tensors, args)):
         with region.enter():
@@ -64,7 +64,7 @@ def _is_meta(values: Any) -> bool:
 
 
 class AutocastFunction(OpaqueFunction):
-    """A function, or a method by its name, in a region."""
+    """Runs a function, or a method given by name, in a region."""
 
     def __init__(self, name: str, target: Any, region: AutocastRegion) -> None:
         super().__init__(name)
@@ -81,7 +81,7 @@ class AutocastFunction(OpaqueFunction):
 
 
 class AutocastModule(nn.Module):
-    """A module in a region."""
+    """Runs a module in a region."""
 
     def __init__(self, module: nn.Module, region: AutocastRegion) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Buffers that forward writes: found while a model is traced, then passed on as values.
+"""Find the buffers that forward writes during tracing and pass their values through the graph.
 
-read -> operators that use it, and that compute the next one -> write
+read -> operators that use the value or compute the next one -> write
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ _COPYING = {"copy_": copied, "zero_": torch.zeros_like, "fill_": torch.full_like
 
 
 class States:
-    """The buffers of a model that is traced.
+    """The buffers of the model that is traced.
 
     Args:
         names: buffers that are known to be written.
 
     Attributes:
-        writes: other buffers that forward was seen to write, with the path of the module whose
-            forward did.
+        writes: newly found written buffers, each with the path of the module that writes it.
     """
 
     def __init__(self, tracer: Any, names: Collection[str]) -> None:
@@ -41,7 +40,7 @@ class States:
 
     @contextmanager
     def watched(self, root: nn.Module) -> Iterator[None]:
-        """Note what is written within; leave the model's buffers and attributes as they were."""
+        """Record writes in the block; restore the model's buffers and attributes at its end."""
         held = [
             (module, f"{path}.{name}".lstrip("."), name, buffer, buffer._version, buffer.clone())
             for path, module in root.named_modules()
@@ -78,7 +77,7 @@ class States:
                             buffer.copy_(value)
 
     def current(self, buffer: Tensor) -> Any:
-        """A written buffer's value at this point of forward; None for any other tensor."""
+        """The value of a written buffer at this point of forward; None for other tensors."""
         name = self._by_id.get(id(buffer))
         if name is None or name not in self._names:
             return None
@@ -102,13 +101,14 @@ class States:
             self.writes[name] = self._tracer.module_path
 
     def replace(self, before: fx.Node, after: fx.Node) -> None:
-        """A buffer's value was replaced by another."""
+        """Update the buffer whose current value is `before`."""
         for name, value in self._values.items():
             if value is before:
                 self._values[name] = after
 
     def note(self, node: fx.Node) -> None:
-        """Note a node that works in place on a buffer; on one that is passed on, let it copy."""
+        """Record a node that writes a buffer in place; make it out of place if the graph passes
+        the buffer's value on."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source.op == "placeholder":
             return
@@ -134,7 +134,7 @@ class States:
             self.writes[name] = self._tracer.module_path
 
     def _viewed(self, node: fx.Node) -> str | None:
-        """The written buffer that a view is of."""
+        """The written buffer that a node is a view of, or None."""
         while is_view(node) and node.args and isinstance(node.args[0], fx.Node):
             node = node.args[0]
             for name, value in self._values.items():
@@ -143,7 +143,7 @@ class States:
         return None
 
     def write(self, graph: fx.Graph) -> None:
-        """Write the last values at the end of forward."""
+        """Insert writes of the final values at the end of forward."""
         (output,) = graph.find_nodes(op="output")
         with graph.inserting_before(output):
             for name, value in self._values.items():

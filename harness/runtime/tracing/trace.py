@@ -1,8 +1,8 @@
-"""Trace a model into a graph that computes what the model does, forward and backward.
+"""Trace a model into a graph with the same outputs and gradients.
 
-torch.fx follows the model, and keeps modules (a convolution, an attention) as single operators.
-Where it cannot, torch.export does, whose operators are smaller. Where neither can follow one of the
-model's modules, that module is kept whole.
+torch.fx comes first, because it keeps modules (a convolution, an attention) as single operators.
+If it fails, torch.export follows, whose operators are smaller. If both fail in a module, that
+module is kept as one operator.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from harness.runtime.tracing.tracer import ModelTracer
 
 _log = logging.getLogger(__name__)
 
-# Of the model's parameters: a module with more of them is not kept whole for a buffer's sake.
+# A module with a larger share of the model's parameters is not kept whole for a written buffer.
 _LARGEST_SHARE = 0.5
 
 
 def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
-    """Trace a model that is called on `examples`.
+    """Trace a model that takes `examples`.
 
     Raises:
-        ModelError: the model cannot be followed, or not without losing a part of its meaning.
+        ModelError: the model cannot be traced, or a graph cannot represent one of its constructs.
     """
     whole: set[str] = set()
     states: dict[str, str] = {}
@@ -81,9 +81,9 @@ def _module(model: nn.Module, graph: fx.Graph, states: Collection[str]) -> fx.Gr
 
 
 def _place(model: nn.Module, buffer: str, writer: str) -> str:
-    """The module to keep whole, which has and writes a buffer; empty where that is too much of the
-    model, so that the graph passes the buffer's values on."""
+    """The innermost module that owns and writes a buffer, to be kept whole; empty if it is too
+    large a part of the model, so that the graph passes the buffer's values on."""
     steps = zip(buffer.split(".")[:-1], writer.split("."), strict=False)
     place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
-    own = sum(p.numel() for p in model.get_submodule(place).parameters())
-    return place if own < _LARGEST_SHARE * sum(p.numel() for p in model.parameters()) else ""
+    n_inside = sum(p.numel() for p in model.get_submodule(place).parameters())
+    return place if n_inside < _LARGEST_SHARE * sum(p.numel() for p in model.parameters()) else ""

@@ -1,7 +1,4 @@
-"""A torch.fx tracer that loses nothing that a model says beside its operators.
-
-The grad mode, autograd functions and hooks are kept in the graph; what it cannot keep it refuses.
-"""
+"""A torch.fx tracer that keeps grad mode, autograd functions and hooks, or refuses the model."""
 
 from __future__ import annotations
 
@@ -38,21 +35,21 @@ _WITHOUT_GRADIENT = ("detach", "detach_", "argmax", "argmin", "argsort", "eq", "
 
 
 class _Arguments(tuple[fx.Proxy, ...]):
-    """What `*args` of forward stand for; torch.fx takes a plain tuple apart."""
+    """The value of forward's `*args`; torch.fx would unpack a plain tuple."""
 
 
 class _Keywords(dict[str, Any]):
-    """What `**kwargs` of forward stand for: nothing."""
+    """The value of forward's `**kwargs`: empty."""
 
 
 class HookHandle:
-    """What `register_hook` returns while a model is traced."""
+    """The result of `register_hook` during tracing."""
 
     def __init__(self, hooks: list[GradientHook], hook: GradientHook) -> None:
         self._hooks, self._hook = hooks, hook
 
     def remove(self) -> None:
-        """Forget the hook."""
+        """Remove the hook."""
         if self._hook in self._hooks:
             self._hooks.remove(self._hook)
 
@@ -61,7 +58,7 @@ class ModelProxy(fx.Proxy):
     """A tensor of a traced model."""
 
     def register_hook(self, hook: GradientHook) -> HookHandle:
-        """Note a hook on this tensor's gradient."""
+        """Record a hook on this tensor's gradient."""
         if self.node.op == "get_attr":
             raise LostError(
                 f"forward calls register_hook on {self.node.target!r}, which adds a hook in every "
@@ -72,7 +69,7 @@ class ModelProxy(fx.Proxy):
         return HookHandle(hooks, hook)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Go on with a copy in which elements are replaced: whoever reads this tensor later."""
+        """Continue with a copy in which the elements are replaced."""
         if self.node.op == "placeholder" or is_view(self.node):
             self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
             return
@@ -82,11 +79,11 @@ class ModelProxy(fx.Proxy):
         self.node = changed.node
 
     def retain_grad(self) -> None:
-        """Change nothing: the gradient is read after the step, if at all."""
+        """Do nothing, because a retained gradient could only be read after the step."""
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the model's own tensor asks for a gradient."""
+        """Whether the traced tensor requires a gradient."""
         tracer: ModelTracer = self.tracer  # type: ignore[assignment]
         return tracer.has_gradient(self.node)
 
@@ -96,7 +93,7 @@ class ModelProxy(fx.Proxy):
 
     @property
     def data(self) -> fx.Proxy:
-        """The tensor without its graph."""
+        """The detached tensor."""
         proxy = self.tracer.create_proxy("call_function", detach, (self,), {})
         proxy.node.meta[IS_DATA] = True
         return proxy
@@ -107,12 +104,12 @@ class ModelProxy(fx.Proxy):
 
 
 class ModelTracer(fx.Tracer):
-    """Traces a model; modules without code to look into, and `leaves`, become single nodes.
+    """Traces a model; PyTorch's modules and `leaves` become single nodes.
 
     Args:
-        leaves: paths of modules that are kept whole beside those that torch.fx keeps.
-        states: names of buffers that forward writes, whose values the graph passes on.
-        n_inputs: how many tensors the model is fed; other arguments keep their defaults.
+        leaves: paths of further modules that are kept whole.
+        states: names of written buffers whose values the graph passes on.
+        n_inputs: number of input tensors; other arguments keep their defaults.
     """
 
     def __init__(self, leaves: Collection[str], states: Collection[str], n_inputs: int) -> None:
@@ -122,7 +119,7 @@ class ModelTracer(fx.Tracer):
         self._regions = Regions()
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """As `fx.Tracer.trace`, with patches in place."""
+        """As `fx.Tracer.trace`, under the patches."""
         with ExitStack() as stack:
             stack.enter_context(patches.grad_mode_kept())
             stack.enter_context(torch.enable_grad())
@@ -135,7 +132,7 @@ class ModelTracer(fx.Tracer):
 
     @property
     def module_path(self) -> str:
-        """The module whose forward runs now, or raised."""
+        """Path of the module whose forward is running, or raised the error."""
         return next(reversed(self.module_stack.values()))[0] if self.module_stack else ""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -167,7 +164,7 @@ class ModelTracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Whether a node's value asks for a gradient, as far as the graph shows."""
+        """Whether a node's value requires a gradient, as far as the graph shows."""
         if node.op == "get_attr":
             value = attrgetter(str(node.target))(self.root)
             return isinstance(value, nn.Parameter) and value.requires_grad
@@ -176,15 +173,15 @@ class ModelTracer(fx.Tracer):
         if getattr(node.target, "__name__", node.target) in _WITHOUT_GRADIENT:
             return False
         if node.op == "call_module":
-            own = self.root.get_submodule(str(node.target)).parameters()
-            if any(parameter.requires_grad for parameter in own):
+            parameters = self.root.get_submodule(str(node.target)).parameters()
+            if any(parameter.requires_grad for parameter in parameters):
                 return True
         return any(map(self.has_gradient, node.all_input_nodes))
 
     def _proxy_placeholder(
         self, name: str, concrete_args: Any, sig: Any, fn_for_analysis: Callable[..., Any]
     ) -> Any:
-        if name.startswith("*"):  # the function takes them as a tuple and a dict now
+        if name.startswith("*"):  # forward takes them as a tuple and a dict
             return _Keywords() if name.startswith("**") else self._inputs_left(name[1:])
         parameter = sig.parameters.get(name)
         default = sig.empty if parameter is None else parameter.default
@@ -201,7 +198,7 @@ class ModelTracer(fx.Tracer):
         return _Arguments(self.create_proxy("placeholder", f"{name}_{n}", (), {}) for n in numbers)
 
     def _apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
-        """An autograd function as one node, where it is applied to what is traced."""
+        """Record an autograd function as one node if an argument is traced; else apply it."""
         if not any(isinstance(a, fx.Proxy | nn.Parameter) for a in args):
             return patches.original_apply(function, *args)
         given: list[Any] = []
@@ -212,7 +209,7 @@ class ModelTracer(fx.Tracer):
                     f"the autograd function {function.__name__} is given a module, whose weights "
                     "no operator holds: call the module outside of it"
                 )
-            if _is_held(argument):
+            if _can_be_argument(argument):
                 given.append(argument)
             else:
                 fixed[position] = argument
@@ -220,10 +217,10 @@ class ModelTracer(fx.Tracer):
         return self.create_proxy("call_function", target, tuple(given), {})
 
 
-def _is_held(argument: Any) -> bool:
-    """Whether a node can have an argument."""
+def _can_be_argument(argument: Any) -> bool:
+    """Whether an fx node can hold a value as an argument."""
     if isinstance(argument, tuple | list):
-        return all(map(_is_held, argument))
+        return all(map(_can_be_argument, argument))
     return argument is None or isinstance(argument, (fx.Proxy, Tensor, *base_types))
 
 

@@ -1,6 +1,6 @@
-"""Hand operators the tensors of a tuple that another operator gave, each by itself.
+"""Split tuples between operators into their tensors, because a strategy places single tensors.
 
-A strategy places tensors: `lstm(x, state)` becomes `lstm(x, (state[0], state[1]))`.
+`lstm(x, state)` becomes `lstm(x, (state[0], state[1]))`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from harness.errors import ModelError
 
 
 def spread_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
-    """Rewrite a traced model; whether anything was to do.
+    """Rewrite a traced model; return whether it changed.
 
     Args:
-        values: what each node gives, on any device.
+        values: the value of each node, on any device.
     """
     readers = [
         (user, node)
@@ -56,11 +56,7 @@ def _parts(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
 
 
 def check_sizes(values: dict[fx.Node, Any]) -> None:
-    """Refuse a tensor without elements, which no strategy can cut.
-
-    Raises:
-        ModelError: names its operator.
-    """
+    """Raise ModelError for a tensor without elements, because no strategy can cut it."""
     for node, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 0:
             raise ModelError(

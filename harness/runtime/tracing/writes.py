@@ -1,14 +1,14 @@
-"""Let those who read what an operator changes in place read that operator's result.
+"""Replace in-place writes: a reader of a changed tensor reads the writer's output instead.
 
-A strategy may run the operators of a graph on other devices and in another order than the model
-does, so what a reader sees must follow from the graph alone:
+A strategy may run operators on other devices and in another order than the model does, so the
+graph's edges must determine the value that each operator reads:
 
     v = y.view(-1, 4, 4)          v = y.view(-1, 4, 4)
     w = v.mul_(2)                 w = v * 2
     z = f(y)                      y2 = written(y, w); z = f(y2)
 
-What shares memory is found on the meta device: tensors that have one storage, of which an operator
-raises the version.
+A run on the meta device shows which tensors share a storage, and, by their version counters, which
+operators write them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from harness.runtime.tracing.tuples import check_sizes, spread_tuples
 
 @dataclass(frozen=True)
 class _Ref:
-    """An argument that is given at the call, by position."""
+    """A placeholder for the call argument at a position."""
 
     position: int
 
 
 class View(NamedTuple):
-    """A step of a chain of views: what is called on the value before it, and the rest."""
+    """One step of a chain of views: a call on the previous value, with further arguments."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,10 +45,10 @@ class View(NamedTuple):
 
 
 class Written(OpaqueFunction):
-    """A copy of a tensor of which a view has other values; the gradient goes to both.
+    """A copy of a tensor in which one view has new values; both inputs get gradients.
 
     Args:
-        views: from the tensor to the view that is written.
+        views: chain from the tensor to the written view.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -68,7 +68,7 @@ class Written(OpaqueFunction):
 
 
 class _Run(fx.Interpreter):
-    """Notes each node's value, and which of its arguments it changed."""
+    """Records the arguments that each node changes in place."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -92,7 +92,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Memory:
-    """Which nodes of a graph share memory, and who writes to it."""
+    """The nodes of a graph that share memory, and those that write it."""
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
         meta = meta_copy(module)
@@ -106,28 +106,28 @@ class _Memory:
             node: _storage(value) for node, value in self.values.items() if _is_tensor(value)
         }
         self.changed: dict[fx.Node, list[fx.Node]] = {
-            twins[n]: [twins[a] for a in own] for n, own in run.changed.items()
+            twins[n]: [twins[a] for a in changed] for n, changed in run.changed.items()
         }
 
     def writers(self) -> list[fx.Node]:
-        """Nodes that change what another node gave; buffers are the model's own."""
+        """Nodes that change another node's output; writes of buffers do not count."""
         return [n for n in self.changed if self.chain(self.target(n))[0].op != "get_attr"]
 
     def target(self, writer: fx.Node) -> fx.Node:
-        """The argument that a node changes; of several that share memory the first."""
+        """The argument that a node changes (the first, if several share memory)."""
         return self.changed[writer][0]
 
     def aliases(self, writer: fx.Node) -> list[fx.Node]:
-        """Nodes before a writer that share memory with what it changes, in order."""
-        own = self._storages[self.target(writer)]
+        """Earlier nodes that share memory with a writer's target, in order."""
+        written = self._storages[self.target(writer)]
         return [
             node
             for node, storage in self._storages.items()
-            if storage == own and self.place[node] < self.place[writer]
+            if storage == written and self.place[node] < self.place[writer]
         ]
 
     def late(self, writer: fx.Node, alias: fx.Node) -> list[fx.Node]:
-        """Those that read an alias after the writer; a size or dtype may be read at any time."""
+        """Readers of an alias after the writer; reads of its size or dtype do not count."""
         return [
             user
             for user in alias.users
@@ -138,7 +138,7 @@ class _Memory:
         return user.op == "output" or bool(_tensors(self.values.get(user)))
 
     def chain(self, node: fx.Node) -> list[fx.Node]:
-        """The views from a tensor to a node, which is the last; the first may be a writer's."""
+        """The chain of views from a base tensor, or a writer's output, to a node."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source not in self._storages or node in self.changed:
             return [node]
@@ -165,14 +165,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def settle(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
-    """Rewrite a traced model so that nobody reads what somebody else has changed in place, and
-    that operators are handed tensors alone.
+    """Rewrite a traced model so that no operator reads a tensor that another changed in place, and
+    operators take tensors instead of tuples.
 
-    A module that works in place on what others share gets the mark `COPIES`: where they run
-    elsewhere or later, it must work on a copy.
+    A module that works in place on shared memory gets the mark `COPIES`: it must work on a copy if
+    the other users run elsewhere or later.
 
     Raises:
-        ModelError: names the operator whose change cannot be written out of place.
+        ModelError: an operator's in-place change has no out-of-place form.
     """
     memory = _Memory(module, examples)
     check_sizes(memory.values)
@@ -194,9 +194,9 @@ def settle(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
 
 
 def _is_shared(memory: _Memory, writer: fx.Node) -> bool:
-    """Whether somebody else holds what it changes, but for operators that worked in place before.
+    """Whether a node that is not a previous in-place writer shares the target's memory.
 
-    Those handed it on: relu_(add_(conv)) shares memory with the convolution, which nobody reads.
+    In relu_(add_(conv)), the convolution does not count, because only add_ reads it.
     """
     target = memory.target(writer)
     others = set(memory.aliases(writer)) - {target}
@@ -207,7 +207,7 @@ def _is_shared(memory: _Memory, writer: fx.Node) -> bool:
 
 
 def _settle(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> bool:
-    """Rewire the late readers of what one operator changes; whether there were any."""
+    """Rewire the late readers of one writer's target; return whether there were any."""
     late = {a: users for a in memory.aliases(writer) if (users := memory.late(writer, a))}
     if not late:
         return False
@@ -232,7 +232,7 @@ def _refused(writer: fx.Node, target: fx.Node) -> ModelError:
 
 
 def _work_out_of_place(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> None:
-    """Let a node give the changed tensor, and change none."""
+    """Make a writer return a new tensor instead of changing its argument."""
     if "out" in writer.kwargs:
         writer.kwargs = {k: v for k, v in writer.kwargs.items() if k != "out"}
         return
@@ -256,7 +256,7 @@ def _copy_module(module: fx.GraphModule, writer: fx.Node) -> None:
 
 
 def _put(module: fx.GraphModule, memory: _Memory, target: fx.Node, value: fx.Node) -> fx.Node:
-    """The whole tensor with what was written to a view of it."""
+    """A node for the base tensor in which the view `target` has the new value."""
     base, *chain = memory.chain(target)
     if not chain:
         return value
@@ -283,7 +283,7 @@ def _view(module: fx.GraphModule, step: fx.Node, given: list[fx.Node]) -> View:
 
 
 def _replay(module: fx.GraphModule, memory: _Memory, alias: fx.Node, base: fx.Node) -> fx.Node:
-    """The same view of the new tensor."""
+    """Apply an alias's chain of views to a new base tensor."""
     found = base
     for step in memory.chain(alias)[1:]:
         with module.graph.inserting_after(found):

@@ -195,7 +195,7 @@ def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number)
 
 def test_a_first_process_that_the_kernel_killed_for_memory_is_told_with_its_limit(monkeypatch):
     agent = RankAgent.__new__(RankAgent)
-    agent._who, agent._oom_kills = "rank 1 (b)", 2
+    agent._label, agent._oom_kills = "rank 1 (b)", 2
     monkeypatch.setattr(agent_module, "n_oom_kills", lambda: 3)
     monkeypatch.setattr(agent_module, "cgroup_memory_bytes", lambda: 150 << 20)
     killed = "the kernel killed its first process: the memory limit of 150 MiB was reached"
