@@ -1,1 +1,1 @@
-"""Carries out any Strategy on any captured model: see docs/design/executor.md."""
+"""Trains any captured model by any Strategy: see docs/design/executor.md."""

@@ -1,4 +1,4 @@
-"""The engine that trains any strategy: lower it, then run its actions step by step."""
+"""The engine that trains by any strategy: it lowers the strategy and runs its actions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from harness.runtime.engines.optimizers import make_optimizer
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
-    AtOnce,
+    ImmediateSink,
     WeightQueue,
     count_uses,
 )
 from harness.runtime.executor.gradients.joining import Joining
 from harness.runtime.executor.gradients.parameter_hooks import ParameterHooks
 from harness.runtime.executor.gradients.sums import GradientSync
-from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.options import ExecutorPlan
 from harness.runtime.executor.program.emit import DeviceTasks
 from harness.runtime.executor.program.lower import Lowering
@@ -48,7 +48,7 @@ from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
-from harness.runtime.executor.transport.partial_sums import adding_up_norm
+from harness.runtime.executor.transport.partial_sums import norm_reducer
 from harness.runtime.executor.transport.rehearsal import is_needed, rehearse
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
@@ -57,15 +57,15 @@ from harness.runtime.tracing.finish import without_gradient_hooks
 
 
 class ExecutorEngine:
-    """Trains a task by a strategy; device k of the strategy is rank k. All ranks must make it.
+    """Trains a task by a strategy; device k is rank k. All ranks must construct it.
 
     Args:
-        task: the whole model, with equal weights on every rank; the engine keeps its own parts
-            and frees the others.
+        task: the whole model, with equal weights on every rank; the engine keeps this rank's
+            slices and frees the rest.
 
     Raises:
-        StrategyError: it does not fit the model or the ranks.
-        ConfigError: fp16, whose loss scaling is not made for parts of a model.
+        StrategyError: the strategy does not fit the model or the ranks.
+        ConfigError: the dtype is fp16, which needs loss scaling.
     """
 
     def __init__(
@@ -92,23 +92,23 @@ class ExecutorEngine:
         self.weights = Weights(captured.module)
         self.holders = Holders(captured.module)
         self._groups = Groups(world, plan.timeout_s)
-        # A zero-bubble stage computes the gradients of its weights apart, but for the first: no
-        # stage waits for those of its inputs, and both at once take less than one by one.
+        # Zero bubble separates weight gradients from input gradients, except in the first stage:
+        # no stage waits for its input gradients, and computing both together is faster.
         stages = range(1, len(plan.strategy.stages))
         is_split = plan.strategy.schedule == "zero_bubble"
         self._queues = {stage: WeightQueue() for stage in stages if is_split}
         self._timetable = Timetable(
             plan.strategy, world.rank, is_asynchronous=plan.is_asynchronous, split=self._queues
         )
-        # Gradients of joined microbatches come after what the stage before waits for.
+        # Joined weight gradients are computed after the gradients that the previous stage awaits.
         self._joined = {stage: WeightQueue() for stage in stages if not is_split}
-        self._homes = GradientHomes()
+        self._gradient_buffers = GradientBuffers()
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         self._programs = self._lower(meta)
         self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
-        self._n_updates = 0  # of the last step
+        self._n_updates = 0  # in the last step
         self._runner = self._make_runner(Precision(options.dtype, world.device))
         self._sync = self._make_sync(options.bucket_bytes)
         self._has_weights = any(True for _ in self.weights.parameters())
@@ -116,7 +116,7 @@ class ExecutorEngine:
             self.weights if self._has_weights else nn.Linear(1, 1), options.optimizer, world.device
         )
         self.weights.release_others(captured.module)
-        self.weights.release_others(task.model)  # whose export has weights of its own
+        self.weights.release_others(task.model)  # if capture copied its weights
         self.keep_gradients = False
         self.is_rehearsal_due = is_needed(world)
         self._gradients: dict[WeightSlice, Tensor] = {}
@@ -160,27 +160,27 @@ class ExecutorEngine:
             meta=meta,
             device=self._world.rank,
             weights=self.weights,
-            reduce_over=partial(adding_up_norm, self._channels, self._phases),
+            reduce_over=partial(norm_reducer, self._channels, self._phases),
             random=self._random,
             mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
-            homes=self._homes,
-            at_once=self._at_once(),
+            buffers=self._gradient_buffers,
+            immediate=self._immediate_sink(),
             joining=joining,
             joined=self._joined,
         )
         return Lowering(tasks, self._queues).program()
 
-    def _at_once(self) -> AtOnce | None:
-        """Writes gradients of large weights where they stay; None where that saves no copies.
+    def _immediate_sink(self) -> ImmediateSink | None:
+        """A sink that writes gradients directly into buckets; None if that saves no copies.
 
-        Stashed versions of weights have no gradients of their own.
+        Asynchronous training uses none, because stashed weights have no buckets.
         """
         has_copies = self._world.size > 1 or self.plan.strategy.n_microbatches > 1
-        # On a GPU memory is fast, and the time of an autograd function in Python would show.
-        is_worth_it = self._world.device.type == "cpu"
-        if not has_copies or not is_worth_it or self.plan.is_asynchronous:
+        # On a GPU the overhead of an autograd function in Python exceeds the time of a copy.
+        is_faster = self._world.device.type == "cpu"
+        if not has_copies or not is_faster or self.plan.is_asynchronous:
             return None
-        return AtOnce(lambda parameter: self._sync.reached(parameter))
+        return ImmediateSink(lambda parameter: self._sync.reached(parameter))
 
     def _make_runner(self, precision: Precision) -> Runner:
         strategy = self.plan.strategy
@@ -212,14 +212,14 @@ class ExecutorEngine:
             uses,
             self._recorder,
             bucket_bytes,
-            self._homes,
+            self._gradient_buffers,
         )
 
     # Training
 
     @property
     def samples(self) -> list[int]:
-        """Positions within the global batch that this rank is fed in every step, in order."""
+        """Positions in the global batch of the samples that this rank reads, in order."""
         return self._feed.samples
 
     @property
@@ -234,19 +234,19 @@ class ExecutorEngine:
 
     @property
     def can_be_muted(self) -> bool:
-        """Whether devices have anything to tell each other: all ranks say the same."""
+        """Whether the strategy uses several devices; equal on all ranks."""
         plans = self.plan.strategy.operators.values()
         return len({device for plan in plans for device in plan.devices}) > 1
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
-        """One optimizer step; see `Engine.step`.
+        """Run one optimizer step; see `Engine.step`.
 
-        Asynchronous training updates the weights by each microbatch by itself, and leaves a
-        stage's last ones in flight for the next step, or for `flush`.
+        Asynchronous training updates the weights after each microbatch, and leaves the last
+        microbatches in flight until the next step or `flush`.
 
         Raises:
             PeerError: another rank died or hangs; NCCL ends this process instead.
-            StrategyError: the global batch is not the strategy's.
+            StrategyError: the global batch differs from the strategy's.
         """
         if share.n_global != self.plan.strategy.batch:
             raise StrategyError(
@@ -278,7 +278,7 @@ class ExecutorEngine:
         self._phases.end()
 
     def _rehearse(self, batch: Batch | None) -> None:
-        """See `rehearsal`; updates are left out while it is due."""
+        """Run a step without communication or update; see the module `rehearsal`."""
 
         def step() -> None:
             self._sync.start_step(is_muted=True)
@@ -291,7 +291,7 @@ class ExecutorEngine:
         self.is_rehearsal_due = False
 
     def flush(self) -> None:
-        """Finish what asynchronous steps left in flight; all ranks must call it.
+        """Finish microbatches in flight after asynchronous steps; all ranks must call it.
 
         Raises:
             PeerError: another rank died or hangs.
@@ -302,7 +302,7 @@ class ExecutorEngine:
             self._timetable.n_streamed = 0
 
     def _finish_sends(self, before: float = math.inf) -> None:
-        # What is still on its way are activations and their gradients, which no update changes.
+        # Pending sends hold activations and their gradients, which no update changes.
         self._phases.begin("communication", name="sends", is_wait=True)
         self._channels.finish_sends(before)
         self._phases.end()
@@ -321,7 +321,7 @@ class ExecutorEngine:
             self._optimizer.zero_grad(set_to_none=True)
 
     def _update_microbatch(self) -> None:
-        """Without a flush: each microbatch is a minibatch with an update of its own."""
+        """Synchronise gradients and update the weights after one microbatch, without a flush."""
         self._phases.end()
         self._sync.start_step(is_muted=self._channels.is_muted)
         self._sync.finish()
@@ -330,23 +330,23 @@ class ExecutorEngine:
         self._n_updates += 1
 
     def _loss(self) -> Tensor:
-        """This rank's part of the mean loss."""
+        """This rank's share of the mean loss; 0 if it computes none."""
         loss = self._runner.loss
         return torch.zeros((), device=self._world.device) if loss is None else loss
 
     # State
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Those of the last update, whole, if `keep_gradients` was set; all ranks must call it."""
+        """Whole gradients of the last update if `keep_gradients` is set; all ranks must call it."""
         return self._gatherer.whole(self._gradients)
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model as one device has it, on every rank; all must call it."""
+        """The state of the whole model, on every rank; all ranks must call it."""
         self.flush()
         return self._gatherer.model_state()
 
     def full_state(self) -> dict[str, Any]:
-        """Model and optimizer as one device has them, on every rank; all must call it."""
+        """The state of model and optimizer, on every rank; all ranks must call it."""
         return {
             "model": self.model_state(),
             "optimizer": self._gatherer.optimizer_state(self._optimizer),
@@ -354,7 +354,7 @@ class ExecutorEngine:
         }
 
     def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take over a whole state, of this or another strategy or engine; all must call it."""
+        """Load a whole state, of any strategy or engine; all ranks must call it."""
         self.flush()
         self._gatherer.load(state, self._optimizer)
         self._random.step = state.get("step", self._random.step)
@@ -362,23 +362,22 @@ class ExecutorEngine:
             self._stash.updated()
 
     def save_sharded(self, directory: Path) -> None:
-        """Each rank writes its parts of the whole state, for `state_files.load_sharded`."""
+        """Write this rank's slices of the state, for `load_sharded`; all ranks must call it."""
         self.flush()
         save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
 
     def close(self) -> None:
-        """Let go of its process groups, when all ranks are done with its steps; all must call it.
+        """Destroy its process groups after the last step; all ranks must call it.
 
-        What the engine holds besides goes with it, once the garbage collector has seen it: its
-        parts refer to each other.
+        The garbage collector frees its memory, because its objects form reference cycles.
         """
         self._groups.close()
 
     def verify_replicas(self) -> str:
-        """Check that weights held by several ranks are equal, bit by bit; all must call it.
+        """Check that replicated weights are equal, bit by bit; all ranks must call it.
 
         Returns:
-            A digest of the weights, equal for equal training by the same strategy.
+            A digest of the weights, to compare runs of one strategy.
 
         Raises:
             VerificationError: names the ranks and the parameter.
@@ -387,12 +386,12 @@ class ExecutorEngine:
         return verify_copies(self.weights, self._world)
 
     def _fetch(self, fetch: Callable[[], Batch]) -> Batch | None:
-        """This rank's data, on its device; None where it reads none."""
+        """This rank's samples, on its device; None if it reads none."""
         batch: Batch | None = None
         if self._feed.samples:
             self._phases.begin("data")
             batch = fetch()
             self._phases.begin("host_to_device", n_bytes=batch.n_bytes)
             batch = batch.to(self._world.device)
-            self._phases.end()  # posting receives comes next, which is neither
+            self._phases.end()  # so that posting receives counts as neither
         return batch

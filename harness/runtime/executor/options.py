@@ -1,4 +1,4 @@
-"""Options of the executor beside the strategy."""
+"""Options of the executor."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from harness.domain.graph import Graph
 from harness.domain.strategy import Strategy, validate
 from harness.errors import StrategyError
 
-# A larger piece takes 0.5 ms and more on 1 Gbit/s, a message itself a few tenths of one: it leaves
-# at once.
+# Larger pieces are sent separately, because they take at least 0.5 ms on 1 Gbit/s, more than the
+# overhead of a message (a few tenths of 1 ms).
 LARGEST_JOINED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorPlan:
-    """What is trained, and how the parts that a strategy leaves open are done.
+    """A strategy, with the options of training that a strategy does not contain.
 
     Attributes:
-        strategy: its device k is the world's rank k.
+        strategy: device k of the strategy is rank k.
         batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
-            those of the whole microbatch, as one device does.
-        dropout: `local` draws each block's mask by itself; `exact` draws what the block of the
-            whole tensor would have drawn, so that every strategy trains the same.
-        is_asynchronous: 1F1B without a flush between microbatches, each of which is a minibatch of
-            its own with an optimizer step, and weights stashed, as PipeDream trains: stage s of S
-            computes gradients with weights S - 1 - s updates old.
-        timeout_s: how long a rank waits for another before it gives up.
-        is_held: the captured graph has been held to the model (`runtime.faithfulness`) already;
-            else the engine does that before it trains.
+            the statistics of the whole microbatch, as one device does.
+        dropout: `local` draws a mask for each block; `exact` takes the block of the mask of the
+            whole tensor, so that every strategy trains the same.
+        is_asynchronous: 1F1B without flushes, with an optimizer step after each microbatch and
+            weight stashing, as in PipeDream: stage s of S computes gradients with weights that are
+            S - 1 - s updates old.
+        timeout_s: how long a rank waits for another before it raises an error.
+        is_held: the captured graph was compared with the model (`runtime.faithfulness`) already;
+            else the engine compares them before training.
     """
 
     strategy: Strategy
@@ -43,48 +43,48 @@ class ExecutorPlan:
     is_held: bool = False
 
     def check(self, graph: Graph, n_ranks: int) -> None:
-        """Refuse what cannot be trained.
+        """Check the strategy against model, ranks and schedule.
 
         Raises:
-            StrategyError: the strategy does not fit the model or the ranks, or updates after each
-                microbatch but not by 1F1B that keeps what it computed.
+            StrategyError: the strategy does not fit the model or the ranks, or training is
+                asynchronous with another schedule than 1F1B or with recomputation.
         """
         ranks = Cluster.uniform(1, n_ranks, kind="rank", memory_bytes=1, inside_bytes_per_s=1.0)
         validate(self.strategy, graph, ranks)
         self.check_schedule()
 
     def check_schedule(self) -> None:
-        """Refuse to train by another schedule than 1F1B without a flush.
+        """Check that asynchronous training uses 1F1B without recomputation.
 
         Raises:
-            StrategyError: names the schedule.
+            StrategyError: it does not; names the schedule or the stage.
         """
         if self.is_asynchronous and self.strategy.schedule != "1f1b":
             raise StrategyError(
                 f"asynchronous training runs 1f1b, strategy {self.strategy.name!r} has schedule "
                 f"{self.strategy.schedule}: use --schedule 1f1b"
             )
-        again = [k for k, stage in enumerate(self.strategy.stages) if stage.recompute]
-        if self.is_asynchronous and again:
+        recomputed = [k for k, stage in enumerate(self.strategy.stages) if stage.recompute]
+        if self.is_asynchronous and recomputed:
             raise StrategyError(
-                "asynchronous training keeps what it computed, strategy "
-                f"{self.strategy.name!r} computes stage {again[0]} again: drop its recompute"
+                "asynchronous training keeps activations, strategy "
+                f"{self.strategy.name!r} recomputes stage {recomputed[0]}: drop its recompute"
             )
 
     def check_tied(self, holders: Iterable[tuple[str, tuple[int, ...]]]) -> None:
-        """Refuse weights of several stages where each stage updates its own.
+        """Check that asynchronous training has no weight tied over several stages.
 
         Args:
-            holders: of each trained weight, its devices.
+            holders: (name, devices) of each trained weight.
 
         Raises:
             StrategyError: names the weight.
         """
         devices_of = self.strategy.stage_devices()
         for name, devices in holders:
-            stages = [k for k, own in enumerate(devices_of) if set(own) & set(devices)]
+            stages = [k for k, each in enumerate(devices_of) if set(each) & set(devices)]
             if self.is_asynchronous and len(stages) > 1:
                 raise StrategyError(
-                    f"asynchronous training updates each stage by itself, weight {name!r} is tied "
+                    f"asynchronous training updates each stage separately, weight {name!r} is tied "
                     f"over stages {stages}: use it in one stage, or drop --asynchronous"
                 )

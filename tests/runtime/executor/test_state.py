@@ -112,7 +112,7 @@ def test_what_is_not_cut_as_parameters_are_goes_by_way_of_the_host():
     counter = mock.Mock(spec=torch.Tensor, shape=torch.Size())
     for parameter in engine.weights.trainable().values():
         engine._optimizer.state[parameter]["step"] = counter
-    single = engine._gatherer.own_parts(engine._optimizer).single
+    single = engine._gatherer.rank_parts(engine._optimizer).single
     assert {id(values["step"]) for values in single.values()} == {id(counter.cpu.return_value)}
 
 

@@ -1,1 +1,1 @@
-"""Parts, slices and shapes of values at any batch size; no communication."""
+"""Blocks, slices and shapes of values at any batch size; no communication."""

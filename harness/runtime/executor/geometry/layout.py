@@ -1,22 +1,22 @@
-"""Who computes what, who wants what, and what travels, at one size of microbatch.
+"""The blocks that devices compute, the regions that they read, and the transfers that result.
 
     part    one block of one operator on one device
     want    a region of a value that a device needs, for one or several of its tasks
-    piece   what one part contributes to a want
-    copies  devices that compute one block alike
+    piece   the region that one part contributes to a want
+    copies  devices that compute the same block
 
-Values are nodes of the captured graph; an operator may give several (a tuple's elements). Pieces
-of one want tile it, or are added where the operator's parts hold partial sums. Every rank computes
-the layout of all of them, so that sender and receiver agree on what travels without a word.
+Values are nodes of the captured graph; an operator may give several (the elements of a tuple).
+The pieces of a want tile it, or are added if the operator's parts hold partial sums. Every rank
+computes the layout of all ranks, so that sender and receiver need not exchange it.
 
 Every copy has the whole value, and the whole gradient of it:
 
-    forward    a want takes each block from one copy, its own device's if there is one
-    backward   a part takes gradients from everyone who reads its block, wherever, but of readers
-               that are copies of each other from one, its own device's if there is one
+    forward    a want takes each block from one copy, on its own device if possible
+    backward   a part takes gradients from all readers of its block; if readers are copies of each
+               other, from one of them, on its own device if possible
 
-Without copies backward is the reverse of forward. Wants of readers with copies are apart from
-others of the same region, since their gradients go other ways.
+Without copies, backward is the reverse of forward. Wants of readers with copies are separate from
+other wants of the same region, because their gradients take other routes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from harness.errors import ModelError, StrategyError
 from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.geometry.values import MetaModel, TensorMeta, Values
 
-# The name under which the loss asks for its targets, which no node computes.
+# The name of the loss's targets, which no node computes.
 TARGETS = "targets"
 
 
@@ -70,13 +70,13 @@ class Part:
     copies: tuple[int, ...] = ()
 
     def nearest_to(self, device: int) -> int:
-        """Which of its copies serves a device."""
+        """The copy that sends to a device."""
         return nearest(self.copies or (self.device,), device)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A region of a value that one part holds: all of the truth there, or a partial sum."""
+    """A region of a value that one part holds, complete or as a partial sum."""
 
     part: Part
     region: Block
@@ -89,12 +89,12 @@ class Want:
     Attributes:
         number: unique over all devices; equal on every rank.
         value: the node's name.
-        copies: the devices of the readers that it serves, if they are copies of each other.
-        pieces: what it is made of, in order of the parts.
-        returns: the parts that its gradient goes to.
-        is_sum: pieces overlap and are to be added.
+        copies: the devices of its readers, if these are copies of each other.
+        pieces: the regions that it consists of, in the order of the parts.
+        returns: the parts that receive its gradient.
+        is_sum: the pieces overlap and must be added.
         first_consumer: position of the first operator on this device that reads it.
-        stage: that operator's.
+        stage: stage of that operator.
     """
 
     number: int
@@ -110,18 +110,18 @@ class Want:
 
     @cached_property
     def is_exchanged(self) -> bool:
-        """Whether another device has part in it, forward or backward."""
-        both = (*self.pieces, *self.returns)
-        return any(piece.part.device != self.device for piece in both)
+        """Whether another device sends a piece or receives its gradient."""
+        pieces = (*self.pieces, *self.returns)
+        return any(piece.part.device != self.device for piece in pieces)
 
 
 class Layout:
     """The geometry of a strategy for microbatches of `samples`.
 
     Args:
-        gathered: operators that the executor cannot cut as the strategy says: each task computes
-            all of them for its samples and keeps its block.
-        whole: operators whose tasks compute all samples too.
+        gathered: operators that the executor cannot cut as the strategy demands, so that each task
+            computes the whole operator for its samples and keeps its block.
+        whole: gathered operators whose tasks compute all samples.
     """
 
     def __init__(
@@ -160,16 +160,15 @@ class Layout:
         return self.strategy.operators[operator]
 
     def sizes_of(self, value: str, region: Block) -> tuple[int, ...]:
-        """The shape of a region of a value; dims that it does not name are whole."""
+        """The shape of a region of a value; dims beyond the region's are whole."""
         sizes = tuple(stop - start for start, stop in region)
         return (*sizes, *self.tensor(value).shape[len(sizes) :])
 
     def node(self, value: str) -> fx.Node:
-        """The node of a value."""
         return self._nodes[value]
 
     def tensor(self, value: str) -> TensorMeta:
-        """What is known of a value as a whole."""
+        """Metadata of the whole value."""
         return self.values.tensors[self._nodes[value]]
 
     def _parts_of(self, name: str) -> list[Part]:
@@ -199,8 +198,8 @@ class Layout:
     def value_shape(self, node: fx.Node) -> dict[str, int]:
         """Named sizes of a value, without partial dims.
 
-        Of a tuple's elements, those like the first have its names, others only one for samples; so
-        have values whose sizes do not say what the names do, such as products over samples.
+        Elements of a tuple with the shape of the first have its names. Other values, such as
+        products over samples, have a name for samples only.
         """
         operator = self.operators[self.owner[node]]
         shown = output_sizes(operator, self.shapes[operator.name])
@@ -212,22 +211,22 @@ class Layout:
         return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
 
     def region(self, node: fx.Node, part: Part) -> Block:
-        """What of a value a part holds: a tuple's elements are cut where its first one is."""
-        own = dict(zip(self.shapes[part.operator], part.block, strict=True))
+        """The region of a value that a part holds; a tuple's elements are cut like its first."""
+        held = dict(zip(self.shapes[part.operator], part.block, strict=True))
         sizes = self.shapes[part.operator]
         return tuple(
-            own[dim] if dim in own and sizes[dim] == size else (0, size)
+            held[dim] if dim in held and sizes[dim] == size else (0, size)
             for dim, size in self.value_shape(node).items()
         )
 
     def wanted(self, part: Part, argument: int, node: fx.Node) -> Block:
-        """What of a value a task reads."""
+        """The region of a value that a task reads."""
         operator, shape = self.operators[part.operator], self.shapes[part.operator]
         block = self.computed(part)
         return input_block(operator, shape, block, self.value_shape(node), argument=argument)
 
     def computed(self, part: Part) -> Block:
-        """What a task computes to get its block."""
+        """The block that a task computes; larger than its own if the operator is gathered."""
         if part.operator in self.whole:
             return tuple((0, size) for size in self.shapes[part.operator].values())
         if part.operator not in self.gathered:
@@ -284,19 +283,19 @@ class Layout:
         return self.wants[self._numbers[node.name, part.device, block, part.copies]]
 
     def reads(self, part: Part) -> list[tuple[fx.Node, Want]]:
-        """What a task reads, argument by argument, and the wants that serve it."""
+        """The nodes that a task reads, argument by argument, with the wants that serve them."""
         return [
             (node, self.want_of(part, argument, node))
             for argument, node in enumerate(self.arguments(part.operator))
         ]
 
     def sample_interval(self, part: Part) -> Interval:
-        """Which samples of the microbatch a task computes."""
+        """The samples of the microbatch that a task computes."""
         shape = self.shapes[part.operator]
-        own = dict(zip(shape, self.computed(part), strict=True))
-        if SAMPLE not in own:
+        block = dict(zip(shape, self.computed(part), strict=True))
+        if SAMPLE not in block:
             return 0, self.samples
-        (start, stop), size = own[SAMPLE], shape[SAMPLE]
+        (start, stop), size = block[SAMPLE], shape[SAMPLE]
         if start * self.samples % size or stop * self.samples % size:
             raise StrategyError(
                 f"operator {part.operator!r} has {size} rows for {self.samples} samples, and its "
@@ -312,7 +311,7 @@ class Layout:
 
 
 def owners(captured: Captured) -> dict[fx.Node, str]:
-    """Which operator gives each tensor node."""
+    """The operator that computes each tensor node."""
     names = {node: name for name, node in captured.nodes.items()}
     known = set(captured.graph.index())
     found: dict[fx.Node, str] = {}
@@ -329,10 +328,10 @@ def owners(captured: Captured) -> dict[fx.Node, str]:
 
 
 def check_samples(layout: Layout, meta: MetaModel) -> None:
-    """Refuse to cut an operator by samples whose values do not grow with them.
+    """Check that outputs of operators that are cut by samples grow with the batch.
 
     Raises:
-        ModelError: names the operator.
+        ModelError: names an operator whose output does not.
     """
     more = meta.at_twice(layout.samples)
     for node, name in layout.owner.items():
@@ -357,10 +356,10 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
 
 
 def sample_intervals(graph: Graph, strategy: Strategy, device: int) -> list[Interval]:
-    """Which of the global batch a device must be fed, one interval for each microbatch.
+    """The samples of the global batch that a device needs, one interval per microbatch.
 
-    From the first to the last sample that any of its tasks reads of the inputs or the targets;
-    empty where nothing is read.
+    An interval covers all samples of inputs and targets that the device's tasks read; it may be
+    empty.
     """
     index = graph.index()
     readers = [
@@ -389,8 +388,8 @@ def _read_samples(
 ) -> Interval:
     shape = full_shape(operator, batch=samples, graph_batch=graph.batch)
     block = full_blocks(operator, cuts, batch=samples, graph_batch=graph.batch)[k]
-    own = dict(zip(shape, block, strict=True))
-    if SAMPLE not in own:
+    intervals = dict(zip(shape, block, strict=True))
+    if SAMPLE not in intervals:
         return 0, samples
-    (low, high), size = own[SAMPLE], shape[SAMPLE]
+    (low, high), size = intervals[SAMPLE], shape[SAMPLE]
     return low * samples // size, -(-high * samples // size)

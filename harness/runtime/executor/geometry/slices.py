@@ -1,4 +1,4 @@
-"""Which part of a model's parameter or buffer a device holds."""
+"""Slices of a model's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.domain.partition import Interval
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A rectangular part of one tensor of the model; equal slices are copies of one another.
+    """A rectangular part of one tensor of the model; equal slices are replicas.
 
     Attributes:
-        name: the model's, such as `features.0.weight`.
+        name: name in the model, such as `features.0.weight`.
         intervals: one per dim of the whole tensor.
     """
 
@@ -27,14 +27,14 @@ class WeightSlice:
         return cls(name, tuple((0, size) for size in tensor.shape))
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The slice of the whole tensor, as a view."""
+        """A view of the slice in the whole tensor."""
         return tensor[tuple(slice(start, stop) for start, stop in self.intervals)]
 
     def renamed(self, names: Mapping[str, str]) -> WeightSlice:
-        """The same slice under the name that `names` gives."""
+        """The same slice, renamed by `names` if it has the name."""
         return replace(self, name=names.get(self.name, self.name))
 
     def overlaps(self, other: WeightSlice) -> bool:
-        """Whether two slices of one tensor have an element in common."""
+        """Whether two slices of one tensor share an element."""
         pairs = zip(self.intervals, other.intervals, strict=True)
         return all(a < d and c < b for (a, b), (c, d) in pairs)

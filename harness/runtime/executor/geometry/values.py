@@ -1,4 +1,4 @@
-"""The values between a captured model's operators: shapes, dtypes and constants at a batch size."""
+"""Shapes, dtypes and constants of a captured model's values at any batch size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What is known of a tensor before it exists.
+    """Shape and dtype of a tensor.
 
     Attributes:
-        is_differentiable: whether a gradient flows back to it.
+        is_differentiable: whether it receives a gradient.
     """
 
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Values:
-    """What every node of a captured model gives for one number of samples.
+    """The outputs of a captured model's nodes for one batch size.
 
     Attributes:
-        tensors: nodes that give a tensor.
-        constants: nodes that give anything else but tensors, such as a size.
-        writes: nodes that change a buffer of their own, and which; not batch and instance norms.
+        tensors: of nodes that return a tensor.
+        constants: of nodes that return no tensors, but such as a size.
+        writes: the buffer that a node's module changes; batch and instance norms excluded.
     """
 
     tensors: dict[fx.Node, TensorMeta]
@@ -78,7 +78,7 @@ def _summary(value: Any) -> Any:
 
 
 class MetaModel:
-    """A copy of a captured model without memory, to ask for its values at any batch size."""
+    """A copy of a captured model on the meta device, which infers its values."""
 
     def __init__(
         self, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device
@@ -87,13 +87,13 @@ class MetaModel:
         self.module: fx.GraphModule = meta_copy(captured.module)
         for module in self.module.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
-                module.eval()  # refuses single values in training, which shapes do not care about
+                module.eval()  # because in training it refuses single values
         self._inputs = inputs
         self._device = device
         self._known: dict[int, Values] = {}
 
     def at(self, samples: int) -> Values:
-        """The values for a number of samples, kept."""
+        """The values for a number of samples, cached."""
         if samples not in self._known:
             self._known[samples] = self._run(samples)
         return self._known[samples]
@@ -105,7 +105,7 @@ class MetaModel:
         ]
 
     def at_twice(self, samples: int) -> Values | None:
-        """The values for twice as many samples; None where the model takes no such batch."""
+        """The values for twice as many samples; None if the model does not support that."""
         try:
             return self.at(2 * samples)
         except ModelError as error:
@@ -115,7 +115,7 @@ class MetaModel:
     def _run(self, samples: int) -> Values:
         recording = _Recording(self.module)
         try:
-            with torch.device("meta"):  # of tensors that modules make
+            with torch.device("meta"):  # for tensors that modules create
                 recording.run(*self._inputs_of(samples))
         except Exception as error:
             raise ModelError(

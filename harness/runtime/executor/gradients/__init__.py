@@ -1,1 +1,1 @@
-"""Gradients of weights: when they are computed, how they are summed over replicas."""
+"""Gradients of weights: when they are computed, how they are all-reduced."""

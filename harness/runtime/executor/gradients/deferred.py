@@ -1,18 +1,18 @@
-"""Gradients of weights that we compute ourselves, apart from those of inputs.
+"""Weight gradients that the executor computes itself, separately from input gradients.
 
 Zero-bubble schedules fill the pipeline's bubbles with them (Qi et al., Zero Bubble Pipeline
 Parallelism, 2023):
 
-    forward | backward of inputs ... waits on a WeightQueue ... | flush: gradients of weights
+    forward | backward of inputs ... pending in a WeightQueue ... | flush: gradients of weights
 
-Those of large linear layers are computed at once, but straight where they are needed: in the bucket
-that is summed over devices, or added by the product itself to what earlier microbatches left.
-Autograd would write them to fresh memory first, which on a CPU takes as long as the product does
-for small batches.
+Gradients of large linear layers are computed in backward, directly into their final memory: into
+the bucket of the all-reduce, or added to the gradient of earlier microbatches by the matrix product
+itself. Autograd would allocate a temporary first, which on a CPU takes as long as the product for
+small batches.
 
-Where weights are large beside all that a step's microbatches feed them, the microbatches are
-joined: what the gradient is computed from is kept, and one product over all of it takes the place
-of one for each and of adding them up:
+If weights are large compared with the inputs and outputs of all microbatches of a step, the
+microbatches are joined: the inputs and output gradients are kept, and one product replaces one
+product and one addition per microbatch:
 
     backward #0 ... kept | backward #1 ... kept | backward #2, then one product over #0, #1, #2
 """
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.executor.gradients.weight_gradients import (
-    GradientHomes,
+    GradientBuffers,
     add_conv2d,
     add_linear,
     conv2d,
@@ -38,31 +38,31 @@ from harness.runtime.executor.shards.base import has_plain_weights
 from harness.runtime.executor.shards.conv import ConvShard, Pair
 from harness.runtime.executor.shards.dense import LinearShard
 
-# Input and gradient of the output of a call.
+# (input, gradient of the output) of one call of a module.
 Call = tuple[Tensor, Tensor]
-# Computes gradients of parameters and adds them to `.grad`; keeps alive what it computes them from.
+# Computes gradients and adds them to `.grad`; returns the parameters. Holds the tensors it needs.
 Pending = Callable[[], list[nn.Parameter]]
 
-# Elements from which on a weight's gradient is worth an autograd function of ours: 4 MiB of fp32,
-# more than the cache of a core. At 1 MiB that function takes longer than the copies that it saves.
+# Fewest elements of a weight whose gradient pays for an autograd function in Python: 4 MiB of fp32,
+# more than the cache of a core. At 1 MiB the function takes longer than the copies that it saves.
 LARGE_ELEMENTS = 1 << 20
-# From which on one product for all microbatches is worth ours: 1 MiB of fp32.
+# Fewest elements of a weight for which joining microbatches pays: 1 MiB of fp32.
 JOINED_ELEMENTS = 1 << 18
-# What may be kept for that, over the weights: it costs copies and memory.
+# Largest ratio of kept tensors to weights, in bytes, because keeping costs copies and memory.
 KEPT_SHARE = 1.0
 
 
 class Sink(Protocol):
-    """What becomes of gradients that wait to be computed."""
+    """Receives pending gradients."""
 
     def put(self, pending: Pending) -> None: ...
 
 
-class AtOnce:
-    """Computes them in backward.
+class ImmediateSink:
+    """Computes gradients as soon as they are put, within backward.
 
     Args:
-        reached: called with each parameter whose gradient a call has been added to.
+        reached: called with each parameter after an addition to its gradient.
     """
 
     def __init__(self, reached: Callable[[nn.Parameter], None]) -> None:
@@ -74,7 +74,7 @@ class AtOnce:
 
 
 class WeightQueue:
-    """Gradients of weights that are yet to be computed, by microbatch, in the order of backward."""
+    """Pending weight gradients by microbatch, in the order of backward."""
 
     def __init__(self) -> None:
         self._pending: dict[int, list[Pending]] = {}
@@ -82,7 +82,7 @@ class WeightQueue:
 
     @contextmanager
     def filling(self, microbatch: int) -> Iterator[None]:
-        """File what is put within under `microbatch`."""
+        """Assign gradients that are put within the context to `microbatch`."""
         before, self._microbatch = self._microbatch, microbatch
         try:
             yield
@@ -94,7 +94,7 @@ class WeightQueue:
 
     @torch.no_grad()
     def flush(self, microbatch: int | None = None) -> list[nn.Parameter]:
-        """Add the gradients of one microbatch, or of all, to `.grad`; the parameters, each once."""
+        """Add the gradients of one or all microbatches to `.grad`; return the parameters, once."""
         wanted = list(self._pending) if microbatch is None else [microbatch]
         touched: dict[int, nn.Parameter] = {}
         for key in wanted:
@@ -107,24 +107,24 @@ class WeightQueue:
 def defer(
     module: nn.Module,
     sink: Sink,
-    homes: GradientHomes,
+    buffers: GradientBuffers,
     *,
     n_joined: int = 1,
     calls: list[Call] | None = None,
 ) -> nn.Module | None:
-    """The module with its weights' gradients given to `sink`; None if it is of another kind.
+    """Wrap a module so that its weight gradients go to `sink`; None for unsupported modules.
 
-    It reads the parameters of `module` whenever it is called. Its backward pass leaves their
-    `.grad` alone and calls no hook of theirs.
+    The wrapper reads the parameters of `module` in each call. Its backward pass neither changes
+    their `.grad` nor calls their hooks.
 
     Args:
-        n_joined: how many calls' gradients are computed together.
-        calls: where these are kept meanwhile, shared by modules that stand for one at several sizes
-            of microbatch; its own by default.
+        n_joined: number of calls whose gradients are computed together.
+        calls: list that keeps them until then, shared by the wrappers of one module for several
+            microbatch sizes; a new list by default.
     """
     if not _can_defer(module):
         return None
-    return _Deferred(module, sink, homes, n_joined, [] if calls is None else calls)
+    return _Deferred(module, sink, buffers, n_joined, [] if calls is None else calls)
 
 
 def _can_defer(module: nn.Module) -> bool:
@@ -137,12 +137,12 @@ def _can_defer(module: nn.Module) -> bool:
 
 
 def is_worth_joining(module: nn.Module, n_bytes: int) -> bool:
-    """Whether a step's microbatches should be joined for a module's weights.
+    """Whether to join a step's microbatches for a module's weights.
 
-    Not for those whose gradients are added in place (`is_large_linear`).
+    False if their gradients are added in place (`is_large_linear`).
 
     Args:
-        n_bytes: of inputs and outputs of all of them.
+        n_bytes: inputs and outputs of all microbatches.
     """
     if not _can_defer(module) or is_large_linear(module):
         return False
@@ -156,22 +156,22 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def is_large_linear(module: nn.Module) -> bool:
-    """Whether its weight's gradient is worth writing where it stays.
+    """Whether writing the weight's gradient directly into its buffer pays.
 
-    A weight that is computed from others is not even looked at: that may change buffers.
+    Does not read parametrized weights, because computing them may change buffers.
     """
     is_plain = isinstance(module, nn.Linear | LinearShard) and has_plain_weights(module)
     return is_plain and _weight(module).numel() >= LARGE_ELEMENTS
 
 
 class Calls(NamedTuple):
-    """How a segment's backward reaches its parameters.
+    """How often a segment's backward adds to the gradient of each parameter.
 
     Attributes:
-        each: how often in each microbatch. Autograd adds all uses of a parameter up and reaches it
-            once; what is computed at once is reached by each call.
-        waiting: those on a queue.
-        joined: how often in each step.
+        each: additions per microbatch: one by autograd, which sums all uses of a parameter, or one
+            per call of a module with an `ImmediateSink`.
+        waiting: parameters whose gradients wait in a queue.
+        joined: additions per step.
     """
 
     each: Counter[nn.Parameter]
@@ -180,14 +180,14 @@ class Calls(NamedTuple):
 
 
 def backward_calls(module: fx.GraphModule) -> Calls:
-    """How a segment's backward reaches its parameters."""
-    found = Calls(Counter(set(_outside(module))), set(), Counter())
+    """Count the additions of a segment's backward to its gradients."""
+    found = Calls(Counter(set(_autograd_parameters(module))), set(), Counter())
     for node in module.graph.nodes:
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, _Deferred):
             if called.n_joined > 1:
                 found.joined.update(called.parameters())
-            elif called.is_at_once:
+            elif called.is_immediate:
                 found.each.update(called.parameters())
             else:
                 found.waiting.update(called.parameters())
@@ -197,32 +197,32 @@ def backward_calls(module: fx.GraphModule) -> Calls:
 def count_uses(
     sizes: Iterable[tuple[int, Iterable[Iterable[fx.GraphModule]]]],
 ) -> Counter[nn.Parameter]:
-    """How often a step's backward reaches each parameter.
+    """How often a step's backward adds to the gradient of each parameter.
 
     Args:
-        sizes: for each size of microbatch, how many there are and the segments of each stage.
+        sizes: for each microbatch size, the number of microbatches and the segments by stage.
     """
     uses: Counter[nn.Parameter] = Counter()
     joined: Counter[nn.Parameter] = Counter()
     for n, stages in sizes:
-        own: Counter[nn.Parameter] = Counter()
+        joined_of_size: Counter[nn.Parameter] = Counter()
         for modules in stages:
             calls = [backward_calls(module) for module in modules]
             for one in calls:
                 uses.update({parameter: n * k for parameter, k in one.each.items()})
-                own.update(one.joined)
+                joined_of_size.update(one.joined)
             waiting: set[nn.Parameter] = set().union(*(one.waiting for one in calls))
             uses.update(dict.fromkeys(waiting, n))
-        joined |= own  # of all sizes together
+        joined |= joined_of_size  # because all sizes are joined together
     return uses + joined
 
 
-def _outside(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that autograd itself finds gradients for."""
+def _autograd_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters whose gradients autograd computes."""
     if not isinstance(module, _Deferred):
         yield from module.parameters(recurse=False)
         for child in module.children():
-            yield from _outside(child)
+            yield from _autograd_parameters(child)
 
 
 class _Deferred(nn.Module):
@@ -230,19 +230,19 @@ class _Deferred(nn.Module):
         self,
         inner: nn.Module,
         sink: Sink,
-        homes: GradientHomes,
+        buffers: GradientBuffers,
         n_joined: int,
         calls: list[Call],
     ) -> None:
         super().__init__()
         self.inner, self.n_joined = inner, n_joined
         self._sink = sink
-        self._homes = homes if is_large_linear(inner) else None
+        self._gradient_buffers = buffers if is_large_linear(inner) else None
         self._calls = calls
 
     @property
-    def is_at_once(self) -> bool:
-        return isinstance(self._sink, AtOnce)
+    def is_immediate(self) -> bool:
+        return isinstance(self._sink, ImmediateSink)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         inner: Any = self.inner
@@ -257,7 +257,7 @@ class _Deferred(nn.Module):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         def add(x: Tensor, gradient: Tensor) -> list[nn.Parameter]:
-            return add_linear(x, gradient, weight, bias, self._homes)
+            return add_linear(x, gradient, weight, bias, self._gradient_buffers)
 
         return linear(x, weight, bias, lambda x, gradient: self._put(x, gradient, add))
 
@@ -281,7 +281,7 @@ class _Deferred(nn.Module):
     def _put(
         self, x: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], list[nn.Parameter]]
     ) -> None:
-        """Hand a call to the sink, or keep it until those that it is joined with are there."""
+        """Pass a call to the sink, or keep it until all calls to join have been made."""
         self._calls.append((x, gradient))
         if len(self._calls) < self.n_joined:
             return

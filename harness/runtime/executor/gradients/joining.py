@@ -1,7 +1,7 @@
-"""For which products a step's microbatches are joined.
+"""Decide which weight gradients join the microbatches of a step.
 
-Decided from the layout, not from a device's own tasks: devices that hold the same weights then have
-their gradients at the same time.
+The decision depends on the layout only, not on the device, so that devices with the same weights
+have their gradients at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from harness.runtime.executor.gradients.deferred import Call, is_worth_joining
 
 
 class Joining:
-    """What joins the microbatches of a step, of whatever size.
+    """The joined calls of a step, over all microbatch sizes.
 
     Args:
-        layout: of the largest microbatch.
-        n_microbatches: of a step.
+        layout: layout of the largest microbatch.
+        n_microbatches: microbatches per step.
     """
 
     def __init__(self, layout: Layout, n_microbatches: int) -> None:
@@ -27,10 +27,10 @@ class Joining:
         self._calls: dict[str, list[Call]] = {}
 
     def includes(self, operator: str, path: str, module: nn.Module) -> bool:
-        """Whether one product gives the gradients of all microbatches.
+        """Whether to compute the module's gradients of all microbatches by one product.
 
         Args:
-            path: where a segment has the module; the model's own have theirs.
+            path: the module's path in its segment; in the model, for modules of the model.
         """
         if self.n_microbatches == 1 or _is_called_again(self._layout, path):
             return False
@@ -38,12 +38,12 @@ class Joining:
         return is_worth_joining(module, self.n_microbatches * largest)
 
     def calls(self, path: str) -> list[Call]:
-        """Where the calls of a step are kept that have come so far, those of all sizes."""
+        """The list of calls kept so far in this step, of all microbatch sizes."""
         return self._calls.setdefault(path, [])
 
 
 def _is_called_again(layout: Layout, path: str) -> bool:
-    """Whether some device has several tasks that call a module of the model."""
+    """Whether any device has several tasks that call the model's module at `path`."""
     callers = [
         name
         for name, node in layout.captured.nodes.items()
@@ -54,7 +54,7 @@ def _is_called_again(layout: Layout, path: str) -> bool:
 
 
 def _fed_bytes(layout: Layout, part: Part) -> int:
-    """Of a task's inputs and outputs."""
+    """Bytes of a task's inputs and outputs."""
     regions = [(want.value, want.block) for _, want in layout.reads(part)]
     node = layout.captured.nodes[part.operator]
     if node in layout.values.tensors:

@@ -1,11 +1,11 @@
-"""Sum the gradients of weights that several devices hold, in buckets, beside backward.
+"""All-reduce the gradients of replicated weights, in buckets, overlapped with backward.
 
     backward  |--- p5 p4 ---|--- p3 p2 ---|-- p1 --|
     bucket 0  (p5 p4)        |--- sum over devices ---|
     bucket 1  (p3 p2)                      |--- sum ---|
 
-A bucket holds weights of one set of devices in the order in which backward reaches them. It starts
-when its gradients are there and all earlier buckets of the same devices have started, so that every
+A bucket holds gradients of one set of devices in the order of backward. Its all-reduce starts when
+its gradients are complete and all earlier buckets of the same devices have started, so that every
 device of the set starts them in the same order.
 """
 
@@ -23,7 +23,7 @@ from harness.domain.sharding import first_bucket_bytes
 from harness.errors import PeerError
 from harness.measure.recorder import Recorder
 from harness.runtime.engines.completion_stream import CompletionStream
-from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
 
@@ -31,7 +31,7 @@ Group = tuple[int, ...]
 
 
 class _Bucket:
-    """Gradients that are summed together."""
+    """Gradients that are all-reduced together."""
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
         self.name, self.parameters = name, list(parameters)
@@ -41,13 +41,13 @@ class _Bucket:
         self.views: dict[nn.Parameter, Tensor] = {}
         at = 0
         for parameter in self.parameters:
-            self.views[parameter] = _laid_out_as(parameter, self.flat, at)
+            self.views[parameter] = _view_like(parameter, self.flat, at)
             at += parameter.numel()
         self.n_missing = 0
         self.work: Any = None
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Move one gradient into the buffer, while the cache has it, and free its own memory."""
+        """Copy one gradient into the buffer while it is in the cache, and free its old memory."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -56,16 +56,16 @@ class _Bucket:
         parameter.grad = view
 
     def collect(self) -> None:
-        """Move what is not in the buffer yet; what backward did not reach is zero."""
+        """Copy the remaining gradients into the buffer; zeros for parameters without one."""
         for parameter in self.parameters:
             if parameter.grad is not self.views[parameter]:
                 self.take(parameter)
 
 
-def _laid_out_as(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
-    """A view of a buffer in the order of a parameter's memory, as fused optimizers want gradients.
+def _view_like(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
+    """A view of a buffer with a parameter's strides, as fused optimizers require of gradients.
 
-    channels_last is another order than that of the dims.
+    Strides differ from the order of dims for channels_last.
     """
     orders = (torch.contiguous_format, torch.channels_last)
     if parameter.dim() == 4 and any(parameter.is_contiguous(memory_format=o) for o in orders):
@@ -74,14 +74,13 @@ def _laid_out_as(parameter: nn.Parameter, flat: Tensor, at: int) -> Tensor:
 
 
 class GradientSync:
-    """Sums gradients over the devices that hold the same weights.
+    """All-reduces gradients over the devices that hold the same weights.
 
     Args:
-        parameters: this device's, each with its name and the devices that hold it, in the order of
-            the model.
+        parameters: (name, parameter, devices that hold it) of this device, in the model's order.
         groups: process groups by their devices.
-        n_uses: how often backward reaches each parameter in a step, over all microbatches.
-        homes: receives where in the buckets gradients may be written straight away.
+        n_uses: additions of backward to each gradient per step (`count_uses`).
+        buffers: receives the views of the buckets, so that gradients can be written into them.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class GradientSync:
         n_uses: Mapping[nn.Parameter, int],
         recorder: Recorder,
         bucket_bytes: int,
-        homes: GradientHomes,
+        buffers: GradientBuffers,
     ) -> None:
         self._recorder, self._groups, self._n_uses = recorder, groups, n_uses
         self._is_nccl = world.backend == "nccl"
@@ -111,8 +110,8 @@ class GradientSync:
                 self._queues.setdefault(devices, []).append(bucket)
                 for parameter in chunk:
                     self._bucket_of[parameter] = devices, bucket
-                    homes.settle(parameter, bucket.views[parameter])
-        self._asides = {devices: CompletionStream(world) for devices in self._queues}
+                    buffers.assign(parameter, bucket.views[parameter])
+        self._completions = {devices: CompletionStream(world) for devices in self._queues}
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self.reached)
         self._n_left: dict[nn.Parameter, int] = {}
@@ -121,10 +120,10 @@ class GradientSync:
         self.n_buckets = n_made
 
     def start_step(self, *, is_muted: bool = False) -> None:
-        """Forget the step before.
+        """Reset all buckets.
 
         Args:
-            is_muted: fills the buckets and sums nothing.
+            is_muted: fill the buckets without all-reduces.
         """
         self._is_muted = is_muted
         self._n_left = {p: self._n_uses.get(p, 0) for p in self._bucket_of}
@@ -135,7 +134,7 @@ class GradientSync:
                 bucket.work = None
 
     def reached(self, parameter: nn.Parameter) -> None:
-        """Backward has added to a gradient; the last time, it may travel."""
+        """Count an addition to a gradient; after the last, its bucket may start."""
         if parameter not in self._n_left:
             return
         self._n_left[parameter] -= 1
@@ -162,14 +161,16 @@ class GradientSync:
         work = dist.all_reduce(bucket.flat, group=self._groups[devices], async_op=True)
 
         def note_end() -> None:
-            end = self._asides[devices].mark(work, clock)
+            end = self._completions[devices].mark(work, clock)
             recorder.add_marks("communication", start, end, name=bucket.name, n_bytes=n_bytes)
 
         bucket.work = self._with_end(work, note_end)
 
     def _with_end(self, work: Any, note_end: Callable[[], None]) -> Any:
-        """Have the end of a sum noted; returns what to wait for."""
-        if self._is_nccl:  # it would call back at once, on a stream that one of its groups may have
+        """Record the end of an all-reduce; return the work to wait for."""
+        if (
+            self._is_nccl
+        ):  # its callback would run at once, on a stream that one of its groups may use
             note_end()
             return work
 
@@ -180,7 +181,7 @@ class GradientSync:
         return work.get_future().then(finish)
 
     def finish(self) -> None:
-        """Start what backward did not complete, and wait for all sums; all devices call it.
+        """Start the remaining buckets and wait for all all-reduces; all devices must call it.
 
         Raises:
             PeerError: another device died or hangs; NCCL ends this process instead.
@@ -197,19 +198,19 @@ class GradientSync:
                     bucket.work.wait()
                 except RuntimeError as error:
                     raise PeerError(
-                        f"the sum of the gradients of {self._words(bucket)} over ranks "
+                        f"the sum of the gradients of {self._label(bucket)} over ranks "
                         f"{list(devices)} failed ({gist(error)}): one of them died or hangs, "
                         "look at their logs",
                         devices,
                     ) from error
 
-    def _words(self, bucket: _Bucket) -> str:
+    def _label(self, bucket: _Bucket) -> str:
         names = [self._name_of[parameter] for parameter in bucket.parameters]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({bucket.name})"
 
 
 def bucketed(parameters: Sequence[nn.Parameter], n_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in the order of backward, by bucket: one ends with the parameter that fills it."""
+    """Split parameters, in the order of backward; a bucket ends when it reaches its size."""
     found: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:

@@ -1,7 +1,7 @@
-"""Products by weights whose backward leaves the gradients of the weights to somebody else.
+"""Linear layers and convolutions whose weight gradients are computed outside of autograd.
 
-`linear` and `conv2d` hand (input, gradient of the output) on; `add_linear` and `add_conv2d` compute
-from them what is added to `.grad`, by the operations that autograd would use.
+In backward, `linear` and `conv2d` pass (input, gradient of the output) to a callback; `add_linear`
+and `add_conv2d` compute the weight gradients from them, by the operations that autograd would use.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from torch import Tensor, nn
 
 from harness.runtime.executor.shards.conv import Pair
 
-# Takes (input, gradient of the output) of one call in backward, without their graphs.
+# Called in backward with (input, gradient of the output) of one call, both detached.
 Put = Callable[[Tensor, Tensor], None]
-# Weight and bias, in a tuple: given a parameter by itself, autograd calls its hooks also where a
-# function has no gradient for it.
+# Weight and bias in a tuple, because autograd calls the hooks of a parameter that is an argument of
+# its own even if the function returns no gradient for it.
 Weights = tuple[Tensor, Tensor | None]
 # Stride, padding, dilation, groups.
 Options = tuple[Pair, Pair, Pair, int]
 
 
-class GradientHomes:
-    """Where the gradients of large weights stay, step after step, instead of in fresh memory."""
+class GradientBuffers:
+    """Memory for the gradients of large weights, reused in every step."""
 
     def __init__(self) -> None:
-        self._homes: dict[nn.Parameter, Tensor] = {}
+        self._gradient_buffers: dict[nn.Parameter, Tensor] = {}
 
-    def settle(self, parameter: nn.Parameter, home: Tensor) -> None:
-        """Let a gradient be written there, such as into its bucket."""
-        self._homes[parameter] = home
+    def assign(self, parameter: nn.Parameter, buffer: Tensor) -> None:
+        """Store a parameter's gradient in this tensor, such as a part of its bucket."""
+        self._gradient_buffers[parameter] = buffer
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        if parameter not in self._homes:
-            self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
-        return self._homes[parameter]
+        if parameter not in self._gradient_buffers:
+            self._gradient_buffers[parameter] = torch.empty_like(parameter, requires_grad=False)
+        return self._gradient_buffers[parameter]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, put: Put) -> Tensor:
-    """A linear layer that gives rows of its input and of its output's gradient to `put`."""
+    """Apply a linear layer; backward passes its input and output gradient to `put`, as rows."""
     apply: Callable[..., Tensor] = _Linear.apply
     weights = weight, bias
     return apply(_autocast(x), weights, put, _anchor(x, weights))
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, put: Put) -> Tensor:
-    """A convolution that gives its input and its output's gradient to `put`."""
+    """Apply a convolution; backward passes its input and its output's gradient to `put`."""
     apply: Callable[..., Tensor] = _Conv2d.apply
     weights = weight, bias
     return apply(_autocast(x), weights, options, put, _anchor(x, weights))
@@ -62,12 +62,12 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, homes: GradientHomes | None) -> None:
-    """Add the product of two matrices to a gradient, without a copy of it where it has a home."""
-    if homes is None or a.dtype != weight.dtype:
+def _add_product(weight: nn.Parameter, a: Tensor, b: Tensor, out: GradientBuffers | None) -> None:
+    """Add a matrix product to a gradient, without a temporary if `out` gives a buffer for it."""
+    if out is None or a.dtype != weight.dtype:
         _accumulate(weight, a.mm(b))
     elif weight.grad is None:
-        weight.grad = torch.mm(a, b, out=homes.of(weight))
+        weight.grad = torch.mm(a, b, out=out.of(weight))
     else:
         weight.grad.addmm_(a, b)
 
@@ -78,22 +78,22 @@ def _is_trained(weights: Weights) -> bool:
 
 
 def _anchor(x: Tensor, weights: Weights) -> Tensor | None:
-    """What makes an output differentiable where its input is not."""
+    """A tensor that makes the output differentiable although the input is not; None if needless."""
     if x.requires_grad or not _is_trained(weights):
         return None
     return torch.empty(0, device=x.device, requires_grad=True)
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """As autocast would cast the input of a product."""
+    """Cast an input as autocast does."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
 
-def _like(x: Tensor, weights: Weights) -> Weights:
-    """Weights as autocast would cast them, but that it would keep them, and hand them to others."""
+def _cast_like(x: Tensor, weights: Weights) -> Weights:
+    """Cast weights as autocast does, but without its cache, which other layers would share."""
     weight, bias = weights
     return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weights: Weights, put: Put, anchor: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weights[0])
         ctx.weights, ctx.put = weights, put
-        return _own(F.linear(x, *_like(x, weights)))
+        return _writable(F.linear(x, *_cast_like(x, weights)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,14 +111,14 @@ class _Linear(torch.autograd.Function):
         rows = _rows(gradient)
         if _is_trained(ctx.weights):
             ctx.put(_rows(x.detach()), rows)
-        of_x = None
+        grad_input = None
         if ctx.needs_input_grad[0]:
-            of_x = rows.mm(weight.to(rows.dtype)).view(x.shape)
-        return of_x, None, None, None
+            grad_input = rows.mm(weight.to(rows.dtype)).view(x.shape)
+        return grad_input, None, None, None
 
 
-def _own(x: Tensor) -> Tensor:
-    """What may be worked on in place, which autograd allows of no view that a function returns."""
+def _writable(x: Tensor) -> Tensor:
+    """A tensor that later operators may change in place; autograd forbids it for returned views."""
     found: Tensor = torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
     return found
 
@@ -128,11 +128,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def add_linear(
-    x: Tensor, gradient: Tensor, weight: Any, bias: Any, homes: GradientHomes | None
+    x: Tensor, gradient: Tensor, weight: Any, bias: Any, buffers: GradientBuffers | None
 ) -> list[nn.Parameter]:
     found = []
     if weight.requires_grad:
-        _add_product(weight, gradient.t(), x, homes)
+        _add_product(weight, gradient.t(), x, buffers)
         found.append(weight)
     if bias is not None and bias.requires_grad:
         _accumulate(bias, gradient.sum(0))
@@ -147,7 +147,7 @@ class _Conv2d(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weights[0])
         ctx.weights, ctx.options, ctx.put = weights, options, put
-        weight, bias = _like(x, weights)
+        weight, bias = _cast_like(x, weights)
         return F.conv2d(x, weight, bias, *options)
 
     @staticmethod
@@ -155,11 +155,11 @@ class _Conv2d(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if _is_trained(ctx.weights):
             ctx.put(x.detach(), gradient)
-        of_x = None
+        grad_input = None
         if ctx.needs_input_grad[0]:
             wanted = [True, False, False]
-            of_x = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
-        return of_x, None, None, None, None
+            grad_input = _convolution_backward(x, gradient, weight, None, ctx.options, wanted)[0]
+        return grad_input, None, None, None, None
 
 
 def add_conv2d(
@@ -168,9 +168,9 @@ def add_conv2d(
     wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
     found = _convolution_backward(x, gradient, weight, bias, options, wanted)
     added = []
-    for parameter, of_it, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
+    for parameter, grad, is_wanted in zip([None, weight, bias], found, wanted, strict=True):
         if is_wanted:
-            _accumulate(parameter, of_it)
+            _accumulate(parameter, grad)
             added.append(parameter)
     return added
 
@@ -183,7 +183,7 @@ def _convolution_backward(
     options: Options,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias, those that are wanted."""
+    """Gradients of input, weight and bias, where `wanted` is true."""
     stride, padding, dilation, groups = options
     sizes = None if bias is None else list(bias.shape)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(

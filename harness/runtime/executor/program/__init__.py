@@ -1,1 +1,1 @@
-"""Tasks of one device as segments, and segments as torch.fx graphs."""
+"""Lowers the tasks of one device to segments, and segments to torch.fx graphs."""

@@ -1,7 +1,7 @@
-"""Cut a device's tasks into segments: each runs without waiting for anybody.
+"""Split a device's tasks into segments, each of which runs without waiting for other devices.
 
-fetches | tasks | sends     a task that needs something from elsewhere begins a segment,
-        |       |           one that others are waiting for ends it
+fetches | tasks | sends     a task with inputs from other devices begins a segment,
+        |       |           a task with outputs for other devices ends it
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from harness.runtime.executor.shards.forms import Forms
 
 @dataclass
 class Draft:
-    """A segment before its graph.
+    """A segment without its graph.
 
     Attributes:
-        fetches: wants that must have arrived before it, first used here.
+        fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
-        waits: whether it waits for others: for fetches, or for the statistics of a batch norm.
+        waits: whether it waits for other devices: for fetches or statistics of a batch norm.
     """
 
     parts: list[Part] = field(default_factory=list)
@@ -57,15 +57,15 @@ def _drafts(
     for part in layout.tasks(device, stage):
         wants = [want for _, want in layout.reads(part)]
         missing = {w.number: w for w in wants if w.is_exchanged and w.number not in fetched}
-        is_alone = forms.of[part.operator] == "norm"
-        if draft.parts and (missing or is_alone):
+        is_norm = forms.of[part.operator] == "norm"
+        if draft.parts and (missing or is_norm):
             drafts.append(draft)
             draft = Draft()
         draft.fetches += missing.values()
-        fetched.update(missing)  # in place, for the stages that follow
+        fetched.update(missing)  # in place, for later stages
         draft.parts.append(part)
-        draft.waits |= bool(missing) or is_alone
-        if is_alone or part in outgoing:
+        draft.waits |= bool(missing) or is_norm
+        if is_norm or part in outgoing:
             draft.sends = outgoing.get(part, [])
             drafts.append(draft)
             draft = Draft()

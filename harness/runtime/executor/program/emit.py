@@ -16,13 +16,13 @@ from harness.runtime.executor.geometry.layout import Layout, Part, Want
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
-    AtOnce,
+    ImmediateSink,
     WeightQueue,
     defer,
     is_large_linear,
 )
 from harness.runtime.executor.gradients.joining import Joining
-from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.program.program import (
     DataKey,
     InputKey,
@@ -30,7 +30,7 @@ from harness.runtime.executor.program.program import (
     TargetKey,
     WantKey,
 )
-from harness.runtime.executor.shards.assemble import Kept, Place, Relative, assembled
+from harness.runtime.executor.shards.assemble import Kept, RegionMap, Relative, assembled
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
 from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import (
@@ -49,7 +49,7 @@ from harness.runtime.models.task import Task
 
 
 class LossPart(nn.Module):
-    """A task of the loss: the sum over its samples by `mean_over`."""
+    """A task of the loss: the sum over its samples, divided by `mean_over`."""
 
     def __init__(self, task: Task, mean_over: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LossPart(nn.Module):
 
 
 class KeepsBuffers(nn.Module):
-    """A module whose forward may assign buffers: what it assigns is written into those it has."""
+    """Wraps a module whose forward assigns buffers, and copies new ones into the old memory."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -82,17 +82,17 @@ class KeepsBuffers(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTasks:
-    """One device, and all that its tasks are made of at one size of microbatch.
+    """The inputs to lowering the tasks of one device at one microbatch size.
 
     Attributes:
-        weights: of this device, shared by its programs.
-        reduce_over: gives an operator's sum over devices, for batch norm over all samples.
-        random: what exact dropout draws from.
-        mean_over: samples that the loss is divided by.
-        homes: where gradients of large weights stay.
-        at_once: computes those of large linear layers; None where autograd does.
-        joining: what joins microbatches for gradients of weights.
-        joined: by stage, where joined gradients wait until others have what they wait for.
+        weights: weights of this device, shared by its programs.
+        reduce_over: makes an operator's sum over devices, for global batch norm.
+        random: source of exact dropout.
+        mean_over: number of samples that the loss is divided by.
+        buffers: memory for gradients of large weights.
+        immediate: computes gradients of large linear layers; None if autograd does.
+        joining: decides which weight gradients join microbatches.
+        joined: pending joined gradients by stage; other devices' inputs are sent first.
     """
 
     task: Task
@@ -103,8 +103,8 @@ class DeviceTasks:
     reduce_over: Callable[[str, tuple[int, ...]], Reduce]
     random: RandomState
     mean_over: int
-    homes: GradientHomes
-    at_once: AtOnce | None
+    buffers: GradientBuffers
+    immediate: ImmediateSink | None
     joining: Joining
     joined: Mapping[int, WeightQueue]
 
@@ -118,7 +118,7 @@ class DeviceTasks:
         return self.layout.captured.module
 
     def block_of(self, key: PartKey) -> Block:
-        """The region that a value of a part covers."""
+        """The region of a value that a part holds."""
         if key.value == "loss":
             return ()
         part = self.layout.parts[key.operator][key.part]
@@ -135,7 +135,7 @@ class SegmentBuilder:
         self._owned: dict[str, Any] = {}
         self._placeholders: dict[InputKey, fx.Node] = {}
         self._regions: dict[int, fx.Node] = {}
-        self._operator_of: dict[str, str] = {}  # by path of a module
+        self._operator_of: dict[str, str] = {}  # by the path of its module
         self.values: dict[PartKey, fx.Node] = {}
 
     @property
@@ -153,7 +153,7 @@ class SegmentBuilder:
             untrimmed = {node: self._untrimmed(node, want) for node, want in wants}
             self._add_native(part, untrimmed, is_gathered=form == "gathered")
             return
-        # One value may be wanted twice in different regions: an attention's queries and keys.
+        # A task may read two regions of one value, such as an attention's queries and keys.
         in_order = [self._region(want) for _, want in wants]
         shard = self._shard(part, form)
         if isinstance(shard, BatchNormShard):
@@ -165,7 +165,7 @@ class SegmentBuilder:
         self.values[self._first_key(part, node)] = emitted
 
     def _first_key(self, part: Part, node: fx.Node) -> PartKey:
-        """A shard gives one tensor: the node's own, or a tuple's first element."""
+        """The key of a shard's output: the node's tensor, or the first element of its tuple."""
         if node in self._layout.values.tensors:
             return PartKey(node.name, part.operator, part.index)
         first = next(user for user in node.users if user.args[1:] == (0,))
@@ -190,12 +190,12 @@ class SegmentBuilder:
         return shard
 
     def _earlier(self, part: Part) -> list[Part]:
-        """Tasks of the same operator that this device runs before."""
+        """Earlier tasks of the same operator on this device."""
         parts = self._layout.parts[part.operator]
         return [p for p in parts if p.device == part.device and p.index < part.index]
 
     def _count_once(self, part: Part, shard: BatchNormShard) -> None:
-        """Tasks that share running statistics, or their counter, are one batch, not several."""
+        """Update shared running statistics, and their counter, once per batch, not per task."""
         earlier = self._earlier(part)
         at = list(self._layout.shapes[part.operator]).index("feature")
         shard.is_counting = not earlier
@@ -252,16 +252,16 @@ class SegmentBuilder:
         self._keep(part, node, emitted, is_gathered=is_gathered)
 
     def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
-        """A parameter or constant of the model itself, as a node."""
+        """A node for a parameter or constant of the model."""
         held = self._device.weights.hold(piece, attribute_of(self._device.root, name))
         path = name.replace(".", "_")
         self._owned[path] = held
         return self._graph.get_attr(path)
 
     def _must_copy(self, part: Part, node: fx.Node, arguments: dict[fx.Node, fx.Node]) -> bool:
-        """Whether working in place would change what somebody else still reads.
+        """Whether an operator that works in place would change a value with other readers.
 
-        A region cut out of a value is a view, and other tasks of the operator may be given others.
+        Regions of one value are views, which several tasks of the operator may receive.
         """
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source not in arguments:
@@ -269,13 +269,13 @@ class SegmentBuilder:
         if node.meta.get(COPIES):
             return True
         given = arguments[source]
-        own = [key for key, value in self.values.items() if value is given]
-        is_read = not own or any(key in self._needed for key in own)
+        keys = [key for key, value in self.values.items() if value is given]
+        is_read = not keys or any(key in self._needed for key in keys)
         n_tasks = sum(p.device == part.device for p in self._layout.parts[part.operator])
         return is_read or len(given.users) > 1 or n_tasks > 1
 
     def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
-        """Name the values of a task; those of a tuple are the elements that anybody reads."""
+        """Register the values of a task; of a tuple, the elements that have readers."""
         if node in self._layout.values.tensors:
             self._name(part, node, emitted, is_gathered=is_gathered)
             return
@@ -294,7 +294,7 @@ class SegmentBuilder:
         self.values[PartKey(node.name, part.operator, part.index)] = emitted
 
     def _kept(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
-        """The block of a gathered task; of partial sums the first part has all, others nothing."""
+        """Crop a gathered task's output to its block; of a partial sum, all but the first are 0."""
         layout = self._layout
         computed = Part(part.operator, part.index, part.device, part.stage, layout.computed(part))
         shape = layout.shapes[part.operator]
@@ -309,16 +309,16 @@ class SegmentBuilder:
         return self._call(f"{part.operator}.kept", kept, (emitted,))
 
     def _region(self, want: Want) -> fx.Node:
-        """A want as a node of this graph."""
+        """The node of this graph for a want."""
         if want.number not in self._regions:
             self._regions[want.number] = self._make_region(want)
         return self._regions[want.number]
 
     def _untrimmed(self, node: fx.Node, want: Want) -> fx.Node:
-        """A want of an operator that runs as the model has it: a value that is here, as it is.
+        """The node for a want of a native operator: the whole local value if there is one.
 
-        Its windows may leave last rows out. To cut those off would cost copies, and another layout
-        rounds otherwise.
+        The operator's windows may ignore the last rows. Cropping these would cost a copy, and
+        another memory layout rounds differently.
         """
         shape = self._layout.value_shape(node).items()
         whole = tuple(
@@ -338,14 +338,14 @@ class SegmentBuilder:
             return self._input(WantKey(want.number))
         if not want.pieces:
             return self._input(DataKey(want.value, want.block))
-        places: list[Place] = []
+        places: list[RegionMap] = []
         nodes: list[fx.Node] = []
         for piece in want.pieces:
             key = PartKey(want.value, piece.part.operator, piece.part.index)
             nodes.append(self.values.get(key) or self._input(key))
             held = self._device.block_of(key)
             places.append(
-                Place(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
+                RegionMap(Relative.of(piece.region, held), Relative.of(piece.region, want.block))
             )
         if len(nodes) == 1 and places[0].source.is_all:
             return nodes[0]
@@ -354,7 +354,7 @@ class SegmentBuilder:
 
     def _input(self, key: InputKey) -> fx.Node:
         if key not in self._placeholders:
-            # Placeholders stand before everything else, in order.
+            # Placeholders come first, in order.
             last = next(reversed(self._placeholders.values()), None)
             if last is not None:
                 with self._graph.inserting_after(last):
@@ -372,25 +372,25 @@ class SegmentBuilder:
     def finish(
         self, outputs: list[PartKey], queue: WeightQueue | None, stage: int
     ) -> fx.GraphModule:
-        """Close the graph."""
+        """Complete the graph."""
         self._graph.output(tuple(self.values[key] for key in outputs))
         for path, module in self._owned.items():
             if isinstance(module, nn.Module):
-                self._owned[path] = self._with_own_backward(path, module, queue, stage)
+                self._owned[path] = self._with_deferred_gradients(path, module, queue, stage)
         return fx.GraphModule(self._owned, self._graph, class_name="Segment")
 
-    def _with_own_backward(
+    def _with_deferred_gradients(
         self, path: str, module: nn.Module, queue: WeightQueue | None, stage: int
     ) -> nn.Module:
-        """The module with its weights' gradients computed by us, where there is a reason."""
+        """The module, wrapped to defer its weight gradients if that pays."""
         device, operator = self._device, self._operator_of.get(path)
-        if device.at_once is not None and operator is not None:
-            sink, joining = queue or device.joined.get(stage) or device.at_once, device.joining
+        if device.immediate is not None and operator is not None:
+            sink, joining = queue or device.joined.get(stage) or device.immediate, device.joining
             if joining.includes(operator, path, module):
                 n, calls = joining.n_microbatches, joining.calls(path)
-                return defer(module, sink, device.homes, n_joined=n, calls=calls) or module
+                return defer(module, sink, device.buffers, n_joined=n, calls=calls) or module
         if queue is not None:
-            return defer(module, queue, device.homes) or module
-        if device.at_once is not None and is_large_linear(module):
-            return defer(module, device.at_once, device.homes) or module
+            return defer(module, queue, device.buffers) or module
+        if device.immediate is not None and is_large_linear(module):
+            return defer(module, device.immediate, device.buffers) or module
         return module

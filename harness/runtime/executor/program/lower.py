@@ -14,7 +14,7 @@ class Lowering:
     """Makes the program of one device for one size of microbatch.
 
     Args:
-        queues: by stage, where the gradients of weights wait; none when nothing is deferred.
+        queues: pending weight gradients by stage; empty if none are deferred.
     """
 
     def __init__(self, tasks: DeviceTasks, queues: Mapping[int, WeightQueue]) -> None:
@@ -22,17 +22,17 @@ class Lowering:
         self._layout, self._device = tasks.layout, tasks.device
 
     def program(self) -> Program:
-        """Lower all stages that this device has."""
+        """Lower all stages of this device."""
         drafts = draft_segments(self._tasks.forms, self._device)
-        needed = self._needed_outside([d for own in drafts.values() for d in own])
+        needed = self._needed_outside([d for each in drafts.values() for d in each])
         stages = {
-            stage: tuple(self._segment(draft, needed) for draft in own)
-            for stage, own in drafts.items()
+            stage: tuple(self._segment(draft, needed) for draft in each)
+            for stage, each in drafts.items()
         }
         blocks = {
             key: self._tasks.block_of(key)
-            for own in stages.values()
-            for s in own
+            for segments in stages.values()
+            for s in segments
             for key in s.outputs
         }
         counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
@@ -44,7 +44,7 @@ class Lowering:
         return not copies or self._device == copies[0]
 
     def _needed_outside(self, drafts: list[Draft]) -> set[PartKey]:
-        """Values that leave the segment that computes them."""
+        """Values that are read outside of the segment that computes them."""
         needed = {send.key for draft in drafts for send in draft.sends}
         for draft in drafts:
             inside = {(part.operator, part.index) for part in draft.parts}
@@ -64,7 +64,7 @@ class Lowering:
         for part in draft.parts:
             builder.add(part)
         inside = {(part.operator, part.index) for part in draft.parts}
-        is_norm = self._tasks.forms.of[draft.parts[0].operator] == "norm"  # by itself, then
+        is_norm = self._tasks.forms.of[draft.parts[0].operator] == "norm"  # then the only one
         outputs = sorted(key for key in needed if (key.operator, key.part) in inside)
         outputs += [
             key for key in builder.values if key.value == "loss" or (is_norm and key not in needed)

@@ -1,4 +1,4 @@
-"""What one device executes: segments of tasks, each one graph, and what goes in and out."""
+"""The program of one device: segments of tasks, with their graphs, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.runtime.executor.geometry.layout import Piece, Want
 
 
 class PartKey(NamedTuple):
-    """A value of one of this device's parts; the loss has the value `loss`."""
+    """A value of one of this device's parts; `value` is `loss` for the loss."""
 
     value: str
     operator: str
@@ -27,7 +27,7 @@ class WantKey(NamedTuple):
 
 
 class DataKey(NamedTuple):
-    """A region of one input of the model, by samples of the microbatch."""
+    """A region of one of the model's inputs, in samples of the microbatch."""
 
     value: str
     block: Block
@@ -47,8 +47,8 @@ class Send:
     """A piece of one of this device's parts that another device reads.
 
     Attributes:
-        goes: it is sent there; false where that device has a copy of its own.
-        returns: its gradient comes back.
+        goes: whether it is sent; false if the other device has a copy.
+        returns: whether its gradient comes back.
     """
 
     want: Want
@@ -63,14 +63,14 @@ class Send:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tasks that run without waiting for anybody.
+    """Tasks that run without waiting for other devices.
 
     Attributes:
         module: called with the inputs in order; returns the outputs as a tuple.
-        fetches: wants that must have arrived before it, first used here.
+        fetches: wants that must arrive before it, first used by this segment.
         sends: pieces of its outputs that other devices read, in order.
-        is_norm: it is a batch norm by statistics of all samples: others wait for it, forward and
-            backward, also where nobody reads it.
+        is_norm: it is a batch norm with global statistics, so other devices wait for it, forward
+            and backward, even if its output is unused.
         is_differentiable: whether a gradient flows back through it.
     """
 
@@ -88,10 +88,10 @@ class Program:
     """A device's segments by stage, for one size of microbatch.
 
     Attributes:
-        differentiable: values that a gradient flows back to.
-        blocks: what each part of this device holds of each of its values.
-        counted: parts of the loss that are this device's to report; copies are counted once.
-        loss_weight: of a microbatch's loss in that of the step.
+        differentiable: values that receive a gradient.
+        blocks: the region of each value that a part of this device holds.
+        counted: parts of the loss that this device reports, so that copies count once.
+        loss_weight: weight of a microbatch's loss in the loss of the step.
     """
 
     stages: dict[int, tuple[Segment, ...]]
@@ -101,12 +101,12 @@ class Program:
     loss_weight: float = 1.0
 
     def modules(self) -> Iterator[fx.GraphModule]:
-        """Of all segments."""
+        """The modules of all segments."""
         for segments in self.stages.values():
             yield from (segment.module for segment in segments)
 
     def differentiable_modules(self) -> list[list[fx.GraphModule]]:
-        """By stage, those that a gradient flows back through."""
+        """By stage, the modules of differentiable segments."""
         return [
             [segment.module for segment in segments if segment.is_differentiable]
             for segments in self.stages.values()

@@ -1,1 +1,1 @@
-"""Actions of a schedule, and one step of them."""
+"""Runs the actions of a schedule, step by step."""

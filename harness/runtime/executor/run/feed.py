@@ -1,4 +1,4 @@
-"""Which samples of a global batch a device reads, and dealing them to its microbatches."""
+"""Select the samples of a global batch that a device reads, and split them by microbatch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from harness.runtime.executor.run.flight import Flight
 
 
 class Feed:
-    """One device's part of every batch.
+    """One device's share of every batch.
 
     Args:
-        input_names: the model's inputs, in the order of a batch's.
+        input_names: names of the model's inputs, in the order of `Batch.inputs`.
 
     Attributes:
-        samples: positions within the global batch, in the order in which the device is fed them.
+        samples: positions in the global batch, in the order in which the device reads them.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class Feed:
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
 
     def deal(self, batch: Batch | None) -> list[Flight]:
-        """One flight for each microbatch.
+        """Make one flight for each microbatch.
 
         Args:
-            batch: this device's samples, in order; None where it reads none.
+            batch: this device's samples, in order; None if it reads none.
         """
         flights = []
         at = 0

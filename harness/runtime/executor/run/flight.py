@@ -1,4 +1,4 @@
-"""What is alive of one microbatch on one device between its forward and its backward."""
+"""Tensors of one microbatch on one device between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Flight:
     """One microbatch's tensors.
 
     Attributes:
-        batch: this device's part of the microbatch; None where it reads no data.
-        samples: which of the microbatch's samples that is.
-        leaves: inputs of segments, cut off from what computed them.
-        outputs: of each segment (stage, position), with their graphs.
-        random: the generator's states before segments that are computed again.
-        version: of the weights that its forward uses; None for the weights themselves.
+        batch: this device's part of the microbatch; None if it reads no data.
+        samples: interval of that part within the microbatch.
+        leaves: inputs of segments, detached from the graphs that computed them.
+        outputs: outputs of each segment (stage, position), with their graphs.
+        random: the generators' states before segments that are recomputed.
+        version: the weights that its forward uses; None for the current weights.
     """
 
     batch: Batch | None
@@ -33,11 +33,10 @@ class Flight:
     leaves: dict[InputKey, Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     random: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
-
     version: Version | None = None
 
     def input(self, key: InputKey) -> Tensor:
-        """The tensor that a segment is given."""
+        """The tensor of a segment's input."""
         if isinstance(key, DataKey):
             return self._data(key)
         if isinstance(key, TargetKey):
@@ -57,7 +56,7 @@ class Flight:
         return cut
 
     def gradient(self, key: InputKey) -> Tensor:
-        """The gradient of a leaf; zeros where nothing has reached it."""
+        """The gradient of a leaf; zeros if it has none yet."""
         leaf = self.leaves[key]
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(leaf)

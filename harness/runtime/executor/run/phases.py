@@ -1,4 +1,4 @@
-"""Records what a rank does, without gaps: a phase ends where the next one begins."""
+"""Record the phases of a rank without gaps: a phase ends when the next begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.measure.recorder import Recorder
 
 
 class Phases:
-    """One rank's phases within a step; a wait cuts the phase that it interrupts in two."""
+    """One rank's phases within a step; a wait splits the current phase in two."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -31,7 +31,7 @@ class Phases:
         self._kind = None
 
     def wait(self, waiting: Callable[[], Any], **fields: Unpack[SpanFields]) -> Any:
-        """Record what `waiting` takes as communication, and resume the phase."""
+        """Record the duration of `waiting` as communication, then resume the phase."""
         kind, resumed = self._kind, self._fields
         fields["is_wait"] = True
         self.begin("communication", **fields)

@@ -1,4 +1,4 @@
-"""Carry out one step's actions on one device: segments forward and backward, pieces in and out."""
+"""Run one step's actions on one device: segments forward and backward, with their transfers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.runtime.executor.transport.moves import (
     Carried,
     Departure,
     Fetch,
-    Held,
+    LocalRegion,
     Moves,
     Placement,
 )
@@ -36,14 +36,14 @@ class Runner:
     """Runs programs on one device.
 
     Args:
-        programs: by size of microbatch, each with its moves.
+        programs: programs and their moves by microbatch size.
         sizes: samples of each of a step's microbatches.
         recompute: by stage, whether its forward is run again before its backward.
-        queues: by stage, gradients of weights that wait for an action of their own.
-        joined: by stage, those of joined microbatches, which wait for the end of a backward.
-        reached: called with parameters whose weight gradients were computed apart.
+        queues: by stage, weight gradients that are computed in separate actions.
+        joined: by stage, weight gradients of joined microbatches, computed after a backward.
+        reached: called with parameters whose gradients a queue has added to.
         stash: gives each microbatch its version of the weights; None without versions.
-        update: called after each microbatch's backward when there are versions.
+        update: called after each microbatch's backward if there are versions.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Runner:
         self._programs, self._sizes = programs, list(sizes)
         self._channels, self._phases, self._precision = channels, phases, precision
         self._recompute, self._queues, self._reached = recompute, queues, reached
-        self._joined, self._is_keeping = joined, self._keeps_fetched()
+        self._joined, self._keeps_inputs = joined, self._needs_inputs()
         self._random = random
         self._device = channels.buffers.device
         self._sums = Sums(channels, phases, len(self._sizes))
@@ -75,12 +75,12 @@ class Runner:
         self.loss: Tensor | None = None
 
     def run(self, actions: tuple[Action, ...], fed: Sequence[Flight], first: int = 0) -> None:
-        """Carry out every action in order.
+        """Run every action in order.
 
         Args:
-            actions: their microbatches are numbered from the step's first.
+            actions: actions of a step, whose first microbatch has number 0.
             fed: the step's microbatches.
-            first: how many microbatches have gone before while the pipeline was not empty.
+            first: number of microbatches since the last flush, before this step.
 
         Raises:
             PeerError: another rank died or hangs.
@@ -115,31 +115,31 @@ class Runner:
         if self._stash is None:
             self._flights.clear()
 
-    def _keeps_fetched(self) -> bool:
-        """Whether what was sent here is needed after its backward, for gradients of weights."""
+    def _needs_inputs(self) -> bool:
+        """Whether received values are needed after their backward, for weight gradients."""
         programs = [program for program, _ in self._programs.values()]
         return any(stage in self._queues for one in programs for stage in one.stages) or any(
             backward_calls(module).joined for one in programs for module in one.modules()
         )
 
     def forget(self) -> None:
-        """Let go of microbatches whose backward never comes."""
+        """Drop microbatches whose backward will not run."""
         self._flights.clear()
 
     def buffers(self) -> Iterator[Tensor]:
-        """What a step may change besides weights: statistics."""
+        """Buffers that a step may change, such as running statistics."""
         for program, _ in self._programs.values():
             for module in program.modules():
                 yield from module.buffers()
 
     def _joined_gradients(self, stage: int) -> list[nn.Parameter]:
-        """Compute those that are due; the parameters that have them now."""
+        """Compute the pending gradients of joined microbatches; return their parameters."""
         return self._joined[stage].flush() if stage in self._joined else []
 
     def _apply(self, flight: Flight) -> None:
-        """With versions, update the weights by this microbatch alone."""
+        """With versions, update the weights by this microbatch's gradients."""
         if self._stash is not None and flight.version is not None:
-            self._stash.hand_over(flight.version)
+            self._stash.move_gradients(flight.version)
             flight.version = None
             self._update()
             self._stash.updated()
@@ -147,7 +147,7 @@ class Runner:
     # Messages
 
     def _number(self, microbatch: int) -> int:
-        """Its number within its step."""
+        """The number of a microbatch within its step."""
         return microbatch % len(self._sizes)
 
     def _at(self, microbatch: int) -> tuple[Program, Moves]:
@@ -160,18 +160,18 @@ class Runner:
         )
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a value travels as: under autocast in autocast's dtype."""
+        """The dtype in which a value is sent: autocast's if that is on."""
         return self._precision.transfer_dtype(dtype)
 
     def _send(
         self, flight: Flight, departure: Departure, microbatch: int, *, is_backward: bool
     ) -> None:
-        """Send pieces of outputs, or of gradients of what was fetched."""
+        """Send pieces of outputs, or of gradients of fetched values."""
         dtype = self._dtype(departure.message.dtype)
         pieces: list[Tensor] = []
         for key, region in departure.cuts:
-            held = flight.gradient(key) if is_backward else flight.leaves[key].detach()
-            pieces.append(region.of_tensor(held).to(dtype))
+            whole = flight.gradient(key) if is_backward else flight.leaves[key].detach()
+            pieces.append(region.of_tensor(whole).to(dtype))
         joined = pieces[0] if len(pieces) == 1 else torch.cat([p.reshape(-1) for p in pieces])
         self._channels.send(joined, departure.message, microbatch, is_backward=is_backward)
 
@@ -188,7 +188,7 @@ class Runner:
             outputs = self._compute(flight, segment, place)
             flight.outputs[place] = outputs
             for key, output in zip(segment.outputs, outputs, strict=True):
-                self._cut_off(flight, program, key, output)
+                self._detach(flight, program, key, output)
             self._start_sums(flight, moves, segment, microbatch)
             for departure in moves.leaving.get(place, ()):
                 self._send(flight, departure, microbatch, is_backward=False)
@@ -205,8 +205,8 @@ class Runner:
         with contextlib.nullcontext() if is_kept else torch.no_grad(), self._precision.autocast():
             return _call(segment, flight, inputs)
 
-    def _cut_off(self, flight: Flight, program: Program, key: PartKey, output: Tensor) -> None:
-        """Keep an output as a leaf for whoever reads it after its segment."""
+    def _detach(self, flight: Flight, program: Program, key: PartKey, output: Tensor) -> None:
+        """Keep an output as a leaf, for its readers after its segment."""
         leaf = output.detach()
         if key.value == "loss":
             if key in program.counted:
@@ -224,13 +224,13 @@ class Runner:
                 self._sums.start(whole, fetch, self._number(microbatch), is_backward=False)
 
     def _assemble(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
-        """Make a want of what other devices sent and what is here."""
+        """Assemble a want from received and local pieces."""
         source = fetch.placements[0].source if fetch.is_whole else None
         if fetch.goes_summed:
             whole = self._sums.take(fetch, self._number(microbatch), is_backward=False)
         elif isinstance(source, Carried):
             whole = self._receives.take(microbatch, source, is_backward=False)
-        elif isinstance(source, Held) and fetch.is_borrowed:
+        elif isinstance(source, LocalRegion) and fetch.is_borrowed:
             whole = flight.leaves[source.key]
         else:
             whole = self._channels.buffers.take(fetch.shape, self._dtype(fetch.dtype))
@@ -279,7 +279,7 @@ class Runner:
             segment = program.stages[stage][position]
             if self._recompute[stage] and segment.is_differentiable:
                 self._phases.begin("forward", pass_="recompute", stage=stage, microbatch=number)
-                self._repeat(flight, segment, place)  # meanwhile its gradients are on their way
+                self._repeat(flight, segment, place)  # while its gradients are in transit
                 self._phases.begin("backward", stage=stage, microbatch=number)
             self._collect(flight, moves, place, segment, microbatch)
             if segment.is_differentiable:
@@ -292,8 +292,8 @@ class Runner:
     def _collect(
         self, flight: Flight, moves: Moves, place: Place, segment: Segment, microbatch: int
     ) -> None:
-        """Add the gradients that other devices send to those of the outputs."""
-        for key in segment.outputs:  # a part of a sum has the gradient of all who read the sum
+        """Add gradients from other devices to the gradients of the outputs."""
+        for key in segment.outputs:  # a partial sum has the gradients of all readers of the sum
             for fetch in moves.sums.get(key, ()):
                 if not (fetch.returns_summed and fetch.is_differentiable):
                     continue
@@ -304,15 +304,15 @@ class Runner:
             gradient = self._receives.take(microbatch, carried, is_backward=True)
             leaf = flight.leaves[key]
             if leaf.grad is None and region.is_all and gradient.dtype == leaf.dtype:
-                # Not given back: gradients further back may be views of it, and on their way.
+                # Not given back, because views of it may be sent as gradients of earlier segments.
                 leaf.grad = gradient
             else:
                 flight.add_gradient(key, region, gradient)
                 self._channels.buffers.give_back(gradient)
 
     def _repeat(self, flight: Flight, segment: Segment, place: tuple[int, int]) -> None:
-        """Run a segment's forward again, this time for its gradients."""
-        with repeated(flight.random.pop(place), self._device), _on_copies(segment.module):
+        """Run a segment's forward again, with gradients."""
+        with repeated(flight.random.pop(place), self._device), _on_buffer_copies(segment.module):
             inputs = [flight.input(key) for key in segment.inputs]
             with torch.enable_grad(), self._precision.autocast():
                 flight.outputs[place] = _call(segment, flight, inputs)
@@ -338,19 +338,19 @@ class Runner:
             torch.autograd.backward(outputs, gradients)
 
     def _return(self, flight: Flight, moves: Moves, place: Place, microbatch: int) -> None:
-        """Send the gradients of what a segment fetched back to those who contributed to it."""
+        """Send the gradients of a segment's fetches back to the devices of their pieces."""
         for fetch in moves.fetches[place]:
             if fetch.is_differentiable:
-                self._give_local(flight, fetch, microbatch)
+                self._return_local(flight, fetch, microbatch)
         for departure in moves.returning.get(place, ()):
             self._send(flight, departure, microbatch, is_backward=True)
         for fetch in moves.fetches[place]:
             leaf = flight.leaves.pop(fetch.key)
-            if not (fetch.is_borrowed or self._is_keeping):
+            if not (fetch.is_borrowed or self._keeps_inputs):
                 self._channels.buffers.give_back(leaf.detach())
 
-    def _give_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
-        """Pass a gradient on to a sum, or to the parts of this device."""
+    def _return_local(self, flight: Flight, fetch: Fetch, microbatch: int) -> None:
+        """Pass a gradient to an all-reduce, or to the parts of this device."""
         gradient = flight.gradient(fetch.key)
         if fetch.returns_summed:
             number = self._number(microbatch)
@@ -362,14 +362,14 @@ class Runner:
 def _call(segment: Segment, flight: Flight, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     if flight.version is not None:
         return call_with(segment.module, flight.version, inputs)
-    # Called as a module, it would drop the line that raised from an error's traceback.
+    # Not called as a module, because errors would then lose the failing line in their traceback.
     found: tuple[Tensor, ...] = segment.module.forward(*inputs)
     return found
 
 
 @contextlib.contextmanager
-def _on_copies(module: fx.GraphModule) -> Iterator[None]:
-    """Let a forward that is repeated track running statistics in copies of them."""
+def _on_buffer_copies(module: fx.GraphModule) -> Iterator[None]:
+    """Use copies of running statistics, so that recomputation does not update them twice."""
     tracked = [m._buffers for m in module.modules() if getattr(m, "track_running_stats", False)]
     kept = [dict(buffers) for buffers in tracked]
     for buffers in tracked:
@@ -377,5 +377,5 @@ def _on_copies(module: fx.GraphModule) -> Iterator[None]:
     try:
         yield
     finally:
-        for buffers, own in zip(tracked, kept, strict=True):
-            buffers.update(own)
+        for buffers, originals in zip(tracked, kept, strict=True):
+            buffers.update(originals)

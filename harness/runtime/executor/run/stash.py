@@ -1,8 +1,8 @@
-"""Versions of the weights, for pipelines that update after every microbatch.
+"""Versions of the weights, for pipelines that update weights after every microbatch.
 
 Weight stashing as in PipeDream (SOSP 2019, section 3.3): a microbatch's backward uses the weights
-that its forward used, and its gradient is applied to the newest. On stage s of S a gradient is so
-S - 1 - s updates old; those of the first microbatches after the pipeline was empty less.
+that its forward used, and its gradient is applied to the newest. On stage s of S a gradient is thus
+S - 1 - s updates old, and less for the first microbatches after a flush.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Iterable
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-# A version of the weights: what stands for each parameter.
+# A version of the weights: the tensor that replaces each parameter.
 Version = dict[nn.Parameter, Tensor]
 
 
 class Stash:
-    """Hands out the newest weights as copies that updates leave alone."""
+    """Copies the newest weights, so that updates do not change them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._newest: Version | None = None
 
     def newest(self) -> Version:
-        """Copies of the weights as they are now; the same ones until the next update."""
+        """Copies of the current weights, shared until the next update."""
         if self._newest is None:
             self._newest = {p: p.detach().clone().requires_grad_() for p in self._parameters}
         return self._newest
 
-    def hand_over(self, version: Version) -> None:
+    def move_gradients(self, version: Version) -> None:
         """Move a backward pass' gradients from a version to the parameters."""
         for parameter, copied in version.items():
             parameter.grad, copied.grad = copied.grad, None
 
     def updated(self) -> None:
-        """Forget the newest version: the weights have changed."""
+        """Drop the newest version after a change of the weights."""
         self._newest = None
 
 

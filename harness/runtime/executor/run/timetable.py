@@ -1,7 +1,7 @@
-"""Which actions a rank carries out in each step, and when all others carry out theirs.
+"""The actions of a rank in each step, and the order of all ranks' actions.
 
-Asynchronous training does not empty the pipeline between steps: microbatches are numbered through
-all of them, and a flush finishes those that are in flight.
+Asynchronous training does not empty the pipeline between steps: microbatches are numbered over all
+steps, and a flush finishes the microbatches in flight.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from harness.domain.schedule import (
 )
 from harness.domain.strategy import Strategy
 
-# Stage, microbatch, is_backward: where that comes among the actions of the stage's ranks.
+# (stage, microbatch, is_backward) -> position among the actions of the stage's ranks.
 Order = Callable[[int, int, bool], int]
 
 
 class Timetable:
-    """One rank's.
+    """The schedule of one rank.
 
     Args:
-        split: stages that compute gradients of weights apart, under zero bubble.
+        split: stages that compute weight gradients separately, under zero bubble.
 
     Attributes:
-        n_streamed: microbatches since the pipeline was last empty; 0 if every step empties it.
-        order: of all ranks' actions.
+        n_streamed: microbatches since the last flush; 0 if every step flushes.
+        order: positions of all ranks' actions.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Timetable:
         self._strategy, self._split = strategy, split
         self._is_asynchronous = is_asynchronous
         self._n_ranks = strategy.n_ranks()
-        own = [stage for stage, them in enumerate(strategy.stage_devices()) if rank in them]
-        self._rank = own[0] % self._n_ranks if own else None
+        stages = [k for k, devices in enumerate(strategy.stage_devices()) if rank in devices]
+        self._rank = stages[0] % self._n_ranks if stages else None
         self.n_streamed = 0
         self.order: Order = self._unflushed_order if is_asynchronous else self._flushed_order()
 
     def step(self) -> tuple[Action, ...]:
-        """The actions of the next step; none for a device that no stage has."""
+        """The actions of the next step; empty for a device without a stage."""
         if self._rank is None or not self._is_asynchronous:
             return self._flushed
         return tuple(
@@ -59,16 +59,16 @@ class Timetable:
 
     @property
     def n_finished(self) -> int:
-        """How many microbatches all ranks were done with when the step before ended."""
+        """How many microbatches all ranks had finished at the end of the previous step."""
         return self.n_streamed - (self._n_ranks - 1)
 
     def advance(self) -> None:
-        """A step is over."""
+        """Count the microbatches of a finished step."""
         if self._is_asynchronous:
             self.n_streamed += self._strategy.n_microbatches
 
     def flush(self) -> tuple[Action, ...]:
-        """What empties the pipeline."""
+        """The actions that empty the pipeline."""
         if self._rank is None:
             return ()
         return tuple(

@@ -1,1 +1,1 @@
-"""How one block of one operator is computed, by kind of operator."""
+"""Modules that compute one block of one operator, by kind of operator."""

@@ -1,4 +1,4 @@
-"""Cut regions out of blocks and put blocks together, differentiably, inside a segment."""
+"""Crop and assemble blocks, differentiably, within a segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.domain.partition import Block
 
 @dataclass(frozen=True)
 class Relative:
-    """Where a region lies within a tensor that holds a larger block."""
+    """The position of a region within a tensor that holds a larger block."""
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -25,7 +25,7 @@ class Relative:
         return cls(starts, sizes, region == held)
 
     def of_tensor(self, tensor: Tensor) -> Tensor:
-        """A view of the region; dims that the block does not name stay whole."""
+        """A view of the region; dims beyond the block's stay whole."""
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
             if size != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, start, size)
@@ -33,15 +33,15 @@ class Relative:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A region within the part that holds it, and within the want that it goes to."""
+class RegionMap:
+    """Position of a region in the part that holds it, and in the want that it belongs to."""
 
     source: Relative
     target: Relative
 
 
 class Kept(nn.Module):
-    """A region of a tensor; nothing of it (zeros) where another part has it."""
+    """Crops a region of a tensor; `is_zero` sets it to 0, because another part adds the value."""
 
     def __init__(self, region: Relative, *, is_zero: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Kept(nn.Module):
 
 
 class _Cut(nn.Module):
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RegionMap) -> None:
         super().__init__()
         self._source = place.source
 
@@ -62,9 +62,9 @@ class _Cut(nn.Module):
 
 
 class _Cat(nn.Module):
-    """Pieces side by side along one dim, in order."""
+    """Concatenates pieces along one dim."""
 
-    def __init__(self, places: list[Place], dim: int) -> None:
+    def __init__(self, places: list[RegionMap], dim: int) -> None:
         super().__init__()
         self._places, self._dim = places, dim
 
@@ -76,9 +76,9 @@ class _Cat(nn.Module):
 
 
 class _Fill(nn.Module):
-    """Pieces anywhere, added where they overlap."""
+    """Places pieces anywhere, and adds them where they overlap."""
 
-    def __init__(self, places: list[Place], sizes: tuple[int, ...]) -> None:
+    def __init__(self, places: list[RegionMap], sizes: tuple[int, ...]) -> None:
         super().__init__()
         self._places, self._sizes = places, sizes
 
@@ -97,8 +97,8 @@ class _Fill(nn.Module):
         return whole
 
 
-def assembled(places: list[Place], block: Block, *, is_sum: bool) -> nn.Module:
-    """The module that makes a want of local parts."""
+def assembled(places: list[RegionMap], block: Block, *, is_sum: bool) -> nn.Module:
+    """The module that assembles a want from local parts."""
     sizes = tuple(stop - start for start, stop in block)
     if len(places) == 1:
         return _Cut(places[0])

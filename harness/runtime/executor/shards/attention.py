@@ -1,4 +1,4 @@
-"""Shards of nn.MultiheadAttention: some heads, each a partial sum, and some queries."""
+"""Shards of nn.MultiheadAttention: a partial sum over some heads, for some queries."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AttentionShard(Shard):
     """Some heads of an attention for some queries over whole sequences of keys and values.
 
     Args:
-        heads: the block's; of the parts of one sum, the one with head 0 adds the output's bias.
-        sources: which input is the query, the key and the value.
+        heads: the block's heads; the part with head 0 adds the output's bias.
+        roles: indices of the inputs that are query, key and value.
         inward: one region per input.
     """
 
@@ -38,28 +38,28 @@ class AttentionShard(Shard):
         super().__init__()
         self._head_dim, self._dropout = module.head_dim, module.dropout
         self._roles, self._inward = roles, inward
-        own = heads[0] * module.head_dim, heads[1] * module.head_dim
+        columns = heads[0] * module.head_dim, heads[1] * module.head_dim
         for position, role in enumerate(_ROLES):
-            self._own_projection(part, module, role, position, own)
+            self._copy_projection(part, module, role, position, columns)
         width = (0, module.embed_dim)
-        self.own(part, "out_weight", part.held("out_proj.weight"), (width, own))
+        self.copy_slice(part, "out_weight", part.held("out_proj.weight"), (width, columns))
         bias = part.held("out_proj.bias") if heads[0] == 0 else None
-        self.own(part, "out_bias", bias, (width,))
+        self.copy_slice(part, "out_bias", bias, (width,))
 
-    def _own_projection(
-        self, part: Part, module: nn.MultiheadAttention, role: str, position: int, own: Interval
+    def _copy_projection(
+        self, part: Part, module: nn.MultiheadAttention, role: str, position: int, rows: Interval
     ) -> None:
         shift = position * module.embed_dim
-        stacked = own[0] + shift, own[1] + shift
+        stacked = rows[0] + shift, rows[1] + shift
         bias = part.held("in_proj_bias")
-        self.own(part, f"{role}_bias", bias, (stacked,))
+        self.copy_slice(part, f"{role}_bias", bias, (stacked,))
         if module.in_proj_weight is not None:
             weight, rows = part.held("in_proj_weight"), stacked
         else:
-            weight, rows = part.held(f"{role[0]}_proj_weight"), own
+            weight = part.held(f"{role[0]}_proj_weight")
         assert weight is not None
         columns = (0, part.tensor(weight).shape[1])
-        self.own(part, f"{role}_weight", weight, (rows, columns))
+        self.copy_slice(part, f"{role}_weight", weight, (rows, columns))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         taken = [each.take(x) for each, x in zip(self._inward, inputs, strict=True)]
@@ -72,7 +72,7 @@ class AttentionShard(Shard):
         return F.linear(mixed.transpose(1, 2).flatten(2), self.out_weight, self.out_bias)
 
     def _heads(self, role: str, x: Tensor) -> Tensor:
-        """(n, heads, sequence, features of a head) of an input's projection."""
+        """Project an input; returns (samples, heads, sequence, features of a head)."""
         weight, bias = getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias")
         heads: Tensor = F.linear(x, weight, bias).unflatten(-1, (-1, self._head_dim))
         return heads.transpose(1, 2)
@@ -85,7 +85,7 @@ def make_attention(part: Part) -> AttentionShard | None:
         return None
     roles = _roles(part, module)
     heads = part.partial("heads")
-    if roles is None or heads is None or not _is_output_alone(part.node):
+    if roles is None or heads is None or not _has_unread_weights(part.node):
         return None
     if len(part.output) != 3 or not part.is_whole(2):
         return None
@@ -101,13 +101,13 @@ def make_attention(part: Part) -> AttentionShard | None:
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether it attends to what it is given and to nothing else, samples first."""
+    """Whether it has no additional keys and values, and samples come first."""
     has_more = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
     return module.batch_first and not has_more
 
 
 def _roles(part: Part, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
-    """Which inputs are query, key and value; None for a masked attention."""
+    """Indices of the inputs that are query, key and value; None for a masked attention."""
     read = part.arguments()
     if read is None or len(part.wanted) != len(_ROLES):
         return None
@@ -120,8 +120,8 @@ def _roles(part: Part, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
     return found if len(found) == len(_ROLES) else None
 
 
-def _is_output_alone(node: fx.Node) -> bool:
-    """Whether nothing reads the attention weights, which no part has."""
+def _has_unread_weights(node: fx.Node) -> bool:
+    """Whether no node reads the attention weights, which shards do not compute."""
     return all(
         user.op == "call_function" and len(user.args) == 2 and (user.args[1] == 0 or not user.users)
         for user in node.users

@@ -1,4 +1,4 @@
-"""A shard, what it is made from, and how an operator's arguments are read off its node."""
+"""The interface of a shard, its specification, and the arguments of an operator's node."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from harness.runtime.executor.geometry.slices import WeightSlice
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a task is handed of one producer's output.
+    """The block of one producer's output that a task receives.
 
     Attributes:
-        shape: the producer's output dims, full sizes at this microbatch.
-        block: of that output, by `domain.sharding.input_block`.
+        shape: full sizes of the producer's output dims, at this microbatch size.
+        block: the block, by `domain.sharding.input_block`.
     """
 
     shape: dict[str, int]
@@ -31,26 +31,26 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Held:
-    """An argument that is a tensor of the model, by its name there."""
+    """An argument that is a tensor of the model, by its name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Given:
-    """An argument that is the output of a producer, by its position among the inputs."""
+    """An argument that is the output of a producer, by its index among the inputs."""
 
     index: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One block of one operator: all that a shard is made from.
+    """One block of one operator: the specification of a shard.
 
     Attributes:
-        root: the traced model, with its own tensors.
+        root: the traced model.
         shape: sizes of the dims of the whole output, then of its partial dims.
-        block: intervals of these.
+        block: one interval for each of these dims.
     """
 
     operator: Operator
@@ -62,7 +62,7 @@ class Part:
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Of the output tensor, in storage order."""
+        """Dims of the output tensor, in storage order."""
         return tuple(self.operator.shape)
 
     @property
@@ -71,20 +71,20 @@ class Part:
 
     @property
     def output(self) -> Block:
-        """The output tensor's block, one interval per dim of it."""
+        """The block without partial dims."""
         return self.block[: len(self.dims)]
 
     def is_whole(self, position: int) -> bool:
-        """Whether the block has all of a dim of the output tensor."""
+        """Whether the block covers a dim of the output tensor."""
         return self.output[position] == (0, self.sizes[position])
 
     def is_side_whole(self, position: int) -> bool:
-        """Whether it has all of a dim, and is handed all: a stride may leave the last rows out."""
+        """Whether block and input cover a dim; with a stride, the input may lack the last rows."""
         size = list(self.wanted[0].shape.values())[position]
         return self.is_whole(position) and self.wanted[0].block[position] == (0, size)
 
     def partial(self, dim: str) -> Interval | None:
-        """The block's interval of a dim that is summed over; None where it has no such dim."""
+        """The block's interval of a partial dim; None if it has no such dim."""
         named = dict(zip(self.shape, self.block, strict=True))
         return None if dim in self.dims else named.get(dim)
 
@@ -97,12 +97,12 @@ class Part:
 
     @property
     def function(self) -> str:
-        """The module's type or the function's bare name."""
+        """The name of the module's type or of the function."""
         module = self.module
         return function_name(self.node.target) if module is None else type(module).__name__
 
     def held(self, name: str) -> Held | None:
-        """A tensor of the node's module; None where the module goes without it."""
+        """A tensor of the node's module; None if the module does not have it."""
         module = self.module
         if module is None:
             return None
@@ -115,11 +115,11 @@ class Part:
         return named_tensor(self.root, held.name)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The node's arguments with its nodes as `Given` and `Held`; None if one is neither."""
+        """The node's arguments, nodes as `Given` or `Held`; None if a node is neither."""
         return _read_arguments(self.node, self.root, len(self.operator.inputs))
 
     def named_arguments(self, *names: str) -> dict[str, Any] | None:
-        """The node's arguments by the names of the function's first parameters."""
+        """The node's arguments by name, given the names of the function's first parameters."""
         read = self.arguments()
         if read is None or len(read[0]) > len(names):
             return None
@@ -127,25 +127,25 @@ class Part:
 
 
 class Shard(nn.Module):
-    """Computes one block of one operator from what its device is handed of the inputs.
+    """Computes one block of one operator from blocks of its inputs.
 
-    Called with the inputs in the order of the operator's, each exactly its wanted block; returns
-    exactly the output block, or for a cut along a partial dim a partial sum of it. Parameters may
-    be replaced by shared ones, so nothing else may hold on to them.
+    Called with the wanted block of each input, in the order of the operator's inputs; returns the
+    output block, or a partial sum of it for a cut along a partial dim. `Weights.share` may replace
+    parameters, so no other object may refer to them.
 
     Attributes:
-        sources: own parameter or buffer name -> the slice of the model's tensor that it copies;
-            buffers that are missing here are no part of the model.
+        sources: name of a parameter or buffer -> the slice of the model's tensor that it copies;
+            buffers without an entry are not part of the model.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sources: dict[str, WeightSlice] = {}
 
-    def own(
+    def copy_slice(
         self, part: Part, name: str, held: Held | None, intervals: Sequence[Interval] | None = None
     ) -> None:
-        """Copy a slice of a tensor of the model as own parameter or buffer; all by default."""
+        """Copy a slice of a tensor of the model as a parameter or buffer; all by default."""
         if held is None:
             self.register_parameter(name, None)
             return
@@ -162,7 +162,7 @@ class Shard(nn.Module):
         self.sources[name] = source
 
 
-# Makes the shard of one part; None where there is none.
+# Makes the shard of one part; None if the cut has none.
 Make = Callable[[Part], Shard | None]
 
 
@@ -176,7 +176,7 @@ def named_tensor(root: nn.Module, name: str) -> Tensor:
 
 
 def _root_name(root: nn.Module, tensor: Tensor) -> str:
-    """The first of a tensor's names in the model: tied weights have several."""
+    """The first name of a tensor in the model, because tied weights have several."""
     for names in (root.named_parameters(), root.named_buffers()):
         for name, known in names:
             if known is tensor:
@@ -185,7 +185,7 @@ def _root_name(root: nn.Module, tensor: Tensor) -> str:
 
 
 def has_plain_weights(module: nn.Module) -> bool:
-    """Whether its tensors are what it computes with: no hooks, no parametrizations."""
+    """Whether a module has neither forward hooks nor parametrizations."""
     hooked = any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
     return not hooked and not any(parametrize.is_parametrized(m) for m in module.modules())
 
@@ -204,5 +204,5 @@ def _read_arguments(
         return Given(n_given - 1)
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), read)
-    # A node that computes a number is no operator, so that it is missing among the inputs.
+    # A node that computes a number is no operator, so the operator's inputs do not contain it.
     return (tuple(args), dict(kwargs)) if n_given == n_inputs else None

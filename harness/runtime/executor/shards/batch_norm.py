@@ -1,8 +1,8 @@
-"""Batch normalisation of a block: by its own statistics, or by those of all blocks together.
+"""Batch normalisation of a block, by its own (local) or by all blocks' (global) statistics.
 
-Global statistics take two sums over the devices forward and one backward. Forward they are merged
-as Chan, Golub and LeVeque do (Updating formulae and a pairwise algorithm for computing sample
-variances, 1979): the mean first, then squares of what is centred, so that nothing cancels.
+Global statistics need two all-reduces forward and one backward. The forward merges statistics as
+Chan, Golub and LeVeque do (Updating formulae and a pairwise algorithm for computing sample
+variances, 1979): first the mean, then the squares of centred values, which avoids cancellation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class BatchNormShard(Shard):
-    """Some features, samples, rows and columns, normalised by their own statistics."""
+    """A block normalised by its own statistics."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -43,17 +43,17 @@ class BatchNormShard(Shard):
 
     def __init__(self, part: Part, module: _BatchNorm, inward: Region) -> None:
         super().__init__()
-        # Switched off where another task on the same device keeps the same statistics.
+        # Off if another task on the same device updates the same statistics.
         self.track_running_stats = True
         self.is_counting = True
         self._eps, self._momentum, self._inward = module.eps, module.momentum, inward
         for name in _TENSORS:
-            self.own(part, name, part.held(name), (part.output[1],))
-        self.own(part, "num_batches_tracked", part.held("num_batches_tracked"))
+            self.copy_slice(part, name, part.held(name), (part.output[1],))
+        self.copy_slice(part, "num_batches_tracked", part.held("num_batches_tracked"))
 
     @property
     def is_measuring(self) -> bool:
-        """Whether it normalises by what it is given, not by running statistics."""
+        """Whether it normalises by the statistics of its input, not by running statistics."""
         return self.training or self.running_mean is None
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class BatchNormShard(Shard):
         )
 
     def _count_batch(self) -> float:
-        """The share of this batch in the running statistics."""
+        """Count this batch; return its weight in the running statistics."""
         is_tracking = self.training and self.track_running_stats
         if is_tracking and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1 if self.is_counting else 0)
@@ -84,8 +84,8 @@ class GlobalBatchNorm(BatchNormShard):
     """A block normalised by the statistics of all blocks.
 
     Args:
-        n_values: per feature of the whole output, at this microbatch.
-        reduce: called twice in each forward and once in each backward pass; may be replaced.
+        n_values: values per feature of the whole output, at this microbatch size.
+        reduce: called twice in each forward and once in each backward; may be replaced.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class GlobalBatchNorm(BatchNormShard):
 
 
 def merge_statistics(x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance per feature over all devices' blocks, and the values of each.
+    """Mean and biased variance per feature over all devices, and the number of values.
 
-    They are of 64 bits, whatever `x` is: one number per feature costs nothing.
+    They have 64 bits for every dtype of `x`, because one number per feature costs little.
     """
     own_variance, own_mean = _statistics(x)
     n_own = x.numel() // x.shape[1]
@@ -150,9 +150,9 @@ def batch_norm(
     eps: float,
     reduce: Reduce,
 ) -> Tensor:
-    """Normalise by statistics of all devices, which depend on `x` in the backward pass.
+    """Normalise by global statistics, whose gradients flow back to `x`.
 
-    Gradients of weight and bias are those of the block alone.
+    Gradients of weight and bias cover this block only.
     """
     apply: Callable[..., Tensor] = _Normalise.apply
     return apply(x, weight, bias, mean, variance, n_values, eps, reduce)
@@ -163,7 +163,7 @@ class _Normalise(torch.autograd.Function):
 
     dL/dx = gamma / sqrt(variance + eps) (g - (sum g) / n - z (sum g z) / n)
 
-    as Ioffe and Szegedy give it (Batch Normalization, 2015); the sums run over all devices.
+    by Ioffe and Szegedy (Batch Normalization, 2015); the sums run over all devices.
     """
 
     @staticmethod
@@ -189,26 +189,26 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, variance, n_values = ctx.saved_tensors
         eps, reduce = ctx.eps, ctx.reduce
-        # By given statistics, its gradients of gamma and beta are sum g z and sum g.
-        gamma = torch.ones_like(mean) if weight is None else weight  # CUDA's takes no None
-        unused = mean.new_empty(0)  # CUDA's takes no None for what a batch in training saved
-        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        # With given statistics, the gradients of gamma and beta are sum g z and sum g.
+        gamma = torch.ones_like(mean) if weight is None else weight  # CUDA's refuses None
+        unused = mean.new_empty(0)  # CUDA's refuses None for saved statistics
+        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             gradient, x, gamma, mean, variance, unused, unused, False, eps, [False, True, True]
         )
-        of_x = None
+        grad_input = None
         if ctx.needs_input_grad[0]:
-            sums = reduce(torch.stack([of_weight, of_bias]).double()) / n_values
+            sums = reduce(torch.stack([grad_weight, grad_bias]).double()) / n_values
             scale = (variance.double() + eps).rsqrt()
             scale = scale if weight is None else scale * weight
             first, second = (-sums * scale).to(mean.dtype)
-            of_x = F.batch_norm(x, mean, variance, first, second, eps=eps)
+            grad_input = F.batch_norm(x, mean, variance, first, second, eps=eps)
             shape = [1, -1] + [1] * (x.dim() - 2)
-            of_x = of_x.addcmul_(gradient, scale.to(gradient.dtype).view(shape))
+            grad_input = grad_input.addcmul_(gradient, scale.to(gradient.dtype).view(shape))
         wanted = ctx.needs_input_grad
         return (
-            of_x,
-            of_weight if wanted[1] else None,
-            of_bias if wanted[2] else None,
+            grad_input,
+            grad_weight if wanted[1] else None,
+            grad_bias if wanted[2] else None,
             *(None,) * 5,
         )
 
@@ -230,16 +230,16 @@ def make_batch_norm(
     *,
     reduce: Reduce = _identity,
 ) -> GlobalBatchNorm | None:
-    """A block of a batch normalisation by global statistics, however it is cut.
+    """Make a batch normalisation with global statistics, for any cut.
 
-    It is given the block of its input that it computes of its output.
+    Its input block equals its output block.
 
     Args:
-        operator, node, root, shape, block: as `make_shard` takes them.
-        reduce: over all devices that hold blocks of the same features.
+        operator, node, root, shape, block: as for `make_shard`.
+        reduce: sums over all devices that hold blocks of the same features.
 
     Returns:
-        None for a batch normalisation that is no module.
+        None for a batch normalisation that is a function.
     """
     part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=[])
     module = part.module

@@ -1,4 +1,4 @@
-"""Shards of two-dimensional convolutions: filters, rows and columns with their halo."""
+"""Shards of two-dimensional convolutions: filters, and rows and columns with their halo."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.runtime.executor.shards.regions import Region, region, window
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 Pair = tuple[int, int]
-# Convolves as F.conv2d does: input, weight, bias, stride, padding, dilation, groups.
+# The signature of F.conv2d: input, weight, bias, stride, padding, dilation, groups.
 Conv2d = Callable[[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int], Tensor]
 
 
@@ -35,7 +35,7 @@ class ConvSpec:
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive filters that one call computes, relative to the block's own."""
+    """Consecutive filters that one call computes, relative to the block's first."""
 
     filters: Interval
     channels: Interval
@@ -43,7 +43,7 @@ class _Run:
 
 
 def _runs(filters: Interval, filters_each: int, channels_each: int) -> Iterator[_Run]:
-    """Whole groups in one call; what lies within one group in a call of its own."""
+    """Split filters into calls: whole groups share a call, a part of a group has its own."""
     first_group = filters[0] // filters_each
     at = filters[0]
     while at < filters[1]:
@@ -61,7 +61,7 @@ class ConvShard(Shard):
     """Some filters of a convolution, for some rows and columns.
 
     Args:
-        padding: of the region that `inward` gives.
+        padding: padding of the region that `inward` gives.
     """
 
     weight: nn.Parameter
@@ -72,16 +72,16 @@ class ConvShard(Shard):
         self._spec, self._runs, self._padding, self._inward = spec, runs, padding, inward
         filters = part.output[1]
         sizes = part.tensor(spec.weight).shape[1:]
-        self.own(part, "weight", spec.weight, (filters, *((0, size) for size in sizes)))
-        self.own(part, "bias", spec.bias, (filters,))
+        self.copy_slice(part, "weight", spec.weight, (filters, *((0, size) for size in sizes)))
+        self.copy_slice(part, "bias", spec.bias, (filters,))
 
     @property
     def is_single(self) -> bool:
-        """Whether one call computes it; else its filters cut across groups."""
+        """Whether one call computes the block; false if its filters end within a group."""
         return len(self._runs) == 1
 
     def compute(self, inputs: tuple[Tensor, ...], conv2d: Conv2d) -> Tensor:
-        """The block, with each run convolved by `conv2d`."""
+        """Compute the block by one call of `conv2d` per run."""
         x = self._inward.take(inputs[0])
         if self.is_single:
             return self._convolve(conv2d, x, self.weight, self.bias, self._runs[0].groups)
@@ -104,7 +104,7 @@ class ConvShard(Shard):
 
 
 def make_conv2d(part: Part) -> ConvShard | None:
-    """nn.Conv2d padded by zeros, or F.conv2d, cut along any dims."""
+    """nn.Conv2d with zero padding, or F.conv2d, cut along any dims."""
     spec = _spec(part)
     if spec is None or len(part.wanted) != 1 or len(part.wanted[0].shape) != 4:
         return None
@@ -154,7 +154,7 @@ def _spec(part: Part) -> ConvSpec | None:
     else:
         read = part.named_arguments(*_NAMES) or {}
     weight, bias, padding = read.get("weight"), read.get("bias"), read.get("padding", 0)
-    # Words for padding may mean unequal ends.
+    # 'same' may pad both ends unequally.
     if not isinstance(weight, Held) or isinstance(padding, str):
         return None
     if bias is not None and not isinstance(bias, Held):

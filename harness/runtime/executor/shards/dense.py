@@ -1,7 +1,7 @@
 """Shards of linear layers, embeddings and layer normalisation.
 
-Dims are known by their position, whatever a graph calls them: the last is that of the features, and
-all others pass through.
+Dims are identified by position, not by their names in the graph: the last dim is the features, all
+others pass through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Linear = Callable[[Tensor, nn.Parameter, nn.Parameter | None], Tensor]
 
 
 class LinearShard(Shard):
-    """Some output features of a linear layer, or a partial sum over some of its input features."""
+    """Some output features of a linear layer, or a partial sum over some input features."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -32,12 +32,12 @@ class LinearShard(Shard):
         super().__init__()
         self._inward = inward
         rows = part.output[-1]
-        self.own(part, "weight", weight, (rows, summed))
-        # Of the parts of one sum, one adds the bias.
-        self.own(part, "bias", bias if summed[0] == 0 else None, (rows,))
+        self.copy_slice(part, "weight", weight, (rows, summed))
+        # Only the first part of a partial sum adds the bias.
+        self.copy_slice(part, "bias", bias if summed[0] == 0 else None, (rows,))
 
     def compute(self, inputs: tuple[Tensor, ...], linear: Linear) -> Tensor:
-        """The block, with the product done by `linear`."""
+        """Compute the block by `linear`."""
         return linear(self._inward.take(inputs[0]), self.weight, self.bias)
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class LinearShard(Shard):
 
 
 def make_linear(part: Part) -> LinearShard | None:
-    """nn.Linear or F.linear, cut along features, contraction and what passes through."""
+    """nn.Linear or F.linear, cut along any dims."""
     weight, bias = part.held("weight"), part.held("bias")
     if part.module is None:
         named = part.named_arguments("input", "weight", "bias")
@@ -63,8 +63,8 @@ class EmbeddingShard(Shard):
     """Some columns of a table.
 
     Args:
-        look_up: called with (indices, the columns, keywords), as F.embedding is.
-        options: further keywords of `look_up`.
+        look_up: F.embedding or F.embedding_bag.
+        options: keyword arguments of `look_up`.
     """
 
     weight: nn.Parameter
@@ -77,7 +77,7 @@ class EmbeddingShard(Shard):
         table = part.held("weight")
         assert table is not None
         rows = part.tensor(table).shape[0]
-        self.own(part, "weight", table, ((0, rows), part.output[-1]))
+        self.copy_slice(part, "weight", table, ((0, rows), part.output[-1]))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         indices = self._inward.take(inputs[0])
@@ -89,7 +89,7 @@ def make_embedding(part: Part) -> EmbeddingShard | None:
     table = part.module
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or len(part.wanted) != 1:
         return None
-    # Both would need whole rows or the whole batch.
+    # These options need whole rows and the whole batch.
     if table.max_norm is not None or table.scale_grad_by_freq:
         return None
     options: dict[str, Any] = {"padding_idx": table.padding_idx, "sparse": table.sparse}
@@ -106,7 +106,7 @@ def make_embedding(part: Part) -> EmbeddingShard | None:
 
 
 class LayerNormShard(Shard):
-    """Whole normalised dims of some of the rows."""
+    """Layer normalisation of some rows."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -122,8 +122,8 @@ class LayerNormShard(Shard):
     ) -> None:
         super().__init__()
         self._normalized, self._eps, self._inward = normalized, eps, inward
-        self.own(part, "weight", weight)
-        self.own(part, "bias", bias)
+        self.copy_slice(part, "weight", weight)
+        self.copy_slice(part, "bias", bias)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         x = self._inward.take(inputs[0])
@@ -131,7 +131,7 @@ class LayerNormShard(Shard):
 
 
 def make_layer_norm(part: Part) -> LayerNormShard | None:
-    """nn.LayerNorm or F.layer_norm, cut along dims that it does not normalise over."""
+    """nn.LayerNorm or F.layer_norm, cut along dims that are not normalised."""
     module = part.module
     if isinstance(module, nn.LayerNorm):
         read: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""Dropout of a block by the mask that the whole tensor would have drawn.
+"""Dropout of a block, by the block of the whole tensor's mask.
 
-Each mask comes from a generator of its own, seeded by where it is used, so that it does not depend
-on what else was drawn, and is the same when a forward pass is computed again.
+Each mask has its own generator, seeded by step, microbatch and operator, so that it depends on no
+other random numbers, and recomputation repeats it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from harness.runtime.executor.shards.regions import Region, region
 
 @dataclass
 class RandomState:
-    """Where training stands; all dropouts of a process share one, which its owner moves on."""
+    """Position in training, shared by all dropouts of a process; the engine advances it."""
 
     seed: int
     step: int = 0
     microbatch: int = 0
 
     def generator(self, index: int) -> torch.Generator:
-        """A fresh generator for operator `index`, the same whenever it is asked for.
+        """A new generator for operator `index`, with the same seed in each call.
 
-        The host's: a GPU draws other numbers, which depend on how many processors it has.
+        It runs on the host, because random numbers of a GPU depend on its number of processors.
         """
         place = f"{self.seed} {self.step} {self.microbatch} {index}".encode()
         digest = hashlib.blake2b(place, digest_size=7).digest()
@@ -37,12 +37,12 @@ class RandomState:
 
 
 class ExactDropout(Shard):
-    """Some elements of a dropout.
+    """A block of a dropout.
 
     Args:
-        sizes: of the mask of the whole tensor; 1 along dims that drop together.
-        block: of that mask.
-        index: of the operator, which tells its masks from the others'.
+        sizes: shape of the whole mask; 1 along dims that are dropped together.
+        block: block of that mask.
+        index: number of the operator, part of the seed of its masks.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class ExactDropout(Shard):
         kept = 1.0 - self._probability
         generator = self._state.generator(self._index)
         whole = torch.rand(self._sizes, generator=generator, device="cpu") < kept
-        own = whole[tuple(slice(*interval) for interval in self._block)]
-        mask = own.to(x.device).to(x.dtype)
+        block = whole[tuple(slice(*interval) for interval in self._block)]
+        mask = block.to(x.device).to(x.dtype)
         return mask / kept if kept > 0 else mask
 
 

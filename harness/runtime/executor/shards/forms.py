@@ -1,10 +1,10 @@
-"""How each operator's tasks are computed; decided from the strategy alone, so equal on every rank.
+"""Choose how each operator's tasks are computed, by the strategy only, so equally on every rank.
 
-native    the model's own node: the operator is whole, or cut by samples alone
+native    the model's node: the operator is whole, or cut along samples only
 shard     a module made for the block
-norm      batch norm by statistics of all samples
-dropout   dropout that draws what the whole would have drawn
-gathered  all of the operator for the task's samples, of which the block is kept (it warns)
+norm      batch norm with global statistics
+dropout   dropout by the block of the whole tensor's mask
+gathered  the whole operator for the task's samples, cropped to the block (logs a warning)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Form = Literal["native", "shard", "norm", "dropout", "gathered"]
 
 @dataclass(frozen=True)
 class Forms:
-    """The form of every operator, the layout that follows, and who holds which weights."""
+    """The form of every operator, the resulting layout, and the holders of weights."""
 
     layout: Layout
     of: dict[str, Form]
@@ -67,12 +67,12 @@ def norm_devices(layout: Layout, part: Part) -> tuple[int, ...]:
 def choose_forms(
     captured: Captured, meta: MetaModel, plan: ExecutorPlan, sizes: Sequence[int]
 ) -> dict[int, Forms]:
-    """Choose by size of microbatch; warns once for each operator that must be gathered.
+    """Choose forms by microbatch size; log a warning for each gathered operator.
 
-    What must be gathered at one size is gathered at all, so that weights are cut alike.
+    An operator that is gathered at one size is gathered at all, so that weight slices are equal.
 
     Raises:
-        ModelError, StrategyError: a cut that cannot be carried out at all.
+        ModelError, StrategyError: the executor cannot compute a cut.
     """
     check_shared_norms(captured, plan.strategy)
     check_writers(captured, meta, plan.strategy)
@@ -143,17 +143,17 @@ class _Chooser:
         has_copies = n_replicas(partition) > 1
         if has_copies:
             _check_has_no_weights(name, node, self._captured.module)
-        if self._plan.dropout == "exact" or has_copies:  # which must drop the same
+        if self._plan.dropout == "exact" or has_copies:  # copies need equal masks
             if is_dropout(node, self._captured.module):
                 return "dropout"
             _check_draws_nothing(name, node, self._captured.module)
         if self._needs_global_statistics(name):
-            # Two tasks on one device would wait for each other in the same reduction.
+            # Two tasks on one device would deadlock in the same all-reduce.
             devices = self._strategy.operators[name].devices
             return "norm" if len(set(devices)) == len(devices) else "gathered"
-        n_alike = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
-        beside = count_parts(partition) // n_alike
-        return "native" if beside == 1 else "shard"
+        n_by_samples = n_parts(partition.get(SAMPLE, 1)) * n_replicas(partition)
+        is_by_samples = count_parts(partition) == n_by_samples
+        return "native" if is_by_samples else "shard"
 
     def _needs_global_statistics(self, name: str) -> bool:
         operator = self._captured.graph.operators[self._captured.graph.index()[name]]
@@ -168,12 +168,12 @@ class _Chooser:
         return _is_training_norm(name, self._captured.nodes[name], self._captured.module)
 
     def _shards(self, layout: Layout, name: str) -> list[Shard | None]:
-        """The shards of all of an operator's tasks, without memory."""
+        """The shards of all tasks of an operator, on the meta device."""
         node = self._twin[self._captured.nodes[name]]
         return [shard_of(layout, part, node, self._meta.module) for part in layout.parts[name]]
 
     def _holders(self, layout: Layout, forms: dict[str, Form], unable: set[str]) -> Holders:
-        holders = Holders(self._captured.module)  # which knows tied weights
+        holders = Holders(self._captured.module)  # with the names of tied weights
         for name, form in forms.items():
             if name not in self._captured.nodes:
                 continue
@@ -192,13 +192,13 @@ class _Chooser:
         return holders
 
     def _users(self, tensor: str, forms: dict[str, Form]) -> set[str]:
-        """Operators that use a tensor, under any of its names."""
+        """Operators that use a tensor, by any of its names."""
         names = canonical_names(self._captured.module)
         return {
             name
             for name, node in self._captured.nodes.items()
             if name in forms
-            and any(names.get(own) == tensor for own in node_sources(node, self._meta.module))
+            and any(names.get(source) == tensor for source in node_sources(node, self._meta.module))
         }
 
 
@@ -219,7 +219,7 @@ def _warn(chosen: Forms) -> None:
 
 
 def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse what draws otherwise than by the dropout form: its numbers depend on who draws."""
+    """Refuse other random operators than dropout, because blocks cannot repeat their numbers."""
     if draws_random(node, root):
         module = _module_of(node, root)
         function = function_name(node.target) if module is None else type(module).__name__
@@ -231,7 +231,7 @@ def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
 
 
 def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse copies that would each add the same gradient to a weight, such as a tied one."""
+    """Refuse copies of an operator with weights, because each would add the same gradient."""
     tensors = {piece.name for piece in node_sources(node, root).values()}
     weights = tensors & {name for name, _ in root.named_parameters(remove_duplicate=False)}
     if weights:
@@ -241,16 +241,16 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
 
 
 def _check_is_of_its_devices(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse a batch norm that meets all ranks by itself, also those that have other operators."""
+    """Refuse a batch norm that communicates with all ranks, not only with its devices."""
     if isinstance(_module_of(node, root), nn.SyncBatchNorm):
         raise ModelError(
-            f"operator {name!r} (SyncBatchNorm) adds up over all ranks, whichever the strategy "
-            "gives it: make it a BatchNorm1d or 2d, and use --batch-norm global"
+            f"operator {name!r} (SyncBatchNorm) sums over all ranks, but a strategy may use fewer: "
+            "make it a BatchNorm1d or 2d, and use --batch-norm global"
         )
 
 
 def _check_is_no_norm(name: str, node: fx.Node, root: nn.Module) -> None:
-    """Refuse a batch norm that would train by the statistics of each block."""
+    """Refuse a batch norm that would use the statistics of each block."""
     module = _module_of(node, root)
     if isinstance(module, _BatchNorm) and module.training:
         raise ModelError(
@@ -264,7 +264,7 @@ def _module_of(node: fx.Node, root: nn.Module) -> nn.Module | None:
 
 
 def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
-    """Whether a batch norm has statistics of what it is given; refuses one that is a function."""
+    """Whether a batch norm uses statistics of its input; refuses one that is a function."""
     module = _module_of(node, root)
     is_training = not is_frozen_norm(node, module)
     if is_training and not isinstance(module, _BatchNorm):
@@ -277,7 +277,7 @@ def _is_training_norm(name: str, node: fx.Node, root: nn.Module) -> bool:
 
 
 def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
-    """What a task is handed, argument by argument."""
+    """The blocks that a task receives, argument by argument."""
     return [
         Wanted(layout.value_shape(node), layout.wanted(part, argument, node))
         for argument, node in enumerate(layout.arguments(part.operator))
@@ -285,25 +285,25 @@ def wanted_of(layout: Layout, part: Part) -> list[Wanted]:
 
 
 def shard_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> Shard | None:
-    """The shard of one task; None when there is none for this operator and cut."""
+    """The shard of one task; None if there is none for this operator and cut."""
     operator = layout.operators[part.operator]
     shape = layout.shapes[part.operator]
     return make_shard(operator, node, root, shape, part.block, wanted_of(layout, part))
 
 
 def norm_of(layout: Layout, part: Part, node: fx.Node, root: nn.Module) -> GlobalBatchNorm | None:
-    """The batch norm of one task; its `reduce` is set by the caller."""
+    """The global batch norm of one task; the caller must set its `reduce`."""
     operator = layout.operators[part.operator]
     return make_batch_norm(operator, node, root, layout.shapes[part.operator], part.block)
 
 
 def whole_sources(layout: Layout, name: str, root: nn.Module) -> list[WeightSlice]:
-    """All tensors that an operator's own node uses."""
+    """All tensors that an operator's node uses, whole."""
     return list(node_sources(layout.captured.nodes[name], root).values())
 
 
 def node_sources(node: fx.Node, root: nn.Module) -> dict[str, WeightSlice]:
-    """The same by their names in the model."""
+    """All tensors that a node uses, by their names in the model."""
     found: dict[str, WeightSlice] = {}
     if node.op == "call_module":
         path = str(node.target)

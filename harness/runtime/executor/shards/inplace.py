@@ -1,4 +1,4 @@
-"""Replace operators that work in place where somebody else still reads their input."""
+"""Replace in-place operators whose input has other readers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from harness.runtime.capture.operators import function_name
 from harness.runtime.tracing.functions import OpaqueFunction
 
-# The mark, in a node's `meta`, of a module that must not change what it is given.
+# Key in a node's `meta` for modules that must not change their input.
 COPIES = "copies"
-# They exist out of place, but autograd cannot derive that form.
+# Functions whose out-of-place form autograd cannot differentiate.
 _UNDERIVED = ("copy_", "fill_", "zero_")
 _ARITHMETIC: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -28,7 +28,7 @@ _ARITHMETIC: dict[Any, Any] = {
 
 
 class OnCopy(OpaqueFunction):
-    """A function that changes its first argument, on a copy of that."""
+    """Calls an in-place function on a copy of its first argument."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function_name(function).removesuffix("_"))
@@ -50,7 +50,7 @@ def works_in_place(node: fx.Node, owned: dict[str, Any]) -> bool:
 
 
 def _changes_first(target: Any) -> bool:
-    """Whether a function changes its first argument, of itself."""
+    """Whether a function always changes its first argument."""
     if isinstance(target, torch._ops.OpOverload):
         first = next(iter(target._schema.arguments), None)
         return first is not None and first.alias_info is not None and first.alias_info.is_write
@@ -60,17 +60,17 @@ def _changes_first(target: Any) -> bool:
 
 
 def _of_torch(name: str) -> list[Any]:
-    """PyTorch's functions of a name."""
+    """PyTorch's functions with a name."""
     return [getattr(owner, name) for owner in (torch, F) if hasattr(owner, name)]
 
 
 def copying_function(target: Any) -> Any:
-    """The function that computes the same out of place; `target` itself where it does already.
+    """The out-of-place form of a function; `target` itself if it is out of place.
 
     Exported graphs call overloads: aten.relu_.default becomes aten.relu.default.
 
     Returns:
-        None where there is no such function.
+        None if there is no such function.
     """
     if not _changes_first(target):
         return target
@@ -81,7 +81,7 @@ def copying_function(target: Any) -> Any:
 
 
 def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.Node:
-    """The node itself, or one that leaves its argument as it is."""
+    """Change an in-place node so that it does not change its argument; returns the node."""
     if not works_in_place(node, owned):
         return node
     if node.op == "call_module":
@@ -97,7 +97,7 @@ def out_of_place(graph: fx.Graph, node: fx.Node, owned: dict[str, Any]) -> fx.No
 
 
 def copying_call(node: fx.Node) -> Any:
-    """The function that computes what a function or method does, out of place or on a copy."""
+    """An out-of-place form of an in-place function or method, on a copy if there is no other."""
     name = function_name(node.target)
     found = None
     if name not in _UNDERIVED and node.op == "call_method":

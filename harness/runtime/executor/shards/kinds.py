@@ -40,17 +40,17 @@ def make_shard(
     block: Block,
     wanted: Sequence[Wanted],
 ) -> Shard | None:
-    """What computes a block of an operator, with copies of its slices of the weights.
+    """Make the module that computes a block of an operator, with copies of its weight slices.
 
     Args:
-        node: of the operator, in `root`.
+        node: the operator's node in `root`.
         root: the traced model.
-        shape: by `domain.sharding.full_shape` at the microbatch.
-        block: in the order of `shape`.
+        shape: sizes by `domain.sharding.full_shape` at the microbatch size.
+        block: intervals in the order of `shape`.
         wanted: one per input of the operator.
 
     Returns:
-        None for an operator or a cut that has no shard: compute the whole, and slice it.
+        None if the operator or the cut has no shard; then compute the whole and crop it.
     """
     make = _MAKERS.get(operator.kind)
     part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
@@ -73,15 +73,15 @@ def make_dropout(
     index: int,
     state: dropout.RandomState,
 ) -> Shard | None:
-    """The shard of a dropout that drops what the whole would have dropped.
+    """Make the shard of a dropout, whose mask is the block of the whole tensor's mask.
 
     Args:
-        operator, node, root, shape, block, wanted: as `make_shard` takes them.
-        index: of the operator, the same on every rank.
-        state: that every dropout of this rank shares.
+        operator, node, root, shape, block, wanted: as for `make_shard`.
+        index: number of the operator, equal on every rank.
+        state: random state that all dropouts of this rank share.
 
     Returns:
-        None for what is no dropout.
+        None if the operator is no dropout.
     """
     part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
     shard = dropout.make_dropout(part, index, state)

@@ -1,4 +1,4 @@
-"""Shards of elementwise functions, of any tensors that broadcast to the output's shape."""
+"""Shards of elementwise functions of tensors that broadcast to the output's shape."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from harness.runtime.executor.shards.regions import Region, region
 
 
 class PointwiseShard(Shard):
-    """An elementwise function of some of its elements.
+    """A block of an elementwise function.
 
     Args:
-        args, kwargs: with `Given` and `Held` where inputs and own tensors belong.
-        names: of own tensors, by those in the model.
+        args, kwargs: arguments, with `Given` for inputs and `Held` for tensors of the model.
         inward: one region per input.
     """
 
@@ -35,10 +34,10 @@ class PointwiseShard(Shard):
         self._function, self._args, self._kwargs, self._inward = function, args, kwargs, inward
         self._names: dict[str, str] = {}
 
-    def own_operand(self, part: Part, held: Held, intervals: Block) -> None:
-        """Take a slice of a tensor of the model that is among the arguments."""
+    def copy_operand(self, part: Part, held: Held, intervals: Block) -> None:
+        """Copy a slice of a tensor of the model that is among the arguments."""
         name = self._names.setdefault(held.name, f"operand_{len(self._names)}")
-        self.own(part, name, held, intervals)
+        self.copy_slice(part, name, held, intervals)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         def fill(argument: Any) -> Any:
@@ -71,12 +70,12 @@ def make_pointwise(part: Part) -> PointwiseShard | None:
         needed = _needed(part, tuple(part.tensor(held).shape))
         if needed is None:
             return None
-        shard.own_operand(part, held, needed)
+        shard.copy_operand(part, held, needed)
     return shard
 
 
 def _needed(part: Part, sizes: tuple[int, ...]) -> Block | None:
-    """The block of an operand of `sizes` that broadcasts to the output's; None if it does not."""
+    """The block of an operand that broadcasts to the output block; None if it does not."""
     missing = len(part.sizes) - len(sizes)
     if missing < 0:
         return None
@@ -108,7 +107,7 @@ def _held_in(arguments: Any) -> Iterable[Held]:
 
 
 def _function(part: Part) -> Callable[..., Any] | None:
-    """What computes the node, out of place; None where it cannot be."""
+    """The function that computes the node out of place; None if there is none."""
     module, target = part.module, part.node.target
     if module is not None:
         return _module(part, module)
@@ -123,7 +122,7 @@ def _module(part: Part, module: nn.Module) -> Callable[..., Any] | None:
     if any(True for _ in module.parameters()):
         return None
     if isinstance(module, nn.Dropout2d) and not (part.is_whole(2) and part.is_whole(3)):
-        return None  # it drops whole channels
+        return None  # because it drops whole channels
     copied = copy.copy(module)
     if getattr(copied, "inplace", False):
         copied.__dict__["inplace"] = False
@@ -136,7 +135,7 @@ def _out_of_place(
     """Clear `inplace` among the arguments of a function that has it."""
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # builtins have none, nor that argument
+    except (TypeError, ValueError):  # builtins have no signature, and no `inplace`
         return args, kwargs
     if "inplace" not in signature.parameters:
         return args, kwargs

@@ -20,7 +20,7 @@ _AVERAGE = (
     "divisor_override",
 )  # fmt: skip
 _ADAPTIVE = ("input", "output_size", "return_indices")
-# What pools, and its arguments in order, by the function's name.
+# By name: the function, and its arguments in order.
 _POOLS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "max_pool2d": (F.max_pool2d, _MAX),
     "avg_pool2d": (F.avg_pool2d, _AVERAGE),
@@ -36,11 +36,12 @@ _MODULES = {
 
 
 class PoolShard(Shard):
-    """Some channels, rows and columns of what a function pools.
+    """Some channels, rows and columns of a pool.
 
     Args:
-        fill: what the region is padded with.
+        fill: padding value of the region.
         outward: crops the function's output.
+        counts: divisor of each window, (rows, columns); None if the function divides.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ def make_pool(part: Part) -> PoolShard | None:
 
 
 def _options(part: Part, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The pool's arguments but its input."""
+    """The pool's arguments without its input."""
     if part.module is not None:
         return {
             name: getattr(part.module, name) for name in names[1:] if hasattr(part.module, name)
@@ -105,7 +106,7 @@ def _whole_sides(part: Part) -> tuple[Interval, Interval]:
 def _adaptive(
     part: Part, function: Callable[..., Tensor], options: dict[str, Any]
 ) -> PoolShard | None:
-    """Pools whole channels and keeps the block."""
+    """Pool whole channels and crop the block."""
     inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
     whole = dict(zip(part.dims, part.sizes, strict=True))
     blocks = tuple((0, stop - start) for start, stop in part.output[:2])
@@ -146,7 +147,7 @@ def _windowed(part: Part, name: str, options: dict[str, Any]) -> PoolShard | Non
 def _counts(
     part: Part, kernel: Pair, stride: Pair, padding: Pair, options: dict[str, Any]
 ) -> Tensor:
-    """What each window of the block is divided by, (rows, columns), as the whole pool counts."""
+    """The divisor of each window of the block, (rows, columns), as in the whole pool."""
     counted = [
         _count_side(
             part.output[2 + side],
@@ -170,9 +171,9 @@ def _count_side(
     size: int,
     is_padding_counted: bool,
 ) -> list[int]:
-    """Of each window the rows that lie in the input, or in the input and its padding.
+    """Count the rows of each window that lie in the input, or in the input and its padding.
 
-    What reaches beyond the padding, which is so with ceil_mode, never counts.
+    Rows beyond the padding, which occur with ceil_mode, do not count.
     """
     counts = []
     for row in range(*output):

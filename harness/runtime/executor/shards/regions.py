@@ -1,6 +1,6 @@
-"""From the block of an input that a task is handed to the region that it computes with.
+"""Pad and crop the block of an input that a task receives to the region that it computes with.
 
-handed      [lo ........ hi)          of an input of `size` rows
+received    [lo ........ hi)          of an input of `size` rows
 needed   [a ....... b)                may reach beyond the input, into its padding
 region   |pad|......|crop|
 """
@@ -19,10 +19,10 @@ from harness.runtime.executor.shards.base import Wanted
 
 @dataclass(frozen=True)
 class Region:
-    """Pads what is missing of a region and crops what is too much.
+    """The padding and crops that turn a received block into a region.
 
     Attributes:
-        pads: before and after each dim, the last dim first, as `F.pad` takes them.
+        pads: before and after each dim, the last dim first, as for `F.pad`.
         crops: (dim, start, length) of the padded tensor.
     """
 
@@ -30,7 +30,7 @@ class Region:
     crops: tuple[tuple[int, int, int], ...] = ()
 
     def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """The region of a handed block; a view where nothing is padded."""
+        """The region of a received block; a view if nothing is padded."""
         if self.pads:
             x = F.pad(x, self.pads, value=fill)
         for dim, start, length in self.crops:
@@ -39,7 +39,7 @@ class Region:
 
 
 def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
-    """How to come from what is handed to what is needed; None where something is not handed."""
+    """The padding and crops to the needed region; None if the received block lacks a part."""
     if len(needed) != len(wanted.block):
         return None
     pads: list[int] = []
@@ -60,9 +60,9 @@ def region(wanted: Wanted, needed: Sequence[Interval]) -> Region | None:
 def window(
     output: Interval, *, kernel: int, stride: int, padding: int, dilation: int = 1
 ) -> Interval:
-    """The rows that rows `output` of a convolution or pool read, padding included.
+    """The input rows that output rows of a convolution or pool read, padding included.
 
-    `domain.partition.input_interval` is this, clipped to the input.
+    `domain.partition.input_interval` clips them to the input.
     """
     start = output[0] * stride - padding
     return start, (output[1] - 1) * stride - padding + dilation * (kernel - 1) + 1

@@ -1,5 +1,4 @@
-"""Buffers that forward changes: a strategy must change them as often, and in the order, as one
-device does."""
+"""Check that a strategy changes buffers in forward as often, and in the order, as one device."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from harness.runtime.executor.geometry.values import MetaModel
 
 
 def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
-    """Refuse to update running statistics in another order than one device does.
+    """Check that operators with shared running statistics are planned equally.
 
-    Operators of two devices would update statistics of their own, and a stage updates those of
-    several microbatches before the next stage begins.
+    Operators on different devices would update separate statistics, and a stage updates statistics
+    of several microbatches before the next stage starts.
 
     Raises:
         StrategyError: names the module and two of its operators.
@@ -30,25 +29,26 @@ def check_shared_norms(captured: Captured, strategy: Strategy) -> None:
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             callers[id(module)].append(name)
     for first, *others in callers.values():
-        own = strategy.operators[first]
+        known = strategy.operators[first]
         for other in others:
             plan = strategy.operators[other]
             if (plan.stage, plan.devices, plan.partition) != (
-                own.stage,
-                own.devices,
-                own.partition,
+                known.stage,
+                known.devices,
+                known.partition,
             ):
                 raise StrategyError(
                     f"operators {first!r} and {other!r} call one batch norm, and strategy "
                     f"{strategy.name!r} gives them unlike stages, devices or cuts (stages "
-                    f"{own.stage} and {plan.stage}, devices {own.devices} and {plan.devices}): "
+                    f"{known.stage} and {plan.stage}, devices {known.devices} and {plan.devices}): "
                     "plan them alike, or use --batch-norm frozen"
                 )
 
 
 def check_writers(captured: Captured, meta: MetaModel, strategy: Strategy) -> None:
-    """Refuse to run a module twice in a step that changes its buffers each time, such as the power
-    iteration of a spectral norm. Batch norms are known, and looked after.
+    """Check that modules that change buffers in forward, such as spectral norm, run once per step.
+
+    Batch norms are exempt, because the executor updates their statistics correctly.
 
     Raises:
         StrategyError: names the operator and the buffer.

@@ -1,1 +1,1 @@
-"""Parameters, optimizer state and buffers: which slices a device has, and their files."""
+"""Parameters, buffers and optimizer state: the slices of each device, and their files."""

@@ -1,8 +1,8 @@
-"""A model's and its optimizer's state as files: each rank writes its own parts.
+"""Files with the state of a model and its optimizer: each rank writes its slices.
 
-Every file is named after its rank; its tensors are named `model INTERVALS NAME` and
-`optimizer KEY INTERVALS NAME`, where INTERVALS is such as `0:4,2:6`, or `-` for what is not cut as
-the parameter is. Metadata says which files there are, of which step, and what the model's state is.
+Each rank writes one file, with tensors named `model INTERVALS NAME` and `optimizer KEY INTERVALS
+NAME`. INTERVALS is such as `0:4,2:6`, or `-` for state without the parameter's shape. Metadata
+hold the number of ranks, the step and the names of the model's state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.errors import ResultsError
 from harness.inputs import find_int, one_line, open_regular, parse_int, shorten
 from harness.measure.store import replacing
 from harness.runtime.executor.geometry.slices import WeightSlice
-from harness.runtime.executor.state.state import OwnParts, StateGatherer
+from harness.runtime.executor.state.state import RankParts, StateGatherer
 from harness.runtime.ranks.world import World
 
 _FORMAT = "state shards 1"
@@ -39,11 +39,11 @@ Pieces = list[tuple[WeightSlice, Tensor]]
 
 @dataclass(frozen=True)
 class Metadata:
-    """What all shards of a state say alike.
+    """Metadata that all files of a state share.
 
     Attributes:
-        names: the tensor that stands for each name of the model's state.
-        parameters: of the model, in the order of the optimizer's numbers.
+        names: for each name of the model's state, the first name of the same tensor.
+        parameters: names of the parameters, in the order of the optimizer's numbers.
     """
 
     n_ranks: int
@@ -55,9 +55,9 @@ class Metadata:
 def save_sharded(
     gatherer: StateGatherer, optimizer: Optimizer, step: int, world: World, directory: Path
 ) -> None:
-    """Write this rank's parts as `shardRANK.safetensors`, whole or not at all."""
-    own = dict(_named(gatherer.own_parts(optimizer)))
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+    """Write this rank's slices as `shardRANK.safetensors`, atomically."""
+    parts = dict(_named(gatherer.rank_parts(optimizer)))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in parts.items()}
     metadata = {
         "format": _FORMAT,
         "ranks": str(world.size),
@@ -70,7 +70,7 @@ def save_sharded(
 
 
 def load_sharded(directory: Path) -> dict[str, Any]:
-    """The whole state that ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
+    """Read the state that all ranks wrote with `save_sharded`, as `ExecutorEngine.full_state`.
 
     Raises:
         ResultsError: a shard or a part of a tensor is missing, or shards are of different saves.
@@ -95,17 +95,17 @@ def load_sharded(directory: Path) -> dict[str, Any]:
     }
 
 
-def _known(found: dict[str, T], name: str, what: str, directory: Path) -> T:
+def _known(found: dict[str, T], name: str, kind: str, directory: Path) -> T:
     if name not in found:
         raise ResultsError(
-            f"{directory} has {shorten(name)}, which is not among its {len(found)} {what}: save "
+            f"{directory} has {shorten(name)}, which is not among its {len(found)} {kind}: save "
             "the state again"
         )
     return found[name]
 
 
 def check_sharded(directory: Path) -> tuple[list[Path], Metadata]:
-    """The shards of a state, and what all of them say alike; tensors are not read.
+    """Check the files of a state; return their paths and metadata. Tensors are not read.
 
     Raises:
         ResultsError: a shard is missing or malformed, or shards are of different saves.
@@ -132,20 +132,20 @@ def _file_name(rank: int | str) -> str:
     return f"shard{rank}.safetensors"
 
 
-def _named(own: OwnParts) -> Iterator[tuple[str, Tensor]]:
-    for piece, tensor in own.model.items():
+def _named(own_parts: RankParts) -> Iterator[tuple[str, Tensor]]:
+    for piece, tensor in own_parts.model.items():
         yield f"model {_text(piece)} {piece.name}", tensor
-    for key, parts in own.optimizer.items():
+    for key, parts in own_parts.optimizer.items():
         for piece, tensor in parts.items():
             yield f"optimizer {key} {_text(piece)} {piece.name}", tensor
-    for name, values in own.single.items():
+    for name, values in own_parts.single.items():
         for key, value in values.items():
             yield f"optimizer {key} {_UNCUT} {name}", torch.as_tensor(value)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; whatever its library makes of a broken one is one error."""
+    """Open a safetensors file; all errors of the library become a ResultsError."""
     try:
         open_regular(path).close()
         with safe_open(str(path), framework="pt") as file:
@@ -158,7 +158,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _common_metadata(paths: list[Path]) -> dict[str, str]:
-    """What all files say alike."""
+    """The metadata of all files, which must be equal."""
     found: list[dict[str, str]] = []
     for path in paths:
         with _opened(path) as file:
@@ -170,11 +170,11 @@ def _common_metadata(paths: list[Path]) -> dict[str, str]:
             )
     for path, metadata in zip(paths, found, strict=True):
         for key in found[0].keys() | metadata.keys():
-            here, there = found[0].get(key), metadata.get(key)
-            if here != there:
+            one, other = found[0].get(key), metadata.get(key)
+            if one != other:
                 raise ResultsError(
                     f"{paths[0]} and {path} are of different saves: their {shorten(key)} are "
-                    f"{shorten(here)} and {shorten(there)}; keep each in a directory of its own"
+                    f"{shorten(one)} and {shorten(other)}; keep each in a directory of its own"
                 )
     return found[0]
 
@@ -188,15 +188,15 @@ def _parse_metadata(metadata: dict[str, str], path: Path) -> Metadata:
             metadata["ranks"], f"{path}: ranks", at_least=1, at_most=_MOST_RANKS, error=ResultsError
         ),
         step=parse_int(metadata["step"], f"{path}: step", error=ResultsError),
-        names=_listed(metadata, "names", dict[str, str], path),
-        parameters=_listed(metadata, "parameters", list[str], path),
+        names=_decode_field(metadata, "names", dict[str, str], path),
+        parameters=_decode_field(metadata, "parameters", list[str], path),
     )
     if len(set(parsed.parameters)) != len(parsed.parameters):
         raise ResultsError(f"{path} has a name twice in its parameters: save the state again")
     return parsed
 
 
-def _listed(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T:
+def _decode_field(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T:
     data = metadata[key].encode(errors="replace")
     return decode(data, type_, source=f"{path}: {key}", error=ResultsError)
 
@@ -204,7 +204,7 @@ def _listed(metadata: dict[str, str], key: str, type_: type[T], path: Path) -> T
 def _read(
     paths: list[Path],
 ) -> tuple[dict[str, Pieces], dict[tuple[str, str], Pieces], dict[tuple[str, str], Tensor]]:
-    """The pieces of the model, those of the optimizer's state, and what of it is not cut."""
+    """Slices of the model, slices of the optimizer's state, and state that is not sliced."""
     model: dict[str, Pieces] = {}
     cut: dict[tuple[str, str], Pieces] = {}
     single: dict[tuple[str, str], Tensor] = {}
@@ -230,7 +230,7 @@ def _read(
 
 
 def _join(name: str, parts: Pieces, directory: Path) -> Tensor:
-    """The whole tensor of parts that cover it, each element once."""
+    """Assemble a tensor from parts, which must cover each element once."""
     first = parts[0][1]
     if any((tensor.dim(), tensor.dtype) != (first.dim(), first.dtype) for _, tensor in parts):
         raise ResultsError(f"{directory} holds unlike parts of {shorten(name)}: save it again")
@@ -255,7 +255,7 @@ def _text(piece: WeightSlice) -> str:
 
 
 def _piece(name: str, text: str, tensor: Tensor, path: Path) -> WeightSlice:
-    """Which part of a tensor it is, by a text such as `0:4,2:6`."""
+    """Parse a slice such as `0:4,2:6`."""
     intervals = []
     for interval in filter(None, text.split(",")):
         start, stop = (find_int(end) for end in interval.partition(":")[::2])

@@ -1,7 +1,7 @@
-"""A model's whole state from the parts that the ranks hold, and back.
+"""Gather a model's whole state from the slices of all ranks, and load it.
 
-Whole tensors have the names, and the optimizer's state the numbers, that one device would give
-them, so that a run can go on under another strategy or without the executor.
+Tensors have the same names, and the optimizer's state the same numbers, as on one device, so that
+training can continue by another strategy or without the executor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Parts = Mapping[WeightSlice, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnParts:
-    """One rank's share of a whole state, in which every slice occurs once.
+class RankParts:
+    """The slices of a state that one rank writes; every slice is written by one rank.
 
     Attributes:
-        optimizer: by key of its state, slices as those of the parameters.
-        single: by parameter and key, what is not cut as the parameter is.
+        optimizer: by key of the optimizer's state, slices of tensors with a parameter's shape.
+        single: by parameter and key, other values of the optimizer's state, such as counters.
     """
 
     model: dict[WeightSlice, Tensor]
@@ -42,14 +42,14 @@ class OwnParts:
 
 
 class StateGatherer:
-    """Puts tensors of the model together from the slices of all ranks.
+    """Assembles tensors of the model from the slices of all ranks.
 
     Args:
-        model: before anything of it is released; says the order of names, and the values of what no
-            device holds.
-        names: its `canonical_names` as it was built: once shards have tensors of their own, those
-            with several names are no longer one.
-        meta: the captured model, without memory; says shapes.
+        model: the model before its memory is released; gives the order of names, and the values of
+            tensors that no device holds.
+        names: the model's `canonical_names` before lowering, because shards copy tensors, after
+            which a tensor's names no longer refer to one tensor.
+        meta: the captured model on the meta device; gives shapes.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class StateGatherer:
         parameters = model.named_parameters(remove_duplicate=False)
         self.parameters = [name for name, _ in parameters if names[name] == name]
         state = {n: t.detach() for n, t in model.state_dict().items() if n in names}
-        # What a state has, in order, with the first name of the same tensor.
+        # The names of a state, in order, with the first name of the same tensor.
         self.names = {name: names[name] for name in state}
-        # Capture lists tensors in the order of their use, so another name may come first there.
-        self._own_names = {weights.names[n]: names[n] for n in names if n in weights.names}
-        held = {self._own_name(piece) for piece, _ in holders.items()}
+        # Capture lists tensors in the order of their use, so another of their names may be first.
+        self._model_names = {weights.names[n]: names[n] for n in names if n in weights.names}
+        held = {self._model_name(piece) for piece, _ in holders.items()}
         self._unused = {names[n]: t.cpu() for n, t in state.items() if names[n] not in held}
 
-    def _own_name(self, piece: WeightSlice) -> str:
-        """The model's name of a slice's tensor; constants that capture added keep theirs."""
-        return self._own_names.get(piece.name, piece.name)
+    def _model_name(self, piece: WeightSlice) -> str:
+        """The name of a slice's tensor in the model; unchanged for constants that capture added."""
+        return self._model_names.get(piece.name, piece.name)
 
     def whole(self, parts: Parts) -> dict[str, Tensor]:
-        """Every tensor that any rank has parts of, on the host of every rank; all must call it."""
-        own = {piece: tensor.dtype for piece, tensor in parts.items()}
-        places = _everyone(self._world, own)
+        """Assemble tensors from all ranks' slices, in host memory; all ranks must call it."""
+        dtypes = {piece: tensor.dtype for piece, tensor in parts.items()}
+        places = _gather(self._world, dtypes)
         found: dict[str, Tensor] = {}
         for piece in sorted({p for place in places for p in place}, key=_in_order):
             source = next(rank for rank, place in enumerate(places) if piece in place)
@@ -91,25 +91,25 @@ class StateGatherer:
                 buffer.copy_(parts[piece])
             if self._world.size > 1:
                 dist.broadcast(buffer, source)
-            name = self._own_name(piece)
+            name = self._model_name(piece)
             if name not in found:
                 found[name] = torch.zeros(self._shapes[piece.name], dtype=buffer.dtype)
             piece.take(found[name]).copy_(buffer)
         return found
 
     def model_state(self) -> dict[str, Tensor]:
-        """Parameters and buffers under all their names, in the order of the model."""
+        """Parameters and buffers by all their names, in the order of the model."""
         known = {**self._unused, **self.whole(self._model_parts())}
         return {name: known[first] for name, first in self.names.items()}
 
     def _model_parts(self) -> dict[WeightSlice, Tensor]:
-        """What this rank holds of the model's state."""
+        """This rank's slices of the model's state."""
         known = set(self.names.values())
         held = self._weights.held.items()
-        return {p: tensor.detach() for p, tensor in held if self._own_name(p) in known}
+        return {p: tensor.detach() for p, tensor in held if self._model_name(p) in known}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """As `Optimizer.state_dict` of an optimizer over all parameters of the model."""
+        """The `Optimizer.state_dict` of an optimizer over all parameters of the model."""
         numbers = {name: index for index, name in enumerate(self.parameters)}
         by_key, single = self._optimizer_parts(optimizer)
         keys = _union(self._world, list(by_key))
@@ -128,7 +128,7 @@ class StateGatherer:
     def _optimizer_parts(
         self, optimizer: Optimizer
     ) -> tuple[dict[str, dict[WeightSlice, Tensor]], dict[str, dict[str, Any]]]:
-        """By key what has a parameter's shape; by parameter what has not, such as a counter."""
+        """State with a parameter's shape, by key; other state, such as counters, by parameter."""
         by_key: dict[str, dict[WeightSlice, Tensor]] = {}
         single: dict[str, dict[str, Any]] = {}
         for piece, parameter in self._weights.trainable().items():
@@ -136,17 +136,17 @@ class StateGatherer:
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     by_key.setdefault(key, {})[piece] = value
                 else:
-                    # On the host, for ranks that have not this one's device.
+                    # On the host, because other ranks have other devices.
                     kept = value.cpu() if isinstance(value, Tensor) else value
-                    single.setdefault(self._own_name(piece), {})[key] = kept
+                    single.setdefault(self._model_name(piece), {})[key] = kept
         return by_key, single
 
-    def own_parts(self, optimizer: Optimizer) -> OwnParts:
-        """What this rank writes, under the model's names: each slice is one rank's to write."""
+    def rank_parts(self, optimizer: Optimizer) -> RankParts:
+        """The slices that this rank writes, by the model's names."""
 
         def first(parts: Parts) -> dict[WeightSlice, Tensor]:
             return {
-                replace(piece, name=self._own_name(piece)): tensor
+                replace(piece, name=self._model_name(piece)): tensor
                 for piece, tensor in parts.items()
                 if self._holders.of(piece)[0] == self._world.rank
             }
@@ -155,33 +155,33 @@ class StateGatherer:
         if self._world.is_first:
             model |= {WeightSlice.whole(name, t): t for name, t in self._unused.items()}
         by_key, single = self._optimizer_parts(optimizer)
-        return OwnParts(
+        return RankParts(
             model=model,
             optimizer={key: first(parts) for key, parts in by_key.items()},
             single=single,
         )
 
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-        """Take this rank's parts of a whole state.
+        """Load this rank's slices of a whole state.
 
         Raises:
             ResultsError: the state is of another model.
         """
         model = {self.names.get(name, name): tensor for name, tensor in state["model"].items()}
         for piece, part in self._model_parts().items():
-            whole = _tensor_of(model, self._own_name(piece), self._shapes[piece.name])
+            whole = _tensor_of(model, self._model_name(piece), self._shapes[piece.name])
             part.copy_(piece.take(whole))
         for name, tensor in self._unused.items():
             tensor.copy_(_tensor_of(model, name, tensor.shape))
         numbers = {name: index for index, name in enumerate(self.parameters)}
         stored = state["optimizer"]["state"]
-        own: dict[int, dict[str, Any]] = {}
+        sliced: dict[int, dict[str, Any]] = {}
         for index, piece in enumerate(self._weights.trainable()):
-            values = stored.get(numbers[self._own_name(piece)], {})
+            values = stored.get(numbers[self._model_name(piece)], {})
             shape = self._shapes[piece.name]
-            own[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}
+            sliced[index] = {key: _part_of(value, piece, shape) for key, value in values.items()}
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": own, "param_groups": groups})
+        optimizer.load_state_dict({"state": sliced, "param_groups": groups})
 
 
 def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
@@ -196,7 +196,7 @@ def _tensor_of(model: Mapping[str, Tensor], name: str, shape: torch.Size) -> Ten
 
 
 def _part_of(value: Any, piece: WeightSlice, whole: torch.Size) -> Any:
-    """A copy, since slices of one parameter each count their steps."""
+    """A slice as a copy, because each slice of a parameter counts its steps."""
     if not isinstance(value, Tensor):
         return value
     return piece.take(value).clone() if value.shape == whole else value.clone()
@@ -206,38 +206,38 @@ def _in_order(piece: WeightSlice) -> tuple[str, tuple[tuple[int, int], ...]]:
     return piece.name, piece.intervals
 
 
-def _everyone(world: World, mine: Any) -> list[Any]:
+def _gather(world: World, value: Any) -> list[Any]:
     if world.size == 1:
-        return [mine]
+        return [value]
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, value)
     return found
 
 
-def _union(world: World, mine: list[str]) -> list[str]:
-    return sorted({key for keys in _everyone(world, mine) for key in keys})
+def _union(world: World, value: list[str]) -> list[str]:
+    return sorted({key for keys in _gather(world, value) for key in keys})
 
 
-def _merged(world: World, mine: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _merged(world: World, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
-    for values in _everyone(world, mine):
+    for values in _gather(world, value):
         for name, value in values.items():
             merged.setdefault(name, value)
     return merged
 
 
 def verify_copies(weights: Weights, world: World) -> str:
-    """Check that equal slices hold equal bits on all ranks; all must call it.
+    """Check that replicas hold equal bits on all ranks; all ranks must call it.
 
     Returns:
-        A digest of all slices, to compare runs of the same strategy by.
+        A digest of all slices, to compare runs of one strategy.
 
     Raises:
         VerificationError: on every rank, naming two ranks and the parameter that differs.
     """
-    own = {piece: fingerprint_of(p).tolist() for piece, p in weights.trainable().items()}
+    fingerprints = {piece: fingerprint_of(p).tolist() for piece, p in weights.trainable().items()}
     first: dict[WeightSlice, tuple[int, list[int]]] = {}
-    for rank, prints in enumerate(_everyone(world, own)):
+    for rank, prints in enumerate(_gather(world, fingerprints)):
         for piece, bits in prints.items():
             holder, known = first.setdefault(piece, (rank, bits))
             if bits != known:

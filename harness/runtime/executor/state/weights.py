@@ -1,4 +1,4 @@
-"""The parts of the model's weights that a device holds, and who else holds them."""
+"""The slices of the model's weights on a device, and the devices that hold each slice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Weights(nn.Module):
     """One Parameter or buffer for each distinct slice on this device.
 
     Args:
-        model: whose tensors are sliced.
+        model: the captured model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,14 +24,14 @@ class Weights(nn.Module):
         self.held: dict[WeightSlice, Tensor] = {}
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
-        """The tensor that is held for a slice: this one, if there is none yet."""
+        """The tensor of a slice; `tensor` if there is none yet."""
         return self.held.setdefault(piece.renamed(self.names), tensor)
 
     def share(self, module: nn.Module, sources: Mapping[str, WeightSlice]) -> None:
-        """Let a module use the tensors that are already held, and hold its others.
+        """Replace a module's tensors by the tensors held for their slices, and hold the others.
 
         Args:
-            sources: the module's own parameter and buffer names.
+            sources: slices by the names of the module's parameters and buffers.
         """
         for name, piece in sources.items():
             path, _, attribute = name.rpartition(".")
@@ -41,14 +41,14 @@ class Weights(nn.Module):
             table[attribute] = held  # type: ignore[assignment]
 
     def release_others(self, model: nn.Module) -> None:
-        """Free what the model has beyond the held slices; the model is of no use afterwards."""
+        """Free all tensors of a model that are not held; the model is unusable afterwards."""
         kept = {id(tensor) for tensor in self.held.values()}
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in kept:
                 tensor.data = tensor.data.new_empty(0)
 
     def slices(self) -> list[WeightSlice]:
-        """In the order of the model."""
+        """All slices in the order of the model."""
         return sorted(self.held, key=lambda piece: (self._order[piece.name], piece.intervals))
 
     def trainable(self) -> dict[WeightSlice, nn.Parameter]:
@@ -61,12 +61,12 @@ class Weights(nn.Module):
         }
 
     def parameters(self, recurse: bool = True) -> Iterable[nn.Parameter]:  # type: ignore[override]
-        """What the optimizer updates."""
+        """The parameters that the optimizer updates."""
         return iter(self.trainable().values())
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer, with the first name of the same tensor."""
+    """Map every name of every parameter and buffer to the first name of the same tensor."""
     found: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in (
@@ -78,7 +78,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class Holders:
-    """Which devices hold each slice, over all devices."""
+    """The devices that hold each slice, over all devices."""
 
     def __init__(self, model: nn.Module) -> None:
         self._canonical = canonical_names(model)
@@ -90,25 +90,25 @@ class Holders:
             self._devices.setdefault(piece.renamed(self._canonical), set()).add(device)
 
     def merge(self, other: Holders) -> None:
-        """Take over who holds what by another layout."""
+        """Add the holders of another layout."""
         for piece, devices in other._devices.items():
             self._devices.setdefault(piece, set()).update(devices)
 
     def of(self, piece: WeightSlice) -> tuple[int, ...]:
-        """Ascending."""
+        """The devices that hold a slice, ascending."""
         return tuple(sorted(self._devices[piece]))
 
     def items(self) -> list[tuple[WeightSlice, tuple[int, ...]]]:
         return [(piece, self.of(piece)) for piece in self._devices]
 
     def trained(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names of parameters that are trained, and who holds them, slice by slice."""
+        """Name and devices of each trained slice."""
         return [
             (piece.name, devices) for piece, devices in self.items() if piece.name in self._trained
         ]
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Distinct sets of several devices, in an order that is the same on every rank."""
+        """Distinct sets of several devices, in the same order on every rank."""
         return sorted({self.of(piece) for piece in self._devices if len(self.of(piece)) > 1})
 
     def conflicts(self) -> set[str]:

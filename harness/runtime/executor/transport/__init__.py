@@ -1,1 +1,1 @@
-"""Pieces of values between devices: messages, process groups, receives and sums."""
+"""Communication of values between devices: messages, process groups, receives, all-reduces."""

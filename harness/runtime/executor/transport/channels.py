@@ -1,15 +1,15 @@
-"""Move messages between devices: sends that never block, receives posted ahead, reused buffers.
+"""Transfer messages between devices: sends do not block, receives are posted ahead.
 
-What a GPU sends over gloo is copied to the host first, and what it is sent is copied to it.
+With gloo, tensors of a GPU are copied to the host before sending and from it after receiving.
 
-gloo does not say when a send is done. But what another rank sends in an action tells that it has
-read all that earlier actions of its own waited for:
+gloo does not report when a send is done. But when a message of another rank arrives, that rank has
+received all messages that its earlier actions waited for:
 
-    this rank     F0 -------> F1 ------->          the output of F0 may be forgotten
-    another rank      F0          B0 ---> here
+    this rank     F0 -------> F1 ------->            the output of F0 may be freed
+    another rank      F0          B0 ---> this rank
 
-Muted, all ranks alike, nothing travels and nothing is waited for: a step then takes what its
-computing takes by itself, on whatever the buffers hold.
+While all ranks are muted, they neither send nor wait: a step then takes the time of its computing
+alone, on arbitrary contents of the buffers.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _DONE = _Done()
 
 
 class Transfer:
-    """A receive that is under way, then what it brought; sent in the source's action `sent_at`."""
+    """A receive, pending or complete; the message was sent in the source's action `sent_at`."""
 
     def __init__(
         self,
         work: Any,
         buffer: Tensor,
         source: int,
-        what: Callable[[], str],
+        label: Callable[[], str],
         entries: Sequence[Entry],
         sent_at: int,
     ) -> None:
-        self.work, self.buffer, self.source, self.what = work, buffer, source, what
+        self.work, self.buffer, self.source, self.label = work, buffer, source, label
         self._entries, self.sent_at = entries, sent_at
-        self.is_here = False
+        self.has_arrived = False
         self.n_left = len(entries)
 
     def take(self, entry: Entry) -> Tensor:
-        """One piece; each may be taken once."""
+        """Take one piece; each can be taken once."""
         self.n_left -= 1
         if len(self._entries) == 1:
             return self.buffer
@@ -71,7 +71,7 @@ class Transfer:
 
 
 class Buffers:
-    """Tensors for receiving, by size and dtype, used again when they are given back."""
+    """Tensors for receiving, by shape and dtype, reused after they are given back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,26 +82,26 @@ class Buffers:
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=self.device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let a whole buffer be used again; a piece of one is let go."""
+        """Make a whole buffer available again; a piece of one is dropped."""
         if buffer.untyped_storage().nbytes() == buffer.nbytes:
             self._free[tuple(buffer.shape), buffer.dtype].append(buffer)
 
 
 class _Sent(NamedTuple):
-    """A send that is under way, read in the target's action `read_at`; keeps the tensor alive."""
+    """A pending send, read in the target's action `read_at`; keeps the tensor alive."""
 
     work: Any
     tensor: Tensor
-    what: Callable[[], str]
+    label: Callable[[], str]
     microbatch: int
     read_at: int
 
 
 class Channels:
-    """This rank's transfers with all others; all ranks must make it, since NCCL makes groups.
+    """This rank's transfers with other ranks; all ranks must make it, because NCCL makes groups.
 
     Args:
-        messages: of all layouts, equal on every rank.
+        messages: messages of all layouts, equal on every rank.
     """
 
     def __init__(
@@ -118,58 +118,58 @@ class Channels:
         self.is_muted = False
 
     def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Let these sets of devices add up; all ranks must call it with the same sets."""
+        """Make groups for all-reduces; all ranks must call it with the same sets of devices."""
         self._sum_groups = self._make_groups(sets)
 
     def make_groups_of_norms(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """The same for the statistics of batch norms; a device by itself needs no group.
+        """Make groups for statistics of batch norms; all ranks must call it with the same sets.
 
-        In groups of gradients they would meet buckets, which start when each device gets to them.
+        They are not shared with gradients, because devices start buckets at different times.
         """
         self._norm_groups = self._make_groups(one for one in sets if len(one) > 1)
 
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}
 
-    def add_up_norm(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> None:
-        """Sum statistics over devices, in place, and wait for them; each of them calls it.
+    def reduce_norm(self, tensor: Tensor, label: str, devices: tuple[int, ...]) -> None:
+        """Sum statistics over devices, in place, and wait; each of the devices must call it.
 
         Raises:
-            PeerError: as for `add_up`.
+            PeerError: as for `start_sum`.
         """
         if self.is_muted:
             return
-        with self._summing(what, devices):
+        with self._summing(label, devices):
             dist.all_reduce(tensor, group=self._norm_groups[devices])
 
-    def add_up(self, tensor: Tensor, what: str, devices: tuple[int, ...]) -> Any:
-        """Start a sum over devices, in place; each of them calls it.
+    def start_sum(self, tensor: Tensor, label: str, devices: tuple[int, ...]) -> Any:
+        """Start an all-reduce over devices, in place; each of the devices must call it.
 
         Raises:
             PeerError: as for `wait`.
         """
         if self.is_muted:
             return _DONE
-        with self._summing(what, devices):
+        with self._summing(label, devices):
             return dist.all_reduce(tensor, group=self._sum_groups[devices], async_op=True)
 
-    def wait_for_sum(self, work: Any, what: str, devices: tuple[int, ...]) -> None:
-        """Wait until a sum is there.
+    def wait_for_sum(self, work: Any, label: str, devices: tuple[int, ...]) -> None:
+        """Wait for an all-reduce.
 
         Raises:
             PeerError: as for `wait`.
         """
-        with self._summing(what, devices):
+        with self._summing(label, devices):
             self._transfers.wait(work)
 
     @contextmanager
-    def _summing(self, what: str, devices: tuple[int, ...]) -> Iterator[None]:
-        """Say which sum did not come about."""
+    def _summing(self, label: str, devices: tuple[int, ...]) -> Iterator[None]:
+        """Convert the error of an all-reduce to a PeerError that names it."""
         try:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self._world.rank} waited for the sum of {what} over ranks "
+                f"rank {self._world.rank} waited for the sum of {label} over ranks "
                 f"{list(devices)}, one of which died or did not answer within "
                 f"{self._groups.timeout_s:g} s ({gist(error)}): look at their logs, or raise "
                 "the timeout",
@@ -187,11 +187,11 @@ class Channels:
             return
         _, reader = message.ends(is_backward=is_backward)
         tensor = tensor.to(self._world.wire)
-        what = partial(_words, message, microbatch, is_backward)
-        with self._exchanging(what, "to", reader.rank):
+        label = partial(_label, message, microbatch, is_backward)
+        with self._exchanging(label, "to", reader.rank):
             work = self._transfers.send(tensor, message, microbatch, is_backward=is_backward)
         read_at = self._order(reader.stage, microbatch, is_backward)
-        self._sending[reader.rank].append(_Sent(work, tensor, what, microbatch, read_at))
+        self._sending[reader.rank].append(_Sent(work, tensor, label, microbatch, read_at))
 
     def receive(
         self, message: Message, dtype: torch.dtype, microbatch: int, *, is_backward: bool
@@ -204,31 +204,31 @@ class Channels:
         sender, _ = message.ends(is_backward=is_backward)
         buffer = self._arriving.take(message.shape(is_backward=is_backward), dtype)
         work: Any = _DONE
-        what = partial(_words, message, microbatch, is_backward)
+        label = partial(_label, message, microbatch, is_backward)
         if not self.is_muted:
-            with self._exchanging(what, "from", sender.rank):
+            with self._exchanging(label, "from", sender.rank):
                 work = self._transfers.receive(buffer, message, microbatch, is_backward=is_backward)
         elif not buffer.is_floating_point():
-            buffer.zero_()  # indices must be some that exist
+            buffer.zero_()  # because indices must be valid
         sent_at = self._order(sender.stage, microbatch, is_backward)
         entries = message.carried(is_backward=is_backward)
-        return Transfer(work, buffer, sender.rank, what, entries, sent_at)
+        return Transfer(work, buffer, sender.rank, label, entries, sent_at)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until what was sent is here; give pieces back to `buffers` when done with them.
+        """Wait for a receive; the caller gives its pieces back to `buffers` after use.
 
         Raises:
-            PeerError: the other rank died or took longer than the timeout. Under NCCL nothing is
-                raised: its watchdog ends this process.
+            PeerError: the other rank died or took longer than the timeout. Under NCCL, its
+                watchdog ends this process instead.
         """
-        with self._exchanging(transfer.what, "from", transfer.source):
+        with self._exchanging(transfer.label, "from", transfer.source):
             self._transfers.wait(transfer.work)
-        transfer.buffer = self._brought(transfer.buffer)
-        transfer.is_here = True
+        transfer.buffer = self._on_device(transfer.buffer)
+        transfer.has_arrived = True
         self._finish_sends(transfer.source, lambda sent: sent.read_at < transfer.sent_at)
 
-    def _brought(self, buffer: Tensor) -> Tensor:
-        """What arrived, on the device."""
+    def _on_device(self, buffer: Tensor) -> Tensor:
+        """Move a received tensor to the device."""
         if self._arriving is self.buffers:
             return buffer
         found = self.buffers.take(tuple(buffer.shape), buffer.dtype)
@@ -237,7 +237,7 @@ class Channels:
         return found
 
     def finish_sends(self, before: float = math.inf) -> None:
-        """Wait until all that was sent of microbatches before one has left.
+        """Wait for all sends of microbatches before `before`.
 
         Raises:
             PeerError: as for `wait`.
@@ -246,30 +246,30 @@ class Channels:
             self._finish_sends(target, lambda sent: sent.microbatch < before)
 
     def _finish_sends(self, target: int, is_read: Callable[[_Sent], bool]) -> None:
-        """Wait for what a rank has read; let go of it."""
+        """Wait for sends that a rank has read, and free their tensors."""
         left: list[_Sent] = []
         for sent in self._sending[target]:
             if is_read(sent):
-                with self._exchanging(sent.what, "to", target):
+                with self._exchanging(sent.label, "to", target):
                     self._transfers.wait(sent.work)
             else:
                 left.append(sent)
         self._sending[target] = left
 
     @contextmanager
-    def _exchanging(self, what: Callable[[], str], direction: str, peer: int) -> Iterator[None]:
-        """Say what did not travel."""
+    def _exchanging(self, label: Callable[[], str], direction: str, peer: int) -> Iterator[None]:
+        """Convert the error of a transfer to a PeerError that names it."""
         try:
             yield
         except RuntimeError as error:
             raise PeerError(
-                f"rank {self._world.rank} waited for {what()} {direction} rank {peer}, which died "
+                f"rank {self._world.rank} waited for {label()} {direction} rank {peer}, which died "
                 f"or did not answer within {self._groups.timeout_s:g} s ({gist(error)}): "
                 f"look at rank {peer}'s log, or raise the timeout",
                 [peer],
             ) from error
 
 
-def _words(message: Message, microbatch: int, is_backward: bool) -> str:
+def _label(message: Message, microbatch: int, is_backward: bool) -> str:
     kind = "the gradient of" if is_backward else "the output of"
-    return f"{kind} {message.words} (microbatch {microbatch})"
+    return f"{kind} {message.label} (microbatch {microbatch})"

@@ -1,4 +1,4 @@
-"""Process groups of one engine: all ranks make the same ones, and let go of them together."""
+"""Process groups of one engine: all ranks make the same groups, and destroy them together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 from harness.errors import StrategyError
 from harness.runtime.ranks.world import World
 
-# Streams in PyTorch's pool (kStreamsPerPool of c10/cuda/CUDAStream.cpp), which are dealt in turn.
+# Streams in PyTorch's pool (kStreamsPerPool in c10/cuda/CUDAStream.cpp), assigned round-robin.
 _N_STREAMS = 32
 
 
 class Groups:
-    """Makes process groups; all ranks must make the same ones in the same order.
+    """Makes process groups; all ranks must make the same groups in the same order.
 
-    NCCL connects the ranks of a group when they first use it, and holds up the host until all of
-    them do: a receive posted ahead would wait for a rank that itself waits for this one. So its
-    groups are used once as they are made. Each has a stream, in which what comes later waits for
-    what came before; two that shared one could wait for each other.
+    NCCL connects the ranks of a group at its first use and blocks the host until all ranks use it:
+    a receive posted ahead could wait for a rank that waits for this rank. So every group is used
+    once when it is made. Each group has a CUDA stream, which runs work in order; two groups with
+    the same stream could deadlock.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
@@ -33,10 +33,10 @@ class Groups:
         self._n_of: Counter[int] = Counter()  # by rank
 
     def for_sums(self, devices: tuple[int, ...]) -> Any:
-        """A group of devices that add up.
+        """A group for all-reduces over devices.
 
         Raises:
-            StrategyError: under NCCL, one of them has too many groups.
+            StrategyError: under NCCL, a rank has too many groups.
         """
         group = self._make(devices)
         if self._is_nccl and self._world.rank in devices:
@@ -44,21 +44,21 @@ class Groups:
         return group
 
     def for_gradients(self, devices: tuple[int, ...]) -> Any:
-        """A group of devices that hold the same weights; torch's own where they are all.
+        """A group for gradients of replicated weights; torch's default group for all devices.
 
         Raises:
-            StrategyError: under NCCL, one of them has too many groups.
+            StrategyError: under NCCL, a rank has too many groups.
         """
-        # NCCL's group of all was made before, and may have the stream of one that is made now.
+        # NCCL's default group was made before, and may share its stream with a new group.
         if len(devices) == self._world.size and not self._is_nccl:
             return dist.group.WORLD
         return self.for_sums(devices)
 
     def for_transfers(self, sender: int, reader: int) -> Any:
-        """A group by which one rank sends to another.
+        """A group for messages from one rank to another.
 
         Raises:
-            StrategyError: under NCCL, one of them has too many groups.
+            StrategyError: under NCCL, a rank has too many groups.
         """
         group = self._make((sender, reader))
         if self._is_nccl and self._world.rank == sender:
@@ -68,7 +68,7 @@ class Groups:
         return group
 
     def close(self) -> None:
-        """Destroy them; every rank must be done with what they carried."""
+        """Destroy all groups, after every rank has finished their communication."""
         for group in self._made:
             dist.destroy_process_group(group)
         self._made.clear()

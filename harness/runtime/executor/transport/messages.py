@@ -1,11 +1,11 @@
-"""How pieces travel: in which messages, and when; or added up by one all_reduce.
+"""Group the pieces between devices into messages, and find partial sums for an all-reduce.
 
     device 0  | table 0 | table 1 | table 2 |--- one message --->  device 1, before the interaction
 
-A message costs its ends some time beside its bytes. Small pieces that one segment of the receiver
-waits for leave together, once the last of them is there, if the sender waits for nobody from the
-first to the last (else two devices could wait for each other). Their gradients, of which the
-receiver's segment gives all at once, come back the same way.
+A message has an overhead on both ends. Therefore small pieces for one segment of the receiver share
+a message, sent when the last of them is computed, if the sender does not wait for other devices
+between the first and the last (else two devices could wait for each other). The receiver's segment
+computes all their gradients together, which also share a message.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Shape = tuple[int, ...]
 
 
 class End(NamedTuple):
-    """A stage on a device."""
+    """One end of a message: a stage on a device."""
 
     rank: int
     stage: int
 
 
 class Entry(NamedTuple):
-    """A piece in a message, and the elements before it."""
+    """A piece in a message; `offset` counts the elements before it."""
 
     want: Want
     piece: Piece
@@ -52,20 +52,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """What goes from one device to another at once; backward, its gradients the other way.
+    """Pieces from one device to another; in backward, their gradients in the other direction.
 
-    Either way there may be nothing to carry: copies of a value have it already, or one of them
-    alone gives its gradient.
+    Either direction may be empty, because the target has a copy of the value, or because another
+    copy returns the gradient.
 
     Attributes:
         number: unique over all devices of a layout; equal on every rank.
-        after: position of the segment of the sender's stage after which it leaves.
-        last: position of the operator that gives the last of its pieces, those of which the
-            gradient alone travels included.
-        before: position of the segment of the receiver's stage that waits for it.
+        after: position of the segment in the sender's stage after which it is sent.
+        last: position of the operator that computes the last of its pieces, including pieces of
+            which only the gradient is sent.
+        before: position of the segment in the receiver's stage that waits for it.
         first: position of the first operator of that segment.
-        entries: what goes, in the order in which it is computed.
-        returning: that of which gradients come back, with their places in that message.
+        entries: pieces that are sent, in the order of their computation.
+        returning: pieces whose gradients come back, with their offsets in that message.
     """
 
     number: int
@@ -85,7 +85,7 @@ class Message:
         return self.returning if is_backward else self.entries
 
     def ends(self, *, is_backward: bool) -> tuple[End, End]:
-        """Who sends and who reads."""
+        """Sender and reader."""
         return self._ends[is_backward]
 
     @cached_property
@@ -95,7 +95,7 @@ class Message:
         return (source, target), (target, source)
 
     def shape(self, *, is_backward: bool) -> Shape:
-        """Of what travels: a piece by itself keeps its shape, several are flat."""
+        """Shape of the tensor that is sent: a single piece keeps its shape, several are flat."""
         return self._shapes[is_backward]
 
     @cached_property
@@ -104,12 +104,12 @@ class Message:
 
     @cached_property
     def operators(self) -> list[str]:
-        """Whose outputs it carries, one of each piece."""
+        """The operators whose outputs it carries, one for each piece."""
         return [entry.piece.part.operator for entry in self.entries or self.returning]
 
     @property
-    def words(self) -> str:
-        """The operators, for people."""
+    def label(self) -> str:
+        """A short text that names the operators."""
         first, *rest = self.operators
         return f"{first} and {len(rest)} more" if rest else first
 
@@ -126,15 +126,15 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
     before = {
         want.number: _Waiting((stage, position), forms.layout.position[draft.parts[0].operator])
-        for own in drafts.values()
-        for stage, segments in own.items()
+        for by_stage in drafts.values()
+        for stage, segments in by_stage.items()
         for position, draft in enumerate(segments)
         for want in draft.fetches
     }
     summed = shared_sums(forms.layout)
     groups: dict[tuple[object, ...], list[_Piece]] = defaultdict(list)
-    for own in drafts.values():
-        for segments in own.values():
+    for by_stage in drafts.values():
+        for segments in by_stage.values():
             for leaving in _leaving(forms.layout, segments, summed):
                 groups[(*leaving.key, *before[leaving.send.want.number].place)].append(leaving)
     return [
@@ -151,7 +151,7 @@ class _Waiting(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A piece to be sent; those with equal keys leave together if one segment waits for them."""
+    """A piece to send; pieces with equal keys share a message if one segment waits for them."""
 
     send: Send
     after: int
@@ -161,7 +161,7 @@ class _Piece(NamedTuple):
 def _leaving(
     layout: Layout, segments: list[Draft], summed: Mapping[int, SharedSum]
 ) -> Iterator[_Piece]:
-    """What is sent by one stage of one device, but for what an all_reduce adds up."""
+    """The pieces that one stage of one device sends, without those that an all-reduce sums."""
     n_waits = 0
     for position, draft in enumerate(segments):
         n_waits += draft.waits
@@ -171,8 +171,8 @@ def _leaving(
                 continue
             dtype = layout.tensor(want.value).dtype
             n_bytes = math.prod(layout.sizes_of(want.value, piece.region)) * dtype.itemsize
-            alone = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
-            key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, alone
+            separate = (want.number, piece.part.index) if n_bytes > LARGEST_JOINED_BYTES else ()
+            key = piece.part.device, piece.part.stage, n_waits, want.device, dtype, separate
             yield _Piece(send, position, key)
 
 
@@ -216,11 +216,11 @@ def _entries(layout: Layout, sends: list[Send]) -> tuple[Entry, ...]:
 
 
 class SharedSum(NamedTuple):
-    """One all_reduce that serves the wants of all devices that take part.
+    """One all-reduce that serves the wants of all its devices.
 
     Attributes:
-        goes: of partial sums, forward.
-        returns: of gradients, backward; either way, else, each device has all of it already.
+        goes: it sums values in forward; else each device has the whole value already.
+        returns: it sums gradients in backward; else each device has the whole gradient already.
     """
 
     devices: Devices
@@ -229,27 +229,27 @@ class SharedSum(NamedTuple):
 
 
 def shared_sums(layout: Layout) -> dict[int, SharedSum]:
-    """The wants that an all_reduce serves, by number."""
-    alike: dict[tuple[object, ...], list[Want]] = defaultdict(list)
+    """The all-reduces by the number of each want that they serve."""
+    by_region: dict[tuple[object, ...], list[Want]] = defaultdict(list)
     for want in layout.wants:
-        alike[want.value, want.block, want.copies].append(want)
-    found = ((wants, _shared_sum(wants)) for wants in alike.values())
+        by_region[want.value, want.block, want.copies].append(want)
+    found = ((wants, _shared_sum(wants)) for wants in by_region.values())
     return {want.number: one for wants, one in found if one is not None for want in wants}
 
 
 def _shared_sum(wants: list[Want]) -> SharedSum | None:
-    """None unless each of some devices holds a part, and wants all of it at the same place."""
+    """The all-reduce for wants; None unless each device holds one part and reads the whole."""
     if len(wants) < FEWEST_SUMMED:
         return None
     devices = tuple(sorted(want.device for want in wants))
     parts = {piece.part: piece.region for want in wants for piece in (*want.pieces, *want.returns)}
     stages = {want.stage for want in wants} | {part.stage for part in parts}
-    is_alike = (
+    is_symmetric = (
         tuple(sorted(part.device for part in parts)) == devices
         and all(region == wants[0].block for region in parts.values())
         and len({want.first_consumer for want in wants}) == len(stages) == 1
     )
-    if not is_alike:
+    if not is_symmetric:
         return None
     n_pieces = {len(want.pieces) for want in wants}
     n_returns = {len(want.returns) for want in wants}

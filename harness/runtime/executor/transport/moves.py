@@ -1,4 +1,4 @@
-"""What goes in and out of each of a device's segments, worked out once: regions, shapes, order."""
+"""The transfers of each of a device's segments, computed once: regions, shapes and order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Carried(NamedTuple):
     entry: Entry
 
 
-class Held(NamedTuple):
-    """A region of what a part of this device holds."""
+class LocalRegion(NamedTuple):
+    """A region within a part of this device."""
 
     key: PartKey
     region: Relative
@@ -38,22 +38,22 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """A piece of a want: brought by a message, or held by a part of this device.
+    """A piece of a want: from a message or from a part of this device.
 
     Attributes:
-        in_want: where it lies in the want.
-        source: the message that brings it; or the part that holds it, and where it lies there.
+        in_want: its region in the want.
+        source: the message, or the part with the region in it.
     """
 
     in_want: Relative
-    source: Carried | Held
+    source: Carried | LocalRegion
 
 
-class Placed(NamedTuple):
-    """A part of this device, and which region of a want is its."""
+class LocalPart(NamedTuple):
+    """A region of a want that a part of this device holds."""
 
     in_want: Relative
-    held: Held
+    held: LocalRegion
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,11 @@ class Fetch:
     """A want to be assembled.
 
     Attributes:
-        summed_over: devices whose all_reduce brings it, or takes its gradient; empty where
-            messages do.
-        goes_summed, returns_summed: which of both.
-        placements: what it is put together from; none where it is summed.
-        is_whole: one placement is all of it.
-        kept: the parts of this device that its gradient goes to; none where that is summed.
+        summed_over: devices of its all-reduce; empty if messages carry it.
+        goes_summed, returns_summed: whether the all-reduce sums the value, or its gradient.
+        placements: the pieces that it consists of; empty if it is all-reduced.
+        is_whole: one placement covers it.
+        kept: the parts of this device that receive its gradient; empty if that is all-reduced.
     """
 
     want: Want
@@ -78,7 +77,7 @@ class Fetch:
     goes_summed: bool
     returns_summed: bool
     placements: tuple[Placement, ...]
-    kept: tuple[Placed, ...]
+    kept: tuple[LocalPart, ...]
 
     @cached_property
     def is_whole(self) -> bool:
@@ -86,21 +85,21 @@ class Fetch:
 
     @cached_property
     def is_borrowed(self) -> bool:
-        """Whether it is what a part of this device holds, and not a copy."""
+        """Whether it is the tensor of a part of this device, not a copy."""
         source = self.placements[0].source if self.is_whole else None
-        return isinstance(source, Held) and source.region.is_all
+        return isinstance(source, LocalRegion) and source.region.is_all
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A message to be sent, and what each of its pieces is cut from."""
+    """A message to send, with the tensor and the region of each of its pieces."""
 
     message: Message
     cuts: tuple[tuple[PartKey | WantKey, Relative], ...]
 
 
 class Return(NamedTuple):
-    """The gradient that comes back of a piece, and where it belongs."""
+    """The gradient of a piece that comes back, with the part and region it belongs to."""
 
     key: PartKey
     region: Relative
@@ -108,17 +107,17 @@ class Return(NamedTuple):
 
 
 class Moves:
-    """All that a device sends and receives at one size of microbatch, by the segments' places.
+    """The transfers of a device at one microbatch size, by segment.
 
     Attributes:
-        fetches: assembled before a segment.
-        leaving: sent after it.
-        collected: gradients of what it sent, waited for before its backward.
-        returning: gradients of what it fetched, sent after its backward.
-        sums: by part that has a piece in an all_reduce, forward or backward, whose.
+        fetches: wants to assemble before a segment.
+        leaving: messages to send after it.
+        collected: gradients to wait for before its backward, of values that it sent.
+        returning: messages with gradients of its fetches, to send after its backward.
+        sums: the all-reduces, forward or backward, that each part contributes to.
 
     Args:
-        messages: of the layout, all devices'.
+        messages: messages of the layout, of all devices.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Moves:
                 self.fetches[stage, position] = tuple(map(self._fetch, segment.fetches))
                 self.collected[stage, position] = self._collected(segment)
         self.sums: dict[PartKey, list[Fetch]] = defaultdict(list)
-        for fetch in (fetch for own in self.fetches.values() for fetch in own):
+        for fetch in (fetch for each in self.fetches.values() for fetch in each):
             if fetch.summed_over:
                 both = dict.fromkeys((*fetch.want.pieces, *fetch.want.returns))
                 for piece in (one for one in both if one.part.device == device):
@@ -156,12 +155,12 @@ class Moves:
                 self.returning[place].append(_returning(message))
 
     def received(self, stage: int, *, is_backward: bool) -> list[Message]:
-        """What a stage waits for, in the order in which the others send it."""
+        """The messages that a stage waits for, in the order in which they are sent."""
         if is_backward:
-            mine = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
-            return sorted((m for m in mine if m.returning), key=_returns_before)
-        mine = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
-        return sorted((m for m in mine if m.entries), key=lambda m: (m.last, m.after, m.number))
+            found = [m for m in self._messages if (m.source, m.source_stage) == self._at(stage)]
+            return sorted((m for m in found if m.returning), key=_returns_before)
+        found = [m for m in self._messages if (m.target, m.target_stage) == self._at(stage)]
+        return sorted((m for m in found if m.entries), key=lambda m: (m.last, m.after, m.number))
 
     def _at(self, stage: int) -> tuple[int, int]:
         return self._device, stage
@@ -182,7 +181,7 @@ class Moves:
             kept=()
             if total.returns
             else tuple(
-                Placed(Relative.of(piece.region, want.block), self._held(want, piece))
+                LocalPart(Relative.of(piece.region, want.block), self._held(want, piece))
                 for piece in returns
             ),
         )
@@ -198,9 +197,9 @@ class Moves:
                 found.append(Placement(in_want, self._held(want, piece)))
         return found
 
-    def _held(self, want: Want, piece: Piece) -> Held:
+    def _held(self, want: Want, piece: Piece) -> LocalRegion:
         key = self._key(want, piece)
-        return Held(key, Relative.of(piece.region, self._program.blocks[key]))
+        return LocalRegion(key, Relative.of(piece.region, self._program.blocks[key]))
 
     @staticmethod
     def _key(want: Want, piece: Piece) -> PartKey:
@@ -211,7 +210,7 @@ class Moves:
         return Departure(message, tuple(self._held(e.want, e.piece) for e in entries))
 
     def _collected(self, segment: Segment) -> tuple[Return, ...]:
-        """Gradients of a segment's outputs, first those that are sent first."""
+        """Gradients of a segment's outputs from other devices, in the order of sending."""
         found: list[Return] = []
         for send in segment.sends:
             carried = self._backward.get((send.want.number, send.piece.part.index))
@@ -221,9 +220,9 @@ class Moves:
 
 
 def _returns_before(message: Message) -> tuple[int, int, int]:
-    """What orders messages whose gradients come back: the segments that return them, last to first.
+    """The sort key of messages by the sending of their gradients: the last segment sends first.
 
-    Several of one operator's tasks may each begin a segment.
+    Several tasks of one operator may each begin a segment, so its position alone is ambiguous.
     """
     return -message.first, -message.before, message.number
 

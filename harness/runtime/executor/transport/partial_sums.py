@@ -1,11 +1,11 @@
-"""Partial sums that all who hold them want whole: one all_reduce instead of everyone to everyone.
+"""All-reduce partial sums that all their devices read whole, instead of exchanging messages.
 
-    forward   part on 0, 1, 2 --all_reduce--> the sum, on 0, 1, 2, for their next tasks
-    backward  their gradients --all_reduce--> the gradient of every part
+    forward   parts on 0, 1, 2 --all_reduce--> the sum, on 0, 1, 2, for their next tasks
+    backward  their gradients  --all_reduce--> the gradient of every part
 
-Each starts when the segment ends that gives the last of it, in topological order (backward:
-reverse), so all devices of a group start its sums in the same order. Groups are the sums' own,
-because gradients of weights are added up whenever backward reaches them.
+An all-reduce starts after the segment that computes the last of its input, in topological order
+(backward: reverse), so all devices of a group start its sums in the same order. Weight gradients
+use other groups, because the time of their all-reduces depends on the device.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from harness.runtime.executor.transport.moves import Fetch
 
 
 class _Sum(NamedTuple):
-    """A sum that is under way."""
+    """An all-reduce in progress."""
 
     work: Any
     tensor: Tensor
-    what: str
+    label: str
 
 
-def adding_up_norm(
+def norm_reducer(
     channels: Channels, phases: Phases, operator: str, devices: tuple[int, ...]
 ) -> Callable[[Tensor], Tensor]:
-    """How a batch norm's statistics are summed over the devices that share them: in place."""
-    what = f"statistics of {operator}"
-    name = f"sum of {what} over ranks {list(devices)}"
+    """Make the function that sums a batch norm's statistics over devices, in place."""
+    label = f"statistics of {operator}"
+    name = f"sum of {label} over ranks {list(devices)}"
 
-    def add_up(x: Tensor) -> Tensor:
+    def sum_over_devices(x: Tensor) -> Tensor:
         if len(devices) > 1:
             phases.wait(
-                lambda: channels.add_up_norm(x, what, devices), name=name, operator=operator
+                lambda: channels.reduce_norm(x, label, devices), name=name, operator=operator
             )
         return x
 
-    return add_up
+    return sum_over_devices
 
 
 class Sums:
-    """The sums that this device takes part in."""
+    """The all-reduces of partial sums that this device takes part in."""
 
     def __init__(self, channels: Channels, phases: Phases, n_microbatches: int) -> None:
         self._channels, self._phases, self._n_microbatches = channels, phases, n_microbatches
         self._under_way: dict[tuple[int, int, bool], _Sum] = {}
 
     def start(self, tensor: Tensor, fetch: Fetch, microbatch: int, *, is_backward: bool) -> None:
-        """Start adding up in place; the tensor belongs to the sum from now on.
+        """Start an all-reduce in place; the caller must not use the tensor afterwards.
 
         Raises:
             PeerError: as for `take`.
         """
         operator = fetch.want.pieces[0].part.operator
-        what = f"gradient of {operator}" if is_backward else operator
-        work = self._channels.add_up(tensor, what, fetch.summed_over)
-        self._under_way[microbatch, fetch.want.number, is_backward] = _Sum(work, tensor, what)
+        label = f"gradient of {operator}" if is_backward else operator
+        work = self._channels.start_sum(tensor, label, fetch.summed_over)
+        self._under_way[microbatch, fetch.want.number, is_backward] = _Sum(work, tensor, label)
 
     def take(self, fetch: Fetch, microbatch: int, *, is_backward: bool) -> Tensor:
-        """Wait for the sum.
+        """Wait for an all-reduce and return its result.
 
         Raises:
             PeerError: another rank died or hangs.
         """
         devices = fetch.summed_over
-        work, tensor, what = self._under_way.pop((microbatch, fetch.want.number, is_backward))
+        work, tensor, label = self._under_way.pop((microbatch, fetch.want.number, is_backward))
         operator = fetch.want.pieces[0].part.operator
         self._phases.wait(
-            lambda: self._channels.wait_for_sum(work, what, devices),
+            lambda: self._channels.wait_for_sum(work, label, devices),
             name=f"sum of {operator} over ranks {list(devices)}",
             n_bytes=tensor.nbytes,
             microbatch=microbatch % self._n_microbatches,

@@ -1,11 +1,11 @@
-"""Receives of a step: posted in the order in which the others send, some exchanges ahead.
+"""Receives of a step: posted in the order in which other devices send, some exchanges ahead.
 
     segment waits for A | segment waits for B | segment waits for C, D
-    while A is on its way, what is up to D and some more is posted
+    while this device waits for A, it posts the receives up to D and some more
 
-A message starts to travel when both ends are there, and needs a buffer from then on: the fewer are
-posted, the longer a slow link stands idle until this device gets to wait. Posting takes the host's
-time, which a wait has to spare and computing has not: all but the first are posted in waits.
+A transfer starts when both ends have posted it, and needs a buffer from then on. With few posted
+receives, a slow link idles until this device waits. Posting takes CPU time, which is free during a
+wait but delays computing, so all but the first receives are posted during waits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Slot = tuple[int, int, bool]  # microbatch, message, is_backward
 
 
 class Receives:
-    """What this device is sent in a step.
+    """The receives of one device in a step.
 
     Args:
-        actions: of a step, whose microbatches are numbered from the step's first.
-        at: a microbatch's program, and what goes in and out of it.
-        n_microbatches: of a step.
-        dtype: what a value of a dtype travels as.
+        actions: actions of a step, whose first microbatch has number 0.
+        at: returns the program and the moves of a microbatch.
+        n_microbatches: microbatches per step.
+        dtype: maps the dtype of a value to the dtype in which it is sent.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Receives:
         exchanges = [
             slots for action in exchanging for slots in _exchanges(action, *at(action.microbatch))
         ]
-        # How many must be posted for each exchange: the others' order need not be this device's.
+        # Receives to post for each exchange; devices may exchange messages in different orders.
         lasts = (max(position[slot] for slot in slots) for slots in exchanges)
         ends = [0, *(last + 1 for last in accumulate(lasts, max))]
         self._at_first = ends[min(RECEIVES_AT_FIRST, len(exchanges))]
@@ -70,28 +70,28 @@ class Receives:
         self._transfers: dict[Slot, Transfer] = {}
 
     def start(self, first: int) -> None:
-        """Begin a step, whose first microbatch this is: post what is waited for first."""
+        """Begin a step at microbatch `first`, and post the receives of its first exchanges."""
         self._first, self._n_posted = first, 0
         self._post(self._at_first)
 
     def finish(self) -> None:
-        """End a step, in which all that was sent has been taken."""
+        """End a step, in which all messages have been taken."""
         assert not self._transfers, "every receive that was posted is waited for"
         assert self._n_posted == len(self._slots), "every receive is posted"
 
     def take(self, microbatch: int, carried: Carried, *, is_backward: bool) -> Tensor:
-        """Wait for a message, unless it is here, and take one of its pieces; each once.
+        """Wait for a message if necessary, and take one of its pieces; each can be taken once.
 
         Raises:
             PeerError: the other rank died or hangs.
         """
         slot = (microbatch - self._first, carried.message.number, is_backward)
         transfer = self._transfers[slot]
-        if not transfer.is_here:
+        if not transfer.has_arrived:
             message = carried.message
             self._phases.wait(
                 lambda: self._wait(slot, transfer),
-                name=message.words if len(message.operators) > 1 else "",
+                name=message.label if len(message.operators) > 1 else "",
                 n_bytes=transfer.buffer.nbytes,
                 microbatch=microbatch % self._n_microbatches,
                 pass_="backward" if is_backward else "forward",
@@ -120,12 +120,12 @@ class Receives:
 
 
 def _sent(action: Action, moves: Moves) -> list[Message]:
-    """What an action waits for, in the order in which the others send it."""
+    """The messages that an action waits for, in the order in which they are sent."""
     return moves.received(action.stage, is_backward=action.kind == "backward")
 
 
 def _exchanges(action: Action, program: Program, moves: Moves) -> Iterator[list[Slot]]:
-    """By segment that is the first to wait for any, in the order of running, what it waits for."""
+    """The receives by the segment that first waits for them, in the order of running."""
     is_backward = action.kind == "backward"
     known: set[Slot] = set()
     positions = range(len(program.stages[action.stage]))

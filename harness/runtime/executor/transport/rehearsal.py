@@ -1,9 +1,9 @@
-"""A step that exchanges and updates nothing, before the first that does.
+"""A warm-up step without communication or update, before the first real step.
 
-Under NCCL a receive that was posted ahead keeps the GPU busy until its message comes. What waits
-for all of the GPU meanwhile waits for ever, since the sender may be waiting for us. The first call
-of a convolution does so (cuDNN tries its algorithms), that of a kernel which is yet to be loaded,
-and an allocator that runs short. A rehearsal gets all that over with:
+Under NCCL a receive that is posted ahead occupies the GPU until its message arrives. An operation
+that synchronizes the whole GPU then deadlocks, because the sender may wait for this rank. The first
+call of a convolution synchronizes (cuDNN tries its algorithms), as does the first call of a kernel
+(it is loaded), and an allocator without free memory. The rehearsal makes these first calls:
 
     rehearsal, muted: forward | backward         step: post receives | forward | backward | ...
 """
@@ -22,22 +22,22 @@ from harness.runtime.ranks.world import World
 
 
 def is_needed(world: World) -> bool:
-    """Whether a message on its way could keep this rank's first step from going on."""
+    """Whether a pending receive could block this rank's first step."""
     return world.backend == "nccl" and world.size > 1
 
 
 def rehearse(
     step: Callable[[], None], channels: Channels, weights: nn.Module, written: Iterable[Tensor]
 ) -> None:
-    """Run a step without messages; no rank waits for another.
+    """Run a step without messages; ranks do not wait for each other.
 
     Args:
-        step: updates nothing.
-        weights: their gradients are forgotten.
-        written: buffers that a step changes; they, and what is drawn, stay as they were.
+        step: runs a step without an update.
+        weights: module whose gradients are cleared afterwards.
+        written: buffers that a step changes; they and the random state are restored.
     """
     device = channels.buffers.device
-    with repeated(random_state(device), device), _kept(list(written)):
+    with repeated(random_state(device), device), _restored(list(written)):
         channels.is_muted = True
         try:
             step()
@@ -49,8 +49,8 @@ def rehearse(
 
 
 @contextmanager
-def _kept(buffers: list[Tensor]) -> Iterator[None]:
-    """Give buffers back what they had."""
+def _restored(buffers: list[Tensor]) -> Iterator[None]:
+    """Restore the contents of buffers on exit."""
     copies = [buffer.clone() for buffer in buffers]
     try:
         yield

@@ -1,10 +1,10 @@
-"""Messages between two devices, as gloo and as NCCL move them.
+"""Send and receive messages by gloo and by NCCL.
 
-gloo has tags: every transfer has one of its own, so the order of posting is free. NCCL has none:
+gloo has tags: every transfer has a unique tag, so the order of posting is free. NCCL has none:
 each pair of stages on a pair of devices has a process group for each direction, and both sides
-post in the same order, which the program's order guarantees.
+post in the same order, which the order of the program guarantees.
 
-Both take and fill memory of `World.wire`.
+Both work on tensors on the device `World.wire`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _N_TAGS = 2**31 - 1
 
 
 class Transfers(Protocol):
-    """Sends and receives messages; neither waits."""
+    """Sends and receives messages without blocking."""
 
     def send(self, tensor: Tensor, message: Message, microbatch: int, *, is_backward: bool) -> Any:
-        """Start sending; the tensor must stay as it is until the work is waited for."""
+        """Start sending; the tensor must not change until `wait` returns."""
         ...
 
     def receive(
@@ -38,16 +38,16 @@ class Transfers(Protocol):
         ...
 
     def wait(self, work: Any) -> None:
-        """Wait for work of this kind, or for a sum.
+        """Wait for a send, a receive or an all-reduce.
 
         Raises:
-            RuntimeError: another rank is gone or had not answered in time.
+            RuntimeError: another rank is gone or did not answer in time.
         """
         ...
 
 
 class TaggedTransfers:
-    """gloo's: a wait holds up the host."""
+    """Transfers by gloo; a wait blocks the host."""
 
     def __init__(self, messages: Iterable[Message], timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
@@ -73,10 +73,10 @@ class TaggedTransfers:
 
 
 class PairedTransfers:
-    """NCCL's: a wait holds up the stream. All ranks must make it, since that makes groups.
+    """Transfers by NCCL; a wait blocks the stream. All ranks must construct it: it makes groups.
 
-    A peer that dies or hangs raises nothing here: the watchdog of its group ends this process when
-    the timeout has passed.
+    If a peer dies or hangs, no error is raised: the watchdog of its group ends this process after
+    the timeout.
     """
 
     def __init__(self, messages: Iterable[Message], groups: Groups) -> None:
@@ -101,11 +101,11 @@ class PairedTransfers:
         return dist.irecv(buffer, pair.sender.rank, group=self._groups[pair])
 
     def wait(self, work: Any) -> None:
-        work.wait()  # with a timeout it would hold up the host too
+        work.wait()  # without a timeout, which would block the host too
 
 
 class _Pair(NamedTuple):
-    """Whose messages have a process group of their own."""
+    """Two ends and a direction, whose messages share a process group."""
 
     sender: End
     reader: End
@@ -117,7 +117,7 @@ def _pair(message: Message, is_backward: bool) -> _Pair:
 
 
 def transfers_of(world: World, messages: Iterable[Message], groups: Groups) -> Transfers:
-    """Those that fit the backend; all ranks must make them."""
+    """Transfers for the backend; all ranks must call it."""
     if world.backend == "nccl":
         return PairedTransfers(messages, groups)
     return TaggedTransfers(messages, groups.timeout_s)

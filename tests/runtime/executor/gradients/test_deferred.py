@@ -8,14 +8,14 @@ from torch.nn.utils import parametrizations
 
 from harness.domain.graph import Operator
 from harness.runtime.executor.gradients.deferred import (
-    AtOnce,
+    ImmediateSink,
     WeightQueue,
     backward_calls,
     count_uses,
     defer,
     is_worth_joining,
 )
-from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.shards.kinds import Wanted, make_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +49,7 @@ def test_deferred_gradients_are_bit_equal_to_those_of_autograd(module, shape, dt
     gradients = [p.grad for p in module.parameters()]
     module.zero_grad()
     queue = WeightQueue()
-    found = trained(defer(module, queue, GradientHomes()), inputs)
+    found = trained(defer(module, queue, GradientBuffers()), inputs)
     assert all(p.grad is None for p in module.parameters())
     assert queue.flush() == list(module.parameters())
     assert queue.flush() == []
@@ -65,7 +65,7 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
     F.relu(module(x), inplace=True).sum().backward()
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
-    F.relu(defer(module, queue, GradientHomes())(x), inplace=True).sum().backward()
+    F.relu(defer(module, queue, GradientBuffers())(x), inplace=True).sum().backward()
     queue.flush()
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
@@ -74,14 +74,14 @@ def test_what_follows_a_deferred_layer_may_work_in_place():
 @pytest.mark.parametrize(("module", "shape"), CASES)
 def test_what_waits_keeps_no_gradient_of_its_input(module, shape):
     x, calls = torch.randn(shape, requires_grad=True), []
-    own = defer(module, WeightQueue(), GradientHomes(), n_joined=2, calls=calls)
+    own = defer(module, WeightQueue(), GradientBuffers(), n_joined=2, calls=calls)
     own(x).sum().backward()
     assert not any(kept.requires_grad or kept.grad is not None for kept in calls[0])
 
 
 def test_flushing_a_microbatch_leaves_the_others():
     module, queue = nn.Linear(3, 2), WeightQueue()
-    deferred = defer(module, queue, GradientHomes())
+    deferred = defer(module, queue, GradientBuffers())
     first, second = torch.randn(4, 3), torch.randn(4, 3)
     for microbatch, x in ((5, first), (6, second)):
         with queue.filling(microbatch):
@@ -96,7 +96,7 @@ def test_flushing_a_microbatch_leaves_the_others():
 def test_an_input_without_gradient_gets_none_and_the_weights_theirs():
     module, queue = nn.Conv2d(1, 2, 3), WeightQueue()
     x = torch.randn(1, 1, 5, 5)
-    defer(module, queue, GradientHomes())(x).sum().backward()
+    defer(module, queue, GradientBuffers())(x).sum().backward()
     assert x.grad is None
     assert queue.flush() == [module.weight, module.bias]
 
@@ -105,7 +105,7 @@ def test_frozen_weights_are_not_touched():
     module, queue = nn.Linear(3, 2), WeightQueue()
     module.weight.requires_grad_(False)
     x = torch.randn(1, 3, requires_grad=True)
-    defer(module, queue, GradientHomes())(x).sum().backward()
+    defer(module, queue, GradientBuffers())(x).sum().backward()
     assert queue.flush() == [module.bias]
     assert module.weight.grad is None
     assert x.grad is not None
@@ -113,9 +113,9 @@ def test_frozen_weights_are_not_touched():
 
 def test_what_has_no_product_is_not_deferred():
     queue = WeightQueue()
-    assert defer(nn.ReLU(), queue, GradientHomes()) is None
-    assert defer(nn.BatchNorm2d(3), queue, GradientHomes()) is None
-    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientHomes()) is None
+    assert defer(nn.ReLU(), queue, GradientBuffers()) is None
+    assert defer(nn.BatchNorm2d(3), queue, GradientBuffers()) is None
+    assert defer(nn.Conv2d(1, 1, 3, padding="same"), queue, GradientBuffers()) is None
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_what_has_no_product_is_not_deferred():
 def test_a_weight_that_is_computed_is_left_to_autograd(normed):
     for module in (nn.Linear(1024, 1024), nn.Conv2d(512, 512, 1)):
         made = normed(module)
-        assert defer(made, WeightQueue(), GradientHomes()) is None
+        assert defer(made, WeightQueue(), GradientBuffers()) is None
 
 
 def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once():
     plain, waiting, called, joined = (nn.Linear(2, 2) for _ in range(4))
-    homes = GradientHomes()
+    buffers = GradientBuffers()
     graph = fx.Graph()
     x = graph.placeholder("x")
     for name in ("plain", "waiting", "called", "plain", "called", "joined"):
@@ -137,9 +137,9 @@ def test_backward_reaches_a_parameter_once_by_autograd_and_by_each_call_at_once(
     graph.output(x)
     owned = {
         "plain": plain,
-        "waiting": defer(waiting, WeightQueue(), homes),
-        "called": defer(called, AtOnce(lambda parameter: None), homes),
-        "joined": defer(joined, AtOnce(lambda parameter: None), homes, n_joined=3),
+        "waiting": defer(waiting, WeightQueue(), buffers),
+        "called": defer(called, ImmediateSink(lambda parameter: None), buffers),
+        "joined": defer(joined, ImmediateSink(lambda parameter: None), buffers, n_joined=3),
     }
     found = backward_calls(fx.GraphModule(owned, graph))
     assert found.waiting == set(waiting.parameters())
@@ -154,7 +154,7 @@ def test_joined_calls_give_their_gradients_with_the_last(module, shape):
     expected = trained(module, inputs)
     gradients = [p.grad for p in module.parameters()]
     module.zero_grad()
-    own = defer(module, queue, GradientHomes(), n_joined=3)
+    own = defer(module, queue, GradientBuffers(), n_joined=3)
     trained(own, inputs[:2])
     assert queue.flush() == []
     found = trained(own, inputs[2:])
@@ -171,7 +171,7 @@ def test_modules_of_several_sizes_of_microbatch_join_their_calls():
     expected = module.weight.grad
     module.zero_grad()
     large, small = (
-        defer(module, queue, GradientHomes(), n_joined=3, calls=calls) for _ in range(2)
+        defer(module, queue, GradientBuffers(), n_joined=3, calls=calls) for _ in range(2)
     )
     trained(small, inputs[:1])
     trained(large, inputs[1:2])
@@ -197,22 +197,22 @@ def test_what_is_large_beside_what_it_is_fed_is_worth_joining():
 
 
 def test_at_once_a_large_gradient_is_written_where_it_stays():
-    module, homes, reached = nn.Linear(1024, 1024), GradientHomes(), []
-    home = torch.zeros(2, 1024, 1024)[1]
-    homes.settle(module.weight, home)
-    own = defer(module, AtOnce(reached.append), homes)
+    module, buffers, reached = nn.Linear(1024, 1024), GradientBuffers(), []
+    buffer = torch.zeros(2, 1024, 1024)[1]
+    buffers.assign(module.weight, buffer)
+    own = defer(module, ImmediateSink(reached.append), buffers)
     inputs = [torch.randn(3, 1024) for _ in range(2)]
     trained(module, inputs)
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
     trained(own, inputs)
     assert reached == 2 * [module.weight, module.bias]
-    assert module.weight.grad is home
+    assert module.weight.grad is buffer
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     module.zero_grad()
     trained(own, inputs[:1])
-    assert module.weight.grad is home  # what the step before left there is gone
+    assert module.weight.grad is buffer  # what the step before left there is gone
     trained(module.requires_grad_(), inputs[1:])
     torch.testing.assert_close(module.weight.grad, expected[0])
 
@@ -231,7 +231,7 @@ def test_under_autocast_gradients_are_those_of_autograd():
     expected = run(module)
     gradients = [p.grad for p in module.parameters()]
     module.zero_grad()
-    found = run(defer(module, queue, GradientHomes()))
+    found = run(defer(module, queue, GradientBuffers()))
     queue.flush()
     assert found[0].dtype == torch.bfloat16
     assert torch.equal(found[0], expected[0])
@@ -242,7 +242,7 @@ def test_under_autocast_gradients_are_those_of_autograd():
 
 def test_under_autocast_another_use_of_the_weights_is_trained():
     module, x = nn.Linear(5, 5), torch.randn(4, 5)
-    own = defer(module, WeightQueue(), GradientHomes())
+    own = defer(module, WeightQueue(), GradientBuffers())
     with torch.autocast("cpu", torch.bfloat16):
         module(own(x)).float().sum().backward()
     found = [p.grad for p in module.parameters()]
@@ -273,7 +273,7 @@ def test_a_deferred_shard_reads_the_parameter_that_it_shares(module, shape, inpu
     wanted = Wanted(input_shape, tuple((0, n) for n in input_shape.values()))
     shard = make_shard(op, node, root, shape, block, [wanted])
     queue = WeightQueue()
-    deferred = defer(shard, queue, GradientHomes())
+    deferred = defer(shard, queue, GradientBuffers())
     shared = nn.Parameter(torch.randn_like(shard.weight))
     shard.weight = shared
     x = torch.randn(*input_shape.values())
@@ -289,6 +289,6 @@ def test_backward_calls_no_hook_of_a_deferred_parameter(module, shape):
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(called.append)
     queue = WeightQueue()
-    trained(defer(module, queue, GradientHomes()), [torch.randn(shape)], queue.flush)
+    trained(defer(module, queue, GradientBuffers()), [torch.randn(shape)], queue.flush)
     assert not called
     assert all(parameter.grad is not None for parameter in module.parameters())

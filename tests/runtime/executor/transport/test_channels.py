@@ -15,7 +15,7 @@ from harness.errors import PeerError, StrategyError
 from harness.measure.clock import HostClock
 from harness.measure.recorder import Recorder
 from harness.runtime.executor.gradients.sums import GradientSync
-from harness.runtime.executor.gradients.weight_gradients import GradientHomes
+from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import Entry, Message
@@ -195,7 +195,7 @@ def test_a_batch_norm_that_waits_in_vain_says_for_whom():
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
         pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
     ):
-        channels.add_up_norm(torch.zeros(2), "statistics of bn1", (0, 3))
+        channels.reduce_norm(torch.zeros(2), "statistics of bn1", (0, 3))
 
 
 def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
@@ -216,14 +216,14 @@ def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
         channels.make_groups_of_sums({(0, 1)})
     monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("closed by peer")))
     with pytest.raises(PeerError, match=r"the sum of add over ranks \[0, 1\].*closed by peer"):
-        channels.add_up(torch.zeros(2), "add", (0, 1))
+        channels.start_sum(torch.zeros(2), "add", (0, 1))
 
 
 def sync_of(world, parameter, recorder):
     """Sums one weight over ranks 0 and 1."""
     return GradientSync(
         world, [("weight", parameter, (0, 1))], {(0, 1): None}, {parameter: 1}, recorder, 8,
-        GradientHomes(),
+        GradientBuffers(),
     )  # fmt: skip
 
 
