@@ -13,11 +13,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.errors import EXIT_CODE, ConfigError, HarnessError
+from harness.errors import EXIT_CODE, HarnessError
+from harness.inputs import refuse_old_spelling
 from harness.runtime.ranks.environment import Launch, read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 
@@ -82,20 +83,13 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
         print(f"there is no workload {name!r}\n\n{_usage()}", file=sys.stderr)
         raise SystemExit(EXIT_CODE)
     workload = load_workload(name)
-    _refuse_old_spelling(rest, workload.renamed)
+    refuse_old_spelling(rest, workload.renamed)
     command = dataclasses.make_dataclass(
         "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )
     flat = tyro.conf.configure(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)(command)
     parsed: Any = tyro.cli(flat, args=rest, prog=f"entry.sh {name}", description=WORKLOADS[name])
     return name, parsed.workload, parsed.run
-
-
-def _refuse_old_spelling(words: list[str], renamed: Mapping[str, str]) -> None:
-    for word in words:
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in renamed:
-            raise ConfigError(f"{flag} is {renamed[flag]} now: give that")
 
 
 def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any]:

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,6 +81,22 @@ def find_number(
     is_zero = value == 0 and not text.lower().partition("e")[0].strip("+-.0")
     is_within = at_least <= value <= at_most and (is_zero or abs(value) >= least)
     return value if is_within else None
+
+
+def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> None:
+    """Refuse a flag by its old spelling.
+
+    Args:
+        words: of a command line.
+        renamed: the new spelling of each.
+
+    Raises:
+        ConfigError: names both.
+    """
+    for word in words:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in renamed:
+            raise ConfigError(f"{flag} is {renamed[flag]} now: give that")
 
 
 def parse_int(

@@ -44,7 +44,7 @@ def converted(args: argparse.Namespace) -> tuple[bytes, str]:
     """
     imported = read_strategy_file(args.file)
     graph = None if args.graph is None else load_graph(args.graph)
-    data = convert(imported, args.to, graph=graph, batch=args.batch, order=args.dims)
+    data = convert(imported, args.to, graph=graph, batch=args.batch_size, order=args.dims)
     order = f", dims {args.dims.replace('_', ' ')}" if imported.format.startswith("flex") else ""
     what = imported.describe(args.dims)
     return data, f"read {args.file} as {imported.format}{order}: {what}"
@@ -69,15 +69,15 @@ def request_from(
     if "model" not in COSTS[args.cost].unread:
         graph, profile = _model(args, cluster, capture_model)
         profile = profile if args.dtype is None else _of_dtype(profile, args.dtype)
-    batch = args.batch or (graph.batch if graph is not None else None)
+    batch = args.batch_size or (graph.batch if graph is not None else None)
     return PlanRequest(
         cluster=cluster,
         graph=graph,
         profile=profile,
         batch=batch,
         memory_bytes=None if args.memory is None else parse_bytes(args.memory),
-        budget=args.budget,
-        seconds=args.seconds,
+        budget=args.search_budget,
+        seconds=args.search_seconds,
         start=_start(args, graph, batch),
         seed=args.seed,
         progress=progress,
@@ -85,10 +85,11 @@ def request_from(
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for flag in ("batch", "budget", "seconds"):
-        value = getattr(args, flag)
+    for name in ("batch_size", "search_budget", "search_seconds"):
+        value = getattr(args, name)
         if value is not None and not 0 < value <= MOST_COUNT:
-            raise ConfigError(f"--{flag} {shorten(value)} must be above 0, and at most 2**53")
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {shorten(value)} must be above 0, and at most 2**53")
     if args.memory is not None and parse_bytes(args.memory) < 1:
         raise ConfigError(f"--memory {args.memory} must be above 0")
 
@@ -189,9 +190,9 @@ def _model(
         raise ConfigError("--model captures a graph and --graph reads one: give one of them")
     graph = load_graph(args.graph) if args.graph is not None else None
     if args.model is not None:
-        if args.batch is None:
-            raise ConfigError("--model needs --batch B, the global batch in samples")
-        graph = capture_model(args.model, args.batch)
+        if args.batch_size is None:
+            raise ConfigError("--model needs --batch-size B, the global batch in samples")
+        graph = capture_model(args.model, args.batch_size)
     if args.dlrm_tables is not None:
         graph = _dlrm(args)
     if args.rates is not None and graph is not None:
@@ -220,9 +221,9 @@ def _of_dtype(profile: Profile, dtype: str) -> Profile:
 def _dlrm(args: argparse.Namespace) -> Graph:
     if args.model is not None or args.graph is not None:
         raise ConfigError("--dlrm-tables describes a model of its own: drop --model and --graph")
-    if args.batch is None:
-        raise ConfigError("--dlrm-tables needs --batch B, the global batch in samples")
-    flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch)
+    if args.batch_size is None:
+        raise ConfigError("--dlrm-tables needs --batch-size B, the global batch in samples")
+    flags = parse_dlrm(args.dlrm_tables, args.dlrm_bottom_mlp, args.dlrm_top_mlp, args.batch_size)
     return dlrm_graph(flags)
 
 
@@ -286,7 +287,7 @@ def _profile(
     graph, profile = parse_graph_txt(
         decode_text(data, f"profile {args.profile}", GraphError),
         name=args.profile.stem,
-        batch=args.batch,
+        batch=args.batch_size,
         device_kind=args.device_kind or cluster.devices[0].kind,
         source=str(args.profile),
     )

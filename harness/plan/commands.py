@@ -63,8 +63,8 @@ def _search(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
-    args = flags.parse(argv)
     try:
+        args = flags.parse(argv)
         if args.command == "search":
             _search(args)
         elif args.command == "convert":

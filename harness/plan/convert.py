@@ -63,8 +63,8 @@ def strategy_from(
     if isinstance(content, Strategy):
         if batch not in (None, content.batch):
             raise ConfigError(
-                f"--batch {batch}: strategy {content.name!r} has a batch of {content.batch}: leave "
-                "out --batch"
+                f"--batch-size {batch}: strategy {content.name!r} has a batch of {content.batch}: "
+                "leave out --batch-size"
             )
         if graph is not None:
             check_names(content, graph)
@@ -72,7 +72,7 @@ def strategy_from(
     graph = _needed(graph, "a file of another project")
     batch = batch or graph.batch
     if batch is None:
-        raise ConfigError("the graph does not say its batch: give --batch B, samples per step")
+        raise ConfigError("the graph does not say its batch: give --batch-size B, samples per step")
     if isinstance(content, list):
         return strategy_from_entries(content, graph, batch=batch, order=order)
     stages = {op.name: op.attrs.get("stage_id") for op in graph.operators}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.inputs import refuse_old_spelling
 from harness.plan.convert import FORMATS
 from harness.plan.costs import COSTS
 
@@ -16,9 +18,9 @@ examples:
   python -m harness.plan search --profile vgg16.txt --topology 4x4 --bandwidth 1e10,1.25e9 \\
       --cost pipedream --json
   python -m harness.plan search --profile vgg16.json --graph vgg16.graph.json \\
-      --cluster cluster.json --batch 256 --seconds 30 --output plan.json
-  python -m harness.plan search --cost flexflow2018 --topology 2x4 --budget 250000 --seed 1
-  python -m harness.plan search --dlrm-tables 8x1000000x64 --batch 1024 --topology 1x4 \\
+      --cluster cluster.json --batch-size 256 --search-seconds 30 --output plan.json
+  python -m harness.plan search --cost flexflow2018 --topology 2x4 --search-budget 250000 --seed 1
+  python -m harness.plan search --dlrm-tables 8x1000000x64 --batch-size 1024 --topology 1x4 \\
       --bandwidth 12e9 --memory 12GB --rates 9.3e12,549e9
 
 costs:
@@ -27,6 +29,12 @@ costs:
 A cluster file is written by `./entry.sh links`, or by hand. Interrupt (Ctrl-C) a search to take
 the best plan found so far.
 """
+
+RENAMED = {
+    "--batch": "--batch-size",
+    "--budget": "--search-budget",
+    "--seconds": "--search-seconds",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,7 +104,7 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=list(DTYPES),
         help="which of the profile's times: what training computes in (default: what it has)",
     )
-    model.add_argument("--batch", type=int, metavar="B", help="global batch, samples")
+    model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
     where = search.add_argument_group("cluster")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
     where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
@@ -116,9 +124,12 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     how = search.add_argument_group("search")
     how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
     how.add_argument(
-        "--budget", type=int, metavar="N", help="proposals of its searches (default: the cost's)"
+        "--search-budget",
+        type=int,
+        metavar="N",
+        help="proposals of its searches (default: the cost's)",
     )
-    how.add_argument("--seconds", type=float, metavar="S", help="most wall seconds")
+    how.add_argument("--search-seconds", type=float, metavar="S", help="most wall seconds")
     how.add_argument(
         "--start",
         type=Path,
@@ -155,7 +166,10 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
     convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
     convert.add_argument(
-        "--batch", type=int, metavar="B", help="of another project's file (default: the graph's)"
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="of another project's file (default: the graph's)",
     )
     convert.add_argument(
         "--dims",
@@ -169,4 +183,6 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; exits with 2 and a usage line when it is wrong."""
-    return build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    refuse_old_spelling(words, RENAMED)
+    return build_parser().parse_args(words)

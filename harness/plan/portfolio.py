@@ -109,7 +109,7 @@ def search_portfolio(
     graph, profile = request.model()
     batch = request.batch or graph.batch
     if batch is None:
-        raise PlanError(f"graph {graph.name!r} has no batch: give --batch")
+        raise PlanError(f"graph {graph.name!r} has no batch: give --batch-size")
     if graph.batch is None:  # its numbers are for a whole minibatch: take it to be this one
         graph = msgspec.structs.replace(graph, batch=batch)
     simulator = Simulator(
@@ -174,8 +174,8 @@ def _nothing_fits(simulator: Simulator, objective: Objective) -> str:
         f"no strategy of {simulator.graph.name!r} fits: of {objective.n_proposals} tried"
         f"{' in the time given' if is_early else ''}, the closest needs "
         f"{1 + objective.least_excess:.2f} times the memory of its fullest device (largest device "
-        f"{limit}): {'give more --seconds, ' if is_early else ''}add devices or memory, or lower "
-        "the batch"
+        f"{limit}): {'give more --search-seconds, ' if is_early else ''}add devices or "
+        "memory, or lower the batch"
     )
 
 

@@ -84,8 +84,8 @@ def test_json_is_one_object_with_every_field(
     ("flags", "batch", "note"),
     [
         ([], 4, "whose size is not known"),
-        (["--batch", "64"], 64, None),
-        (["--batch", "2"], 4, "a batch of 2 leaves replicas without a sample"),
+        (["--batch-size", "64"], 64, None),
+        (["--batch-size", "2"], 4, "a batch of 2 leaves replicas without a sample"),
     ],
 )
 def test_strategy_has_a_batch_that_every_replica_can_share(
@@ -107,7 +107,7 @@ def test_strategy_has_a_batch_that_every_replica_can_share(
 
 def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = search("--profile", chain, "--topology", "2", "--bandwidth", "8gbit")
-    assert main([*flags, "--cost", "pipedream", "--batch", "64"]) == 0
+    assert main([*flags, "--cost", "pipedream", "--batch-size", "64"]) == 0
     out = capsys.readouterr().out
     assert "best plan by pipedream: 6 ms per step" in out
     assert "2.00 times one device" in out
@@ -120,7 +120,7 @@ def test_text_explains_the_choice(chain: Path, capsys: pytest.CaptureFixture[str
 def test_written_strategy_is_valid_for_the_graph(chain: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     flags = search("--profile", chain, "--topology", "2x2", "--bandwidth", "1e9,1e8")
-    flags += ["--batch", "64", "--cost", "pipedream", "--output", str(plan)]
+    flags += ["--batch-size", "64", "--cost", "pipedream", "--output", str(plan)]
     assert main(flags) == 0
     strategy = Strategy.load(plan)
     assert strategy.batch == 64
@@ -154,8 +154,14 @@ def test_unlike_devices_of_a_cluster_file_get_work_by_their_speed(
         (["--topology", "2"], "--topology needs --bandwidth"),
         (["--topology", "2", "--bandwidth", "1,2,3"], "is not INSIDE[,BETWEEN]"),
         (["--topology", "2", "--bandwidth", "fast"], "'fast' is not a number"),
-        (["--topology", "2", "--bandwidth", "1e9", "--batch", "0"], "--batch 0 must be above 0"),
-        (["--topology", "2", "--bandwidth", "1e9", "--seconds", "-1"], "--seconds -1.0 must be"),
+        (
+            ["--topology", "2", "--bandwidth", "1e9", "--batch-size", "0"],
+            "--batch-size 0 must be above 0",
+        ),
+        (
+            ["--topology", "2", "--bandwidth", "1e9", "--search-seconds", "-1"],
+            "--search-seconds -1.0 must be",
+        ),
         (["--topology", "2", "--bandwidth", "1e9", "--memory", "1kB"], "no plan fits"),
         (["--topology", "2", "--bandwidth", "1e9", "--memory", "0"], "--memory 0 must be above 0"),
         (["--cluster", "absent.json"], "absent.json: No such file"),
@@ -373,8 +379,8 @@ def test_a_search_starts_from_a_file_of_another_project(
 ) -> None:
     lines = [f"[{name}] num_dims(2) dims[1,1] device_ids[1]\n" for name in "abcd"]
     (tmp_path / "start.txt").write_text("".join(lines))
-    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch", "8",
-                   "--start", tmp_path / "start.txt", "--budget", "1", "--json")  # fmt: skip
+    flags = search("--profile", chain, "--topology", "2", "--bandwidth", "1e9", "--batch-size", "8",
+                   "--start", tmp_path / "start.txt", "--search-budget", "1", "--json")  # fmt: skip
     assert main([*flags, "--memory", "100GB"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "start: single device" in [found["method"], *(r["name"] for r in found["runners_up"])]
@@ -468,8 +474,17 @@ def test_plans_are_as_fast_as_those_of_pipedream(
         assert json.loads(capsys.readouterr().out)["speedup_over_single"] >= expected
 
 
-DLRM = ["search", "--dlrm-tables", "8x1000x64", "--batch", "64", "--topology", "1x2"]
-HARDWARE = ["--bandwidth", "1e9", "--memory", "1GB", "--rates", "9e12,5e11", "--budget", "50"]
+DLRM = ["search", "--dlrm-tables", "8x1000x64", "--batch-size", "64", "--topology", "1x2"]
+HARDWARE = [
+    "--bandwidth",
+    "1e9",
+    "--memory",
+    "1GB",
+    "--rates",
+    "9e12,5e11",
+    "--search-budget",
+    "50",
+]
 
 
 def test_a_dlrm_is_planned_from_its_sizes_for_devices_that_nobody_has(capsys):

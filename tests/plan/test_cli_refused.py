@@ -48,7 +48,7 @@ def test_a_full_disk_is_one_line(
 
     monkeypatch.setattr(Path, "write_bytes", fail)
     output = tmp_path / "plan.json"
-    said = refused(*SEARCH, "--budget", 1, "--output", output)
+    said = refused(*SEARCH, "--search-budget", 1, "--output", output)
     assert f"{output} on {os.uname().nodename} cannot be written: No space left" in said
 
 
@@ -85,7 +85,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path: Path, refused: Refuse) -
         "parameter_size=8\n"
     )
     flags = ("search", "--profile", profile, "--topology", 1, "--bandwidth", "1e9", "--memory",
-             "1GB", "--start", strategy_file(tmp_path), "--batch")  # fmt: skip
+             "1GB", "--start", strategy_file(tmp_path), "--batch-size")  # fmt: skip
     assert "'s' to start from has a batch of 8, the search one of 4" in refused(*flags, 4)
     assert "strategy 's' places operator 'a', which graph 'b'" in refused(*flags, 8)
 
@@ -121,8 +121,8 @@ def test_convert_refuses_a_strategy_that_does_not_fit(tmp_path: Path, refused: R
     assert "does not place operator 'b'" in refused(
         "convert", strategy, *to, graph_file(tmp_path, "a", "b")
     )
-    assert "--batch 4: strategy 's' has a batch of 8" in refused(
-        "convert", strategy, *to, own, "--batch", 4
+    assert "--batch-size 4: strategy 's' has a batch of 8" in refused(
+        "convert", strategy, *to, own, "--batch-size", 4
     )
     negative = strategy_file(tmp_path, device=-1)
     assert "'a' has devices [-1]: each must be >= 0" in refused("convert", negative, *flexflow, own)
@@ -155,3 +155,12 @@ def test_a_graph_that_is_no_text_is_refused(tmp_path: Path, refused: Refuse) -> 
     output = ("--output", tmp_path / "out")
     strategy = strategy_file(tmp_path)
     assert "latin.txt is not UTF-8" in refused("convert", strategy, "--graph", path, *output)
+
+
+@pytest.mark.parametrize(
+    ("flag", "now"),
+    [("--batch", "--batch-size"), ("--budget=9", "--search-budget"), ("--seconds", "--search-s")],
+)
+def test_an_old_spelling_names_the_new_one(flag, now, capsys):
+    assert main(["search", "--topology", "2", flag]) == 2
+    assert f"is {now}" in capsys.readouterr().err

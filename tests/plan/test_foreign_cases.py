@@ -118,7 +118,7 @@ def test_what_has_no_meaning_here_is_refused_with_what_to_do(name, message, caps
 def test_a_profile_without_backward_is_shown_and_not_planned_by(name, capsys):
     assert main(["show", str(CASES / name)]) == 0
     capsys.readouterr()
-    flags = ["--topology", "1x2", "--bandwidth", "1e9", "--batch", "8", "--cost", "pipedream"]
+    flags = ["--topology", "1x2", "--bandwidth", "1e9", "--batch-size", "8", "--cost", "pipedream"]
     said = refusal(CASES / name, "search", *flags, "--profile", capsys=capsys)
     assert "has backward_compute_time=0 for every operator" in said
     assert "profile it too" in said

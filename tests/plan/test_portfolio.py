@@ -435,7 +435,9 @@ def test_without_time_one_device_is_all_that_is_judged():
     found = plan_with_simulator(request_of(graph, profile, seconds=1e-9))
     assert (found.n_proposals, found.method) == (1, "single")
     assert math.isnan(found.speedup_over_ddp)
-    with pytest.raises(PlanError, match=r"of 1 tried in the time given.*give more --seconds"):
+    with pytest.raises(
+        PlanError, match=r"of 1 tried in the time given.*give more --search-seconds"
+    ):
         plan_with_simulator(request_of(graph, profile, seconds=1e-9, memory_bytes=1))
 
 
@@ -509,7 +511,7 @@ def test_missing_model_or_batch_is_one_error():
     with pytest.raises(PlanError, match="give a graph and its profile"):
         plan_with_simulator(PlanRequest(cluster=cluster))
     nameless = msgspec.structs.replace(graph, batch=None)
-    with pytest.raises(PlanError, match="give --batch"):
+    with pytest.raises(PlanError, match="give --batch-size"):
         plan_with_simulator(PlanRequest(graph=nameless, profile=profile, cluster=cluster))
 
 

@@ -286,6 +286,6 @@ def _batch_note(wanted: int | None, written: int) -> list[str]:
     if wanted is None:
         return [
             "times are of the profiled minibatch, whose size is not known: the strategy is written "
-            f"for a batch of {written} (--batch B sets it)"
+            f"for a batch of {written} (--batch-size B sets it)"
         ]
     return [f"a batch of {wanted} leaves replicas without a sample: the strategy is for {written}"]
