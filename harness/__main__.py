@@ -1,6 +1,6 @@
-"""A rank's program: parse the command line, meet the other ranks, carry out runs, report.
+"""A rank's program: parse the command line, join the other ranks, run the cases, print tables.
 
-Started once per rank by entry.sh; also runs alone, as one rank.
+entry.sh starts it once per rank; without a launcher it is the only rank.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from harness.runtime.ranks.isolate import start_fork_server
 
 _log = logging.getLogger("harness")
 
-# Signals within this time of one another are one.
+# Signals within this time of each other count as one.
 _ONE_SIGNAL_S = 1.0
 
-# Imported when a model is captured and a plan simulated: each run would take seconds for them.
-_IMPORTED_LATE = ["torch._dynamo", "harness.plan.simulate.lowering"]
+# Capture and simulator import these when first used, which would cost each run seconds.
+_LAZY_MODULES = ["torch._dynamo", "harness.plan.simulate.lowering"]
 
 _USAGE = """\
 usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun, srun or torchrun
 
-  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            compare everything
+  mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh            all workloads, then a report
   mpirun -np 5 --hostfile hosts/tesla.txt ./entry.sh matmul     one workload
   ./entry.sh train --model resnet18 --steps 20                  one rank, on this machine
 
 workloads:
 {workloads}
 
-`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload the
-comparison runs with the flags that all workloads share: --results, --resume, --dry-run,
---run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
-Then draw it: python -m harness.plot results/
+`entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
+comparison of training strategies runs; it accepts the flags that all workloads share: --results,
+--resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
+Draw figures and the report from results with: python -m harness.plot results/
 """
 
 
@@ -64,7 +64,7 @@ def _usage() -> str:
 
 
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
-    """The workload's name (empty: the comparison), its configuration and the shared options."""
+    """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     import tyro
 
     from harness.launch import RunOptions
@@ -111,7 +111,7 @@ def _cases(name: str, config: Any, launch: Launch, *, has_gpu: bool) -> list[Any
 
 
 def _changed_flags(config: Any) -> str:
-    """What a configuration sets apart from the defaults."""
+    """The flags that differ from their defaults, as text."""
     defaults = type(config)()
     names = [field.name for field in dataclasses.fields(config)]
     changed = [n for n in names if getattr(config, n) != getattr(defaults, n)]
@@ -119,7 +119,7 @@ def _changed_flags(config: Any) -> str:
 
 
 def _print_dry_run(cases: list[Any]) -> None:
-    """Every run in order; what a run builds on is named where nothing before it has made it."""
+    """Print every run in order, each after the needs that no earlier run meets."""
     from harness.cases import adjacent_cases, case_of, needs_of
 
     made = {case.name for case in cases if case.name != "train"}
@@ -149,13 +149,13 @@ def _print_tables(runs: list[Any]) -> None:
 
 
 def _draw_report(results: Path) -> None:
-    """The comparison ends with its report; drawing failures are reported, results stay."""
+    """Draw the comparison's report in a process of its own, so that a failure costs no results."""
     command = [sys.executable, "-m", "harness.plot", str(results)]
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
 
 
-def _heed_signals() -> None:
-    """Interrupt at SIGINT and SIGTERM: once, where the launcher and the agent both send one."""
+def _handle_signals() -> None:
+    """Raise KeyboardInterrupt at SIGINT and SIGTERM, once if launcher and agent both send one."""
     raised_s = float("-inf")
 
     def interrupt(signum: int, frame: object) -> None:
@@ -169,17 +169,17 @@ def _heed_signals() -> None:
 
 
 def _preloaded(cases: list[Any]) -> list[str]:
-    """Modules that the processes of runs need, which the fork server imports once for all."""
+    """Modules that the fork server imports once for the processes of all runs."""
     from harness.runtime.models import may_import_torchvision
     from harness.workloads import workload_module
 
     modules = ["torch", "torch.distributed", "harness.run"]
     names = {case.name for case in cases}
-    if names & {"search", "train"}:  # which build on these
+    if names & {"search", "train"}:  # they may need runs of these
         names |= {"profile", "search"}
     modules += [workload_module(name) for name in sorted(names)]
     if names & {"profile", "search", "train"}:
-        modules += _IMPORTED_LATE
+        modules += _LAZY_MODULES
     models = {getattr(case.config, "model", "") for case in cases} - {""}
     if any(may_import_torchvision(model) for model in models):
         modules.append("harness.runtime.models.preload_torchvision")
@@ -202,9 +202,9 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         world.interface, world.backend, world.backend_reason,
     )  # fmt: skip
     launcher = Launcher(meeting, options, ["./entry.sh", *argv])
-    if not name:  # the models depend on what the slowest rank has, and must be equal on all
+    if not name:  # all ranks must choose the same model, so it depends on the devices of all
         has_gpus = all(info.device.startswith("cuda") for info in launcher.ranks)
-        # Ranks that share a GPU, over gloo, would take hours for the model of one GPU each.
+        # Ranks that share a GPU communicate by gloo; the GPU model would take them hours.
         cases = _cases(name, None, launch, has_gpu=has_gpus and world.backend == "nccl")
     if problem := launcher.problem(cases):
         meeting.leave()
@@ -229,14 +229,14 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
 
 @contextlib.contextmanager
 def _silent(is_silent: bool) -> Iterator[None]:
-    """Every rank parses the same command line; what is wrong with it is rank 0's to say."""
+    """Discard output: all ranks parse the same command line, and rank 0 prints its errors."""
     if not is_silent:
         yield
         return
     with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
+        open(os.devnull, "w") as null,
+        contextlib.redirect_stdout(null),
+        contextlib.redirect_stderr(null),
     ):
         yield
 
@@ -247,7 +247,7 @@ def main(argv: list[str]) -> int:
 
     launch = read_launch(os.environ)
     _set_up_logging(launch.rank)
-    _heed_signals()
+    _handle_signals()
     try:
         with _silent(launch.rank != 0):
             name, config, options = _parse(argv)

@@ -1,4 +1,4 @@
-"""The runs of a launch: their order, repeats, needs, and which of them are done."""
+"""The runs of a launch: their order, repeats and needs, and the runs that are already done."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannedRun:
 
 
 def describe_cluster(ranks: list[RankInfo]) -> Cluster:
-    """Nodes and devices as this launch sees them; links are the links workload's to measure."""
+    """Nodes and devices of this launch; the links workload adds the links."""
     names = device_names(ranks)
     by_host: dict[str, list[RankInfo]] = {}
     for info in ranks:
@@ -65,7 +65,7 @@ def describe_cluster(ranks: list[RankInfo]) -> Cluster:
 
 
 def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
-    """Number the repeats: cases of equal configuration are repeats of one another."""
+    """Number the repeats: cases with equal configuration and cluster are repeats of each other."""
     seen: Counter[str] = Counter()
     planned = []
     for case in cases:
@@ -80,7 +80,7 @@ def plan_runs(cases: Sequence[Case], ranks: list[RankInfo]) -> list[PlannedRun]:
 def remaining_repeats(
     planned: Sequence[PlannedRun], done: Mapping[str, Sequence[RunHeader]]
 ) -> list[int | None]:
-    """Which repeat each run is to be, the lowest that is free; None for one that is done."""
+    """Give each run the lowest free repeat number, or None if it is done."""
     taken = {key: {header.repeat for header in headers} for key, headers in done.items()}
     repeats: list[int | None] = []
     for plan in planned:
@@ -95,13 +95,13 @@ def remaining_repeats(
 
 
 def case_of(name: str, config: dict[str, Any]) -> Case:
-    """The run of a workload by its flags as JSON; those that are missing have their defaults."""
+    """Make a workload's case from its flags as JSON; missing flags get their defaults."""
     workload = load_workload(name)
     return Case(name=name, workload=workload, config=msgspec.convert(config, workload.config))
 
 
 def needs_of(cases: Sequence[Case]) -> list[Need]:
-    """Runs that cases build on; one that builds on others itself comes last."""
+    """Runs that cases build on; needs with needs of their own come last."""
     needs = [need for case in cases for need in case.workload.needs(case.config)]
 
     def has_needs(need: Need) -> bool:
@@ -112,13 +112,13 @@ def needs_of(cases: Sequence[Case]) -> list[Need]:
 
 
 def adjacent_cases(cases: Sequence[Case]) -> Iterator[list[int]]:
-    """Positions of adjacent cases of one workload; their needs come before the first."""
+    """Yield the positions of each group of adjacent cases of one workload."""
     for _, positions in groupby(range(len(cases)), key=lambda position: cases[position].name):
         yield list(positions)
 
 
 def finished_repeats(results: Path) -> dict[str, list[RunHeader]]:
-    """The finished runs of each key that a results directory holds, oldest first."""
+    """Finished runs in a results directory by key, oldest first."""
     done: dict[str, list[RunHeader]] = {}
     if not results.is_dir():
         return done

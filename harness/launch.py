@@ -1,12 +1,11 @@
 """Run cases on all ranks, in four steps:
 
-    run_cases      all runs: their order, those that `--resume` skips, missing ones that they need
-    _record_run    one run: its directory, the header before and after, all records on rank 0
-    _watch_run     its deadline and heartbeats, and how every rank's part ended
-    _run_part      this rank's part, in a process of its own, so that one that dies takes no other
+    run_cases      all runs: order, `--resume`, missing runs that they need
+    _record_run    one run: its directory, header before and after it, records copied to rank 0
+    _watch_run     deadline and heartbeats by the agent; outcomes of all ranks
+    _run_part      this rank's part, in a child process, so that a crash does not end the sweep
 
-Every rank makes the same calls and agrees with the others after each run; rank 0 writes the
-headers.
+All ranks make the same calls and exchange their outcomes after each run; rank 0 writes headers.
 """
 
 from __future__ import annotations
@@ -64,26 +63,25 @@ class RunOptions:
     """Flags that every workload shares."""
 
     results: Path = Path("results")
-    """Directory that gets one folder a run."""
+    """Results directory; each run gets a directory in it."""
     resume: bool = False
-    """Skip what this directory already holds an ok (or out-of-memory) run of."""
+    """Skip runs that the results directory already holds with status ok or oom (out of memory)."""
     dry_run: bool = False
-    """Print the runs that would be carried out, and stop."""
+    """Print the runs in order and exit without running them."""
     run_timeout_s: float = 3600.0
-    """Stop a run after this many seconds; it becomes a row with status timeout. So is a rank
-    stopped whose peer has failed. links, which runs in the ranks' first processes, ends the sweep
-    then."""
+    """Stop a run after this many seconds and record it with status timeout; the sweep goes on,
+    except after links, which shares the ranks' first processes."""
     collective_timeout_s: float = 300.0
-    """A collective that a rank has waited in for this long fails the run."""
+    """Fail a run in which a rank has waited for other ranks in a collective for this long."""
     heartbeat_timeout_s: float = 30.0
-    """A rank or host that has been silent or stopped for this long ends the sweep on every host,
-    with a row for the run; never later than --run-timeout-s."""
+    """End the sweep on all hosts if a rank or host has sent no sign of life for this long (or for
+    --run-timeout-s, if that is shorter); the run is recorded."""
 
     def check(self, config: Any) -> None:
-        """Refuse limits that make no sense, by themselves or for a workload.
+        """Refuse limits that are not positive or too short for the workload.
 
         Args:
-            config: of the workload; None for the comparison.
+            config: the workload's configuration; None for the comparison.
 
         Raises:
             ConfigError: names the flag.
@@ -93,16 +91,16 @@ class RunOptions:
         if wait_s > self.collective_timeout_s:
             raise ConfigError(
                 f"--time-budget-s {wait_s:g} is longer than a rank waits for another, "
-                f"--collective-timeout-s {self.collective_timeout_s:g}: lower the one or raise the "
-                "other"
+                f"--collective-timeout-s {self.collective_timeout_s:g}: lower the first or raise "
+                "the second"
             )
 
 
 class SweepEnded(ResultsError):
-    """A sweep cannot go on.
+    """The sweep cannot continue.
 
     Attributes:
-        headers: the runs until then.
+        headers: headers of the runs so far.
     """
 
     def __init__(self, problem: str, headers: list[RunHeader]) -> None:
@@ -111,7 +109,7 @@ class SweepEnded(ResultsError):
 
 
 class Launcher:
-    """This rank's part in carrying out runs; all ranks make the same calls."""
+    """Runs cases on this rank; all ranks make the same calls."""
 
     def __init__(self, meeting: Meeting, options: RunOptions, argv: list[str]) -> None:
         self._meeting = meeting
@@ -128,9 +126,9 @@ class Launcher:
         self._headers: list[RunHeader] = []
 
     def problem(self, cases: Sequence[Case]) -> str:
-        """What is wrong with the directory of results on any rank, or with files on rank 0.
+        """Describe an unusable results directory on any rank, or a bad input file on rank 0.
 
-        Empty when nothing is; all ranks get the same answer.
+        Returns an empty text if all are usable; the result is the same on all ranks.
         """
         problem = ""
         try:
@@ -159,11 +157,11 @@ class Launcher:
         """Run every case in order; returns the headers (complete on rank 0).
 
         Missing runs that adjacent cases of a workload build on come before the first of them, so
-        that all are planned by the same measurements. The headers of finished runs that `--resume`
-        skips are among those returned.
+        that all are planned by the same measurements. The result includes the headers of finished
+        runs that `--resume` skips.
 
         Raises:
-            SweepEnded: rank 0 has no space for a further run; on all ranks alike.
+            SweepEnded: rank 0 has no disk space for another run; raised on all ranks.
         """
         planned = plan_runs(cases, self.ranks)
         done = finished_repeats(self._results) if self._options.resume else {}
@@ -184,7 +182,7 @@ class Launcher:
         return self._headers
 
     def _run_missing_needs(self, cases: Sequence[Case], number: str) -> None:
-        """Run what cases build on, as far as rank 0 finds it missing."""
+        """Run the needs of cases that rank 0 does not find in the results."""
         n_before = len(self._headers)
         needs = needs_of(cases) if self._world.is_first else []
         while missing := self._control.broadcast("need", self._next_missing(needs), list[Any]):
@@ -195,7 +193,7 @@ class Launcher:
             self._record_run(plan, f"run{place}", f"[before {number}] {needed.name} {plan.key}")
 
     def _next_missing(self, needs: list[Need]) -> list[Any]:
-        """Name and flags of the next run that is missing; each is tried once a launch."""
+        """Name and flags of the next missing need; each need is tried once per launch."""
         while needs:
             need = needs.pop(0)
             (plan,) = plan_runs([case_of(need.name, need.config)], self.ranks)
@@ -206,7 +204,7 @@ class Launcher:
         return []
 
     def read(self, headers: list[RunHeader]) -> list[Run]:
-        """The runs as written; rank 0 only."""
+        """Read the runs back from their files; rank 0 only."""
         results = Results()
         for header in headers:
             read_run(self._results / header.run_id, results)
@@ -252,10 +250,10 @@ class Launcher:
         )
 
     def _record_run(self, plan: PlannedRun, name: str, title: str) -> None:
-        """One run with its row: the header before and after it, and all records on rank 0.
+        """Run once, write the header before and after, and copy all records to rank 0.
 
         Args:
-            name: of the run among all ranks, unique in this launch.
+            name: identifies the run to all ranks; unique in this launch.
         """
         _log.info("%s", title)
         header = self._control.broadcast("header", self._new_header(plan), RunHeader)
@@ -268,7 +266,7 @@ class Launcher:
             start_s = time.monotonic()
             outcomes = self._watch_run(plan, name, run_dir)
             status, reason = worst(outcomes, self._world.hostnames)
-            if problem := self._bring_records(run_dir):
+            if problem := self._copy_records(run_dir):
                 reason = f"{reason}; {problem}" if reason else problem
                 status = "crash" if status == "ok" else status
             closed = msgspec.structs.replace(
@@ -280,14 +278,14 @@ class Launcher:
             )
             if problem := self._write_header(run_dir, closed):
                 _log.error(
-                    "%s: %s, but run.json does not say so: %s", header.run_id, status, problem
+                    "%s: %s, but run.json lacks this status: %s", header.run_id, status, problem
                 )
             self._meeting.channel.close_run()
         _log.info("%s: %s", title, closed.ending)
         self._headers.append(closed)
 
     def _watch_run(self, plan: PlannedRun, name: str, run_dir: Path) -> list[Outcome]:
-        """This rank's part under the agents' eyes, and how every rank's part ended."""
+        """Run this rank's part while the agents watch it; returns the outcomes of all ranks."""
         channel, is_isolated = self._meeting.channel, plan.case.workload.is_isolated
         channel.begin_run(
             name,
@@ -298,13 +296,13 @@ class Launcher:
         outcome = Outcome(status="ok")
         if self._world.rank < plan.n_ranks:
             outcome = self._run_part(plan, name, run_dir)
-        who = f"({self._world.hostname})"
+        host = f"({self._world.hostname})"
         fault = None
         if outcome.status != "ok":
-            self._control.report_failure(name, f"{who} {outcome.reason}")
-            if not is_isolated:  # a peer that waits in MPI cannot be stopped: agents end the launch
+            self._control.report_failure(name, f"{host} {outcome.reason}")
+            if not is_isolated:  # agents end the launch, because MPI calls cannot be interrupted
                 status = "skipped" if outcome.peers else outcome.status
-                fault = (status, f"rank {self._world.rank} {who}: {outcome.reason}")
+                fault = (status, f"rank {self._world.rank} {host}: {outcome.reason}")
         channel.end_part(name, fault)
         outcomes = self._control.gather("outcome", outcome, Outcome)
         channel.end_run()
@@ -313,7 +311,7 @@ class Launcher:
         return outcomes
 
     def _run_part(self, plan: PlannedRun, name: str, run_dir: Path) -> Outcome:
-        """This rank's part, in a process of its own unless the workload needs MPI."""
+        """Run this rank's part, in a child process unless the workload needs MPI."""
         meeting, workload, config = self._meeting, plan.case.workload, plan.case.config
         world = replace(
             self._world, size=plan.n_ranks, hostnames=self._world.hostnames[: plan.n_ranks]
@@ -338,11 +336,10 @@ class Launcher:
             )
         return _outcome_of(ending)
 
-    def _bring_records(self, run_dir: Path) -> str:
-        """Copy to rank 0 the records of ranks whose disk it does not share; returns why not."""
-        name = f"rank{self._world.rank}.jsonl"
-        own = run_dir / name
-        sizes = self._control.gather("sizes", own.stat().st_size if own.exists() else -1, int)
+    def _copy_records(self, run_dir: Path) -> str:
+        """Copy records to rank 0 from ranks that do not share its disk; returns an error or ""."""
+        path = run_dir / f"rank{self._world.rank}.jsonl"
+        sizes = self._control.gather("sizes", path.stat().st_size if path.exists() else -1, int)
         missing = [
             rank
             for rank, size in enumerate(sizes)
@@ -351,7 +348,7 @@ class Launcher:
         missing = self._control.broadcast("missing", missing, list[int])
         if not missing:
             return ""
-        data = own.read_bytes() if self._world.rank in missing else None
+        data = path.read_bytes() if self._world.rank in missing else None
         problem = ""
         for rank, content in self._control.send_to_first("records", data).items():
             try:
@@ -361,7 +358,7 @@ class Launcher:
         return problem
 
     def _write_header(self, run_dir: Path, header: RunHeader) -> str:
-        """Write the header on rank 0; returns why it cannot be written."""
+        """Write the header on rank 0; returns an error or ""."""
         try:
             if self._world.is_first:
                 write_header(run_dir, header)
@@ -379,7 +376,7 @@ def _outcome_of(ending: Ending) -> Outcome:
 
 
 def _free_process() -> None:
-    """Free what a run in this process held, for the processes of later runs."""
+    """Free the process group and GPU memory of a run in this process, for later runs."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.cuda.empty_cache()  # does nothing unless a GPU was used

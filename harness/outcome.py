@@ -1,4 +1,4 @@
-"""How a rank's part of a run ended, and what all parts make of the run."""
+"""How a run ended on each rank, and the status of the run derived from all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 from harness.domain.run import Status
 from harness.measure.reached import PHASES, Standstill
 
-# The worst part of a run decides; one that failed because another had decides least.
+# The worst status of a rank becomes that of the run; `skipped` follows from another's failure.
 _SEVERITY: list[Status] = ["ok", "skipped", "crash", "timeout", "invalid", "oom"]
-# Of a rank with one of these another one may be the cause.
+# Statuses that another rank may have caused.
 _WAITED = ("skipped", "timeout")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's part of a run ended.
+    """How a run ended on one rank.
 
     Attributes:
-        peers: ranks of which one did not answer, where that is the reason.
-        standstill: where the rank was stuck when its part ended, if it was.
-        is_explained: the rank raised the exception that the reason gives, and no peer caused it.
+        peers: ranks that the failed rank waited for; one of them did not answer.
+        standstill: the point at which the rank was stuck, if it made no progress.
+        is_explained: the rank raised the exception in `reason` itself; no peer caused it.
     """
 
     status: Status
@@ -33,14 +33,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
-    """The status of the run, and why, naming the rank and host that decided.
+    """Return the run's status and the reason, with the rank and host that failed first.
 
-    A rank with a reason of its own comes before those that waited for another, of which the one
-    next to the trouble comes first: it waited for a rank that waited for nobody. A second rank
-    that failed as badly for another reason is heard too: when one dies without a word, it is the
-    other that knows what it was waiting for. After an exception, what others waited for says
-    nothing new. Where nobody has a reason of its own, the rank that stopped making progress comes
-    first: the one that is stopped, else the one that was behind the others.
+    A rank with its own failure comes before ranks that waited for others. Of the waiting ranks,
+    one that waited for a rank which itself waited for none comes first. The reason of a second
+    failed rank is added if it differs, because a rank that dies silently leaves the explanation
+    to its peers; it is left out if the first rank raised an exception and the second only waited.
+    If all failed ranks waited, a rank without progress comes first: a stopped one, else the last.
     """
     severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
     status = outcomes[severities.index(max(severities))].status
@@ -58,10 +57,10 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
         others = [other for other in others if not outcomes[other].peers]
     first, *rest = _reason(outcomes, hostnames, rank).splitlines()
     for other in others:
-        if _gist(outcomes[other]) != _gist(outcomes[rank]):
+        if _first_line(outcomes[other]) != _first_line(outcomes[rank]):
             first += f"; {_reason(outcomes, hostnames, other).splitlines()[0]}"
             break
-    stuck = _stuck(outcomes, failed, waited)
+    stuck = _stuck_rank(outcomes, failed, waited)
     if stuck is not None:
         found = outcomes[stuck].standstill
         assert found is not None
@@ -72,30 +71,30 @@ def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
     return "crash" if status == "skipped" else status, "\n".join([first, *rest])
 
 
-def _stuck(outcomes: list[Outcome], failed: list[int], waited: set[int]) -> int | None:
-    """The rank that the others waited for, if progress tells it from them.
+def _stuck_rank(outcomes: list[Outcome], failed: list[int], waited: set[int]) -> int | None:
+    """Find the rank that the others waited for, by progress.
 
-    None where a rank has a reason of its own. A rank that waits in a collective is no further than
-    one that computes in the same phase, so that only what is behind all others counts.
+    None if a rank failed by itself, or if no single rank is behind all others. A rank that
+    computes counts as behind one that waits in a collective.
     """
     if any(rank not in waited and outcomes[rank].status not in _WAITED for rank in failed):
         return None
-    places = {
+    standstills = {
         rank: outcome.standstill
         for rank, outcome in enumerate(outcomes)
         if outcome.standstill is not None and outcome.status != "ok"
     }
-    stopped = [rank for rank, place in places.items() if place.is_stopped]
+    stopped = [rank for rank, standstill in standstills.items() if standstill.is_stopped]
     if stopped:
         return stopped[0]
-    ahead = sorted(places, key=lambda rank: _place(places[rank]))
-    if len(ahead) > 1 and _place(places[ahead[0]]) < _place(places[ahead[1]]):
-        return ahead[0]
+    order = sorted(standstills, key=lambda rank: _progress(standstills[rank]))
+    if len(order) > 1 and _progress(standstills[order[0]]) < _progress(standstills[order[1]]):
+        return order[0]
     return None
 
 
-def _place(standstill: Standstill) -> tuple[bool, int, int]:
-    """Orders ranks: those that compute before those that wait, then by step and phase."""
+def _progress(standstill: Standstill) -> tuple[bool, int, int]:
+    """Sort key of progress: computing before waiting, then by step and phase."""
     step = -1 << 40 if standstill.step is None else standstill.step
     return standstill.is_waiting, step, PHASES.index(standstill.phase)
 
@@ -104,5 +103,5 @@ def _reason(outcomes: list[Outcome], hostnames: list[str], rank: int) -> str:
     return f"rank {rank} ({hostnames[rank]}): {outcomes[rank].reason}"
 
 
-def _gist(outcome: Outcome) -> str:
+def _first_line(outcome: Outcome) -> str:
     return outcome.reason.partition("\n")[0]

@@ -1,7 +1,7 @@
 """One run on one rank, and the loop over its steps.
 
-`run_case` sets a rank up (threads, process group, clock, recorder, writer), calls the workload's
-body and turns what comes out of it into an Outcome. `measure_steps` is the only loop over steps.
+`run_case` sets up threads, process group, clock, recorder and writer, calls the workload's body and
+turns its result or error into an Outcome. `measure_steps` is the only loop over steps.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from harness.runtime.ranks.world import World
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank must know to carry out one run.
+    """Parameters of one run, for every rank.
 
     Attributes:
-        name: unique in the launch; names the process group's keys in the store.
-        collective_timeout_s: after this long without an answer a collective fails.
-        reached_file: this rank's memory that says how far its run has come; empty without one.
+        name: unique in the launch; prefix of the process group's keys in the store.
+        collective_timeout_s: a collective fails after waiting this long.
+        reached_file: file in which this rank publishes its progress; empty: it does not.
     """
 
     name: str
@@ -56,16 +56,16 @@ def measure_steps(
     *,
     n_steps: int,
     n_warm_up: int,
-    what: str,
+    label: str,
     between: Callable[[int], None] = lambda index: None,
 ) -> None:
     """Warm up, then record `n_steps` steps as back-to-back `step` spans; all ranks must call it.
 
-    The boundary between two steps is one mark, so that nothing falls between them. Records are
-    written after each step, outside its span, without waiting for the device.
+    Records are written after each step, outside its span, without waiting for the device.
 
     Args:
-        step: gets the step's index; warm-up steps have -n_warm_up to -1.
+        step: called with the step's index; warm-up steps have -n_warm_up to -1.
+        label: names the steps on the progress line.
         between: called after each measured step, outside its span.
     """
     recorder = context.recorder
@@ -82,7 +82,7 @@ def measure_steps(
         recorder.add_marks("step", start, end)
         between(index)
         context.flush()
-        context.progress.update(what, index + 1, n_steps)
+        context.progress.update(label, index + 1, n_steps)
         start = recorder.clock.mark()
     recorder.step = None
 
@@ -95,7 +95,7 @@ def _classify(error: BaseException, world: World) -> Outcome:
     if isinstance(error, HarnessError):
         peers = error.peers if isinstance(error, PeerError) else ()
         return Outcome(status="crash", reason=str(error), peers=peers, is_explained=not peers)
-    # gloo names its transport in both: that nothing was said in time comes first.
+    # gloo names its transport in time-outs and lost connections, so the time-out is tested first.
     if has_timed_out(error):
         where = "".join(traceback.format_exception(error))
         reason = f"a collective had no answer from another rank ({gist(error)})\n{where}"
@@ -109,11 +109,11 @@ def _classify(error: BaseException, world: World) -> Outcome:
 Body = Callable[[Any, Context], dict[str, Any]]
 
 
-def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str, Any]:
+def _run_body(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str, Any]:
     torch.set_num_threads(world.n_threads)
     keep_freed_memory(world.device)
     join_process_group(world, spec.address, spec.port, spec.name, spec.collective_timeout_s)
-    # Ranks that have met can measure each other's clocks; the recorder's origin is taken with it.
+    # Clock offsets need the process group; the recorder starts here for the same time origin.
     recorder = Recorder(clock_for(world.device), Reached(spec.reached_file))
     host_clock = HostClock()
     offset_s, error_s = measure_clock_offset(world, host_clock)
@@ -134,7 +134,7 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
         context.flush()
         summary = body(config, context)
     except BaseException:
-        # The body's own error is the reason, also where the last records have no space.
+        # The body's error is the reason even if the disk is too full for the last records.
         with contextlib.suppress(ResultsError):
             _finish(recorder, writer, before)
         raise
@@ -143,7 +143,7 @@ def _carry_out(body: Body, config: Any, world: World, spec: RunSpec) -> dict[str
 
 
 def _finish(recorder: Recorder, writer: RecordWriter, before: tuple[float, float]) -> None:
-    """Write the last records, and what a hypervisor took since `before`."""
+    """Write the last records, and the share of CPU time that a hypervisor stole since `before`."""
     (stolen_before_s, before_s), (stolen_s, all_s) = before, processor_seconds()
     if all_s > before_s:
         share = (stolen_s - stolen_before_s) / (all_s - before_s)
@@ -153,12 +153,11 @@ def _finish(recorder: Recorder, writer: RecordWriter, before: tuple[float, float
 
 
 def run_case(body: Body, config: Any, world: World, spec: RunSpec) -> Outcome:
-    """Carry out one run on this rank; every rank of the world must call it. Never raises."""
+    """Execute one run on this rank; every rank of the world must call it. Never raises."""
     try:
-        summary = _carry_out(body, config, world, spec)
+        summary = _run_body(body, config, world, spec)
     except Exception as error:
-        # Leaving the group's threads to the end of the process: destroying it could wait for a
-        # peer that has failed.
+        # The process group is not destroyed, because that could wait for a failed peer.
         return _classify(error, world)
     dist.destroy_process_group()
     return Outcome(status="ok", summary=summary)

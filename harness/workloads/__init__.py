@@ -1,4 +1,4 @@
-"""What a rank runs: one package per workload, imported when it is run."""
+"""The WORKLOADS table: one package per workload, imported when it is run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import cast
 from harness.workloads.common.contract import Workload
 
 WORKLOADS = {
-    "matmul": "how fast each device multiplies, and all of them on one product (SUMMA)",
+    "matmul": "FLOP/s of each device, and of all devices together on one product (SUMMA)",
     "links": "latency and bandwidth of every link and collective; writes the cluster file",
-    "profile": "time every operator of a model on each kind of device; planning reads the file",
-    "search": "find the fastest strategy for a model on these ranks, and say why",
+    "profile": "time every operator of a model on each kind of device; search reads the file",
+    "search": "find the fastest strategy for a model on these ranks, and explain it",
     "train": "train a model by any strategy: throughput, phases, communication, prediction",
 }
 
 
 def workload_module(name: str) -> str:
-    """The module of a workload of WORKLOADS."""
+    """Name of the module of a workload of WORKLOADS."""
     return f"{__name__}.{name}.workload"
 
 

@@ -1,8 +1,7 @@
 """The comparison that `./entry.sh` runs when no workload is named.
 
-How fast are the devices and the links, what does planning make of that, and is it true? One model,
-the same global batch on one device, data parallel, as a balanced pipeline, and by the strategy that
-the search finds, each repeated often enough that the verdicts can decide.
+It measures devices, links and operators, searches, and trains one model at one global batch by
+`single`, `ddp`, `pipeline` and `searched`, with enough repeats for the verdicts.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from harness.workloads.train.config import TrainConfig
 from harness.workloads.train.search_config import search_config_of
 
 _STRATEGIES = ("single", "ddp", "pipeline", "searched")
-# Two sides of seven each, fully apart, are the fewest that can call a difference.
+# Seven repeats that do not overlap seven others are the fewest that give a verdict.
 _N_REPEATS = 7
 
 
 def _training(*, has_gpu: bool) -> TrainConfig:
-    """A model whose step takes long enough to measure and short enough to repeat."""
+    """Choose a model whose step is long enough to measure and short enough to repeat."""
     if has_gpu:
         return TrainConfig(
             model="resnet50",
@@ -35,7 +34,7 @@ def _training(*, has_gpu: bool) -> TrainConfig:
             repeats=_N_REPEATS,
             predict=True,
         )
-    # 32 MB of gradients: on links of 1 Gbit/s as much work to reduce as to compute.
+    # 32 MB of gradients: at 1 Gbit/s their all-reduce takes about as long as computing.
     return TrainConfig(
         model="dlrm",
         strategy=_STRATEGIES,
@@ -50,7 +49,7 @@ def _training(*, has_gpu: bool) -> TrainConfig:
 
 
 def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> ProfileConfig:
-    """Shards of data parallelism and of the pipelines' microbatches; the rest is fitted."""
+    """Profile shards of data parallelism and of pipelines' microbatches; others are fitted."""
     config = search_config.profile_config()
     if has_gpu:
         return config
@@ -60,23 +59,24 @@ def _profile(search_config: SearchConfig, n_ranks: int, *, has_gpu: bool) -> Pro
     )
 
 
-def _first_looks(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
-    """Devices and links; short on CPUs, where the whole comparison should take minutes."""
+def _matmul_and_links(*, has_gpu: bool) -> tuple[MatmulConfig, LinksConfig]:
+    """Short measurements on CPUs, where the whole comparison should take minutes."""
     if has_gpu:
         return MatmulConfig(), LinksConfig()
-    # Of all sizes: planning builds on no less, and would measure them again.
+    # All sizes, because planning would otherwise measure the links again.
     return MatmulConfig(time_budget_s=0.3, distributed_samples=3), LinksConfig(time_budget_s=0.05)
 
 
 def comparison(*, has_gpu: bool, n_ranks: int) -> list[tuple[str, Any]]:
-    """Workloads with their configurations, in order; on one rank all strategies are `single`."""
+    """Workloads with their configurations, in order; on one rank `single` is the only strategy."""
     training = _training(has_gpu=has_gpu)
     searched = dataclasses.replace(training, strategy=("searched",), repeats=1)
     search_config = search_config_of(train_cases(searched, n_ranks)[0])
     if n_ranks == 1:
-        unsearched = TrainConfig.search_seconds
-        training = dataclasses.replace(training, strategy=("single",), search_seconds=unsearched)
-    matmul, links = _first_looks(has_gpu=has_gpu)
+        # A flag of the search is refused where `searched` is not trained.
+        default = TrainConfig.search_seconds
+        training = dataclasses.replace(training, strategy=("single",), search_seconds=default)
+    matmul, links = _matmul_and_links(has_gpu=has_gpu)
     return [
         ("matmul", matmul),
         ("links", links),

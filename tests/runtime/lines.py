@@ -1,11 +1,11 @@
-"""Stretches of one operator after the other, made of plain functions."""
+"""Subgraphs of one operator after the other, made of plain functions."""
 
 import operator
 
 import torch
 from torch import fx
 
-from harness.runtime.profiling.stretch import Step, Stretch
+from harness.runtime.profiling.subgraph import Step, Subgraph
 
 
 def steps_in_line(functions, parameters=None):
@@ -32,7 +32,7 @@ def steps_in_line(functions, parameters=None):
 
 
 def line(functions, x=None, parameters=None):
-    """A stretch whose last output is read later."""
+    """A subgraph whose last output is read later."""
     first, steps = steps_in_line(functions, parameters)
     x = torch.ones(2, 2, requires_grad=True) if x is None else x
-    return Stretch(steps, {first: x}, {steps[-1].node})
+    return Subgraph(steps, {first: x}, {steps[-1].node})

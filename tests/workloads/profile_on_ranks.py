@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.domain.profile import Profile
-from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.ranks.context import Context
 from harness.workloads.planning.profile_points import Point
 from harness.workloads.profile import measure as profile_measure
@@ -81,22 +81,22 @@ def profile_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 
 def _profile_until(config: Any, context: Context, n_batches: int) -> str:
     """The file's text as a run leaves it that is killed after so many sizes of batch."""
-    take_in = profile._Profiling._take_in
+    gather = profile._Profiler._gather
     calls: list[Any] = []
 
     def die(self: Any, found: Any) -> Any:
         if len(calls) == n_batches:
             raise KeyboardInterrupt
         calls.append(found)
-        return take_in(self, found)
+        return gather(self, found)
 
-    profile._Profiling._take_in = die  # type: ignore[method-assign]
+    profile._Profiler._gather = die  # type: ignore[method-assign]
     try:
         run_profile(config, context)
     except KeyboardInterrupt:
         return Path(config.profile_file).read_text()
     finally:
-        profile._Profiling._take_in = take_in  # type: ignore[method-assign]
+        profile._Profiler._gather = gather  # type: ignore[method-assign]
     raise AssertionError("the run was to be killed")
 
 

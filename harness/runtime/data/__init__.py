@@ -1,4 +1,4 @@
-"""The data that a model can be trained on: the DATA table, each through a real DataLoader."""
+"""The DATA table of data sets, each loaded by a PyTorch DataLoader."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Where the data is and how to make it.
+    """Options of a data set.
 
     Attributes:
-        n_samples: size of synthetic data; 0 is a few global batches.
+        n_samples: number of synthetic samples; 0: a few global batches.
     """
 
     data_dir: Path
@@ -50,15 +50,15 @@ Open = Callable[[DataOptions, Task, int], Dataset[Batch]]
 
 @dataclass(frozen=True, kw_only=True)
 class DataEntry:
-    """One line of DATA.
+    """One row of DATA.
 
     Attributes:
-        open: makes the data set for a task and a global batch; raises DataError.
-        check: raises DataError where the data is not there, without a task.
-        n_classes: reads the number of classes from the directory; 0 leaves it to the model.
-        image_size, n_channels: as stored; 0 when the model decides.
-        is_shuffled: whether each epoch draws a new order.
-        is_for_dlrm: what it can feed: only dlrm (True), only images (False), anything (None).
+        open: opens the data set for a task and a global batch; raises DataError.
+        check: raises DataError if the data are missing; needs no task.
+        n_classes: reads the number of classes from the directory; 0: the model's.
+        image_size, n_channels: of the stored images; 0: the model's.
+        is_shuffled: whether each epoch has a new order.
+        is_for_dlrm: True: only for dlrm; False: only for models of images; None: for any model.
     """
 
     open: Open
@@ -121,10 +121,10 @@ DATA: dict[str, DataEntry] = {
 
 
 def entry_for(data: str, model: str) -> DataEntry:
-    """The entry that feeds a model.
+    """Look up a data set and check that it fits the model.
 
     Raises:
-        ConfigError: unknown data, or data that this model cannot take.
+        ConfigError: the data set is unknown or does not fit the model.
     """
     if data not in DATA:
         raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
@@ -138,7 +138,7 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
     """Open a data set; its length is its number of samples.
 
     Raises:
-        DataError: it is missing, has another layout, or is smaller than one global batch.
+        DataError: the data set is missing, empty, or has another layout.
     """
     data: Any = DATA[name].open(options, task, global_batch)
     if len(data) < 1:
@@ -146,41 +146,41 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
     return data
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 
 def load_batches(
     data: Any, plan: BatchPlan, rank: int, *, n_workers: int, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's batches, step by step, without end, through a DataLoader.
+    """Iterate over this rank's batches, step by step, without end.
 
-    Synthetic samples of the first epoch are drawn before it returns. A rank that is fed nothing
-    loads nothing: its batches are empty.
+    Synthetic samples of the first epoch are drawn before the function returns. A rank that is fed
+    no samples gets empty batches.
     """
     if plan.n_fed(rank) == 0 and plan.positions is not None:
         return itertools.repeat(_empty_of(data[0]))
     if isinstance(data, SyntheticData):
         epoch = islice(plan.indices(rank), plan.n_steps_per_epoch)
         data.prepare(sorted({index for indices in epoch for index in indices}))
-    as_it_is: Any = _as_it_is  # __getitems__ has put the batch together
+    identity: Any = _identity  # because __getitems__ returns whole batches
     loader: DataLoader[Any] = DataLoader(
         data,
         batch_sampler=_Indices(plan, rank),
         num_workers=n_workers,
-        collate_fn=as_it_is,
+        collate_fn=identity,
         pin_memory=device.type == "cuda",
     )
     return iter(loader)
 
 
 def _empty_of(batch: Batch) -> Batch:
-    """No samples, of the same shapes and dtypes."""
+    """Make a batch without samples, with the same shapes and dtypes."""
     return Batch(tuple(tensor[:0] for tensor in batch.inputs), batch.targets[:0])
 
 
 class _Indices:
-    """A batch sampler that can be iterated again, as DataLoader wants."""
+    """A batch sampler that can be iterated repeatedly, as DataLoader requires."""
 
     def __init__(self, plan: BatchPlan, rank: int) -> None:
         self._plan = plan

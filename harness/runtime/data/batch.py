@@ -1,4 +1,4 @@
-"""A batch, and which samples of the data set each rank takes in each step."""
+"""A batch, and the assignment of samples to ranks and steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Batch(NamedTuple):
         return sum(t.numel() * t.element_size() for t in (*self.inputs, self.targets))
 
     def to(self, device: torch.device) -> Batch:
-        """Queue the copies to the device; asynchronous from pinned memory."""
+        """Copy to the device; asynchronously from pinned memory."""
         inputs = tuple(t.to(device, non_blocking=True) for t in self.inputs)
         return Batch(inputs, self.targets.to(device, non_blocking=True))
 
 
 def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
-    """Split a whole number in proportion to weights, by the largest remainders; sums to `total`."""
+    """Split an integer in proportion to weights, by largest remainders; the sum is `total`."""
     sum_of_weights = sum(weights)
     exact = [total * weight / sum_of_weights for weight in weights]
     parts = [int(part) for part in exact]
@@ -47,17 +47,17 @@ def split_by_weight(total: int, weights: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which samples each rank takes of every global batch; steps go on over the ends of epochs.
+    """The samples of each rank in every global batch; steps continue over the ends of epochs.
 
-    The samples of a global batch, and their order, do not depend on the ranks. By `shares` the
-    ranks split it among them; the last batch of an epoch holds what is left, split in the same
-    proportion. By `positions` each rank takes given places of it, as a strategy asks: ranks may
-    share samples, or take none, and what an epoch leaves after its last whole batch is dropped.
+    The samples of a global batch, and their order, do not depend on the ranks. With `shares`, ranks
+    split each batch, also the last one of an epoch, which may be smaller. With `positions` (from a
+    strategy), ranks take positions of each batch: a sample may go to several ranks, a rank may get
+    none, and the remainder of an epoch after its last full batch is dropped.
 
     Attributes:
-        shares: samples of a whole batch that count for each rank; they sum to the global batch.
-        positions: by rank, places in the global batch, in the order in which the rank is fed
-            them; None for consecutive ones by `shares`.
+        shares: samples of a full batch that count for each rank; they sum to the global batch.
+        positions: by rank, positions in the global batch in feeding order; None: consecutive
+            samples by `shares`.
         is_shuffled: draw a new order each epoch, from `seed`.
     """
 
@@ -85,24 +85,24 @@ class BatchPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Samples that no step of an epoch takes."""
+        """Number of samples per epoch that are not used."""
         return max(0, self.n_samples - self.n_steps_per_epoch * self.global_batch)
 
     def sizes(self, step: int) -> list[int]:
-        """Samples of each rank that count in a step."""
+        """Number of samples of each rank that count in a step."""
         first = (step % self.n_steps_per_epoch) * self.global_batch
         n = min(self.global_batch, self.n_samples - first)
         return list(self.shares) if n == self.global_batch else split_by_weight(n, self.shares)
 
     def n_fed(self, rank: int, step: int = 0) -> int:
-        """Samples that a rank is fed in a step, stand-ins left out."""
+        """Number of samples that a rank is fed in a step, without dummies."""
         return self.sizes(step)[rank] if self.positions is None else len(self.positions[rank])
 
     def indices(self, rank: int) -> Iterator[list[int]]:
-        """Sample indices of one rank, step by step, without end.
+        """Iterate over the sample indices of one rank, step by step, without end.
 
-        By shares, a rank without a sample in a step gets the batch's first one, which must not
-        count: every rank has to take part in the collectives.
+        With `shares`, a rank without samples in a step gets the batch's first one as a dummy that
+        must not count, because every rank has to call the collectives.
         """
         for epoch in itertools.count():
             order = self._order(epoch)
@@ -111,7 +111,7 @@ class BatchPlan:
                 yield [batch[position] for position in self._positions(rank, step)]
 
     def _positions(self, rank: int, step: int) -> Sequence[int]:
-        """Places in a step's batch; a stand-in where the rank has no sample by its share."""
+        """Positions in a step's batch, or that of a dummy if the rank's share is empty."""
         if self.positions is not None:
             return self.positions[rank]
         sizes = self.sizes(step)

@@ -1,7 +1,7 @@
-"""Click logs in HDF5, as FlexFlow's DLRM reads them: X_int, X_cat and y.
+"""Click logs in the HDF5 format of FlexFlow's DLRM: X_int, X_cat and y.
 
-X_int (samples, dense features) floats; X_cat (samples, tables x lookups) integers, each below its
-table's rows; y (samples,) or (samples, 1), 0 or 1.
+X_int: (samples, dense features) floats; X_cat: (samples, tables x lookups) integers, each below its
+table's number of rows; y: (samples,) or (samples, 1), 0 or 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = 1 << 20
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever the library makes of a broken file is one error."""
+    """Convert the library's errors for a broken file to DataError."""
     try:
         yield
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, ArithmeticError) as error:
@@ -81,7 +81,7 @@ def _check_data(path: Path, data: Any, options: DlrmOptions) -> None:
 
 
 class DlrmHdf5(Dataset[Batch]):
-    """Reads from the file as it is asked to; each loader process opens it for itself."""
+    """Reads samples from the file on demand; each loader process opens its own handle."""
 
     def __init__(self, path: Path, options: DlrmOptions) -> None:
         import h5py

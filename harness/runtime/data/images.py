@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100 and folders of images, by torchvision's data sets; nothing is downloaded."""
+"""CIFAR-10, CIFAR-100 and folders of images, by torchvision's data sets, without downloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageData(Dataset[Batch]):
-    """A torchvision data set whose items are (image tensor, class) as batches."""
+    """Batches from a torchvision data set of (image tensor, class)."""
 
     def __init__(self, images: Any) -> None:
         self._images = images
@@ -43,7 +43,7 @@ class ImageData(Dataset[Batch]):
     def _sample(self, index: int) -> tuple[Tensor, int]:
         try:
             image, target = self._images[index]
-        except Exception as error:  # a decoder has errors of its own for each format of images
+        except Exception as error:  # each image format's decoder raises its own errors
             files = getattr(self._images, "samples", None)
             name = files[index][0] if files else f"image {index}"
             raise DataError(
@@ -58,10 +58,10 @@ def _to_tensor(transforms: Any) -> list[Any]:
 
 
 def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
-    """The training part of CIFAR-10 or CIFAR-100, resized where another size is asked for.
+    """Open the training set of CIFAR-10 or CIFAR-100, resized unless `image_size` is 32.
 
     Raises:
-        DataError: not there, or damaged.
+        DataError: the files are missing or damaged.
     """
     transforms = import_torchvision("transforms")
     resize = [transforms.Resize((image_size, image_size))] if image_size != 32 else []
@@ -77,10 +77,10 @@ def open_cifar(name: str, data_dir: Path, image_size: int) -> ImageData:
 
 
 def class_names(data_dir: Path) -> list[str]:
-    """The classes of a folder of images.
+    """List the classes of a folder of images.
 
     Raises:
-        DataError: no such directory, or no class in it.
+        DataError: the directory is missing or holds no class.
     """
     names = sorted(e.name for e in data_dir.iterdir() if e.is_dir()) if data_dir.is_dir() else []
     if not names:
@@ -89,10 +89,10 @@ def class_names(data_dir: Path) -> list[str]:
 
 
 def open_folder(data_dir: Path, image_size: int) -> ImageData:
-    """Images by class, resized and cut to a square in the middle.
+    """Open a folder of images by class, resized and center-cropped to squares.
 
     Raises:
-        DataError: not such a directory.
+        DataError: the directory does not have this layout.
     """
     class_names(data_dir)
     transforms = import_torchvision("transforms")

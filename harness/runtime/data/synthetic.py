@@ -1,4 +1,4 @@
-"""Random samples, each a function of the seed and its index alone."""
+"""Random samples; each depends on the seed and its index only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.units import format_bytes
 
 _LARGEST_BYTES = 1 << 30
 _N_BATCHES = 4
-# torch's generator looks at 32 bits of its seed; an odd factor keeps seeds' samples apart.
+# torch's generator uses 32 bits of its seed; an odd factor makes samples of seeds different.
 _SEED_FACTOR = 0x9E3779B1
 
 
@@ -26,7 +26,7 @@ def bytes_per_sample(task: Task) -> int:
 
 
 def default_n_samples(task: Task, global_batch: int) -> int:
-    """A few whole global batches, fewer when they are large, whatever the number of ranks."""
+    """A few full global batches, fewer if they are large; independent of the number of ranks."""
     fitting = _LARGEST_BYTES // max(1, bytes_per_sample(task) * global_batch)
     return global_batch * max(1, min(_N_BATCHES, fitting))
 
@@ -38,7 +38,7 @@ def _draw(spec: InputSpec, generator: torch.Generator) -> Tensor:
 
 
 class SyntheticData(Dataset[Batch]):
-    """Samples that were prepared are copied from memory, others drawn when asked for."""
+    """Copies prepared samples from memory, and draws others on demand."""
 
     def __init__(self, task: Task, n_samples: int, seed: int) -> None:
         self._task = task
@@ -51,16 +51,16 @@ class SyntheticData(Dataset[Batch]):
         return self._n_samples
 
     def prepare(self, indices: Sequence[int]) -> None:
-        """Draw these samples now, so that no step has to.
+        """Draw samples in advance, so that steps only copy them.
 
         Raises:
-            MemoryError: they need more memory than the host has.
+            MemoryError: the samples need more memory than the host has.
         """
-        n_bytes, n_there = len(indices) * bytes_per_sample(self._task), virtual_memory().total
-        if n_bytes > n_there:  # where the kernel overcommits, it would kill rather than refuse
+        n_bytes, total_bytes = len(indices) * bytes_per_sample(self._task), virtual_memory().total
+        if n_bytes > total_bytes:  # an overcommitting kernel would kill the process instead
             raise MemoryError(
                 f"{len(indices)} synthetic samples need {format_bytes(n_bytes)}, the host has "
-                f"{format_bytes(n_there)}"
+                f"{format_bytes(total_bytes)}"
             )
         self._prepared = self._allocate(len(indices))
         self._rows = {index: row for row, index in enumerate(indices)}

@@ -1,1 +1,1 @@
-"""One device: memory, clocks, precision, peak speeds, load, and timed samples."""
+"""One device: memory, clocks, precision, peaks, telemetry, and timed samples."""

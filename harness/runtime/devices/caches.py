@@ -1,4 +1,4 @@
-"""The last cache between a device and its memory: its size, and how to empty it."""
+"""The last-level cache of a device: its size, and flushing it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from harness.errors import ConfigError
 from harness.units import parse_bytes
 
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-# What a CPU without that directory (a container, say) is taken to have.
+# Size assumed for a CPU without that directory (as in some containers).
 _UNKNOWN_BYTES = 32 << 20
 _LARGEST_BYTES = 256 << 20
 
 
 def last_cache_bytes(device: torch.device) -> int:
-    """Size of a GPU's L2, or of the last-level cache that a CPU core sees."""
+    """Size of a GPU's L2 cache, or of a CPU core's last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [_read_size(entry / "size") for entry in _CPU_CACHES.glob("index*")]
@@ -32,7 +32,7 @@ def _read_size(path: Path) -> int:
 
 
 class CacheFlush:
-    """Evicts what went before by writing a buffer, at most as large as the cache."""
+    """Evicts the contents of the cache by writing a buffer of the cache's size."""
 
     def __init__(self, device: torch.device) -> None:
         self.n_bytes = last_cache_bytes(device)
@@ -42,6 +42,6 @@ class CacheFlush:
         """Queue the write on the current stream; does not wait for it.
 
         Args:
-            n_bytes: what passes through the cache in between; as much as it holds by default.
+            n_bytes: how much to evict; all by default.
         """
         self._buffer[: int(min(n_bytes, self.n_bytes))].zero_()

@@ -1,4 +1,4 @@
-"""A clock of CUDA events: marks follow the stream and are read when the GPU has passed them."""
+"""A clock of CUDA events: marks are queued on the stream and read after the GPU has passed them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 
 from harness.measure.clock import Clock, HostClock
 
-# An event's distance is a float32 in milliseconds: 0.1 s are exact to 8 ns, 10 s to a microsecond.
+# CUDA returns float32 milliseconds between events: exact to 8 ns at 0.1 s, to 1 us at 10 s.
 _REBASE_S = 0.1
 
 
 class CudaClock:
-    """Marks are events of a device's current stream; the origin is its creation.
+    """Marks are events on a device's current stream; the origin is the clock's creation.
 
-    Any thread may mark: what is current of a thread is the first device, until it sets another.
+    Any thread may mark, whichever its current device is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.settle()  # so that the origin is now, not after the device's start-up
+        self.settle()  # so that the origin is not delayed by the device's start-up
         self._anchor = self.mark()
         self._anchor_s = 0.0
 
@@ -42,5 +42,5 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """CUDA events on a GPU, the host's monotonic clock elsewhere."""
+    """CUDA events for a GPU, the host's monotonic clock for a CPU."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

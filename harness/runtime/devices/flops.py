@@ -1,4 +1,4 @@
-"""Count the FLOPs of a training step over the real forward and backward, without running it."""
+"""Count the FLOPs of a training step by running forward and backward on the meta device."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _empty_targets(task: Task, n_samples: int) -> Tensor:
 def count_flops(task: Task, n_samples: int) -> float:
     """FLOPs of forward, loss and backward of a task whose model is on the meta device.
 
-    A multiplication and an addition count as two; what is executed counts, so the first layer's
-    input gradient does not. Source: torch.utils.flop_counter.
+    A multiplication and an addition count as two. The gradient of the model's input is not
+    computed, so it does not count. Source: torch.utils.flop_counter.
     """
     inputs = [_empty_input(spec, n_samples) for spec in task.inputs]
     with FlopCounterMode(display=False) as counter:
@@ -38,12 +38,12 @@ def count_flops(task: Task, n_samples: int) -> float:
 
 
 def _on_meta(task: Task, build: Callable[[], Task]) -> Task:
-    """Build the model without memory; a factory that cannot is copied there instead."""
+    """Build the model on the meta device, or copy it there if the factory does not support it."""
     try:
         with _META:
             return build()
     except Exception as error:
-        _log.info("model is copied to count its FLOPs: it does not build without memory: %s", error)
+        _log.info("the model cannot be built on the meta device, so it is copied there: %s", error)
     return Task(
         model=meta_copy(task.model),
         inputs=task.inputs,
@@ -53,10 +53,9 @@ def _on_meta(task: Task, build: Callable[[], Task]) -> Task:
 
 
 def step_flops(task: Task, build: Callable[[], Task], n_samples: int) -> float | None:
-    """FLOPs of one training step over `n_samples`; None when the model hides its operators.
+    """FLOPs of one training step over `n_samples`; None if the model needs real values.
 
-    Nothing is computed and no memory taken: shapes alone pass through the real operators, so
-    neither times nor peaks of the run are touched.
+    The meta device computes shapes only, so neither times nor memory peaks of the run change.
 
     Args:
         build: builds the same task again, on the current default device.

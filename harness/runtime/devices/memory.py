@@ -1,4 +1,4 @@
-"""Keep freed memory, recognise running out of it, and read peaks, on a GPU or a CPU."""
+"""Memory of a GPU or CPU: keep freed memory, recognise out-of-memory errors, read peaks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from harness.measure.peak_rss import peak_rss_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_ALREADY_TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 _LARGEST_INT = 2**31 - 1
-# Blocks up to the first bound stay, or up to the second, where glibc refuses so large a one.
-_STAYING_BYTES = (1 << 30, 32 << 20)
+# Largest block that is kept; the second bound is for glibc versions that refuse the first.
+_KEPT_BYTES = (1 << 30, 32 << 20)
 
-# Of the CPU allocator, of CUDA and NCCL, and of libraries whose own workspaces have no room.
+# Error messages of the CPU allocator, CUDA, NCCL, and libraries that allocate workspaces.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "out of memory",
@@ -27,24 +27,24 @@ _OUT_OF_MEMORY = (
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Let this process keep the memory that its tensors on the CPU leave, as GPUs' allocators do.
+    """Make malloc keep the memory of freed CPU tensors, as GPU allocators do.
 
-    glibc hands large blocks back to the system, or not, as their neighbours in memory have it, and
-    then gets them again page by page: that is half of the backward pass of a convolution of 512 by
-    512 channels, or nothing. Does nothing without glibc, or where the environment tells it already.
+    glibc may return large blocks to the system, depending on their neighbours, and then page them
+    in again; that took half of the backward pass of a convolution of 512 by 512 channels in some
+    runs and nothing in others. Does nothing without glibc, or if malloc's variables are set.
     """
-    if device.type != "cpu" or any(name in os.environ for name in _ALREADY_TOLD):
+    if device.type != "cpu" or any(name in os.environ for name in _MALLOC_VARIABLES):
         return
     with contextlib.suppress(OSError, AttributeError):
         adjust = ctypes.CDLL(None).mallopt
         adjust(_M_TRIM_THRESHOLD, _LARGEST_INT)
-        for n_bytes in _STAYING_BYTES:
+        for n_bytes in _KEPT_BYTES:
             if adjust(_M_MMAP_THRESHOLD, n_bytes):
                 break
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: CUDA's, the CPU allocator's or Python's own."""
+    """Whether an error of CUDA, the CPU allocator or Python means out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -52,7 +52,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget peaks so far: those of a GPU's allocator; on Linux also this process's own."""
+    """Reset the peaks of a GPU's allocator, and on Linux those of this process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:
-    """Peaks since `reset_peak`, by kind: rss of the process; allocated and reserved on a GPU."""
+    """Peaks since `reset_peak`, by kind: the process's `rss`; a GPU's `allocated`, `reserved`."""
     peaks = {"rss": peak_rss_bytes()}
     if device.type == "cuda":
         peaks["allocated"] = torch.cuda.max_memory_allocated(device)

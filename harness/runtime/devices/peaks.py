@@ -1,10 +1,9 @@
 """Published dense peaks of GPUs, by the exact name that the driver reports, and dtype.
 
-Tensor cores without sparsity, accumulating in fp32, as PyTorch multiplies by default; fp32 is
-without tensor cores. Sources are NVIDIA's: data sheets (A, B, H, L, P, V, T and RTX A series) and
-the white papers of Turing (TU102), Ampere (GA102), Ada and Hopper; where those leave a GeForce out,
-2 x cores x rated boost clock, by which they compute theirs. A device that is not listed has no
-peak: its MFU stays blank.
+Peaks are for tensor cores without sparsity that accumulate in fp32, as PyTorch does by default;
+fp32 is without tensor cores. Sources are NVIDIA's data sheets (A, B, H, L, P, V, T and RTX A
+series) and white papers of Turing (TU102), Ampere (GA102), Ada and Hopper; for a GeForce that they
+omit, their formula 2 x cores x rated boost clock. A device that is not listed has no MFU.
 """
 
 from __future__ import annotations
@@ -86,14 +85,14 @@ _TFLOPS: dict[str, tuple[float, float, float, float]] = {
 }
 
 
-# Desktop and workstation boards: their rated boost clock is typical, not a limit. Cool ones hold up
-# to about a quarter more for long, so a figure above the published peak is no error there.
+# Desktop and workstation boards: their rated boost clock is typical, not a limit. Cool ones run up
+# to a quarter faster, so a rate above the published peak is no error.
 _FREELY_CLOCKED = ("GeForce", "TITAN", "Quadro", "RTX")
 _HIGHEST_CLOCK = 1.25
 
 
 def highest_clock(device_kind: str) -> float:
-    """How far above the clock of its published peak a device may run for long; 1 if not at all."""
+    """Highest sustained clock of a device, relative to the clock of its published peak."""
     is_free = any(word in device_kind.split() for word in _FREELY_CLOCKED)
     return _HIGHEST_CLOCK if is_free else 1.0
 

@@ -1,4 +1,4 @@
-"""What a dtype means for training: autocast, loss scaling, and tensor cores for fp32."""
+"""The data type of training: autocast, loss scaling, and tensor cores for fp32."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-# Parameters and optimizer state stay fp32; these are what autocast computes in.
+# Data types of autocast; parameters and optimizer state stay fp32.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 class Precision:
-    """Computes a step's forward in one dtype and scales its loss where that needs it."""
+    """Autocast for a step's forward, and loss scaling for fp16."""
 
     def __init__(self, dtype: str, device: torch.device) -> None:
         self.dtype = dtype
@@ -27,22 +27,22 @@ class Precision:
         return torch.autocast(self._device_type, _AUTOCAST[self.dtype])
 
     def transfer_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What a value of `dtype` travels as between devices: under autocast its dtype."""
+        """Dtype in which a value of `dtype` is sent: autocast's for fp32, else its own."""
         if dtype == torch.float32 and self.dtype in _AUTOCAST:
             return _AUTOCAST[self.dtype]
         return dtype
 
 
 def wire_bytes_per_fp32_byte(dtype: str) -> float:
-    """How many bytes travel between devices for each byte of a float32 value."""
+    """Bytes sent between devices per byte of a float32 value."""
     return _AUTOCAST.get(dtype, torch.float32).itemsize / torch.float32.itemsize
 
 
 def set_tensor_cores(dtype: str) -> None:
-    """Let fp32 products use TF32 only when asked to; convolutions would by PyTorch's default.
+    """Enable TF32 for dtype tf32 only; PyTorch's default enables it for convolutions.
 
-    Of cuDNN's ways to compute a convolution it takes the fastest, too, which it finds out in the
-    first step of each shape: which of them can use tensor cores depends on the dtype.
+    Also lets cuDNN benchmark its convolution algorithms at the first step of each shape, because
+    the use of tensor cores depends on the algorithm and the dtype.
     """
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"

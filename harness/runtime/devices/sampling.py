@@ -1,4 +1,4 @@
-"""How many samples to take: at least a few, then until a time budget is spent."""
+"""Take timed samples: at least a minimum number, then until a time budget is spent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from harness.measure.clock import Clock
 from harness.runtime.ranks.cgroup import cgroup_file
 
-# Under a CPU quota a process runs and pauses in turn: only a sample of several periods reads the
-# share that it gets in the long run.
+# Under a CPU quota a process runs and pauses in turn, so a sample must span several periods to
+# include its average share.
 _N_PERIODS = 10
 _LONGEST_SAMPLE_S = 0.5
 # Half a millisecond at 2 GHz: longer than the host takes to call an operator or its backward.
@@ -21,17 +21,17 @@ _HOLD_CYCLES = 1_000_000
 
 
 def hold_gpu() -> None:
-    """Keep the GPU busy for half a millisecond, so that the host gets ahead; does not wait."""
+    """Keep the GPU busy for half a millisecond, so that the host can queue work; does not wait."""
     torch.cuda._sleep(_HOLD_CYCLES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How long to sample one quantity.
+    """Limits on sampling one quantity.
 
     Attributes:
         time_s: stop after this long once there are `n_min` samples.
-        n_warm_up: samples that are taken first and thrown away.
+        n_warm_up: samples that are taken first and discarded.
     """
 
     time_s: float
@@ -40,7 +40,7 @@ class Budget:
     n_warm_up: int = 2
 
     def count(self, sample_s: float) -> int:
-        """Samples that fit, when each takes `sample_s`."""
+        """Number of samples, if each takes `sample_s`."""
         fitting = math.ceil(self.time_s / sample_s) if sample_s > 0 else self.n_max
         return max(self.n_min, min(self.n_max, fitting))
 
@@ -48,9 +48,9 @@ class Budget:
 def take_samples(
     sample: Callable[[], tuple[Any, Any]], clock: Clock, budget: Budget
 ) -> list[float]:
-    """Durations in seconds of repeated calls of `sample`, which returns its two marks.
+    """Time repeated calls of `sample`, which returns its two marks; returns seconds.
 
-    The first call after the warm-up tells how many fit in the budget. Marks are read in batches,
+    The first call after the warm-up determines the number of samples. Marks are read in batches,
     so that a GPU's queue does not run dry between samples.
     """
     for _ in range(budget.n_warm_up):
@@ -73,7 +73,7 @@ def _read(clock: Clock, marks: list[tuple[Any, Any]]) -> list[float]:
 
 
 def quota_period_s() -> float:
-    """Period of this process's CPU quota; 0 without one."""
+    """Period of this process's CPU quota; 0 without a quota."""
     file = cgroup_file("cpu", "cpu.cfs_quota_us", "cpu.max")
     if file is None:
         return 0.0
@@ -85,7 +85,7 @@ def quota_period_s() -> float:
 
 
 def shortest_sample_s(device_type: str) -> float:
-    """How long a sample of computation must be to read a steady rate; 0 where any will do."""
+    """Minimum duration of a sample of computation for a steady rate; 0 without a CPU quota."""
     if device_type != "cpu":
         return 0.0
     return min(_N_PERIODS * quota_period_s(), _LONGEST_SAMPLE_S)

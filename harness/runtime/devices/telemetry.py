@@ -1,4 +1,4 @@
-"""Load, temperature, memory and power of a rank's device over time, read by a thread."""
+"""Record load, temperature, memory and power of a rank's device over time, by a thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _gpu_reader(index: int) -> Callable[[], Reading] | None:
 
 
 def read_available(readings: dict[str, Callable[[], float]], refusal: type[Exception]) -> Reading:
-    """Every reading that the device gives now; some cards have no power meter, for one."""
+    """Read every quantity that the device supports; some GPUs have no power meter, for example."""
     values: Reading = {}
     for name, read in readings.items():
         with contextlib.suppress(refusal):
@@ -91,7 +91,7 @@ class _Watcher(threading.Thread):
 
 
 def _origin_s(clock: Clock) -> float:
-    """The instant, by `perf_counter`, from which a clock counts; waits for the device."""
+    """The clock's origin in seconds of `perf_counter`; waits for the device."""
     clock.settle()
     mark, now_s = clock.mark(), time.perf_counter()
     clock.settle()
@@ -100,9 +100,9 @@ def _origin_s(clock: Clock) -> float:
 
 @contextlib.contextmanager
 def watched_device(device: torch.device, n_cores: float, recorder: Recorder) -> Iterator[None]:
-    """Read the device about once a second while the body runs; the samples go to the recorder.
+    """Read the device about once a second while the body runs; add the samples to the recorder.
 
-    Of a CPU both load, in percent of its `n_cores`, and memory are this process's own.
+    On a CPU, load (in percent of `n_cores`) and memory are those of this process.
     """
     reader: Any = _gpu_reader(device.index or 0) if device.type == "cuda" else _cpu_reader(n_cores)
     if reader is None:

@@ -1,4 +1,4 @@
-"""Measure how fast each rank trains a model, to give unlike devices shares in proportion."""
+"""Measure the training speed of each rank, so that batches can be split in proportion to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.runtime.models.task import InputSpec, Task
 from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import World
 
-# Long enough for a CPU quota, which lets a process run and pause in turn, to even out.
+# Many periods of a CPU quota, which lets a process run and pause in turn.
 _MIN_TIME_S = 0.5
 _MIN_STEPS = 3
 
@@ -27,7 +27,7 @@ def _finish(device: torch.device) -> None:
 
 
 def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
-    """Rate of forward and backward over batches of `n_samples`; leaves the model as it was."""
+    """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
     inputs = [_zeros(spec, n_samples, device) for spec in task.inputs]
     targets = torch.zeros(n_samples, dtype=torch.int64, device=device)
     precision = Precision(dtype, device)

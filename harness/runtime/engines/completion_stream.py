@@ -1,4 +1,4 @@
-"""Mark when a sum over ranks is there, without waiting for what computes meanwhile."""
+"""Mark the completion of an all-reduce without waiting for computation on the same device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from harness.measure.clock import Clock
 from harness.runtime.ranks.world import World
 
-# NCCL takes streams from the pool of normal priority, gloo from that of high priority.
+# NCCL uses PyTorch's pool of normal-priority streams, gloo that of high-priority streams.
 _PRIORITY = {"nccl": -1, "gloo": 0}
 
 
 class CompletionStream:
-    """A stream of a GPU for the ends of one group's sums; nothing on a CPU.
+    """A GPU stream for marks at the end of one process group's all-reduces; unused on a CPU.
 
-    It comes from the pool that the backend leaves alone: a group whose stream waited for the sum of
-    another could hold up both.
+    The stream comes from the pool that the backend does not use, because a group on the same
+    stream would wait for the other group's all-reduce.
     """
 
     def __init__(self, world: World) -> None:
@@ -26,9 +26,9 @@ class CompletionStream:
             self._stream = torch.cuda.Stream(world.device, priority=_PRIORITY[world.backend])
 
     def mark(self, work: Any, clock: Clock) -> Any:
-        """Mark the end of work that has begun under NCCL, or is over under gloo; never blocks."""
+        """Mark the end of work that is queued (NCCL) or complete (gloo); never blocks."""
         if self._stream is None:
             return clock.mark()
         with torch.cuda.stream(self._stream):
-            work.synchronize()  # holds up the stream, not the host
+            work.synchronize()  # the stream waits, not the host
             return clock.mark()

@@ -1,6 +1,6 @@
-"""Training by DeepSpeed: ZeRO stages 0, 1 and 2 around the same model, data and torch optimizer.
+"""Train by DeepSpeed (ZeRO stages 0, 1 and 2) with the same model, data and optimizer.
 
-Collectives here block the rank that calls them, so compute is what lies between them:
+Collectives block the rank that calls them, so the time between them is compute:
 
     backward ---| communication |--- backward --| communication |-- optimizer --| communication |--
 """
@@ -50,7 +50,7 @@ def _n_bytes(arguments: tuple[Any, ...], named: dict[str, Any]) -> int:
 
 
 class TimedBackend:
-    """Stands in for DeepSpeed's backend and notes when each collective was under way."""
+    """Wraps DeepSpeed's backend and records a span for each collective."""
 
     def __init__(self, backend: Any, recorder: Recorder) -> None:
         self._backend = backend
@@ -77,7 +77,7 @@ class TimedBackend:
         return timed
 
     def add_compute(self, kind: SpanKind, start: Any, end: Any) -> None:
-        """Record what lies between `start`, the collectives since the last call, and `end`."""
+        """Record spans from `start` to `end`, except for the collectives since the last call."""
         for collective_start, collective_end in self.intervals:
             self._recorder.add_marks(kind, start, collective_start)
             start = collective_end
@@ -86,10 +86,10 @@ class TimedBackend:
 
 
 def _import_deepspeed(world: World) -> Any:
-    """Import it quietly, without its just-in-time compiler and its own idea of the launcher."""
+    """Import DeepSpeed quietly, without its just-in-time compiler and its launcher detection."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)
-    # It drives the device of this number, and refuses a launcher's that differs; this process is
-    # the run's alone.
+    # DeepSpeed uses the device of this number and refuses a launcher's if it differs; changing the
+    # environment is safe, because the process serves one run only.
     os.environ["LOCAL_RANK"] = str(world.device.index or 0)
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -99,7 +99,7 @@ def _import_deepspeed(world: World) -> Any:
     except ImportError as error:
         raise ConfigError(f"--engine deepspeed: {error}; run setup/install.sh") from error
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # On CPUs it would compile a shared-memory all-reduce for a minute; gloo does without.
+    # On CPUs DeepSpeed would compile a shared-memory all-reduce for a minute; gloo needs none.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -114,7 +114,7 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
             "reduce_bucket_size": options.bucket_bytes // 4,
             "allgather_bucket_size": options.bucket_bytes // 4,
         },
-        "gradient_clipping": 0.0,  # its default is 1: another training than the other engines'
+        "gradient_clipping": 0.0,  # the default, 1, would train differently from other engines
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -124,7 +124,7 @@ def _settings(options: EngineOptions) -> dict[str, Any]:
 
 
 class DeepSpeedEngine:
-    """ZeRO by DeepSpeed; bf16 and fp16 are its own mixed precision, not autocast."""
+    """ZeRO by DeepSpeed; bf16 and fp16 use DeepSpeed's mixed precision, not autocast."""
 
     def __init__(
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
 
     @property
     def can_be_muted(self) -> bool:
-        """ZeRO reduces gradients where they are kept in parts: there is no step without."""
+        """False, because ZeRO cannot step without reducing gradients."""
         return False
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
@@ -180,7 +180,7 @@ class DeepSpeedEngine:
         at_forward = mark()
         self._timer.add_compute("forward", at_copy, at_forward)
         begin("backward")
-        # DeepSpeed averages gradients over ranks; their sum is wanted.
+        # DeepSpeed averages gradients over ranks, but the loss needs their sum.
         self._engine.backward(loss * self._world.size)
         at_backward = mark()
         self._timer.add_compute("backward", at_forward, at_backward)
@@ -204,7 +204,7 @@ class DeepSpeedEngine:
         return {"model": self.model_state(), "optimizer": self._optimizer_state()}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """As the torch optimizer gives it; ZeRO gathers its parts, so all ranks must call it."""
+        """State in the torch optimizer's layout; all ranks must call it, because ZeRO gathers."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
             plain: dict[str, Any] = optimizer.state_dict()
@@ -212,7 +212,7 @@ class DeepSpeedEngine:
         return {"state": dict(enumerate(map(self._gather_state, self.model.parameters())))}
 
     def _gather_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """One parameter's moments, whole."""
+        """Gather one parameter's whole moments."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found = {name: safe_get_full_optimizer_state(parameter, name) for name in self._moments}

@@ -1,4 +1,4 @@
-"""What carries a training strategy out: the interface that every engine has."""
+"""The interface of an engine, which trains a model by a strategy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Share:
     """A rank's part of one global batch, in samples.
 
     Attributes:
-        n_local: its own; 0 when its batch only stands in and must not count.
-        n_global: the job's.
+        n_local: the rank's samples; 0 if its batch is a dummy that must not count.
+        n_global: samples of the global batch.
     """
 
     n_local: int
@@ -27,7 +27,7 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """What the sum of the local losses is multiplied by, so that the ranks' parts add up."""
+        """Factor of the rank's summed loss, such that the sum over ranks is the global mean."""
         return 1.0 / self.n_global if self.n_local else 0.0
 
 
@@ -37,9 +37,9 @@ class EngineOptions:
 
     Attributes:
         dtype: fp32, tf32, bf16 or fp16.
-        bucket_bytes: gradients that are reduced together.
-        zero_stage: what DeepSpeed's ZeRO partitions: 0 nothing, 1 optimizer state, 2 gradients too.
-        batch: largest share of this rank.
+        bucket_bytes: size of a bucket of gradients.
+        zero_stage: 0: ZeRO partitions nothing; 1: optimizer state; 2: gradients, too.
+        batch: largest number of samples of this rank in a step.
     """
 
     dtype: str
@@ -52,16 +52,16 @@ class EngineOptions:
 class Engine(Protocol):
     """Trains a model step by step; all ranks of the run call the same methods in the same order.
 
-    The phases of a step are recorded as spans whose boundaries are shared, so that they sum to it.
+    The phases of a step are recorded as adjacent spans, so their durations sum to the step.
     """
 
     def step(self, fetch: Callable[[], Batch], share: Share, *, is_muted: bool = False) -> Tensor:
-        """Carry out one optimizer step.
+        """Run one optimizer step.
 
         Args:
-            fetch: hands over this rank's next batch, on the host.
-            is_muted: leaves out what ranks tell each other in a step, to read what
-                that costs; what is computed means nothing from then on.
+            fetch: returns this rank's next batch, on the host.
+            is_muted: skip communication, to measure its cost; the model's parameters are
+                meaningless afterwards.
 
         Returns:
             This rank's part of the global batch's mean loss, detached, on the device; the sum
@@ -71,23 +71,23 @@ class Engine(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model as one device would have it."""
+        """The whole model."""
         ...
 
     @property
     def n_synchronisations(self) -> int:
-        """Sums of gradients started in the last step that was not muted."""
+        """Number of all-reduces of gradients in the last step that was not muted."""
         ...
 
     @property
     def can_be_muted(self) -> bool:
-        """Whether `step` takes `is_muted=True`."""
+        """Whether `step` supports `is_muted=True`."""
         ...
 
     def model_state(self) -> dict[str, Tensor]:
-        """The model's state as one device has it."""
+        """The whole model's state, as on one device."""
         ...
 
     def full_state(self) -> dict[str, Any]:
-        """Model and optimizer state as one device has them, under `model` and `optimizer`."""
+        """Whole state of model and optimizer, under `model` and `optimizer`."""
         ...

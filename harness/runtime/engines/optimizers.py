@@ -17,7 +17,7 @@ OptimizerVariant = Literal["sgd", "momentum", "adamw"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """Which optimizer, and its numbers; `momentum` is sgd's alone."""
+    """An optimizer and its hyperparameters; only sgd uses `momentum`."""
 
     name: str = "sgd"
     learning_rate: float = 0.01
@@ -26,7 +26,7 @@ class OptimizerOptions:
 
     @property
     def variant(self) -> OptimizerVariant:
-        """What its step takes depends on: its name, and whether sgd keeps momenta."""
+        """The kind of step, which determines its time and state: sgd with momentum is its own."""
         if self.name == "sgd" and self.momentum > 0:
             return "momentum"
         return "adamw" if self.name == "adamw" else "sgd"
@@ -61,7 +61,7 @@ def check_optimizer(name: str) -> None:
     """Refuse an optimizer that is not in OPTIMIZERS.
 
     Raises:
-        ConfigError: no such optimizer.
+        ConfigError: there is no such optimizer.
     """
     if name not in OPTIMIZERS:
         raise ConfigError(f"there is no optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
@@ -71,7 +71,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions, device: torch.de
     """Make an optimizer; on a GPU a fused one, which unscales fp16 gradients without waiting.
 
     Raises:
-        ConfigError: no such optimizer.
+        ConfigError: there is no such optimizer.
     """
     check_optimizer(options.name)
     return OPTIMIZERS[options.name](model, options, device.type == "cuda")

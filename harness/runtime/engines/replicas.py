@@ -1,4 +1,4 @@
-"""Check that replicas of a model are equal, bit by bit, without sending their parameters."""
+"""Check that replicas of a model are bitwise equal, by comparing fingerprints of parameters."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from harness.errors import VerificationError
 from harness.runtime.ranks.world import World
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements at a time: each takes 24 bytes, which peaks of memory should not show.
-_N_AT_ONCE = 1 << 20
+# Elements per chunk: each takes 24 bytes, which should not affect peaks of memory.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 def fingerprint_of(parameter: Tensor) -> Tensor:
-    """Sums of the bits and of bits times place, modulo 2^64: two int64."""
+    """Sums of the elements' bits, and of bits times index, modulo 2^64: two int64."""
     flat = parameter.detach().contiguous().reshape(-1)
     sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _N_AT_ONCE):
-        part = flat[start : start + _N_AT_ONCE]
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        part = flat[start : start + _CHUNK_ELEMENTS]
         bits = part.view(_BITS[flat.element_size()]).to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + bits.numel(), device=bits.device)
-        sums += torch.stack([bits.sum(), (bits * places).sum()])
+        indices = torch.arange(start + 1, start + 1 + bits.numel(), device=bits.device)
+        sums += torch.stack([bits.sum(), (bits * indices).sum()])
     return sums
 
 
 def fingerprint(model: nn.Module) -> Tensor:
-    """(parameters, 2) int64, on the host: equal for equal parameters."""
+    """Fingerprints of all parameters: (parameters, 2) int64, on the host."""
     rows = [fingerprint_of(parameter) for parameter in model.parameters()]
     return torch.stack(rows).cpu() if rows else torch.zeros((1, 2), dtype=torch.int64)
 
 
 def digest(model: nn.Module) -> str:
-    """The fingerprint as a short text, to compare runs by."""
+    """Hash of the fingerprint, to compare runs by."""
     return hashlib.sha256(fingerprint(model).numpy().tobytes()).hexdigest()[:16]
 
 
@@ -43,16 +43,16 @@ def verify_replicas(model: nn.Module, world: World) -> None:
     """Check that every rank holds the same parameters; all ranks must call it.
 
     Raises:
-        VerificationError: on every rank, naming a rank and the first parameter that differs.
+        VerificationError: names a rank and the first parameter that differs; raised on every rank.
     """
     if world.size == 1:
         return
-    mine = fingerprint(model).to(world.wire)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
+    local = fingerprint(model).to(world.wire)
+    gathered = [torch.empty_like(local) for _ in range(world.size)]
+    dist.all_gather(gathered, local)
     names = [name for name, _ in model.named_parameters()]
-    for rank, other in enumerate(everyone):
-        unequal = (other != everyone[0]).any(dim=1).nonzero()
+    for rank, other in enumerate(gathered):
+        unequal = (other != gathered[0]).any(dim=1).nonzero()
         if len(unequal):
             raise VerificationError(
                 f"replicas differ: ranks 0 and {rank} hold unequal {names[int(unequal[0])]} after "

@@ -1,11 +1,11 @@
-"""Training by plain PyTorch: on one device, or data parallel by DistributedDataParallel.
+"""Train by plain PyTorch: on one device, or data parallel by DistributedDataParallel.
 
     data | host_to_device | forward | backward .......| communication | backward | optimizer
                                        bucket0 |----|   exposed part    finish
                                             bucket1 |-----------------|
 
 Gradients are summed over ranks and the loss is divided by the global batch, so that uneven shares
-train exactly what one device would.
+give the same gradient as one device.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from harness.runtime.ranks.world import World
 
 
 def without_buffer_sync() -> dict[str, Any]:
-    """DDP's argument that leaves running statistics alone; newer versions of torch renamed it.
+    """DDP's argument that disables the broadcast of buffers, under its name in this torch version.
 
-    They do not enter training, and rank 0's count in the end either way; DDP's default would send
-    them before every forward.
+    DDP would broadcast running statistics before every forward, although training does not use
+    them and the final model has rank 0's in either case.
     """
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -47,7 +47,7 @@ def _distribute(
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        # Its first bucket is small only where the size is left to it.
+        # DDP makes its first bucket small only with its default size.
         bucket_cap_mb=None if bucket_bytes == BUCKET_BYTES else bucket_bytes / (1 << 20),
         gradient_as_bucket_view=True,
         **without_buffer_sync(),
@@ -57,7 +57,7 @@ def _distribute(
 
 
 class TorchEngine:
-    """One replica of the model on each rank; one rank alone has no communication."""
+    """One replica of the model on each rank; a single rank does not communicate."""
 
     def __init__(
         self, task: Task, world: World, recorder: Recorder, options: EngineOptions
@@ -126,8 +126,8 @@ class TorchEngine:
             return self._task.sum_loss(outputs, batch.targets) * share.weight
 
     def _add_backward(self, start: Any, end: Any) -> None:
-        """Backward computes until the last bucket's gradients are there; what follows until it is
-        reduced is exposed communication, and handing the sums back is backward again."""
+        """Add backward before the last bucket is ready and after it is reduced; the time between
+        is exposed communication."""
         add, timer = self._recorder.add_marks, self._timer
         if timer is None or timer.n_buckets == 0:
             add("backward", start, end)

@@ -1,4 +1,4 @@
-"""The models that can be trained: the MODELS table, or a factory of the user's own."""
+"""The MODELS table, and models from a user's factory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One line of MODELS.
+    """One row of MODELS.
 
     Attributes:
-        build: makes the module; options have their channels and image size filled in.
-        image_size: side of the images that it was made for; 0 when it takes none.
-        min_image_size: smallest side that its layers can take.
-        size_multiple: a side must be a multiple of this.
+        build: makes the module from options that `fit_options` has filled in.
+        image_size: default height and width of images; 0 if the model takes none.
+        min_image_size: smallest height and width that its layers accept.
+        size_multiple: height and width must be a multiple of this.
     """
 
     build: Callable[[ModelOptions], nn.Module]
@@ -51,7 +51,7 @@ class ModelEntry:
 
 
 def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
-    """A torchvision model with random weights; weights are never downloaded."""
+    """Build a torchvision model with random weights, without downloads."""
     factory = getattr(import_torchvision("models"), name)
     model: nn.Module = factory(weights=None, num_classes=options.n_classes, **fixed)
     if options.n_channels != 3:
@@ -87,10 +87,10 @@ MODELS: dict[str, ModelEntry] = {
 
 
 def entry_of(name: str) -> ModelEntry | None:
-    """The table's entry; None for a factory of the user's.
+    """Look up a model in the table; None for a user's factory.
 
     Raises:
-        ModelError: neither.
+        ModelError: the name is in neither form.
     """
     if name in MODELS or ":" in name:
         return MODELS.get(name)
@@ -101,19 +101,19 @@ def entry_of(name: str) -> ModelEntry | None:
 
 
 def may_import_torchvision(name: str) -> bool:
-    """Whether building the model imports torchvision, as a factory of the user's may."""
+    """Whether building the model may import torchvision."""
     return name not in ("lenet", "dlrm")
 
 
 def fit_options(
     name: str, options: ModelOptions, data_image_size: int = 0, data_channels: int = 0
 ) -> ModelOptions:
-    """Fill in classes, channels and image size: as asked, else the data's, else the model's.
+    """Fill in missing classes, channels and image size from the data, else from the model.
 
     Raises:
-        ModelError: unknown model, or an image size that it cannot take.
+        ModelError: the model is unknown or does not accept the image size.
     """
-    entry = entry_of(name) or ModelEntry(build=_no_entry, min_image_size=1)
+    entry = entry_of(name) or ModelEntry(build=_no_build, min_image_size=1)
     if name == "dlrm":
         check_dlrm(options.dlrm)
         return options
@@ -132,8 +132,8 @@ def fit_options(
     return replace(options, image_size=size, n_channels=n_channels, n_classes=n_classes)
 
 
-def _no_entry(options: ModelOptions) -> nn.Module:
-    raise AssertionError("a factory of the user's is called by task_from_factory")
+def _no_build(options: ModelOptions) -> nn.Module:
+    raise AssertionError("task_from_factory calls a user's factory")
 
 
 def _takes(entry: ModelEntry, size: int) -> bool:
@@ -171,13 +171,13 @@ def _inputs(name: str, options: ModelOptions) -> tuple[InputSpec, ...]:
 
 
 def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
-    """Build a model on the current default device, its weights drawn from `seed`.
+    """Build a model on the current default device, with random weights from `seed`.
 
     Args:
         options: as `fit_options` returns them.
 
     Raises:
-        ModelError: unknown model, or options that it cannot take.
+        ModelError: the model is unknown or does not accept the options.
     """
     torch.manual_seed(seed)
     entry = entry_of(name)

@@ -1,4 +1,4 @@
-"""DLRM: dense features through a bottom MLP, categories through tables, both into a top MLP.
+"""DLRM: a bottom MLP for dense features, tables for categories, and a top MLP on both.
 
 Source: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation
 Systems, 2019; interaction `cat` is that of FlexFlow's DLRM, `dot` that of the paper.
@@ -17,7 +17,7 @@ from harness.runtime.models.task import DlrmOptions
 
 
 def interaction_width(options: DlrmOptions) -> int:
-    """Features that the top MLP gets."""
+    """Number of input features of the top MLP."""
     n_vectors, width = len(options.table_rows) + 1, options.bottom_mlp[-1]
     if options.interaction == "cat":
         return n_vectors * width
@@ -28,7 +28,7 @@ def check_dlrm(options: DlrmOptions) -> None:
     """Refuse MLPs that do not fit each other.
 
     Raises:
-        ModelError: naming the widths that disagree.
+        ModelError: names the widths that disagree.
     """
     if len(options.bottom_mlp) < 2 or len(options.top_mlp) < 2 or not options.table_rows:
         raise ModelError(
@@ -70,14 +70,14 @@ class Dlrm(nn.Module):
         )
         self.top = _mlp(options.top_mlp, is_last_linear=True)
         for table, rows in zip(self.tables, options.table_rows, strict=True):
-            bound = 1 / math.sqrt(rows)  # as in the paper's own program
+            bound = 1 / math.sqrt(rows)  # as in the paper's code
             nn.init.uniform_(table.weight, -bound, bound)  # type: ignore[arg-type]
 
     def forward(self, dense: Tensor, indices: Tensor) -> Tensor:
-        """Returns logits (n, 1)."""
+        """Return logits (n, 1)."""
         vectors = [self.bottom(dense)]
         n = self.options.n_lookups
-        # Slices rather than split: torch.fx can follow them.
+        # torch.fx can trace slices, but not split.
         vectors += [table(indices[:, i * n : (i + 1) * n]) for i, table in enumerate(self.tables)]
         logits: Tensor = self.top(self._interact(vectors))
         return logits

@@ -41,11 +41,11 @@ def _load(name: str) -> Callable[..., Any]:
 def task_from_factory(name: str, options: ModelOptions) -> Task:
     """Call a factory with those of `n_classes`, `n_channels`, `image_size` that it accepts.
 
-    It returns a module that maps images (n, n_channels, image_size, image_size) to logits
-    (n, n_classes), or a Task, which says itself what it is fed.
+    The factory returns a module that maps images (n, n_channels, image_size, image_size) to logits
+    (n, n_classes), or a Task, which defines its own inputs.
 
     Raises:
-        ModelError: the factory is missing, fails or returns something else, or its model has
+        ModelError: the factory is missing, fails or returns another type, or its model has
             weights without a shape.
     """
     factory = _load(name)

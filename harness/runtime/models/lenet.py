@@ -33,6 +33,6 @@ class LeNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, channels, size, size) to logits (n, classes)."""
+        """Map images (n, channels, size, size) to logits (n, classes)."""
         logits: Tensor = self.classifier(self.features(images))
         return logits

@@ -1,4 +1,4 @@
-"""Select the tensor of a model's outputs that the loss takes."""
+"""Select the logits from a model's outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.errors import ModelError
 
-# What models call it that return several tensors: those of transformers, and of torchvision.
+# Names of the logits in models of transformers and of torchvision.
 _NAMES = ("logits", "out")
 
 
@@ -23,13 +23,13 @@ def named_outputs(output: Any) -> Mapping[str, Any]:
 
 
 def choose_logits(outputs: Mapping[str, Any], kind: str) -> Any:
-    """The output that the loss takes.
+    """Select the output that the loss takes.
 
     Args:
-        kind: what the model returned, for the error.
+        kind: type of the model's return value, for the error.
 
     Raises:
-        ModelError: none has the name for it.
+        ModelError: no output has a name of logits.
     """
     for name in _NAMES:
         if name in outputs:

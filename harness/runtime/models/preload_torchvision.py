@@ -1,5 +1,5 @@
-"""Imports torchvision's models when it is imported itself: for the fork server, whose children then
-have them. Each would take seconds for that otherwise, and a sweep starts one for every run."""
+"""Import torchvision's models when imported: the fork server preloads this module, because the
+import would cost each run's process seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be trained: a model, what it is fed, and its loss."""
+"""A training task: a model, its inputs and its loss."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor that the loss takes of what a model returned.
+    """Select the logits from a model's return value.
 
     Raises:
-        ModelError: there are several, or none, and none has a name for logits.
+        ModelError: it is not a tensor, and no output has a name of logits.
     """
     if isinstance(output, Tensor):
         return output
@@ -49,10 +49,10 @@ def logits_of(output: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """One tensor that a model is fed: its shape without the sample dim.
+    """One input tensor of a model; its shape is without the sample dim.
 
     Attributes:
-        n_values: for integers, one more than the largest; None for floats.
+        n_values: number of values of integers (0 to n_values - 1); None for floats.
     """
 
     name: str
@@ -76,13 +76,13 @@ class Task:
     n_classes: int = 0
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Loss summed over the samples: whoever knows the global batch divides by it.
+        """Sum the loss over the samples; the engine divides by the global batch.
 
         Args:
-            outputs: the logits, or what has them under a name of theirs (`outputs.py`).
+            outputs: the logits, or outputs that hold them by name (`outputs.py`).
 
         Raises:
-            ModelError: the loss cannot tell the logits from other outputs.
+            ModelError: no output has a name of logits.
         """
         return LOSSES[self.loss](logits_of(outputs), targets)
 
@@ -92,10 +92,10 @@ class DlrmOptions:
     """Shape of a DLRM: MLPs as their layer widths, tables by their rows.
 
     Attributes:
-        bottom_mlp: from the dense features to the embedding's width.
-        top_mlp: from the interaction's width to one logit.
-        table_rows: rows of each table; its length is the number of tables.
-        n_lookups: indices per table and sample, summed.
+        bottom_mlp: layer widths from the dense features to the embedding's width.
+        top_mlp: layer widths from the interaction's width to one logit.
+        table_rows: rows of each table.
+        n_lookups: indices per table and sample; their embeddings are summed.
     """
 
     bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
@@ -107,12 +107,12 @@ class DlrmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is chosen of a model, apart from its name.
+    """Options of a model.
 
     Attributes:
-        n_classes, n_channels, image_size: 0 takes the model's own, or the data's.
-        dropout: probability everywhere in the model; None keeps the model's own.
-        has_frozen_norms: batch normalisation is by running statistics, which stay as they are.
+        n_classes, n_channels, image_size: 0: the data's or the model's.
+        dropout: probability of all dropout layers; None: the model's.
+        has_frozen_norms: batch norm uses running statistics and does not update them.
     """
 
     n_classes: int = 0
@@ -130,8 +130,8 @@ def check_weights(model: nn.Module) -> None:
         ModelError: names the lazy module.
     """
     for path, module in model.named_modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(map(is_lazy, own)):
+        weights = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(map(is_lazy, weights)):
             raise ModelError(
                 f"module {path!r} ({type(module).__name__}) has no weights before its first batch: "
                 "call the model on a batch where it is made, or give the module its sizes"

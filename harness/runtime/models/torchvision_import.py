@@ -1,8 +1,8 @@
-"""Let torchvision be imported also where its compiled operators do not load (a CUDA build on a CPU
-torch), by whoever imports it: the harness, a user's model, or a library that this uses.
+"""Make torchvision importable even if its compiled operators do not load (a CUDA build on a CPU
+torch), whether the harness or a user's model imports it.
 
-Models, transforms and data sets need none of the operators; only the import insists that some are
-declared.
+Models, transforms and data sets do not call the operators, but the import needs declarations of
+some.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-# Imported after torchvision has tried to load its operators; it describes some of them.
+# The module that needs the declarations; torchvision imports it after loading its operators.
 _NEEDS_OPERATORS = "torchvision._meta_registrations"
 
 
 @cache
 def _declare_missing() -> torch.library.Library:
-    """The declarations last as long as the returned library, so for the life of the process."""
+    """Declare missing operators; the cache keeps the library, and so the declarations, alive."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, schema in _SCHEMAS.items():
         if not hasattr(torch.ops.torchvision, name):
@@ -36,7 +36,7 @@ def _declare_missing() -> torch.library.Library:
 
 
 class _Declaring(MetaPathFinder):
-    """Finds no module; declares operators just before the module that needs them is imported."""
+    """Declares operators just before the module that needs them is imported; finds no module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -47,7 +47,7 @@ class _Declaring(MetaPathFinder):
 
 
 def allow_torchvision() -> None:
-    """Let this process and its forks import torchvision; call it before code that may do so."""
+    """Make torchvision importable in this process; call it before code that may import it."""
     if not any(isinstance(finder, _Declaring) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Declaring())
 

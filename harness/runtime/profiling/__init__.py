@@ -1,1 +1,1 @@
-"""Time single operators and their shards on this device, and verify what was timed."""
+"""Time single operators and their shards on this device, and verify their results."""

@@ -1,6 +1,6 @@
-"""One part of an operator that is cut along its weights, called by itself.
+"""One shard of an operator that is cut along its weights, called by itself.
 
-It is the shard that the executor would train, on inputs as a device is handed them.
+It is the executor's shard, on inputs with the layout that a device receives.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from harness.domain.partition import Block
 from harness.domain.sharding import full_shape, input_block, output_sizes
 from harness.runtime.capture.capture import Captured
 from harness.runtime.executor.shards.kinds import Wanted, make_shard
-from harness.runtime.profiling.stretch import OperatorCall, as_leaves, tensors_in
+from harness.runtime.profiling.subgraph import OperatorCall, as_leaves, tensors_in
 
 
 @dataclass(frozen=True)
 class OperatorShard:
-    """A part of an operator on weights of its own.
+    """A shard of an operator with its own weights.
 
     Attributes:
-        module: called with what it wants of each input.
-        wants: of each input of the operator.
+        module: called with the wanted region of each input.
+        wants: wanted region of each input of the operator.
     """
 
     module: nn.Module
     wants: Sequence[Wanted]
 
     def call(self, call: OperatorCall) -> OperatorCall:
-        """How the part is called where the operator is called so."""
+        """Convert a call of the operator to a call of the shard."""
         inputs = tensors_in((call.args, call.kwargs))
         parameters = tuple(self.module.parameters())
-        return OperatorCall(self.module, _handed(inputs, self.wants), {}, parameters)
+        return OperatorCall(self.module, _regions(inputs, self.wants), {}, parameters)
 
 
 def operator_shard(
     captured: Captured, name: str, dim: str, size: int, call: OperatorCall
 ) -> OperatorShard | None:
-    """The last `size` elements along `dim` of an operator; None if it has no such shard.
+    """Make the shard of the last `size` elements along `dim`; None if there is no such shard.
 
-    The last, because a part along a dim that is summed over mostly adds no bias.
+    The last shard is typical: if `dim` is summed over, only the first one adds the bias.
 
     Args:
-        captured: its module lies where the call's tensors do.
-        call: of the whole operator, on the batch that the graph was captured for.
+        captured: the model, on the device of the call's tensors.
+        call: the whole operator's call, with the batch that the graph was captured for.
     """
     if not isinstance(call.function, nn.Module):
         return None
@@ -71,12 +71,12 @@ def operator_shard(
 def _wanted(
     operator: Operator, shape: dict[str, int], block: Block, producer: Operator, argument: int
 ) -> Wanted:
-    theirs = output_sizes(producer, producer.shape)
-    return Wanted(theirs, input_block(operator, shape, block, theirs, argument=argument))
+    sizes = output_sizes(producer, producer.shape)
+    return Wanted(sizes, input_block(operator, shape, block, sizes, argument=argument))
 
 
-def _handed(inputs: Sequence[Tensor], wanted: Sequence[Wanted]) -> tuple[Tensor, ...]:
-    """Leaves that lie together in memory, as what is received does; equal ones stay one."""
+def _regions(inputs: Sequence[Tensor], wanted: Sequence[Wanted]) -> tuple[Tensor, ...]:
+    """Cut the wanted regions: contiguous leaves, like received tensors; equal regions share one."""
     known: dict[tuple[int, Block], Tensor] = {}
     for x, each in zip(inputs, wanted, strict=True):
         key = id(x), each.block

@@ -1,18 +1,18 @@
-"""Time operators where they stand in a model: forward and backward, again and again.
+"""Time forward and backward of operators within a model, over many iterations.
 
-An iteration runs a stretch of the model forward for each microbatch that is in flight, then
-backward, as a device of a pipeline does; marks stand around each operator that is timed:
+An iteration runs a subgraph of the model forward for each microbatch in flight, then backward, as a
+device of a pipeline does, with marks around each timed operator:
 
     forward #0  a | b | c    forward #1  a | b | c    backward #0  c | b | a    backward #1  ...
                 ^   ^   ^ marks
 
-What an operator finds in the caches, how its memory is had, and whether its code is warm, is what
-the operators before it leave behind: as in training. A substitute of an operator, such as a part
-of its weights, runs just before it and is timed in its place. A GPU is held up until what is timed
-is queued: marks of one that had nothing to do would time the host's calls.
+The preceding operators leave caches, allocator and code in the same state as in training. A
+substitute of an operator, such as its shard, runs just before it and is timed in its place. A GPU
+is kept busy until the timed operator is queued, because marks on an idle GPU would time the host's
+calls.
 
-Under a CPU quota the process runs and pauses in turn, and on a shared core it is interrupted: which
-operator that hits is chance. There the time of a sample is shared out by the processor's time.
+Under a CPU quota the process pauses periodically, and on a shared core it is interrupted, at random
+operators. So the time of a CPU's sample is distributed over operators by their processor time.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch import Tensor, nn
 
 from harness.measure.clock import Clock
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.profiling.stretch import OperatorCall, Pending, Step, Stretch, tensors_in
+from harness.runtime.profiling.subgraph import OperatorCall, Pending, Step, Subgraph, tensors_in
 
-# Iterations of a sample, however short they are.
+# Maximum number of iterations in a sample.
 _MOST_EACH = 1024
-# Steps between two that compute nothing, which tell what reading clocks and starting autograd take.
+# Steps between two idle laps, which measure the overhead of reading clocks and starting autograd.
 _IDLE_EVERY = 4
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-# What is called in an operator's place, made of the operator's own call.
+# Converts an operator's call to the call that is timed in its place.
 Substitute = Callable[[OperatorCall], OperatorCall]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSamples:
-    """Seconds of each sample; a sample is a mean over as many iterations as it needs to be steady.
+    """Seconds of each sample; a sample is the mean over the iterations of a minimum duration.
 
     Attributes:
         backward_s: zeros for an operator that has no gradient.
@@ -78,7 +78,7 @@ class OperatorSamples:
 
 
 class Mark(NamedTuple):
-    """An instant by the clock, and the processor's seconds so far."""
+    """A mark of the clock, and the processor time so far."""
 
     at: Any
     processor_s: float
@@ -89,8 +89,7 @@ Lap = tuple[Mark, Mark]
 
 @dataclass
 class _Laps:
-    """What a sample's iterations timed: laps of each operator, of what computes nothing, and of
-    all there was."""
+    """Laps of a sample: of each operator, idle laps (without computation), and the whole."""
 
     forward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[str, list[Lap]] = field(default_factory=lambda: defaultdict(list))
@@ -100,7 +99,7 @@ class _Laps:
 
 
 class _Idle(NamedTuple):
-    """Seconds of what computes nothing."""
+    """Seconds of idle laps."""
 
     forward_s: list[float]
     backward_s: list[float]
@@ -110,13 +109,12 @@ class OpTimer:
     """Times operators on one device by one clock.
 
     Args:
-        autocast: makes the context of a forward pass; entered anew each time, since it keeps casts
-            of parameters as long as it lasts.
-        hold: keeps the device busy while the host queues what is timed; None where it queues
-            nothing.
-        shortest_s: how long a sample must be to be steady, from `shortest_sample_s`.
-        processor: reads the seconds that this process has computed, to share a sample's time out
-            by; None where the clock reads the device's own time.
+        autocast: makes the context of a forward pass; entered for each pass, because it caches
+            casts of parameters until it ends.
+        hold: keeps a GPU busy while the host queues the timed operator; None on a CPU.
+        shortest_s: minimum duration of a sample, from `shortest_sample_s`.
+        processor: reads this process's CPU time, by which a sample's time is distributed; None on
+            a GPU, whose clock reads its own time.
     """
 
     def __init__(
@@ -138,71 +136,71 @@ class OpTimer:
 
     def measure(
         self,
-        stretch: Stretch,
+        subgraph: Subgraph,
         names: Sequence[str],
         substitutes: Mapping[str, Substitute] | None = None,
         *,
         n_in_flight: int = 1,
         is_added: bool = False,
     ) -> dict[str, OperatorSamples]:
-        """Forward and backward seconds, less what calling and reading clocks cost by themselves.
+        """Measure forward and backward seconds, minus the overhead of idle laps.
 
         Args:
-            names: of the operators to time.
-            substitutes: called and timed in the place of some of them.
-            n_in_flight: microbatches that go forward before the first goes backward.
-            is_added: gradients of parameters are, to those of earlier microbatches.
+            names: operators to time.
+            substitutes: calls that are timed in place of operators, by operator.
+            n_in_flight: microbatches that run forward before the first runs backward.
+            is_added: whether gradients of parameters are added to those of earlier microbatches.
 
         Returns:
-            By name; operators that are not in the stretch are not in it.
+            Samples by name, without operators that are not in the subgraph.
         """
         run = _Iteration(self, set(names), substitutes or {}, n_in_flight, is_added)
-        whole_s = self._warm_up(run, stretch)
+        whole_s = self._warm_up(run, subgraph)
         n_each = min(_MOST_EACH, max(1, math.ceil(self._shortest_s / max(whole_s, 1e-6))))
         budget = replace(self._budget, time_s=self._budget.time_s * len(names))
         samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
         idle = _Idle([], [])
         for _ in range(budget.count(whole_s * n_each)):
-            laps = self._sample(run, stretch, n_each)
+            laps = self._sample(run, subgraph, n_each)
             ratio = self._wall_ratio(laps)
-            for name, own in laps.forward.items():
-                back = laps.backward.get(name, [])
-                backward_s = self._mean_s(back, ratio) if back else 0.0
-                samples[name].append((self._mean_s(own, ratio), backward_s))
+            for name, forward in laps.forward.items():
+                backward = laps.backward.get(name, [])
+                backward_s = self._mean_s(backward, ratio) if backward else 0.0
+                samples[name].append((self._mean_s(forward, ratio), backward_s))
             idle.forward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_forward)
             idle.backward_s.extend(self._seconds(lap, ratio) for lap in laps.idle_backward)
-        # Medians over laps: all operators lose them, so chance must not decide.
+        # Medians are robust; an outlier in the overhead would bias all operators.
         idle_s = [statistics.median(seconds) if seconds else 0.0 for seconds in idle]
         return {
             name: OperatorSamples(
-                forward_s=[max(0.0, forward_s - idle_s[0]) for forward_s, _ in own],
-                backward_s=[max(0.0, backward_s - idle_s[1]) for _, backward_s in own],
+                forward_s=[max(0.0, forward_s - idle_s[0]) for forward_s, _ in pairs],
+                backward_s=[max(0.0, backward_s - idle_s[1]) for _, backward_s in pairs],
             )
-            for name, own in samples.items()
+            for name, pairs in samples.items()
         }
 
-    def _warm_up(self, run: _Iteration, stretch: Stretch) -> float:
-        """Seconds of the last of the iterations that do not count."""
+    def _warm_up(self, run: _Iteration, subgraph: Subgraph) -> float:
+        """Run the warm-up iterations; returns the seconds of the last one."""
         for _ in range(self._budget.n_warm_up - 1):
-            self._sample(run, stretch, 1)
+            self._sample(run, subgraph, 1)
         before = self._clock.mark()
-        self._sample(run, stretch, 1)
+        self._sample(run, subgraph, 1)
         after = self._clock.mark()
         self._clock.settle()
         return self._clock.seconds_at(after) - self._clock.seconds_at(before)
 
-    def _sample(self, run: _Iteration, stretch: Stretch, n_each: int) -> _Laps:
+    def _sample(self, run: _Iteration, subgraph: Subgraph, n_each: int) -> _Laps:
         run.laps = _Laps()
         start = self.mark()
         for _ in range(n_each):
-            run.iterate(stretch)
+            run.iterate(subgraph)
         run.laps.whole.append((start, self.mark()))
         run.forget()
         self._clock.settle()
         return run.laps
 
     def _wall_ratio(self, laps: _Laps) -> float | None:
-        """Seconds that pass for each second of processor time; None by the clock."""
+        """Wall-clock seconds per second of processor time; None if the clock is used."""
         if self._processor is None:
             return None
         ((first, last),) = laps.whole
@@ -218,7 +216,7 @@ class OpTimer:
             return (lap[1].processor_s - lap[0].processor_s) * ratio
         return self._clock.seconds_at(lap[1].at) - self._clock.seconds_at(lap[0].at)
 
-    # What an iteration needs
+    # Called by _Iteration
 
     def mark(self) -> Mark:
         return Mark(self._clock.mark(), 0.0 if self._processor is None else self._processor())
@@ -230,14 +228,14 @@ class OpTimer:
         return self._autocast()
 
     def idle_forward(self) -> Lap:
-        """How long it takes to read clocks, around what computes nothing."""
+        """Time two readings of the clock around a view, which computes nothing."""
         self._hold()
         start = self.mark()
         self._tiny.view_as(self._tiny)
         return start, self.mark()
 
     def idle_backward(self) -> Lap:
-        """How long it takes to start autograd, which a whole step pays once, and to read clocks."""
+        """Time the start of autograd, which a whole step pays only once, with clock readings."""
         output = self._tiny.view_as(self._tiny)
         one = torch.ones_like(output)
         self._hold()
@@ -246,15 +244,15 @@ class OpTimer:
         return start, self.mark()
 
 
-class _Beside(NamedTuple):
-    """What was timed in an operator's place and waits for its backward."""
+class _SubstituteCall(NamedTuple):
+    """A substitute's call between its forward and its backward."""
 
     call: OperatorCall
     outputs: list[Tensor]
 
 
 class _Iteration:
-    """Runs a stretch, timing some of its operators."""
+    """Runs a subgraph, timing some of its operators."""
 
     def __init__(
         self,
@@ -267,24 +265,24 @@ class _Iteration:
         self._timer, self._names, self._substitutes = timer, names, substitutes
         self._n_in_flight, self._is_added = n_in_flight, is_added
         self.laps = _Laps()
-        self._beside: dict[str, list[_Beside]] = defaultdict(list)
+        self._waiting: dict[str, list[_SubstituteCall]] = defaultdict(list)
         self._gradients: dict[Tensor, Tensor] = {}
         self._n_forward = self._n_backward = 0
 
-    def iterate(self, stretch: Stretch) -> None:
-        """Forward of all microbatches, then backward of all, in the same order."""
+    def iterate(self, subgraph: Subgraph) -> None:
+        """Run forward of all microbatches, then backward of all, in the same order."""
         if not self._is_added:
             self.forget()
-        self._beside.clear()
+        self._waiting.clear()
         flights = []
         for _ in range(self._n_in_flight):
             with self._timer.autocast():
-                flights.append(stretch.forward(self._forward))
+                flights.append(subgraph.forward(self._forward))
         for flight in flights:
-            stretch.backward(flight, self._backward)
+            subgraph.backward(flight, self._backward)
 
     def forget(self) -> None:
-        """Let go of the gradients of parameters."""
+        """Drop the gradients of parameters."""
         self._gradients.clear()
 
     def _forward(self, step: Step, call: OperatorCall) -> Any:
@@ -293,13 +291,13 @@ class _Iteration:
             self.laps.idle_forward.append(self._timer.idle_forward())
         if step.name not in self._names:
             return call()
-        other = self._substitutes.get(step.name)
-        if other is None:
+        substitute = self._substitutes.get(step.name)
+        if substitute is None:
             return self._time_forward(step.name, call)
-        beside = other(call)
-        output = self._time_forward(step.name, beside)
+        timed = substitute(call)
+        output = self._time_forward(step.name, timed)
         outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._beside[step.name].append(_Beside(beside, outputs))
+        self._waiting[step.name].append(_SubstituteCall(timed, outputs))
         del output, outputs
         return call()
 
@@ -314,33 +312,33 @@ class _Iteration:
         self._n_backward += 1
         if self._n_backward % _IDLE_EVERY == 1:
             self.laps.idle_backward.append(self._timer.idle_backward())
-        waiting = self._beside.get(step.name)
+        waiting = self._waiting.get(step.name)
         if waiting:
-            self._time_beside(step.name, waiting.pop(0))
+            self._time_substitute(step.name, waiting.pop(0))
         is_timed = step.name in self._names and step.name not in self._substitutes
         if is_timed:
             self._timer.hold()
         start = self._timer.mark() if is_timed else None
-        # Where several read an output, their gradients are added up first, as autograd does.
+        # Gradients from several readers of an output are summed first, as in autograd.
         gradients = [sum(parts[1:], start=parts[0]) for parts in pending.gradients]
         found = torch.autograd.grad(pending.outputs, wanted, gradients, allow_unused=True)
         if start is not None:
             self.laps.backward[step.name].append((start, self._timer.mark()))
-        return [self._taken(x, gradient) for x, gradient in zip(wanted, found, strict=True)]
+        return [self._passed_on(x, gradient) for x, gradient in zip(wanted, found, strict=True)]
 
-    def _time_beside(self, name: str, beside: _Beside) -> None:
-        wanted = beside.call.wanted
-        if not beside.outputs or not wanted:
+    def _time_substitute(self, name: str, timed: _SubstituteCall) -> None:
+        wanted = timed.call.wanted
+        if not timed.outputs or not wanted:
             return
-        ones = [torch.ones_like(tensor) for tensor in beside.outputs]
+        ones = [torch.ones_like(tensor) for tensor in timed.outputs]
         self._timer.hold()
         start = self._timer.mark()
-        torch.autograd.grad(beside.outputs, wanted, ones, allow_unused=True)
+        torch.autograd.grad(timed.outputs, wanted, ones, allow_unused=True)
         self.laps.backward[name].append((start, self._timer.mark()))
 
-    def _taken(self, x: Tensor, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of an input; that of a parameter is kept, or added to that of earlier
-        microbatches, as training does beside it."""
+    def _passed_on(self, x: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """Return the gradient of an input; store that of a parameter, or add it to that of earlier
+        microbatches, as in training."""
         if gradient is None or not isinstance(x, nn.Parameter):
             return gradient
         before = self._gradients.get(x)

@@ -1,4 +1,4 @@
-"""Run one operator once by itself: is what it gives finite, and what does it keep for backward?"""
+"""Run one operator: check that its results are finite, and count bytes kept for its backward."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from harness.errors import VerificationError
-from harness.runtime.profiling.stretch import OperatorCall, tensors_in, written
+from harness.runtime.profiling.subgraph import OperatorCall, tensors_in, written
 
 
 def verify(
     call: OperatorCall,
-    what: str,
+    subject: str,
     autocast: Callable[[], AbstractContextManager[Any]],
     is_sound: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run an operator once by itself, and check that all it gives is finite.
+    """Run an operator once, and check that its outputs and gradients are finite.
 
     Args:
-        is_sound: whether the loss of the whole model is finite. Values on the way may then be
+        subject: names the operator in the error.
+        is_sound: whether the loss of the whole model is finite; then intermediate values may be
             infinite, such as those of a causal mask.
 
     Returns:
@@ -31,11 +32,11 @@ def verify(
     Raises:
         VerificationError: an output or a gradient is not finite, nor is the loss.
     """
-    own = {parameter.data_ptr() for parameter in call.parameters}
+    parameters = {parameter.data_ptr() for parameter in call.parameters}
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
+        if tensor.data_ptr() not in parameters:
             n_bytes = tensor.numel() * tensor.element_size()
             saved[tensor.data_ptr()] = max(n_bytes, saved.get(tensor.data_ptr(), 0))
         return tensor
@@ -49,14 +50,14 @@ def verify(
             values = tensor.coalesce().values() if tensor.is_sparse else tensor
             if not bool(torch.isfinite(values).all()) and not is_sound():
                 raise VerificationError(
-                    f"{what} gives {kind}s that are not finite, and nor is the model's loss: check "
-                    "its initial weights, or another --dtype"
+                    f"{subject} gives {kind}s that are not finite, and nor is the model's loss: "
+                    "check its initial weights, or another --dtype"
                 )
     return sum(saved.values())
 
 
 def _gradients(call: OperatorCall, output: Any) -> list[Tensor]:
-    """Of what a call wants, from gradients of one."""
+    """Gradients of the tensors that a call wants, from output gradients of 1."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if not outputs or not call.wanted:
         return []

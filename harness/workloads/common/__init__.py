@@ -1,1 +1,1 @@
-"""What all workloads share: their interface and their flags."""
+"""The interface of a workload, and the flags that several workloads share."""

@@ -1,4 +1,4 @@
-"""What a workload is: a typed configuration, the cases of its sweep, a body and a table."""
+"""The interface of a workload: a typed configuration, the cases of its sweep, a body, a table."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from harness.measure.store import Run
 from harness.runtime.ranks.context import Context
 
 
-def _nothing(config: Any) -> list[Need]:
-    """A run that builds on no other."""
+def _no_needs(config: Any) -> list[Need]:
     return []
 
 
-def _no_files(config: Any) -> None:
-    """A case that names no file."""
+def _no_check(config: Any) -> None:
+    """Accept every case."""
 
 
 def all_ranks(config: Any, n_ranks: int) -> int:
-    """A case that takes every rank."""
+    """Return the number of all ranks: the default of `Workload.n_ranks`."""
     return n_ranks
 
 
 def config_json(config: Any) -> dict[str, Any]:
-    """A configuration as a run's header has it."""
+    """Convert a configuration to JSON values, as a run's header holds it."""
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(asdict(config), enc_hook=str))
     return values
 
@@ -40,19 +39,19 @@ class Workload:
 
     Attributes:
         config: a frozen dataclass; each field has a default and a docstring, which is its `--help`.
-        cases: splits one configuration into those of its runs (a sweep over batch sizes, say), each
-            of which gets its own directory, status and row; validates and raises ConfigError.
+        cases: validates a configuration (raises ConfigError) and splits it into one configuration
+            per run (a sweep over batch sizes, say). Each run has a directory, a status and a row.
         body: runs one case on every rank; returns a summary of a few JSON values (rank 0's is
             kept). Raises VerificationError when a result is wrong (the run becomes `invalid`), and
-            lets out-of-memory errors out (the run becomes `oom`).
+            lets out-of-memory errors propagate (the run becomes `oom`).
         table: the text that rank 0 prints at the end, from the runs as read back.
-        n_ranks: how many ranks a case takes of those that were started: the first ones; the others
-            wait. A sweep over rank counts (scaling) is so one launch.
-        is_isolated: each run gets a process of its own, so that memory, peaks and a crash are its
-            own; a workload that needs MPI itself runs in the rank's first process instead.
-        needs: runs that a case builds on, in order; asked on rank 0 only, must not raise.
-        renamed: flags by their old spelling, with the new one.
-        check: looks at the files that a case names, once before any run of the sweep; asked on rank
+        n_ranks: number of ranks that a case uses, given the number of ranks started; it uses the
+            first ones while the others wait, so one launch can sweep over rank counts (scaling).
+        is_isolated: each run gets its own processes, so that its memory and crashes do not affect
+            later runs. A workload that needs MPI runs in each rank's first process instead.
+        needs: runs that a case builds on, in order; called on rank 0 only, must not raise.
+        renamed: old spellings of flags, each with its new spelling.
+        check: checks the files that a case names, once before any run of the sweep; called on rank
             0 only, raises HarnessError.
     """
 
@@ -62,20 +61,20 @@ class Workload:
     table: Callable[[list[Run]], str]
     n_ranks: Callable[[Any, int], int] = all_ranks
     is_isolated: bool = True
-    needs: Callable[[Any], list[Need]] = _nothing
+    needs: Callable[[Any], list[Need]] = _no_needs
     renamed: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Any], None] = _no_files
+    check: Callable[[Any], None] = _no_check
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A run that another one builds on, carried out before it where its results are missing.
+    """A run that another run builds on; the launcher inserts it where its results are missing.
 
     Attributes:
-        name: of the workload, as in WORKLOADS.
-        config: the flags that are not at their defaults, as in a run's header.
-        is_met: whether the directory of results holds what it would write for this cluster (that of
-            the ranks it takes); asked on rank 0 only, must not raise.
+        name: the workload, as in WORKLOADS.
+        config: the flags that differ from their defaults, as in a run's header.
+        is_met: whether the results directory already holds this run's output for the cluster of
+            its ranks; called on rank 0 only, must not raise.
     """
 
     name: str

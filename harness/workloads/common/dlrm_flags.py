@@ -1,4 +1,4 @@
-"""The flags of dlrm alone."""
+"""Flags for `--model dlrm` only."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class DlrmFlags:
     """Sizes of dlrm."""
 
     dlrm_bottom_mlp: tuple[int, ...] = (64, 512, 512, 64)
-    """dlrm: widths from the dense features to the width of the embeddings."""
+    """dlrm: layer widths of the bottom MLP; the first is the number of dense features, the last the
+    width of the embeddings."""
     dlrm_top_mlp: tuple[int, ...] = (576, 1024, 1024, 1024, 1)
-    """dlrm: widths from the interaction to one logit."""
+    """dlrm: layer widths of the top MLP, from the interaction's output to one logit."""
     dlrm_table_rows: tuple[int, ...] = (10_000,) * 8
-    """dlrm: rows of each table."""
+    """dlrm: rows of each embedding table, one number per table."""
     dlrm_lookups: int = 1
-    """dlrm: indices per table and sample."""
+    """dlrm: indices that a sample looks up (and sums) in each table."""
     dlrm_interaction: Literal["cat", "dot"] = "cat"
-    """dlrm: concatenate all vectors, or take their pairwise products."""
+    """dlrm: how the vectors are combined: concatenated (cat), or by pairwise dot products (dot)."""
 
     def check_dlrm(self) -> None:
         """Refuse sizes below 1.

@@ -1,4 +1,4 @@
-"""The flags that say what is trained: every workload that builds a model has them."""
+"""The flags that define the model, shared by profile, search and train."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _AT_LEAST = {"image_size": 1, "n_classes": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags(DlrmFlags):
-    """A model by its name, and what it is built with."""
+    """A model's name and its options."""
 
     model: str = "resnet18"
     """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
     package.module:factory (a function that returns an nn.Module over images)."""
     image_size: int | None = None
-    """Side of the images; by default the data's where the model takes it, else the model's own
-    (224). Small ones, such as 64, suit CPUs."""
+    """Height and width of the images in pixels. Default: that of the data set if the model accepts
+    it, else the model's (224). Small images, such as 64, suit CPUs."""
     n_classes: int | None = None
-    """Classes to tell apart; by default the data's, else the model's own."""
+    """Number of classes. Default: that of the data set, else the model's."""
     dropout: float | None = None
-    """Probability of every dropout layer; by default the model's own."""
+    """Probability of every dropout layer. Default: the model's."""
     batch_norm: Literal["local", "global", "frozen"] = "local"
-    """local: each rank normalises by its own samples, as DDP does, which is not what one device
-    trains; global: over all samples of a microbatch (on torch SyncBatchNorm, which needs GPUs; the
-    executor does it anywhere); frozen: by running statistics."""
+    """Statistics of batch norm. local: each rank uses its own samples, as DDP does, so results
+    differ from one device's. global: all samples of a microbatch (the torch engine needs GPUs for
+    it, because it uses SyncBatchNorm). frozen: running statistics, not updated."""
 
     def check(self) -> None:
-        """Refuse numbers that make no sense for any model.
+        """Refuse numbers that no model accepts.
 
         Raises:
             ConfigError: names the flag.
@@ -47,7 +47,7 @@ class ModelFlags(DlrmFlags):
             )
 
     def asked_options(self) -> ModelOptions:
-        """What the model is asked to be built with; the model and the data have their say."""
+        """Options as given; `fit_options` fills the missing ones in from the model and the data."""
         return ModelOptions(
             n_classes=self.n_classes or 0,
             image_size=self.image_size or 0,
@@ -58,12 +58,12 @@ class ModelFlags(DlrmFlags):
 
     @property
     def norm_scope(self) -> Literal["local", "global"]:
-        """Whose samples a block is normalised with; frozen statistics are of no samples."""
+        """Samples that batch statistics are computed over; without effect if they are frozen."""
         return "global" if self.batch_norm == "global" else "local"
 
 
 def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
-    """Flags with what was left to the model and the data filled in, so that runs of equal models
+    """Flags of a model after `fit_options` filled in the missing ones, so that runs of equal models
     have equal configurations."""
     return {
         "image_size": fitted.image_size or None,
@@ -73,13 +73,13 @@ def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
 
 
 def shared_flags(source: Any, kind: type) -> dict[str, Any]:
-    """The values of all fields of one dataclass that another kind has under the same name."""
+    """Values of the fields of `source` that the dataclass `kind` has too, by name."""
     names = {field.name for field in fields(kind)}
     return {f.name: getattr(source, f.name) for f in fields(source) if f.name in names}
 
 
 def flag_words(config: Mapping[str, Any], names: Iterable[str], defaults: Any) -> list[str]:
-    """A command line's words for the model, and for those flags that are not at their defaults."""
+    """Command-line words for the model, and for those flags that differ from their defaults."""
     words: list[str] = []
     for name in names:
         given, default = _as_tuple(config[name]), _as_tuple(getattr(defaults, name))

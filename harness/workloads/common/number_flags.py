@@ -1,6 +1,6 @@
-"""Flags that are numbers, or lists of them: each is finite and within its bound.
+"""Checks of flags that are numbers or lists of numbers: each must be finite and within its bound.
 
-None and `auto` mean automatic and are within every bound.
+None and `auto` mean automatic and pass every check.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from harness.errors import ConfigError
 
 
 def flag(name: str) -> str:
-    """A field's name as the command line has it."""
+    """The command-line spelling of a field's name."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_at_least(config: Any, bounds: Mapping[str, float]) -> None:
-    """Refuse what is below its bound.
+    """Refuse values below their bounds.
 
     Raises:
         ConfigError: names the flag, its value and the bound.
@@ -30,7 +30,7 @@ def check_at_least(config: Any, bounds: Mapping[str, float]) -> None:
 
 
 def check_above_zero(config: Any, names: Iterable[str]) -> None:
-    """Refuse what is 0 or less.
+    """Refuse values of 0 or less.
 
     Raises:
         ConfigError: names the flag and its value.

@@ -1,4 +1,4 @@
-"""The flags of a search, which `search` and `train --strategy searched` share."""
+"""The flags of a search, shared by `search` and `train --strategy searched`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ _AT_LEAST = {"search_budget": 1, "trials": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFlags:
-    """How long to search, and within which memory."""
+    """Limits of a search in time and memory."""
 
     search_seconds: float = 120.0
-    """End the search after this long, with the best plan found."""
+    """Time limit of the search; it then returns the best plan found."""
     search_budget: int | None = None
-    """Most plans that are judged; by default as many as take some seconds."""
+    """Maximum number of plans that the search simulates. Default: as many as take some seconds."""
     trials: int = 4
-    """Best plans that are trained for some steps, in turn, so that the clock chooses among them; 1
-    trusts the prediction."""
+    """Number of best predicted plans that are trained for a few steps each, in turn, before the
+    fastest measured one is chosen. 1 chooses by prediction alone."""
     memory: str | None = None
-    """Memory that a plan may use on each device, such as 12GB; by default all of it."""
+    """Memory that a plan may use on each device, such as 12GB. Default: all of it."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of `memory`."""
         return None if self.memory is None else parse_bytes(self.memory)
 
     def check_search(self) -> None:
-        """Refuse numbers that make no sense.
+        """Refuse limits that are too small.
 
         Raises:
             ConfigError: names the flag.

@@ -1,1 +1,1 @@
-"""The links workload: latency and bandwidth between every pair of ranks, and of collectives."""
+"""The links workload: latency and bandwidth of every pair of ranks, and times of collectives."""

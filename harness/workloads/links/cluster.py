@@ -1,4 +1,4 @@
-"""From measured pairs and collectives to the Cluster file that planning reads."""
+"""Convert measured pairs and collectives to the Cluster file that planning reads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 def fit_link(times: PairTimes) -> tuple[float, float]:
-    """Latency in s and bandwidth in bytes/s of t = latency + n_bytes / bandwidth.
+    """Fit latency (s) and bandwidth (bytes/s) of t = latency + n_bytes / bandwidth.
 
-    The latency is the measured one; the seconds per byte are the weighted median of
-    (t - latency) / n_bytes with weights n_bytes, which has the least absolute deviation from the
-    measured times. So large messages count most, and one odd size does not move the line. A
-    message of less than two latencies cannot tell its bytes from noise: all of it counts as bytes.
+    The latency is the measured one. The seconds per byte are the median of (t - latency) / n_bytes
+    weighted by n_bytes, which minimises the absolute deviation from the measured times: large
+    messages count most, and an outlier at one size has no effect. For a message that takes less
+    than two latencies, t - latency is mostly noise, so t / n_bytes is used instead.
 
     Raises:
         ValueError: no transfer was measured.
@@ -60,10 +60,9 @@ def _links(pairs: dict[Pair, PairTimes], names: list[str]) -> list[Link]:
 
 
 def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
-    """The fastest link to or from another node; None when all devices share the node.
+    """Bandwidth of the fastest link to or from another node; None if there is no other node.
 
-    A NIC is at least as fast as the fastest of its links, and with one pair at a time that link
-    has the NIC for itself.
+    Links are measured one pair at a time, so the fastest one has the NIC to itself.
     """
     inside = {device.name for device in node.devices}
     between = [
@@ -79,9 +78,9 @@ def _places(header: RunHeader) -> list[tuple[str, str]]:
 
 
 def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
-    """Best matmul rate by dtype of each rank, from the newest matmul run on these devices.
+    """Best matmul FLOP/s of each rank by dtype, from the newest matmul run on these devices.
 
-    Empty for every rank when the directory holds none.
+    Empty for every rank if there is no such run.
     """
     newest: tuple[str, Path] | None = None
     for path in results.iterdir() if results.is_dir() else []:
@@ -98,8 +97,8 @@ def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
     found = Results()
     read_run(newest[1], found)
     for row in (row for run in found.runs for row in matmul_table(run)):
-        mine = rates[row.rank]
-        mine[row.dtype] = max(mine.get(row.dtype, 0.0), row.flops_per_s)
+        best = rates[row.rank]
+        best[row.dtype] = max(best.get(row.dtype, 0.0), row.flops_per_s)
     return rates
 
 
@@ -110,10 +109,11 @@ def build_cluster(
     flops: list[dict[str, float]],
     host_s_per_byte: list[float],
 ) -> Cluster:
-    """The launch's nodes and devices with what was measured about them, by rank.
+    """Build the launch's cluster with its measured links, collectives and devices.
 
     Args:
-        host_s_per_byte: of each rank; empty where it was not measured.
+        flops: FLOP/s by dtype of each rank.
+        host_s_per_byte: communication overhead of each rank; empty if it was not measured.
     """
     names = [*device_names(header.ranks).values()]
     costs = host_s_per_byte or [0.0] * len(names)
@@ -137,7 +137,7 @@ def build_cluster(
 
 
 def write_cluster(cluster: Cluster, paths: Sequence[Path]) -> None:
-    """Write the same file to each place; rank 0 only."""
+    """Write the cluster to each path; rank 0 only."""
     for path in paths:
         write_atomically(path, cluster.to_json())
         _log.info("wrote %s", path)

@@ -1,4 +1,4 @@
-"""Collectives over sizes and transports, one sample per iteration, results checked."""
+"""Time collectives over sizes and transports, and verify their results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from harness.workloads.links.operations import CollectiveTrial, Transport, make_
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What keeps a sweep over sizes short.
+    """Limits on the duration of a sweep over sizes.
 
     Attributes:
-        budget: of each operation at each size.
-        longest_s: iterations that are predicted to take longer are left out; infinite for sizes
-            that were asked for.
+        budget: budget of each operation at each size.
+        longest_s: sizes with longer iterations are left out; infinite if the user gave the sizes.
     """
 
     budget: Budget
@@ -36,7 +35,7 @@ def measure_collective(
     """Time, check and record one operation at one size; all ranks must call it.
 
     Raises:
-        VerificationError: a result is wrong, on every rank.
+        VerificationError: a result is wrong on any rank; raised on every rank.
     """
     trial = make_trial(operation, n_bytes, transport)
     n = _count_iterations(trial, transport, context.world, budget)
@@ -62,7 +61,7 @@ def measure_collective(
 def _count_iterations(
     trial: CollectiveTrial, transport: Transport, world: World, budget: Budget
 ) -> int:
-    """Warm up; iterations that fit in the budget with their barriers, the same on every rank."""
+    """Warm up, and count the iterations that fit into the budget; equal on every rank."""
     time_trial(trial, transport, 1)  # opens connections
     start_ns = time.perf_counter_ns()
     time_trial(trial, transport, budget.n_warm_up)
@@ -71,32 +70,30 @@ def _count_iterations(
 
 
 def _require_everywhere(trial: CollectiveTrial, world: World) -> None:
-    """Check on all ranks and fail on all."""
+    """Check the result on all ranks; raise on all ranks if one is wrong."""
     failure: VerificationError | None = None
     try:
         trial.check()
     except VerificationError as error:
         failure = error
-    what = f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name}"
-    raise_everywhere(failure, what, world)
+    subject = f"{trial.name} of {format_bytes(trial.n_bytes)} over {trial.transport.name}"
+    raise_everywhere(failure, subject, world)
 
 
-def raise_everywhere(failure: VerificationError | None, what: str, world: World) -> None:
-    """Fail on all ranks where one did: one that fails alone leaves the others waiting.
-
-    All ranks must call it.
+def raise_everywhere(failure: VerificationError | None, subject: str, world: World) -> None:
+    """Raise on all ranks if one failed, because the others would wait; all ranks must call it.
 
     Args:
-        what: is wrong, for the ranks that saw nothing wrong themselves.
+        subject: names the wrong result in the error of ranks without a failure.
 
     Raises:
-        VerificationError: this rank's failure, or that another rank has one.
+        VerificationError: this rank's failure, or an error that points to another rank.
     """
     is_wrong_anywhere = maximum_over_ranks([float(failure is not None)], world)[0] > 0
     if failure is not None:
         raise failure
     if is_wrong_anywhere:
-        raise VerificationError(f"{what} is wrong on another rank: its message says where")
+        raise VerificationError(f"{subject} is wrong on another rank: its message says where")
 
 
 def measure_collectives(
@@ -106,31 +103,31 @@ def measure_collectives(
     context: Context,
     limits: Limits,
 ) -> tuple[list[CollectivePoint], list[str]]:
-    """Every operation at every size; all ranks must call it.
+    """Measure every operation at every size; all ranks must call it.
 
     Returns:
-        The points, equal on all ranks, and what was left out, in words.
+        The points, equal on all ranks, and a text for each measurement that was left out.
     """
     points: list[CollectivePoint] = []
     left_out: list[str] = []
-    what = f"collectives over {transport.name}"
+    label = f"collectives over {transport.name}"
     total = len(operations) * len(sizes)
     for at, operation in enumerate(operations):
         if operation == "send_recv" and transport.size == 1:
-            left_out.append("send_recv: one rank has nobody to send to")
+            left_out.append("send_recv: it needs at least two ranks")
             continue
         last: CollectivePoint | None = None
         for i, n_bytes in enumerate(sorted(sizes)):
             note = f"{operation} {format_bytes(n_bytes)}"
-            context.progress.update(what, at * len(sizes) + i, total, note)
+            context.progress.update(label, at * len(sizes) + i, total, note)
             predicted_s = last.duration_s * n_bytes / last.n_bytes if last else 0.0
             if last and n_bytes > 1 << 20 and predicted_s > limits.longest_s:
                 left_out.append(
                     f"{note} over {transport.name}: about {format_duration(predicted_s)} an "
-                    "iteration; ask for it by --sizes"
+                    "iteration; --sizes measures it anyway"
                 )
                 continue
             last = measure_collective(operation, n_bytes, transport, context, limits.budget)
             points.append(last)
-    context.progress.update(what, total, total)
+    context.progress.update(label, total, total)
     return points, left_out

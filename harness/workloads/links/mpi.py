@@ -1,4 +1,4 @@
-"""MPI as a transport, by mpi4py's buffer calls: nothing is pickled, nothing copied."""
+"""MPI as a transport, by mpi4py's buffer calls, which neither pickle nor copy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from harness.measure.clock import Clock, HostClock
 
 
 class MpiTransport:
-    """COMM_WORLD on the host's memory.
+    """COMM_WORLD on host memory.
 
-    The MPI of the wheels knows no GPU memory, so this reads what the network does, without the
-    copy from and to a GPU.
+    The MPI from PyPI has no CUDA support, so times exclude copies from and to a GPU.
     """
 
     name = "mpi"
@@ -24,7 +23,7 @@ class MpiTransport:
         self.size: int = comm.size
         self.device = torch.device("cpu")
         self.clock: Clock = HostClock()
-        from mpi4py import MPI  # starts MPI, so not at import time; whoever made `comm` did already
+        from mpi4py import MPI  # its import initialises MPI, which the owner of `comm` has done
 
         self._in_place = MPI.IN_PLACE
 

@@ -1,8 +1,8 @@
-"""Communication to be timed: transports, and operations whose result can be checked exactly.
+"""Transports, and communication operations whose results are checked exactly.
 
-An operation names its sizes as nccl-tests does (doc/PERFORMANCE.md): S is the whole n-rank buffer
-for all_gather, reduce_scatter and all_to_all. Every element is a small whole number that depends
-on its rank and place, so that a sum is exact in float32 and a misplaced block shows.
+Sizes follow nccl-tests (doc/PERFORMANCE.md): for all_gather, reduce_scatter and all_to_all, the
+size S is that of the whole n-rank buffer. Every element is a small integer that depends on rank
+and index, so sums are exact in float32 and misplaced blocks are detected.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from harness.runtime.ranks.world import World
 from harness.units import format_bytes
 
 ELEMENT_BYTES = 4
-# Prime, so that shifts by whole chunks are seen; sums over 65000 ranks stay exact in float32.
+# Prime, so that a shift by a chunk changes elements; sums over 65000 ranks are exact in float32.
 _PERIOD = 251
 
 
 class Transport(Protocol):
-    """How ranks talk: point to point and collectively, on float32 tensors of one dimension.
+    """Point-to-point and collective communication of one-dimensional float32 tensors.
 
-    Calls block, or queue on the device where the transport is NCCL; `clock` marks fit either way.
+    Calls block, except NCCL's, which are queued on the device; `clock` is the matching clock.
 
     Attributes:
-        device: where buffers must be.
+        device: device that buffers must be on.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """torch.distributed's default group: gloo on the host's memory, NCCL on the GPU's."""
+    """torch.distributed's default group: gloo on host memory, NCCL on GPU memory."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.name: str = dist.get_backend()
@@ -60,7 +60,7 @@ class TorchTransport:
 
     @classmethod
     def of(cls, world: World, clock: Clock) -> TorchTransport:
-        """The transport of a run's world; `clock` is the one that fits its device."""
+        """Make the transport of a run's world; `clock` is that of the world's device."""
         if world.backend == "nccl":
             return cls(world.device, clock)
         return cls(torch.device("cpu"), clock if world.device.type == "cpu" else HostClock())
@@ -100,7 +100,7 @@ class TorchTransport:
 
 
 def _all_gather() -> Callable[..., Any]:
-    """Newer releases of torch renamed it, and warn about the old name."""
+    """Find the function by its new name; newer torch warns about the old one."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -109,7 +109,7 @@ def _reduce_scatter() -> Callable[..., Any]:
 
 
 def pattern(rank: int, n: int, device: torch.device) -> torch.Tensor:
-    """What a rank puts into a collective: float32, (n,)."""
+    """A rank's input of a collective: float32, (n,)."""
     return ((torch.arange(n, device=device) + 31 * rank) % _PERIOD).float()
 
 
@@ -121,7 +121,7 @@ def _sum_of_patterns(size: int, n: int, device: torch.device) -> torch.Tensor:
 
 
 class Trial(Protocol):
-    """One operation at one size: `reset` before and `check` after, both untimed."""
+    """One operation at one size; `reset` (before `run`) and `check` (after) are not timed."""
 
     n_bytes: int
 
@@ -135,10 +135,10 @@ class CollectiveTrial:
     """A collective with its buffers.
 
     Attributes:
-        n_bytes: S, after rounding up to whole elements on every rank.
-        source: what this rank puts in.
-        out: what it gets; all_reduce and broadcast work in place on it.
-        expected: what it must get.
+        n_bytes: S, rounded up to whole elements on every rank.
+        source: this rank's input.
+        out: its output; all_reduce and broadcast work in place on it.
+        expected: the correct output.
     """
 
     name: str
@@ -178,7 +178,7 @@ class CollectiveTrial:
 
 
 def _chunk(whole: torch.Tensor, transport: Transport) -> torch.Tensor:
-    return whole.chunk(transport.size)[transport.rank].clone()  # the whole need not stay
+    return whole.chunk(transport.size)[transport.rank].clone()  # so that `whole` is freed
 
 
 def _make_all_reduce(t: Transport, n: int) -> CollectiveTrial:
@@ -255,9 +255,9 @@ OPERATIONS = tuple(_MAKE)
 
 
 def make_trial(operation: str, n_bytes: int, transport: Transport) -> CollectiveTrial:
-    """Buffers and expectation of an operation; S is rounded up to whole elements on every rank.
+    """Make an operation with its buffers; S is rounded up to whole elements on every rank.
 
-    send_recv is nccl-tests': every rank sends to the next and receives from the one before.
+    In send_recv, as in nccl-tests, every rank sends to the next and receives from the previous.
     """
     quantum = ELEMENT_BYTES * transport.size
     n = max(1, -(-n_bytes // quantum)) * transport.size
@@ -265,10 +265,10 @@ def make_trial(operation: str, n_bytes: int, transport: Transport) -> Collective
 
 
 def time_trial(trial: Trial, transport: Transport, n: int) -> list[float]:
-    """Seconds on this rank of n iterations; all ranks must call it.
+    """Time n iterations on this rank, in seconds; all ranks must call it.
 
-    A barrier precedes each, untimed, so that no iteration pays for the one before; the time of the
-    iteration is the maximum over ranks.
+    An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's
+    time is the maximum over ranks, which the caller takes.
     """
     clock, durations = transport.clock, []
     for _ in range(n):

@@ -1,11 +1,11 @@
-"""Communication overhead: seconds of computing that each byte sent or received costs its device.
+"""Communication overhead: seconds of computing lost per byte sent or received.
 
     without   |#|#|#|#|#|#|                     one chunk of products after another
     during    |# |# | # |#  |  communication    fewer in the same time
 
-The chunks that are missing, in seconds, over the bytes that the rank sent and received meanwhile
-are the cost of a byte (in LogGP's words the overhead o, taken per byte). It is 0 where other cores,
-or a NIC, move the bytes. Every rank sends to the next and receives from the one before.
+The overhead is the time of the missing chunks over the bytes sent and received (LogGP's o, taken
+per byte). It is 0 if other cores or a NIC move the bytes. Every rank sends to the next and receives
+from the previous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.runtime.ranks.world import World
 _N_SAMPLES = 5
 _SAMPLE_S = 0.3
 _LONGEST_S = 2.0
-# A chunk ends soon after communication does, and takes far longer than asking whether it has.
+# Short, so that the last chunk hardly outlasts communication, but far longer than the poll for it.
 _CHUNK_S = 2e-3
 _SIDE = {"cpu": 256, "cuda": 2048}
 _START_BYTES = 1 << 20
@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 28
 
 
 class _Chunks:
-    """Products of a fixed size, a few at a time."""
+    """Chunks of matrix products of a fixed size."""
 
     def __init__(self, world: World) -> None:
         side = _SIDE[world.device.type]
@@ -49,7 +49,7 @@ class _Chunks:
     def _run(self) -> None:
         for _ in range(self._n):
             torch.mm(self._a, self._a, out=self._out)
-        if self._is_cuda:  # this process's queue, and not that of NCCL's transfers
+        if self._is_cuda:  # the current stream only, because NCCL has its own
             torch.cuda.current_stream().synchronize()
 
     def _timed(self) -> float:
@@ -58,7 +58,7 @@ class _Chunks:
         return time.perf_counter() - start_s
 
     def until(self, is_over: Callable[[], bool]) -> tuple[int, float]:
-        """Chunks computed before `is_over`, at least one, and the seconds they took."""
+        """Compute until `is_over`; returns the number of chunks (at least 1) and their seconds."""
         n, start_s = 0, time.perf_counter()
         while n == 0 or not is_over():
             self._run()
@@ -70,7 +70,7 @@ def measure_overhead(context: Context) -> list[float]:
     """Compute without communication and during it, in turn; all ranks must call it.
 
     Returns:
-        Seconds per byte, by rank; 0 for the only rank of a launch.
+        Seconds per byte of each rank; 0 if there is only one rank.
     """
     world = context.world
     if world.size == 1:
@@ -79,13 +79,13 @@ def measure_overhead(context: Context) -> list[float]:
 
 
 def _measure(chunks: _Chunks, context: Context) -> float:
-    """Median over samples of this rank's cost of a byte; each is recorded."""
+    """Record samples of this rank's seconds per byte; returns their median."""
     world, progress = context.world, context.progress
     sample_s = max(_SAMPLE_S, shortest_sample_s(world.device.type))
     message = _message_of(sample_s, world)
-    what, costs = "computing during send_recv", []
+    label, costs = "computing during send_recv", []
     for step in range(_N_SAMPLES):
-        progress.update(what, step, _N_SAMPLES)
+        progress.update(label, step, _N_SAMPLES)
         chunk_s = _chunk_s(chunks, sample_s)
         dist.barrier()
         n_chunks, during_s = _during(chunks, message, world)
@@ -97,31 +97,31 @@ def _measure(chunks: _Chunks, context: Context) -> float:
         for metric, value in metrics.items():
             context.recorder.sample(metric, value, step=step, n_bytes=message.nbytes)
         context.flush()
-    progress.update(what, _N_SAMPLES, _N_SAMPLES)
+    progress.update(label, _N_SAMPLES, _N_SAMPLES)
     return median(costs)
 
 
 def _start(message: torch.Tensor, world: World) -> list[Any]:
-    """Post a message to the next rank, and one from the rank before."""
-    here, n = world.rank, world.size
+    """Post a send to the next rank and a receive from the previous one."""
+    rank, n = world.rank, world.size
     return list(
         dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, message, (here + 1) % n),
-                dist.P2POp(dist.irecv, torch.empty_like(message), (here - 1) % n),
+                dist.P2POp(dist.isend, message, (rank + 1) % n),
+                dist.P2POp(dist.irecv, torch.empty_like(message), (rank - 1) % n),
             ]
         )
     )
 
 
 def _during(chunks: _Chunks, message: torch.Tensor, world: World) -> tuple[int, float]:
-    """Chunks computed, and the seconds, until all work is done; posting takes a GPU no time."""
+    """Compute until the messages have arrived; returns chunks and seconds (CPU: with posting)."""
     start_s = time.perf_counter()
     work = _start(message, world)
     if world.backend == "nccl":
-        return chunks.until(work[-1].is_completed)  # in the order in which they were posted
+        return chunks.until(work[-1].is_completed)  # NCCL completes work in posting order
     posting_s = time.perf_counter() - start_s if world.device.type == "cpu" else 0.0
-    # gloo's transfers between two ranks do not say that they are done, unless waited for.
+    # gloo's point-to-point transfers report completion only to a thread that waits for them.
     waiting = threading.Thread(target=lambda: [one.wait() for one in work])
     waiting.start()
     n_chunks, chunks_s = chunks.until(lambda: not waiting.is_alive())
@@ -129,7 +129,7 @@ def _during(chunks: _Chunks, message: torch.Tensor, world: World) -> tuple[int, 
 
 
 def _chunk_s(chunks: _Chunks, sample_s: float) -> float:
-    """Seconds of a chunk without communication; all ranks compute at the same time."""
+    """Time a chunk without communication; all ranks compute at the same time."""
     dist.barrier()
     end_s = time.perf_counter() + sample_s
     n_chunks, taken_s = chunks.until(lambda: time.perf_counter() >= end_s)
@@ -138,7 +138,7 @@ def _chunk_s(chunks: _Chunks, sample_s: float) -> float:
 
 
 def _message_of(sample_s: float, world: World) -> torch.Tensor:
-    """A message that takes at least a sample's time, of the same size on every rank."""
+    """Make a message that takes at least `sample_s`; its size is equal on every rank."""
     n_bytes = _START_BYTES
     _idle_s(torch.zeros(n_bytes // 4, device=world.wire), world)  # opens connections
     while True:
@@ -152,7 +152,7 @@ def _message_of(sample_s: float, world: World) -> torch.Tensor:
 
 
 def _idle_s(message: torch.Tensor, world: World) -> float:
-    """Seconds of this rank's communication while nobody computes."""
+    """Time this rank's communication without computing."""
     dist.barrier()
     start_s = time.perf_counter()
     for work in _start(message, world):

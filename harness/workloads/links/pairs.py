@@ -1,11 +1,11 @@
 """Latency and bandwidth of every ordered pair of ranks, one pair at a time.
 
     source   |--- message --->          |
-    target                 |--- ack --->|     a trip; the ack is 4 bytes
+    target                 |--- ack --->|     a round trip; the ack is 4 bytes
 
-Half a trip of the smallest message is the latency; a trip of a larger message, less the shortest
-latency seen for its ack, is its one-way time (less the median, noise could make a link look faster
-than it is). All is read on the source's clock.
+Half a round trip of the smallest message is the latency. The one-way time of a larger message is
+its round trip minus the shortest latency, which is the time of its ack (subtracting the median
+could make a link look too fast). All times are read on the source's clock.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from harness.workloads.links.collectives import Limits, raise_everywhere
 from harness.workloads.links.operations import ELEMENT_BYTES, Transport, pattern
 
 Pair = tuple[int, int]
-# Enough that one of them meets no other work on either host.
+# Enough that at least one is undisturbed by other work on either host.
 _PINGS = 30
 
 
 @dataclass(frozen=True)
 class PairTimes:
-    """One direction between two ranks: median seconds.
+    """Median times in seconds from one rank to another.
 
     Attributes:
         transfers: one-way time by size in bytes.
@@ -41,8 +41,8 @@ class PairTimes:
     transfers: dict[int, float]
 
 
-class _Line:
-    """A pair of ranks at work; both call the same methods in the same order."""
+class _PingPong:
+    """Round trips between a pair of ranks; both call the same methods in the same order."""
 
     def __init__(self, transport: Transport, pair: Pair) -> None:
         self._transport = transport
@@ -52,7 +52,7 @@ class _Line:
         self._peer = pair[1] if self.is_source else pair[0]
 
     def trips(self, message: torch.Tensor, n: int) -> list[float]:
-        """Seconds of n trips; empty on the target."""
+        """Time n round trips, in seconds; empty on the target."""
         transport, clock = self._transport, self._transport.clock
         durations = []
         for _ in range(n):
@@ -69,12 +69,14 @@ class _Line:
         return durations
 
     def measure(self, n_bytes: int, budget: Budget, longest_s: float) -> tuple[list[float], bool]:
-        """Trips of one size, none on the target; and on both whether they are short enough.
+        """Time round trips of one size.
 
-        Of those that are not, there are the warm-up's alone.
+        Returns:
+            Their seconds (empty on the target), and whether they are within `longest_s`. If not,
+            the seconds are those of the warm-up.
 
         Raises:
-            VerificationError: a message arrived wrong, on both.
+            VerificationError: a message arrived wrong; raised on both ranks.
         """
         n = max(1, -(-n_bytes // ELEMENT_BYTES))
         message = pattern(self._pair[0], n, self._transport.device)
@@ -86,27 +88,27 @@ class _Line:
         self._check(message)
         is_short = not warm_up or min(warm_up) <= longest_s
         n_trips = budget.count(warm_up[-1]) if warm_up and is_short else 0
-        n_trips = self._tell(n_trips, is_teller=self.is_source)
+        n_trips = self._share(n_trips, is_sender=self.is_source)
         if n_trips == 0:
             return warm_up, False
         durations = self.trips(message, n_trips)
         self._check(message)
         return durations, True
 
-    def _tell(self, number: int, *, is_teller: bool) -> int:
-        """The teller's number on both."""
+    def _share(self, number: int, *, is_sender: bool) -> int:
+        """Send the sender's number to its peer; returns it on both ranks."""
         message = torch.tensor([float(number)], device=self._transport.device)
-        if is_teller:
+        if is_sender:
             self._transport.send(message, self._peer)
         else:
             self._transport.receive(message, self._peer)
         return int(message.item())
 
     def _check(self, message: torch.Tensor) -> None:
-        """Fail on both when the target's message is wrong: the source would wait for its acks."""
+        """Raise on both ranks if the target's message is wrong."""
         expected = pattern(self._pair[0], len(message), message.device)
         n_wrong = int((message != expected).sum())
-        n_wrong = self._tell(n_wrong, is_teller=not self.is_source)
+        n_wrong = self._share(n_wrong, is_sender=not self.is_source)
         if n_wrong:
             source, target = self._pair
             raise VerificationError(
@@ -118,7 +120,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class PairSamples:
-    """One direction's samples in seconds; empty on the target."""
+    """Samples in seconds from one rank to another; empty on the target."""
 
     latencies: list[float]
     transfers: dict[int, list[float]]
@@ -131,21 +133,21 @@ def time_pair(
     budget: Budget,
     longest_s: float = float("inf"),
 ) -> PairSamples:
-    """Time one direction; both ranks of the pair must call it, and no other.
+    """Time messages from pair[0] to pair[1]; only these two ranks must call it.
 
-    Stops after the first size that takes longer than `longest_s`, of which it keeps the warm-up: a
+    Stops after the first size that takes longer than `longest_s` and keeps its warm-up, so that a
     slow link has at least one time.
 
     Raises:
-        VerificationError: a message arrived wrong, on both ranks.
+        VerificationError: a message arrived wrong; raised on both ranks.
     """
-    line = _Line(transport, pair)
+    ping_pong = _PingPong(transport, pair)
     pings = replace(budget, n_min=max(_PINGS, budget.n_min), n_max=max(_PINGS, budget.n_max))
-    latencies = [t / 2 for t in line.measure(ELEMENT_BYTES, pings, float("inf"))[0]]
+    latencies = [t / 2 for t in ping_pong.measure(ELEMENT_BYTES, pings, float("inf"))[0]]
     ack_s = min(latencies, default=0.0)
     transfers: dict[int, list[float]] = {}
     for n_bytes in sorted(sizes):
-        trips, is_short = line.measure(n_bytes, budget, longest_s)
+        trips, is_short = ping_pong.measure(n_bytes, budget, longest_s)
         transfers[n_bytes] = [trip_s - ack_s for trip_s in trips]
         if not is_short:
             break
@@ -155,7 +157,7 @@ def time_pair(
 def _measure_pair(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
-    """Time and record one direction; its medians on the source, None on the target."""
+    """Time and record one ordered pair; returns medians on the source, None on the target."""
     samples = time_pair(pair, sizes, transport, limits.budget, limits.longest_s)
     if transport.rank != pair[0]:
         return None
@@ -173,35 +175,35 @@ def _measure_pair(
 def measure_pairs(
     sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> tuple[dict[Pair, PairTimes], list[str]]:
-    """Every ordered pair, one after another; all ranks must call it.
+    """Measure every ordered pair, one after another; all ranks must call it.
 
     Ranks outside the pair sleep until it is done.
 
     Returns:
-        All pairs' times, equal on all ranks, and what was left out, in words: sizes above one that
-        takes longer than the limit.
+        All pairs' times, equal on all ranks, and a text for each size that was left out because a
+        smaller one took longer than the limit.
 
     Raises:
-        VerificationError: a message arrived wrong, on every rank.
+        VerificationError: a message arrived wrong; raised on every rank.
     """
     pairs = list(permutations(range(transport.size), 2))
-    mine: dict[Pair, PairTimes] = {}
+    measured: dict[Pair, PairTimes] = {}
     for done, pair in enumerate(pairs):
         note = f"{pair[0]} to {pair[1]}"
         context.progress.update(f"pairs over {transport.name}", done, len(pairs), note)
         times = _measure_everywhere(pair, sizes, transport, context, limits)
         if times is not None:
-            mine[pair] = times
+            measured[pair] = times
         context.flush()
     context.progress.update(f"pairs over {transport.name}", len(pairs), len(pairs))
-    found = _share(mine, pairs, sizes, context)
+    found = _gather_pairs(measured, pairs, sizes, context)
     return found, _left_out(found, sizes, transport.name, limits.longest_s)
 
 
 def _measure_everywhere(
     pair: Pair, sizes: list[int], transport: Transport, context: Context, limits: Limits
 ) -> PairTimes | None:
-    """Measure on the pair, and fail on all ranks; all must call it."""
+    """Measure on the pair; raise on all ranks if it fails; all ranks must call it."""
     times: PairTimes | None = None
     failure: VerificationError | None = None
     if transport.rank in pair:
@@ -209,15 +211,15 @@ def _measure_everywhere(
             times = _measure_pair(pair, sizes, transport, context, limits)
         except VerificationError as error:
             failure = error
-    what = f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name}"
-    raise_everywhere(failure, what, context.world)
+    subject = f"a message from rank {pair[0]} to rank {pair[1]} over {transport.name}"
+    raise_everywhere(failure, subject, context.world)
     return times
 
 
 def _left_out(
     found: dict[Pair, PairTimes], sizes: list[int], transport: str, longest_s: float
 ) -> list[str]:
-    """A line for each size that some pairs did not come to."""
+    """Return a line for each size that was left out on some pairs."""
     lines = []
     for n_bytes in sorted(sizes):
         slow = [pair for pair, times in found.items() if n_bytes > max(times.transfers, default=0)]
@@ -226,18 +228,18 @@ def _left_out(
             lines.append(
                 f"{format_bytes(n_bytes)} over {transport} on {len(slow)} of {len(found)} links, "
                 f"such as rank {source} to rank {target}: a smaller message takes over "
-                f"{format_duration(longest_s)} there; ask for it by --pair-sizes"
+                f"{format_duration(longest_s)}; --pair-sizes measures it anyway"
             )
     return lines
 
 
-def _share(
-    mine: dict[Pair, PairTimes], pairs: list[Pair], sizes: list[int], context: Context
+def _gather_pairs(
+    measured: dict[Pair, PairTimes], pairs: list[Pair], sizes: list[int], context: Context
 ) -> dict[Pair, PairTimes]:
-    """All pairs' times on all ranks: each number is known to one rank, and -1 elsewhere."""
+    """Gather all pairs' times by a maximum over ranks: ranks without a time contribute -1."""
     numbers: list[float] = []
     for pair in pairs:
-        known = mine.get(pair)
+        known = measured.get(pair)
         numbers.append(known.latency_s if known else -1.0)
         numbers += [known.transfers.get(n, -1.0) if known else -1.0 for n in sizes]
     if not numbers:

@@ -1,4 +1,4 @@
-"""What rank 0 prints after links: collectives by size, and the matrix of pairs."""
+"""The tables that rank 0 prints after links: pairs, collectives by size, overhead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.units import format_bandwidth, format_bytes, format_duration
 
 
 def links_text(runs: list[Run]) -> str:
-    """The tables of every run, one after another."""
+    """Return the tables of every run, one after another."""
     return "\n\n".join(part for run in runs for part in _parts(run) if part)
 
 
@@ -67,7 +67,7 @@ def _overhead(run: Run) -> str:
     if not rows:
         return ""
     cells = [[row.name, f"{row.speed:.0%}", _taken(row.taken_s_per_byte)] for row in rows]
-    return columns(["computing on", "speed during send_recv", "each byte takes"], cells)
+    return columns(["computing on", "speed during send_recv", "overhead per byte"], cells)
 
 
 def _taken(seconds: float) -> str:

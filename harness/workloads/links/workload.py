@@ -1,4 +1,4 @@
-"""The links workload: how fast is every link, and every collective over all of them?"""
+"""The links workload: measure every link and collective, and write the cluster file."""
 
 from __future__ import annotations
 
@@ -30,45 +30,48 @@ _LONGEST_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig:
-    """How fast each link is, and each collective over all of them; writes the cluster file."""
+    """Measure latency and bandwidth of each link and collective; write the cluster file."""
 
     operations: tuple[str, ...] = OPERATIONS
-    """Any of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv."""
+    """Collectives to time: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all,
+    send_recv."""
     sizes: tuple[str, ...] = ()
-    """Message sizes of the collectives, such as 4KiB 16MiB (for all_gather, reduce_scatter and
-    all_to_all the whole buffer of all ranks, as in nccl-tests); by default 4KiB to 16MiB, on GPUs
-    to 256MiB, less those that would take over 0.5 s an iteration."""
+    """Message sizes of the collectives, such as 4KiB 16MiB. For all_gather, reduce_scatter and
+    all_to_all this is the buffer of all ranks together, as in nccl-tests. Default: 4KiB to 16MiB
+    (GPUs: 256MiB), without sizes that would take over 0.5 s per iteration."""
     pair_sizes: tuple[str, ...] = ()
-    """Message sizes between pairs of ranks, beside the smallest; by default 256KiB and 4MiB, on
-    GPUs 1MiB and 64MiB, and none above the first that takes over 0.5 s."""
+    """Message sizes between pairs of ranks, from which bandwidth is fitted. Default: 256KiB and
+    4MiB (GPUs: 1MiB and 64MiB), up to the first that takes over 0.5 s."""
     measure: Literal["all", "pairs", "collectives"] = "all"
-    """Only the links between pairs of ranks, only the collectives, or both, and what they take from
-    computing."""
+    """pairs: links between pairs of ranks; collectives: operations over all ranks; all: both, and
+    the overhead of communication on computing."""
     transport: Literal["all", "torch", "mpi"] = "all"
-    """torch.distributed (NCCL or gloo), MPI, or both; all leaves MPI out where there is none."""
+    """torch: torch.distributed (NCCL or gloo), which training uses; mpi: MPI on host memory; all:
+    both, or torch only if MPI did not start the ranks."""
     time_budget_s: float = 0.1
-    """Sample each operation at each size for about this long, but --min-samples at least."""
+    """Seconds to sample each operation at each size, within --min-samples and --max-samples."""
     min_samples: int = 4
-    """Fewest samples of each operation at each size."""
+    """Minimum number of samples of each operation at each size."""
     max_samples: int = 100
-    """Most samples of each operation at each size."""
+    """Maximum number of samples of each operation at each size."""
     warm_up: int = 1
-    """Iterations that are thrown away before the samples; the first opens connections."""
+    """Discarded iterations before the samples; the first one opens connections."""
     cluster_file: Path | None = None
-    """Where the cluster file goes beside the run's own cluster.json; by default cluster.json in the
-    directory of results, which only a run of all that planning prices replaces."""
+    """Second path for the cluster file, which the run's directory always gets. Default:
+    cluster.json in the results directory, replaced only by runs that measure everything planning
+    needs."""
 
     @property
     def longest_wait_s(self) -> float:
-        """For which ranks wait in a collective for one that samples."""
+        """How long ranks may wait in a collective for a rank that samples."""
         return self.time_budget_s
 
 
 def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
-    """One run; checks the flags.
+    """Check the flags and return one run.
 
     Raises:
-        ConfigError: an operation, size or count that makes no sense.
+        ConfigError: an operation is unknown, or a size or count is out of range.
     """
     unknown = [name for name in config.operations if name not in OPERATIONS]
     if unknown or not config.operations:
@@ -88,15 +91,15 @@ def links_cases(config: LinksConfig, n_ranks: int) -> list[LinksConfig]:
     return [config]
 
 
-def _sizes(asked: tuple[str, ...], by_default: tuple[str, ...]) -> list[int]:
-    return sorted({parse_bytes(text) for text in asked or by_default})
+def _sizes(given: tuple[str, ...], default: tuple[str, ...]) -> list[int]:
+    return sorted({parse_bytes(text) for text in given or default})
 
 
 def _transports(config: LinksConfig, context: Context) -> list[Transport]:
-    """Those asked for, torch's first.
+    """Make the transports of --transport, torch first.
 
     Raises:
-        ConfigError: MPI was asked for, and this launch has none.
+        ConfigError: --transport mpi, but MPI did not start the ranks.
     """
     world, clock = context.world, context.recorder.clock
     if config.transport == "mpi" and world.mpi is None:
@@ -109,14 +112,14 @@ def _transports(config: LinksConfig, context: Context) -> list[Transport]:
     return found
 
 
-def _limits(config: LinksConfig, is_asked: bool) -> Limits:
+def _limits(config: LinksConfig, has_sizes: bool) -> Limits:
     budget = Budget(
         time_s=config.time_budget_s,
         n_min=config.min_samples,
         n_max=config.max_samples,
         n_warm_up=config.warm_up,
     )
-    return Limits(budget=budget, longest_s=float("inf") if is_asked else _LONGEST_S)
+    return Limits(budget=budget, longest_s=float("inf") if has_sizes else _LONGEST_S)
 
 
 def _collective_sizes(config: LinksConfig, world: World) -> list[int]:
@@ -131,7 +134,7 @@ def _pair_sizes(config: LinksConfig, world: World) -> list[int]:
 
 
 def run_links(config: LinksConfig, context: Context) -> dict[str, Any]:
-    """Measure pairs, then collectives, over each transport, then what they take from computing.
+    """Measure pairs, then collectives, over each transport, then the overhead on computing.
 
     Rank 0 writes the cluster file.
 
@@ -167,7 +170,7 @@ def _write_cluster(
     points: list[CollectivePoint],
     overhead: list[float],
 ) -> None:
-    """Links by the first transport, which is what training uses; collectives by all."""
+    """Write links over the first transport, which training uses, and collectives over all."""
     results = context.run_dir.parent
     header = read_header(context.run_dir)
     rates = measured_flops(results, header)

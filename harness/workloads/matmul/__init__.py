@@ -1,1 +1,1 @@
-"""The matmul workload: products on each device and over all of them."""
+"""The matmul workload: matrix products on each device and over all devices."""

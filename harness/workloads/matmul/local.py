@@ -1,4 +1,4 @@
-"""How fast one device multiplies and moves memory: sizes x dtypes, each product verified."""
+"""Measure one device: matrix products over sizes and dtypes, verified, and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from harness.runtime.ranks.world import World
 from harness.units import format_bytes, format_flops
 from harness.workloads.matmul.product import SEED_A, SEED_B, block, check_block, torch_dtype
 
-# What else a measurement holds beside its operands: the check's strips and the caching allocator.
+# Memory beside the operands: strips of the check, and the caching allocator.
 _SPARE_BYTES = 1 << 29
-# A card may exceed its published boost clock for a moment; a launch that was timed in place of the
-# product is off by far more.
+# A GPU may briefly exceed its published boost clock; timing only the launch is wrong by far more.
 _BOOST = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmeasured:
-    """A row without a number, and why."""
+    """A size and dtype that was not measured, with the reason."""
 
     size: int
     dtype: str
@@ -39,7 +38,7 @@ class Unmeasured:
 
 
 def unsupported_reason(dtype: str, device: torch.device) -> str:
-    """Why a device cannot multiply in a dtype at the speed of hardware; empty when it can."""
+    """Why a device has no hardware for products in a dtype; empty if it has."""
     if device.type == "cpu":
         return _unsupported_by_cpu(dtype)
     major, minor = torch.cuda.get_device_capability(device)
@@ -64,7 +63,7 @@ def _unsupported_by_cpu(dtype: str) -> str:
 
 
 def oversize_reason(size: int, dtype: str, world: World) -> str:
-    """Why a product does not fit on the device; empty when it does."""
+    """Why a product does not fit into the device's memory; empty if it fits."""
     operands = 3 * size * size * torch_dtype(dtype).itemsize
     needed = operands + last_cache_bytes(world.device) + _SPARE_BYTES
     if needed <= world.memory_bytes:
@@ -74,7 +73,7 @@ def oversize_reason(size: int, dtype: str, world: World) -> str:
 
 @contextmanager
 def precision_of(dtype: str) -> Iterator[None]:
-    """Let fp32 products run in tf32 for tf32, and in full precision for anything else."""
+    """Context in which fp32 products use tf32 if `dtype` is tf32, else full precision."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -85,7 +84,7 @@ def precision_of(dtype: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Operands:
-    """One product's tensors; C = A B."""
+    """Tensors of one product C = A B."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -109,7 +108,7 @@ class _Operands:
 
 
 def _seconds_of(work: Callable[[], object], clock: Clock) -> float:
-    """One untimed call, then one timed."""
+    """Time the second of two calls, in seconds."""
     work()
     clock.settle()
     start = clock.mark()
@@ -120,7 +119,7 @@ def _seconds_of(work: Callable[[], object], clock: Clock) -> float:
 
 
 def _spread_over_cache(first: _Operands, n_products: int, flush: CacheFlush) -> list[_Operands]:
-    """Enough copies that products one after another never find their operands in the cache."""
+    """Make so many copies that consecutive products never find their operands in the cache."""
     n_sets = min(n_products, math.ceil(flush.n_bytes / first.n_bytes) + 1)
     return [first, *(first.copy() for _ in range(n_sets - 1))]
 
@@ -128,10 +127,10 @@ def _spread_over_cache(first: _Operands, n_products: int, flush: CacheFlush) -> 
 def time_product(
     size: int, dtype: str, device: torch.device, clock: Clock, budget: Budget
 ) -> tuple[list[float], _Operands]:
-    """Seconds of each sample of one product, from a cold cache; and its operands.
+    """Time samples of one product with a cold cache; returns their seconds and the operands.
 
-    One sample is one product, but under a CPU quota as many, on operands of their own, as span
-    several of its periods: their mean is the sample.
+    A sample is one product. Under a CPU quota, it is the mean over as many products, each with its
+    own operands, as span several periods of the quota.
     """
     flush, operands = CacheFlush(device), _Operands.make(size, dtype, device)
     shortest_s = shortest_sample_s(device.type)
@@ -140,7 +139,7 @@ def time_product(
     turns = cycle(_spread_over_cache(operands, n_products, flush))
 
     def sample() -> tuple[Any, Any]:
-        if device.type == "cuda":  # the flush of a small cache ends before the product is queued
+        if device.type == "cuda":  # else a short flush ends before the product is queued
             hold_gpu()
         flush()
         start = clock.mark()
@@ -157,7 +156,7 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
 
     Raises:
         VerificationError: the median is above the published peak at the device's highest clock, or
-            one sample far above.
+            one sample is far above it.
     """
     peak = peak_flops_per_s(device_kind).get(dtype)
     if peak is None:
@@ -171,7 +170,7 @@ def check_peak(flops: float, durations: list[float], dtype: str, device_kind: st
             raise VerificationError(
                 f"{dtype} at {format_flops(flops / duration_s)} is above the "
                 f"{format_flops(ceiling)} that {device_kind} can do: the clock or the product is "
-                "wrong, trust neither"
+                "wrong"
             )
 
 
@@ -179,7 +178,7 @@ def measure_product(size: int, dtype: str, context: Context, budget: Budget) -> 
     """Time, verify and record one product; returns its FLOP/s from the median time.
 
     Raises:
-        VerificationError: the result is wrong, or faster than the device can be.
+        VerificationError: the result is wrong, or the rate is above the device's peak.
     """
     with precision_of(dtype):
         clock, device = context.recorder.clock, context.world.device
@@ -199,10 +198,10 @@ def measure_product(size: int, dtype: str, context: Context, budget: Budget) -> 
 def measure_products(
     sizes: list[int], dtypes: list[str], context: Context, budget: Budget
 ) -> tuple[dict[str, float], list[Unmeasured]]:
-    """Every size and dtype on this rank's device.
+    """Measure every size and dtype on this rank's device.
 
     Returns:
-        The best FLOP/s by dtype, and the rows that have no number.
+        The best FLOP/s by dtype, and the sizes and dtypes that were not measured.
     """
     device = context.world.device
     best: dict[str, float] = {}
@@ -226,8 +225,8 @@ def measure_products(
 def measure_memory(context: Context, budget: Budget) -> dict[str, float]:
     """Record and return the bytes/s of a copy and of STREAM's triad a = b + s c.
 
-    Source: McCalpin, STREAM: arrays of at least four times the last cache; the traffic counted is
-    2 arrays for a copy and 3 for a triad (a write-allocate on a CPU is not counted).
+    Source: McCalpin, STREAM: arrays have at least four times the size of the last cache; a copy
+    counts 2 arrays of traffic, a triad 3 (write-allocate on a CPU is not counted).
     """
     device, clock = context.world.device, context.recorder.clock
     n_bytes = max(1 << 26, 4 * last_cache_bytes(device))
@@ -254,7 +253,7 @@ def measure_memory(context: Context, budget: Budget) -> dict[str, float]:
 
 
 def _time_pass(work: Callable[[], object], context: Context, budget: Budget) -> list[float]:
-    """Seconds of one pass over the arrays; several passes a sample under a CPU quota."""
+    """Time passes over the arrays; under a CPU quota, a sample is the mean of several passes."""
     clock = context.recorder.clock
     shortest_s = shortest_sample_s(context.world.device.type)
     n_passes = max(1, math.ceil(shortest_s / _seconds_of(work, clock))) if shortest_s else 1

@@ -1,7 +1,7 @@
-"""Operands of a product that every rank can make by itself, and its check against float64.
+"""Operands of a matrix product as a function of their indices, and its check against float64.
 
-Element (i, j) of a matrix is a hash of its place, uniform in [-1, 1). So a rank makes the
-blocks it owns, and those that its check needs, without communication.
+Element (i, j) of a matrix is a hash of (i, j), uniform in [-1, 1). So a rank can make any block,
+for the product or for its check, without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SEED_A, SEED_B = 1, 2
 _MASK = 0xFFFFFFFF
 _ROW, _COLUMN, _SEED = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _CHUNK_ELEMENTS = 1 << 24
-# Eight standard deviations of a sum of zero-mean rounding errors: a sound product never gets there.
+# Eight standard deviations of a sum of zero-mean rounding errors, so no false alarms.
 _SAFETY = 8.0
 # Significand bits: unit roundoff is 2**-bits. tf32 rounds its operands, not its result.
 _BITS = {"fp32": 24, "tf32": 11, "bf16": 8, "fp16": 11}
@@ -33,10 +33,10 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16")
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """What tensors of a named dtype are stored as; tf32 is fp32 that a GPU rounds as it reads.
+    """Storage type of a named dtype; tf32 is fp32 that a GPU rounds when it reads.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is unknown.
     """
     if dtype not in _TORCH_DTYPE:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(_TORCH_DTYPE)}: choose one")
@@ -44,7 +44,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finalizer (Appleby, public domain) on int64 that hold 32 bits."""
+    """MurmurHash3's 32-bit finalizer (Appleby, public domain) on int64 tensors of 32-bit values."""
     x ^= x >> 16
     x.mul_(0x85EBCA6B).bitwise_and_(_MASK)
     x ^= x >> 13
@@ -54,7 +54,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def elements(seed: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The named rows and columns of matrix `seed`: float32, uniform in [-1, 1), exact in 24 bits.
+    """Make given rows and columns of matrix `seed`: float32, uniform in [-1, 1), 24 bits.
 
     Args:
         rows: int64 indices, (n_rows,).
@@ -74,7 +74,7 @@ def elements(seed: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tens
 def block(
     seed: int, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
 ) -> torch.Tensor:
-    """A contiguous block of matrix `seed`, float32: half-open intervals of rows and columns."""
+    """Make a contiguous float32 block of matrix `seed`; rows and columns are half-open."""
     return elements(seed, _indices(rows, device), _indices(columns, device))
 
 
@@ -83,7 +83,7 @@ def _indices(interval: tuple[int, int], device: torch.device) -> torch.Tensor:
 
 
 def tolerance(dtype: str, k: int, n_accumulations: int = 1) -> float:
-    """Largest error of one element of A B that rounding explains, relative to (|A| |B|) there.
+    """Largest rounding error of an element of A B, relative to the same element of |A| |B|.
 
     A sum of k products with roundoff u has an error of order sqrt(k) u (|A| |B|) when errors have
     zero mean (Higham and Mary 2019, SIAM J. Sci. Comput. 41(5), theorem 3.1); accumulation is in
@@ -91,9 +91,9 @@ def tolerance(dtype: str, k: int, n_accumulations: int = 1) -> float:
     1 / sqrt(k) for zero-mean data.
 
     Args:
-        n_accumulations: how often a partial sum is rounded to the dtype.
+        n_accumulations: number of times that a partial sum is rounded to the dtype.
     """
-    # Tensor cores truncate where a CPU rounds, which costs one bit.
+    # Tensor cores truncate instead of rounding, which costs one bit.
     accumulate = 2.0 ** (1 - _BITS["fp32"])
     store = 2.0 ** -_BITS[dtype] * (2 + math.sqrt(n_accumulations))
     return _SAFETY * (math.sqrt(k) * accumulate + store / math.sqrt(k))
@@ -101,11 +101,11 @@ def tolerance(dtype: str, k: int, n_accumulations: int = 1) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """How far a product is from its float64 reference.
+    """Error of a product against its float64 reference.
 
     Attributes:
         error: largest |C - A B| / (|A| |B|) over the sampled elements.
-        tolerance: what rounding explains.
+        tolerance: largest error that rounding explains.
     """
 
     error: float
@@ -113,22 +113,22 @@ class Check:
     dtype: str
     k: int
 
-    def require(self, what: str) -> None:
-        """Raise unless the product is right.
+    def require(self, subject: str) -> None:
+        """Raise unless the product is right; `subject` names it in the error.
 
         Raises:
-            VerificationError: the error is above the tolerance, or not a number.
+            VerificationError: the error is above the tolerance or NaN.
         """
         if not self.error <= self.tolerance:
             raise VerificationError(
-                f"{what} is wrong: its largest error against float64 is {self.error:.2e} of "
+                f"{subject} is wrong: its largest error against float64 is {self.error:.2e} of "
                 f"|A||B|, and {self.dtype} with k = {self.k} explains {self.tolerance:.2e}: "
                 "check the device (ECC, clocks) and its libraries"
             )
 
 
 def _sampled(size: int, n: int) -> torch.Tensor:
-    """Up to n distinct indices below `size`: both ends and random ones, the same on every rank."""
+    """Draw up to n distinct indices below `size`, with both ends; equal on every rank."""
     if size <= n:
         return torch.arange(size)
     generator = torch.Generator().manual_seed(size)
@@ -146,11 +146,11 @@ def check_block(
     n_sampled: int = 4,
     n_accumulations: int = 1,
 ) -> Check:
-    """Compare a block of C = A B with float64, in `n_sampled` whole rows and whole columns.
+    """Compare `n_sampled` rows and columns of a block of C = A B with float64.
 
     Costs (rows + columns) x k x n_sampled products instead of rows x columns x k. The operands are
-    those of `block` with SEED_A and SEED_B, rounded to the dtype (but not to tf32, which the
-    device does itself).
+    those of `block` with SEED_A and SEED_B, rounded to the dtype (except tf32, to which the device
+    rounds).
     """
     all_rows, all_columns = torch.arange(len(product)), torch.arange(product.shape[1])
     parts = [(_sampled(len(all_rows), n_sampled), strip) for strip in _strips(all_columns, k)]
@@ -163,7 +163,7 @@ def check_block(
 
 
 def _strips(indices: torch.Tensor, k: int) -> Iterator[torch.Tensor]:
-    """Parts so small that their operands fit in a bounded buffer."""
+    """Split indices into parts whose operands fit into a bounded buffer."""
     yield from indices.split(max(1, _CHUNK_ELEMENTS // max(1, k)))
 
 
@@ -175,7 +175,7 @@ def _error(
     k: int,
     dtype: str,
 ) -> torch.Tensor:
-    """Largest error of the named rows and columns of a block that begins at `origin`."""
+    """Largest error in the given rows and columns of a block that begins at `origin`."""
     device, stored = product.device, torch_dtype(dtype)
     rows, columns, inner = rows.to(device), columns.to(device), torch.arange(k, device=device)
     a = elements(SEED_A, rows + origin[0], inner).to(stored).double()

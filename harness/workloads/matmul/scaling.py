@@ -22,14 +22,14 @@ from harness.workloads.matmul.summa import Marks, Summa, split_square
 
 Scaling = Literal["strong", "weak"]
 
-# Operands, product, panels on their way and the check's strips, in units of one matrix.
+# Memory for operands, product, panels in flight and the check's strips, in units of one matrix.
 _MATRICES_HELD = 4
 _N_PANELS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One product to distribute."""
+    """One distributed product."""
 
     scaling: Scaling
     n_ranks: int
@@ -41,13 +41,13 @@ class Point:
 
 
 def rank_counts(size: int) -> list[int]:
-    """How many ranks to try: every number to 8, then powers of two, and all."""
+    """Numbers of ranks to measure: every number up to 8, then powers of two, and all."""
     powers = [2**i for i in range(4, size.bit_length())]
     return sorted({*range(1, min(size, 8) + 1), *(p for p in powers if p < size), size})
 
 
 def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[Point]:
-    """Strong: the same size on any number of ranks. Weak: a cube root that keeps work per rank."""
+    """Make the products: strong keeps the size, weak keeps the FLOPs per rank."""
     sizes = [size if scaling == "strong" else 2 * round(size * n ** (1 / 3) / 2) for n in counts]
     return [Point(scaling=scaling, n_ranks=n, size=s) for n, s in zip(counts, sizes, strict=True)]
 
@@ -56,7 +56,7 @@ def check_memory(points: list[Point], dtype: str, world: World) -> None:
     """Refuse products that do not fit on the smallest device; all ranks must call it.
 
     Raises:
-        ConfigError: names both sizes.
+        ConfigError: a product needs more memory than a device has.
     """
     smallest = min(gather_numbers(world.memory_bytes, world))
     for point in points:
@@ -72,7 +72,7 @@ def check_memory(points: list[Point], dtype: str, world: World) -> None:
 def measure_point(
     point: Point, dtype: str, speeds: list[float], context: Context, n_repeats: int
 ) -> dict[str, Any]:
-    """Distribute one product, verify and record it; all ranks must call it.
+    """Time, verify and record one distributed product; all ranks must call it.
 
     Ranks beyond `point.n_ranks` wait without computing.
 
@@ -80,20 +80,20 @@ def measure_point(
         The row for the summary: median seconds of the slowest rank, rate and efficiency.
 
     Raises:
-        VerificationError: a block is wrong, on every rank.
+        VerificationError: a block is wrong; raised on every rank.
     """
     world = context.world
     group = dist.new_group(list(range(point.n_ranks)))
-    takes_part = world.rank < point.n_ranks
-    own = speeds[: point.n_ranks]
-    part = _Part(point, dtype, own, context, group) if takes_part else None
+    speeds = speeds[: point.n_ranks]
+    is_member = world.rank < point.n_ranks
+    part = _RankPart(point, dtype, speeds, context, group) if is_member else None
     times: list[float] = []
     with precision_of(dtype):
         for repeat in range(-1, n_repeats):
             dist.barrier()
-            mine = part.multiply(repeat) if part else 0.0
+            duration_s = part.multiply(repeat) if part else 0.0
             if repeat >= 0:
-                times.append(max(gather_numbers(mine, world)))
+                times.append(max(gather_numbers(duration_s, world)))
     check = part.check() if part else None
     _require_everywhere(check, point, world)
     context.flush()
@@ -105,19 +105,19 @@ def measure_point(
         "dtype": dtype,
         "time_s": median(times),
         "flops_per_s": rate,
-        "efficiency": rate / sum(own),
+        "efficiency": rate / sum(speeds),
     }
 
 
-class _Part:
-    """This rank's part of one point."""
+class _RankPart:
+    """This rank's part of one distributed product."""
 
     def __init__(
         self, point: Point, dtype: str, speeds: list[float], context: Context, group: Any
     ) -> None:
         world = context.world
         self._point, self._dtype, self._context = point, dtype, context
-        # A transfer that the host carries can only be marked on the host's clock.
+        # gloo's transfers of GPU data run on the host, so only its clock can time them.
         is_staged = world.device.type == "cuda" and world.backend != "nccl"
         self._clock: Clock = HostClock() if is_staged else context.recorder.clock
         self._summa = Summa(
@@ -132,7 +132,7 @@ class _Part:
         )
 
     def multiply(self, repeat: int) -> float:
-        """One product, recorded unless it is the warm-up (-1); returns its seconds on this rank."""
+        """Time one product and record it unless it is the warm-up (-1); returns its seconds."""
         start = self._clock.mark()
         compute, communication = self._summa.multiply()
         end = self._clock.mark()
@@ -179,11 +179,11 @@ class _Part:
 
 
 def _require_everywhere(check: Check | None, point: Point, world: World) -> None:
-    """Fail on all ranks when one's block is wrong: one that fails alone leaves others waiting."""
+    """Raise on all ranks if a block is wrong, because the others would wait for the failed one."""
     is_wrong = check is not None and not check.error <= check.tolerance
     wrong = [rank for rank, flag in enumerate(gather_numbers(float(is_wrong), world)) if flag]
-    what = f"the distributed product of size {point.size} over {point.n_ranks} ranks"
+    subject = f"the distributed product of size {point.size} over {point.n_ranks} ranks"
     if check is not None:
-        check.require(f"rank {world.rank}'s block of {what}")
+        check.require(f"rank {world.rank}'s block of {subject}")
     if wrong:
-        raise VerificationError(f"{what} is wrong on ranks {wrong}: their messages say by how much")
+        raise VerificationError(f"{subject} is wrong on ranks {wrong}: see their messages")

@@ -1,9 +1,9 @@
-"""One product over all ranks: C = A B by panels (SUMMA), on any number of unlike ranks.
+"""One product over all ranks: C = A B by panels (SUMMA), on heterogeneous ranks.
 
 van de Geijn and Watts 1997, "SUMMA: scalable universal matrix multiplication algorithm"; blocks in
 proportion to speed by columns of rectangles, as in Beaumont, Boudet, Rastello and Robert 2001,
 "Matrix multiplication on heterogeneous platforms", section 4. Rank r owns the same rectangle of
-A, B and C. For each panel of k it needs A[its rows, panel] and B[panel, its columns]:
+A, B and C. For each panel of k, rank r needs A[its rows, panel] and B[panel, its columns]:
 
               panel            columns of r
             +--|--|--+         +-----+----+
@@ -11,8 +11,8 @@ A, B and C. For each panel of k it needs A[its rows, panel] and B[panel, its col
     of r    +--|--|--+         +-----+----+
             |  A     |         |   B      |
 
-While a panel is multiplied the next three are on their way, each piece straight from its owner.
-A panel has few owners, so one panel at a time would leave most NICs idle.
+While a panel is multiplied, the next three are in flight, each piece directly from its owner. A
+panel has few owners, so one panel at a time would leave most NICs idle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.domain.partition import Block, Interval, cut_dim, intersect, volume
 from harness.measure.clock import Clock
 from harness.workloads.matmul.product import SEED_A, SEED_B, block
 
-# Panels that are in flight or being multiplied.
+# Number of panels in flight or being multiplied.
 _DEPTH = 4
 _SHARE_STEPS = 1_000_000
 
@@ -40,15 +40,15 @@ Marks = list[tuple[Any, Any]]
 def split_square(speeds: Sequence[float], size: int) -> list[Block]:
     """Tile a size x size matrix with one rectangle per rank, its area in proportion to its speed.
 
-    Ranks are sorted by speed and cut into columns of rectangles so that the sum of half perimeters,
-    which is what each rank receives, is smallest (exact for column-wise tilings, by dynamic
-    programming).
+    Ranks are sorted by speed and grouped into columns of rectangles such that the sum of half
+    perimeters, to which the received bytes are proportional, is minimal (exact for column-wise
+    tilings, by dynamic programming).
 
     Returns:
         (rows, columns) of each rank.
 
     Raises:
-        StrategyError: the matrix is too small for a rank to get a row and a column.
+        StrategyError: the matrix is too small to give each rank a row and a column.
     """
     order = sorted(range(len(speeds)), key=lambda rank: (speeds[rank], rank))
     columns = _best_columns([speeds[rank] / sum(speeds) for rank in order])
@@ -82,10 +82,10 @@ def _best_columns(areas: Sequence[float]) -> list[Interval]:
 
 
 def cut_panels(blocks: Sequence[Block], size: int, width: int) -> list[Interval]:
-    """Panels of k, none wider than `width` nor across a border between owners.
+    """Cut k into panels that are at most `width` wide and do not cross a border between owners.
 
-    They are ordered so that neighbours in time have different owners: else one rank would send
-    while all others wait. The order does not change the product.
+    Consecutive panels have different owners, because otherwise one rank would send while all
+    others wait. The order does not change the product.
     """
     borders = sorted({0, size, *(edge for tile in blocks for side in tile for edge in side)})
     panels: list[tuple[float, int, Interval]] = []
@@ -98,7 +98,7 @@ def cut_panels(blocks: Sequence[Block], size: int, width: int) -> list[Interval]
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a panel that one rank holds and another needs; `part` in the whole matrix."""
+    """Part of a panel that `source` holds and `target` needs; `part` indexes the whole matrix."""
 
     source: int
     target: int
@@ -107,7 +107,7 @@ class Piece:
 
 
 def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[Piece]:
-    """What one panel needs from where, own parts too; in an order that all ranks share."""
+    """Yield the pieces of one panel, local ones included, in the same order on all ranks."""
     for target, (rows, columns) in enumerate(blocks):
         for source, held in enumerate(blocks):
             for matrix, needed in ((SEED_A, (rows, panel)), (SEED_B, (panel, columns))):
@@ -117,7 +117,7 @@ def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[Piece]:
 
 
 def _view(tensor: torch.Tensor, origin: Block, part: Block) -> torch.Tensor:
-    """A part of the tensor that holds the block `origin` of a matrix."""
+    """View a part of the matrix in the tensor that holds its block `origin`."""
     (row, _), (column, _) = origin
     (r0, r1), (c0, c1) = part
     return tensor[r0 - row : r1 - row, c0 - column : c1 - column]
@@ -125,7 +125,7 @@ def _view(tensor: torch.Tensor, origin: Block, part: Block) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Room for one panel: flat buffers for A's and B's part, which panels of any width share."""
+    """Flat buffers for A's and B's part of one panel, reused by panels of any width."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -140,7 +140,7 @@ class _Slot:
 
 
 class _Feed(Protocol):
-    """Brings panels in order, while others are multiplied."""
+    """Transfers panels in order, while earlier ones are multiplied."""
 
     marks: Marks
 
@@ -154,8 +154,8 @@ class _Feed(Protocol):
 class Summa:
     """One rank's part of C = A B over the ranks 0 to len(blocks) - 1 of `group`.
 
-    Operands are those of `product.block`. All of those ranks must construct it and call `multiply`
-    together.
+    Operands are those of `product.block`. All ranks of the group must construct it and call
+    `multiply`.
 
     Attributes:
         c: this rank's block of the product, on its device.
@@ -177,7 +177,7 @@ class Summa:
         self.panels = cut_panels(blocks, size, panel_width)
         self.group, self.clock, self.device = group, clock, device
         rows, columns = self.block
-        # NCCL moves the device's own memory, gloo the host's.
+        # NCCL transfers GPU memory, gloo host memory.
         self.wire = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         self.held = {
             seed: block(seed, rows, columns, device).to(dtype).to(self.wire)
@@ -200,7 +200,7 @@ class Summa:
 
     @property
     def n_received_bytes(self) -> int:
-        """What one product brings to this rank over links."""
+        """Bytes that this rank receives from other ranks for one product."""
         return self.c.element_size() * sum(
             volume(piece.part)
             for pieces in self.pieces
@@ -211,8 +211,8 @@ class Summa:
     def multiply(self) -> tuple[Marks, Marks]:
         """Compute C; returns the marks of the local products and of the panels' transfers.
 
-        The marks can be read once the clock has settled. Where the host carries what a GPU
-        multiplies, each local product is waited for, and the clock must be the host's.
+        The marks can be read after the clock has settled. If gloo transfers a GPU's data, each
+        local product is waited for, and the clock must be the host's.
         """
         feed: _Feed = StreamFeed(self) if self.wire.type == "cuda" else ThreadFeed(self)
         compute: Marks = []
@@ -235,34 +235,34 @@ class Summa:
         return compute, feed.marks
 
     def transfer(self, index: int) -> dict[int, torch.Tensor]:
-        """Fill the panel's slot; blocks until it is there (on the stream, with NCCL)."""
+        """Receive a panel into its slot; blocks until it has arrived (with NCCL, the stream)."""
         panel, (rows, columns) = self.panels[index], self.block
         panels = self.slots[index % _DEPTH].shaped(rows, columns, panel)
         origins = {SEED_A: (rows, panel), SEED_B: (panel, columns)}
         moves = []
         for piece in self.pieces[index]:
             if piece.source == self.rank:
-                mine = _view(self.held[piece.matrix], self.block, piece.part)
+                held = _view(self.held[piece.matrix], self.block, piece.part)
             if piece.target == self.rank:
-                place = _view(panels[piece.matrix], origins[piece.matrix], piece.part)
+                buffer = _view(panels[piece.matrix], origins[piece.matrix], piece.part)
             if piece.source != self.rank:
-                moves.append(dist.P2POp(dist.irecv, place, piece.source, self.group, index))
+                moves.append(dist.P2POp(dist.irecv, buffer, piece.source, self.group, index))
             elif piece.target != self.rank:
-                mine = mine.contiguous()
-                moves.append(dist.P2POp(dist.isend, mine, piece.target, self.group, index))
+                held = held.contiguous()
+                moves.append(dist.P2POp(dist.isend, held, piece.target, self.group, index))
             elif piece.part == origins[piece.matrix]:
-                panels[piece.matrix] = mine  # the whole panel is here already
+                panels[piece.matrix] = held  # this rank holds the whole panel
             else:
-                place.copy_(mine)
+                buffer.copy_(held)
         for work in dist.batch_isend_irecv(moves) if moves else []:
             work.wait()
         return panels
 
 
 class ThreadFeed:
-    """Transfers in threads, so that their start and end are seen as they happen.
+    """Transfers in threads, so that start and end of each are marked when they happen.
 
-    Panels overtake one another: their index is the tag of their messages.
+    Panels may overtake each other, so the panel's index is the tag of its messages.
     """
 
     def __init__(self, summa: Summa) -> None:
@@ -298,7 +298,7 @@ class StreamFeed:
         self._ready: dict[int, tuple[torch.cuda.Event, dict[int, torch.Tensor]]] = {}
 
     def start(self, index: int) -> None:
-        # Work that was queued before reads the slot that this panel goes to.
+        # Products that are already queued may still read the slot that this panel goes to.
         self._stream.wait_stream(torch.cuda.current_stream(self._summa.device))
         with torch.cuda.stream(self._stream):
             start = self._summa.clock.mark()

@@ -1,4 +1,4 @@
-"""What rank 0 prints after matmul: one row per device and dtype, one per distributed product."""
+"""The tables that rank 0 prints after matmul: devices, memory bandwidth, distributed products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.units import format_bandwidth, format_bytes, format_duration, forma
 
 
 def matmul_text(runs: list[Run]) -> str:
-    """The tables of every run, one after another."""
+    """Return the tables of every run, one after another."""
     return "\n\n".join(part for run in runs for part in _parts(run) if part)
 
 
@@ -29,12 +29,12 @@ def _parts(run: Run) -> list[str]:
     if run.header.status != "ok":
         return [f"{run.header.run_id}: {run.header.ending}"]
     summa = summa_table(run)
-    doubts = "\n".join(low_peak_warnings(summa))
-    return [_devices(run), _memory(run), _skipped(run), _distributed(summa), doubts]
+    warnings = "\n".join(low_peak_warnings(summa))
+    return [_devices(run), _memory(run), _skipped(run), _distributed(summa), warnings]
 
 
 def _devices(run: Run) -> str:
-    """Each device's best size of each dtype: the figure that people quote."""
+    """One row per device and dtype, at the size with the best rate."""
     rows = sorted(matmul_table(run), key=lambda row: (row.dtype, row.rank))
     best = [
         max(group, key=lambda row: row.flops_per_s)
@@ -74,7 +74,7 @@ def _memory_cells(row: MemoryRow) -> list[str]:
 
 
 def _skipped(run: Run) -> str:
-    """Rows without a number, each reason once."""
+    """Return a line for each reason why a size and dtype was not measured."""
     reasons: dict[str, list[int]] = {}
     for rank, records in sorted(run.ranks.items()):
         for record in records:

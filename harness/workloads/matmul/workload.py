@@ -1,4 +1,4 @@
-"""The matmul workload: how fast is each device, and all of them on one product?"""
+"""The matmul workload: FLOP/s of each device, and of all devices on one product."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ _SMALLEST, _LARGEST = 8, 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulConfig:
-    """How fast each device multiplies, alone and together with the others."""
+    """Time matrix products on each device, and one product over all devices."""
 
     sizes: tuple[int, ...] = ()
-    """Sizes n of the n x n products; by default 1024 to 16384 on a GPU, 256 to 1024 on a CPU."""
+    """Sizes n of the n x n products on each device. Default: 1024 to 16384 on a GPU, 256 to 1024 on
+    a CPU."""
     dtype: tuple[str, ...] = ()
-    """Any of fp32, tf32, bf16, fp16; by default all that the device has hardware for."""
+    """fp32, tf32, bf16 or fp16. Default: all that the device has hardware for."""
     time_budget_s: float = 0.6
-    """Sample each product for about this long, but never fewer than --min-samples times."""
+    """Seconds to sample each product for, unless --min-samples takes longer."""
     min_samples: int = 5
-    """Fewest samples of each product."""
+    """Minimum number of samples of each product."""
     in_turn: bool = False
-    """Measure one rank after another: for ranks that share a host's memory or power."""
+    """Measure one rank after another, because ranks share a host's memory bandwidth or power."""
     scaling: Literal["both", "strong", "weak", "none"] = "both"
-    """Distribute one product over 1, 2, ... all ranks: the same product (strong), or one that
-    grows with the number of ranks (weak)."""
+    """Distribute one product over 1, 2, ... all ranks. strong: the same size on any number; weak:
+    a size that keeps the FLOPs per rank; none: skip it."""
     distributed_dtype: str = "fp32"
-    """dtype of the distributed products."""
+    """Data type of the distributed products."""
     strong_size: int | None = None
-    """Size of the product for strong scaling; by default 16384 on GPUs, 1536 on CPUs."""
+    """Size n of the product for strong scaling. Default: 16384 on GPUs, 1536 on CPUs."""
     weak_size: int | None = None
-    """Size of one rank's product for weak scaling; by default 8192 on GPUs, 1024 on CPUs."""
+    """Size n of the product on one rank for weak scaling. Default: 8192 on GPUs, 1024 on CPUs."""
     distributed_samples: int = 5
-    """Samples of each distributed product, after one that is thrown away."""
+    """Samples of each distributed product, after a discarded warm-up."""
 
     @property
     def longest_wait_s(self) -> float:
-        """For which ranks wait in a collective for one that samples."""
+        """How long ranks may wait in a collective for a rank that samples."""
         return self.time_budget_s
 
 
 def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
-    """One run; checks the flags.
+    """Check the flags and return one run.
 
     Raises:
-        ConfigError: a size, dtype or count that makes no sense.
+        ConfigError: a dtype is unknown, or a size or count is out of range.
     """
     for dtype in (*config.dtype, config.distributed_dtype):
         if dtype not in DTYPES:
@@ -93,23 +94,21 @@ def matmul_cases(config: MatmulConfig, n_ranks: int) -> list[MatmulConfig]:
 
 
 def _sizes(config: MatmulConfig, world: World) -> list[int]:
-    by_default = (
-        (1024, 2048, 4096, 8192, 16384) if world.device.type == "cuda" else (256, 512, 1024)
-    )
-    return list(config.sizes or by_default)
+    default = (1024, 2048, 4096, 8192, 16384) if world.device.type == "cuda" else (256, 512, 1024)
+    return list(config.sizes or default)
 
 
 def _dtypes(config: MatmulConfig, world: World) -> list[str]:
-    """Those asked for, and the distributed product's, whose local speed sets the blocks."""
+    """Dtypes of --dtype, and that of the distributed product, whose block sizes depend on it."""
     if config.dtype:
-        asked = list(config.dtype)
+        given = list(config.dtype)
     else:
-        asked = [dtype for dtype in DTYPES if not unsupported_reason(dtype, world.device)]
-    wanted = [] if config.scaling == "none" else [config.distributed_dtype]
-    return list(dict.fromkeys([*asked, *wanted]))
+        given = [dtype for dtype in DTYPES if not unsupported_reason(dtype, world.device)]
+    distributed = [] if config.scaling == "none" else [config.distributed_dtype]
+    return list(dict.fromkeys([*given, *distributed]))
 
 
-def _measure_alone(
+def _measure_device(
     config: MatmulConfig, context: Context
 ) -> tuple[dict[str, float], list[Unmeasured], dict[str, float]]:
     budget = Budget(time_s=config.time_budget_s, n_min=config.min_samples)
@@ -136,23 +135,23 @@ def _speeds(
     """FLOP/s of every rank's device in a dtype.
 
     Raises:
-        ConfigError: a device was not measured in it, on every rank.
+        ConfigError: a device was not measured in the dtype; raised on every rank.
     """
     world = context.world
     speeds = gather_numbers(best.get(dtype, 0.0), world)
-    mine = [f"size {row.size}: {row.reason}" for row in skipped if row.dtype == dtype]
-    reasons = gather_bytes("".join(mine[:1]).encode(), world)  # that of the smallest size
-    slow = [rank for rank, speed in enumerate(speeds) if speed <= 0]
-    if slow:
+    texts = [f"size {row.size}: {row.reason}" for row in skipped if row.dtype == dtype]
+    reasons = gather_bytes("".join(texts[:1]).encode(), world)  # the reason at the smallest size
+    failed = [rank for rank, speed in enumerate(speeds) if speed <= 0]
+    if failed:
         raise ConfigError(
-            f"rank {slow[0]} ({world.hostnames[slow[0]]}) cannot multiply in {dtype}, which the "
-            f"distributed product needs ({reasons[slow[0]].decode()}): choose smaller --sizes, "
-            "another --distributed-dtype or --scaling none"
+            f"rank {failed[0]} ({world.hostnames[failed[0]]}) cannot multiply in {dtype}, which "
+            f"the distributed product needs ({reasons[failed[0]].decode()}): choose smaller "
+            "--sizes, another --distributed-dtype or --scaling none"
         )
     return speeds
 
 
-def _measure_together(
+def _measure_distributed(
     config: MatmulConfig, context: Context, best: dict[str, float], skipped: list[Unmeasured]
 ) -> list[dict[str, Any]]:
     world, dtype = context.world, config.distributed_dtype
@@ -169,18 +168,18 @@ def _measure_together(
 
 
 def run_matmul(config: MatmulConfig, context: Context) -> dict[str, Any]:
-    """Measure each device alone, then one product on 1, 2, ... all ranks.
+    """Measure each device, then one product on 1, 2, ... all ranks.
 
     Raises:
-        VerificationError: a product is wrong or faster than the device can be.
-        ConfigError: a device cannot take part in the distributed product.
+        VerificationError: a product is wrong, or its rate is above the device's peak.
+        ConfigError: a device cannot compute its block of the distributed product.
     """
     world = context.world
     for turn in range(world.size if config.in_turn else 1):
         if not config.in_turn or turn == world.rank:
-            best, skipped, memory = _measure_alone(config, context)
+            best, skipped, memory = _measure_device(config, context)
         wait_for_all(world)
-    rows = [] if config.scaling == "none" else _measure_together(config, context, best, skipped)
+    rows = [] if config.scaling == "none" else _measure_distributed(config, context, best, skipped)
     for kind, n_bytes in peak_bytes(world.device).items():
         context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)
     return {

@@ -1,1 +1,1 @@
-"""Inputs and files of planning, which profile, search and train share."""
+"""Inputs and files of planning, shared by profile, search and train."""

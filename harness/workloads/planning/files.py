@@ -1,6 +1,6 @@
-"""What results hold for planning: the cluster as measured, the profile, plans that were made.
+"""Find measured clusters, profiles and earlier plans in a results directory.
 
-Asked on rank 0 only: the other nodes need not see the directory of results.
+Called on rank 0 only, because other nodes may not share the directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Place = tuple[str, float | None, str]
 
 
 def places(cluster: Cluster) -> list[Place]:
-    """What makes two launches' devices the same: host, its interface's stated speed, and kind."""
+    """Host, NIC speed and kind of each device: two launches with equal places use equal devices."""
     return [
         (node.name, node.nic_bytes_per_s, device.kind)
         for node in cluster.nodes
@@ -42,15 +42,14 @@ def finished_runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Pat
 
 
 def find_failure(results: Path, workload: str, wanted: dict[str, Any], cluster: Cluster) -> str:
-    """Why the newest run of these settings failed, on devices that are or begin with these.
+    """Say why the newest run with these settings, on these devices (or more), failed.
 
     Returns:
-        One line, such as `profile failed: REASON`; empty where it did not fail, or none has ended.
+        One line, such as `profile failed: REASON`; empty if it did not fail or none has ended.
     """
     n = cluster.n_devices
     for header, _ in _runs(results, workload):
-        is_alike = all(header.config.get(name) == value for name, value in wanted.items())
-        if not is_alike or places(header.cluster)[:n] != places(cluster):
+        if not _has_settings(header, wanted) or places(header.cluster)[:n] != places(cluster):
             continue
         if header.status == "ok":
             return ""
@@ -60,8 +59,12 @@ def find_failure(results: Path, workload: str, wanted: dict[str, Any], cluster: 
     return ""
 
 
+def _has_settings(header: RunHeader, wanted: dict[str, Any]) -> bool:
+    return all(header.config.get(name) == value for name, value in wanted.items())
+
+
 def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
-    """Newest first."""
+    """Runs of a workload with their directories, newest first."""
     found = []
     for path in results.glob(f"*-{workload}-*/run.json"):
         try:
@@ -74,7 +77,7 @@ def _runs(results: Path, workload: str) -> Iterator[tuple[RunHeader, Path]]:
 
 
 def first_devices(cluster: Cluster, n: int) -> Cluster:
-    """A cluster's first devices with the links among them."""
+    """The cluster of the first `n` devices and the links among them."""
     nodes, left = [], n
     for node in cluster.nodes:
         if left > 0:
@@ -86,7 +89,7 @@ def first_devices(cluster: Cluster, n: int) -> Cluster:
 
 
 def is_whole(config: dict[str, Any]) -> bool:
-    """Whether a links run measured all that planning prices, over what training uses."""
+    """Whether a links run measured all sizes and all-reduce, over the transport of training."""
     is_narrow = config.get("sizes") or config.get("pair_sizes")
     is_of_training = config.get("transport") != "mpi"
     operations = config.get("operations", ["all_reduce"])
@@ -95,12 +98,12 @@ def is_whole(config: dict[str, Any]) -> bool:
 
 
 def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
-    """The newest measured cluster that is, or begins with, these devices; None without one.
+    """Load the newest measured cluster whose first devices are these; None if there is none.
 
-    Runs that were to measure only some sizes, operations or transports do not count.
+    Links runs that measured only some sizes, operations or transports are ignored.
 
     Args:
-        wanted: as a launch describes it, without links.
+        wanted: this launch's cluster, without links.
     """
     n = wanted.n_devices
     for header, path in finished_runs(results, "links"):
@@ -116,17 +119,17 @@ def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
 def has_profiled(
     results: Path, wanted: dict[str, Any], cluster: Cluster, *, file: Path, parts: Sequence[int]
 ) -> bool:
-    """Whether a profile run of these settings has ended ok on these kinds of device.
+    """Whether a profile run with these settings has ended ok on these kinds of device.
 
     Args:
-        wanted: settings of its configuration that must be equal.
-        file: the profile, where measurements must still be.
-        parts: numbers of samples, each of which it must have on each kind.
+        wanted: settings that its configuration must have.
+        file: the profile, which must still exist.
+        parts: batch sizes that the profile must hold for each kind of device.
     """
     kinds = {device.kind for device in cluster.devices}
     return _has_samples(file, kinds, parts) and any(
         kinds <= {device.kind for device in header.cluster.devices}
-        and all(header.config.get(name) == value for name, value in wanted.items())
+        and _has_settings(header, wanted)
         for header, _ in finished_runs(results, "profile")
     )
 
@@ -135,13 +138,13 @@ def _has_samples(file: Path, kinds: Iterable[str], parts: Iterable[int]) -> bool
     try:
         points = Profile.load(file).measurements
     except HarnessError:
-        return False  # missing; of another shape, the profile run says what is wrong
+        return False  # missing, or malformed: then the profile run reports the error
     known = {(point.device_kind, point.shape.get("sample")) for point in points}
     return known >= set(product(kinds, parts))
 
 
 def load_plan(run_dir: Path) -> tuple[Strategy, Prediction] | None:
-    """A run's strategy and prediction; None when it has not both."""
+    """Load a run's strategy and prediction; None if either is missing or unreadable."""
     try:
         strategy = Strategy.load(run_dir / STRATEGY_FILE)
         return strategy, Prediction.load(run_dir / PREDICTION_FILE)
@@ -150,7 +153,7 @@ def load_plan(run_dir: Path) -> tuple[Strategy, Prediction] | None:
 
 
 def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None) -> None:
-    """Write a run's strategy, and its prediction where there is one."""
+    """Write a run's strategy, and its prediction if there is one."""
     write_atomically(run_dir / STRATEGY_FILE, strategy.to_json())
     if prediction is not None:
         write_atomically(run_dir / PREDICTION_FILE, prediction.to_json())
@@ -159,12 +162,12 @@ def write_plan(run_dir: Path, strategy: Strategy, prediction: Prediction | None)
 def find_plan(
     results: Path, run: RunHeader, made_for: MadeFor, *, any_profile: bool = False
 ) -> tuple[Strategy, Prediction] | None:
-    """What an earlier repeat of a training run planned for the same model, profile and cluster.
+    """Load the plan of an earlier repeat for the same model, profile, cluster and commit.
 
-    By the same code: another commit may predict and carry out otherwise.
+    The commit counts because other code may predict or train differently.
 
     Args:
-        any_profile: the profile may have changed since, as it does when shapes are added.
+        any_profile: accept a plan made with an older profile, since runs may add shapes to it.
     """
     for header, path in finished_runs(results, "train"):
         is_repeat = (header.key, header.commit) == (run.key, run.commit)
@@ -186,12 +189,12 @@ def find_search(
     made_for: MadeFor | None = None,
     commit: str | None = None,
 ) -> tuple[Strategy, Prediction] | None:
-    """The plan of the newest search with these flags.
+    """Load the plan of the newest search with these flags.
 
     Args:
-        cluster: as a launch describes it.
-        made_for: what the strategy must be planned for; None takes the newest.
-        commit: of the code that must have planned it; None takes any.
+        cluster: this launch's cluster, without links.
+        made_for: fingerprint that the strategy must carry; None accepts any.
+        commit: commit of the code that must have planned it; None accepts any.
     """
     for header, path in finished_runs(results, "search"):
         if header.config != config or places(header.cluster) != places(cluster):

@@ -1,4 +1,4 @@
-"""What planning reads: the model's graph, the measured cluster and the measured operators."""
+"""The inputs of planning: the model's graph, the measured cluster and the profile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.workloads.planning.search_config import SearchConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """All that a plan is made from."""
+    """The inputs of a plan."""
 
     graph: Graph
     cluster: Cluster
@@ -38,11 +38,11 @@ class Inputs:
 
     @property
     def made_for(self) -> MadeFor:
-        """What a strategy that is planned with these carries."""
+        """The fingerprint that a strategy planned with these inputs carries."""
         return fingerprint(self.graph, self.cluster, self.profile)
 
     def simulator(self, search_config: SearchConfig) -> Simulator:
-        """Prices strategies for one configuration."""
+        """Make the simulator that predicts steps with this configuration."""
         variant = search_config.optimizer_options().variant
         rates = [
             self.profile.optimizer_s_per_byte(one.kind, variant) or 0.0
@@ -59,22 +59,21 @@ class Inputs:
 
 
 def capture_graph(search_config: SearchConfig, results: Path | None = None) -> Graph:
-    """The model's graph for the global batch; without its weights where it can be built so.
+    """Capture the model's graph for the global batch, on the meta device if the model allows it.
 
     Args:
-        results: where graphs that were held to their models are remembered: the graph is held to
-            its model, on the host, unless it is one of them. None holds it to nothing.
+        results: directory that remembers graphs which passed the faithfulness check; a graph
+            that is not among them is compared with its model on the CPU. None skips the check.
 
     Raises:
-        ModelError: no such model, or it cannot be captured, or its graph does not train what the
-            model does.
+        ModelError: there is no such model, it cannot be captured, or its graph trains differently.
     """
     try:
         with torch.device("meta"):
             task, captured = _captured(search_config)
     except HarnessError:
         raise
-    except Exception:  # a factory that needs memory for its weights
+    except Exception:  # the factory does not work on the meta device
         task, captured = _captured(search_config)
     if results is not None:
         make = partial(_captured, search_config)
@@ -90,25 +89,25 @@ def _captured(search_config: SearchConfig) -> tuple[Task, Captured]:
 
 
 def read_inputs(search_config: SearchConfig, run_dir: Path) -> Inputs:
-    """Capture the model, and read what was measured beside this run; rank 0 only.
+    """Capture the model, and read cluster and profile from the results directory; rank 0 only.
 
     Raises:
-        PlanError: links or operators of these devices have not been measured; where the run that
-            was to measure them failed, it gives that run's reason.
+        PlanError: links or operators of these devices have not been measured; if the run that
+            should have measured them failed, the error gives that run's reason.
         ConfigError: the ranks are not in the order of their nodes.
         ModelError: no such model, or it cannot be captured.
     """
     results, header = run_dir.parent, read_header(run_dir)
     _check_order(header)
     # One device has no links to measure.
-    is_alone = header.cluster.n_devices == 1
-    cluster = find_cluster(results, header.cluster) or (header.cluster if is_alone else None)
+    unmeasured = header.cluster if header.cluster.n_devices == 1 else None
+    cluster = find_cluster(results, header.cluster) or unmeasured
     if cluster is None:
         failure = find_failure(results, "links", {}, header.cluster)
         raise PlanError(
             failure
-            or f"nothing in {results} says how fast the links of these {header.cluster.n_devices} "
-            "ranks are: run ./entry.sh links on them"
+            or f"{results} holds no measured links of these {header.cluster.n_devices} ranks: run "
+            "./entry.sh links on them"
         )
     graph = capture_graph(search_config, results)
     config = search_config.profile_config()
@@ -125,7 +124,7 @@ def read_inputs(search_config: SearchConfig, run_dir: Path) -> Inputs:
 
 
 def _knows(profile: Profile, search_config: SearchConfig, graph: Graph, cluster: Cluster) -> bool:
-    """Whether it holds every operator, and the optimizer's step, on every kind of device."""
+    """Whether the profile holds every operator and the optimizer's step on every kind of device."""
     variant = search_config.optimizer_options().variant
     return knows(profile, graph, cluster) and all(
         profile.optimizer_s_per_byte(device.kind, variant) is not None for device in cluster.devices
@@ -133,7 +132,7 @@ def _knows(profile: Profile, search_config: SearchConfig, graph: Graph, cluster:
 
 
 def _profile_command(config: ProfileConfig) -> str:
-    """What profiles all that is missing."""
+    """The command that profiles everything missing."""
     names = [field.name for field in fields(config)]
     words = flag_words(asdict(config), names, ProfileConfig())
     return shlex.join(["./entry.sh", "profile", *words])

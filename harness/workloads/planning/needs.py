@@ -1,4 +1,4 @@
-"""The runs that planning builds on: links between these nodes, operators on these devices."""
+"""The runs that planning builds on: links, profile and search, each as a Need."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import part_sizes
 from harness.workloads.planning.search_config import SearchConfig
 
-# How long to measure, and in how many parts, does not change what a profile is of.
-_HOW = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
+# Flags that change how much is measured, but not the meaning of a measurement.
+_EFFORT_FLAGS = ("shards", "time_budget_s", "min_samples", "rounds", "warm_up")
 
 
 def links_need() -> Need:
-    """The links between all ranks, measured once for a set of nodes."""
+    """Need the links between all ranks, measured once for a set of nodes."""
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         return find_cluster(results, cluster) is not None
@@ -30,15 +30,15 @@ def links_need() -> Need:
 
 
 def profiled_of(config: ProfileConfig) -> dict[str, Any]:
-    """The settings that say what a profile is of."""
-    return {name: value for name, value in config_json(config).items() if name not in _HOW}
+    """The settings that two profile runs must share to measure the same operators."""
+    return {name: value for name, value in config_json(config).items() if name not in _EFFORT_FLAGS}
 
 
 def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
-    """The operators of a model on each kind of device.
+    """Need the profile of a model's operators on each kind of device.
 
     Args:
-        n_parts: a number of parts that batches are cut into, beside the usual ones.
+        n_parts: a further number of parts that the batch is cut into (microbatches).
     """
     config = search_config.profile_config(n_parts)
     wanted = profiled_of(config)
@@ -52,7 +52,7 @@ def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
 
 
 def search_need(search_config: SearchConfig) -> Need:
-    """A search with these flags on these ranks, by this code and today's measurements."""
+    """Need a search with these flags on these ranks, by this commit, cluster and profile."""
     config = config_json(search_config)
 
     def is_met(results: Path, cluster: Cluster) -> bool:

@@ -1,4 +1,4 @@
-"""What the simulator says of a strategy, as the record that lies beside a training run."""
+"""Simulate a strategy's step and make the Prediction that is written into a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def predict(
     """Simulate one step of a strategy.
 
     Args:
-        method: how it was found, such as `search` or `builder`.
+        method: how the strategy was found, such as `search` or `builder`.
 
     Raises:
-        StrategyError: it does not fit the graph or the cluster.
+        StrategyError: the strategy does not fit the graph or the cluster.
     """
     simulation = simulator.simulate(strategy)
     return Prediction(
@@ -27,7 +27,7 @@ def predict(
         method=method,
         step_s=simulation.step_s,
         memory_bytes=simulation.memory_bytes,
-        spans={str(rank): own for rank, own in spans(simulation).items()},
+        spans={str(rank): by_rank for rank, by_rank in spans(simulation).items()},
         contention_s={str(rank): s for rank, s in enumerate(contention_seconds(simulation))},
         profile_fit_error=largest_fit_error(simulator, strategy),
         search_s=search_s,
@@ -39,7 +39,7 @@ def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: st
     """Simulate one step of asynchronous training; see `predict`.
 
     Raises:
-        StrategyError: as there.
+        StrategyError: the strategy does not fit the graph or the cluster.
     """
     found = simulate_unflushed(simulator, strategy)
     return Prediction(
@@ -47,7 +47,7 @@ def predict_asynchronous(simulator: Simulator, strategy: Strategy, *, method: st
         method=method,
         step_s=found.step_s,
         memory_bytes=found.memory_bytes,
-        spans={str(rank): own for rank, own in found.spans.items()},
+        spans={str(rank): by_rank for rank, by_rank in found.spans.items()},
         contention_s={str(rank): s for rank, s in enumerate(found.contention_s)},
         profile_fit_error=largest_fit_error(simulator, strategy),
         calibrations=_calibrations(simulator),
@@ -59,7 +59,7 @@ def _calibrations(simulator: Simulator) -> dict[str, float]:
 
 
 def largest_fit_error(simulator: Simulator, strategy: Strategy) -> float | None:
-    """Of the operators whose shards were not measured; None when all were."""
+    """Largest relative error of the fits that stand in for unmeasured shards; None without any."""
     times = OperatorTimes(simulator.profile)
     errors = []
     for costs in map(simulator.costs, set(strategy.microbatch_sizes())):

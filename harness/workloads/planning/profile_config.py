@@ -1,4 +1,4 @@
-"""The flags of the profile workload, and where its files go."""
+"""The flags of the profile workload, and the paths of its files."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from harness.workloads.planning.profile_points import shard_counts
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(ModelFlags):
-    """How long each operator of a model takes on each kind of device; planning reads the file."""
+    """Time each operator of a model on each kind of device; search reads the file."""
 
     n_channels: int | None = None
-    """Channels of the images; by default the model's own."""
+    """Channels of the images. Default: the model's."""
     batch_size: int = 64
-    """Samples that the whole operators are measured on; their shards get parts of it."""
+    """Global batch: operators are timed on all of its samples and on parts of it."""
     dtype: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """What training computes in; parameters stay fp32, bf16 is autocast. One file holds one."""
+    """Data type of training; parameters stay fp32, bf16 uses autocast. Each has its own file."""
     optimizer: str = "sgd"
-    """sgd or adamw: its step is timed too."""
+    """sgd or adamw; its step is timed too."""
     momentum: float = 0.9
-    """Momentum of sgd: without it (0) a step is shorter."""
+    """Momentum of sgd. Without momentum (0) its step is faster."""
     shards: tuple[int, ...] = ()
-    """Measure operators cut into these numbers of parts, by samples and by weights; by default 1 to
-    4, the number of ranks, and powers of two up to it (at least 8). What lies between is fitted."""
+    """Numbers of parts that operators are cut into, by samples and by weights, before each part is
+    timed. Default: 1 to 4, the number of ranks, and powers of two up to it (at least to 8). Times
+    of other shards are fitted."""
     profile_file: Path | None = None
-    """Where the profile goes, and what is measured already is taken from; by default
-    profile-MODEL.json in the directory of results (profile-MODEL-bf16.json and so on). The graph
-    goes beside it as .graph.json."""
+    """The profile to write; measurements that it already holds are not repeated. Default:
+    profile-MODEL.json (profile-MODEL-bf16.json and so on) in the results directory. The graph is
+    written beside it as .graph.json."""
     time_budget_s: float = 0.2
-    """Sample each operator for about this long, but --min-samples at least."""
+    """Seconds to sample each operator for, unless --min-samples takes longer."""
     min_samples: int = 6
-    """Fewest samples of each operator."""
+    """Minimum number of samples of each operator."""
     rounds: int = 3
-    """Go over all operators this often, and take a part of the samples of each every time: what
-    slows the machine for a while slows no operator alone."""
+    """Number of passes over all operators; each pass takes a part of the samples, so that a
+    temporary slowdown of the machine is spread over all operators."""
     warm_up: int = 2
-    """Runs of each operator that are thrown away before, in each round."""
+    """Executions of each operator before its samples, in each round; they are discarded."""
 
     def model_options(self) -> ModelOptions:
-        """What the model is built with.
+        """Options that the model is built with.
 
         Raises:
-            ModelError: an unknown model, or options that it cannot take.
+            ModelError: the model is unknown or does not accept the options.
         """
         return fit_options(
             self.model, replace(self.asked_options(), n_channels=self.n_channels or 0)
@@ -63,11 +64,11 @@ class ProfileConfig(ModelFlags):
         return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
 
     def of_a_device(self) -> ProfileConfig:
-        """With local statistics where they are global: a device computes by both equally long."""
+        """Replace global batch norm by local: one device takes equally long for either."""
         return replace(self, batch_norm="local") if self.batch_norm == "global" else self
 
     def budget(self) -> Budget:
-        """Of one operator in one round."""
+        """Samples of one operator in one round."""
         return Budget(
             time_s=self.time_budget_s / self.rounds,
             n_min=math.ceil(self.min_samples / self.rounds),
@@ -76,7 +77,7 @@ class ProfileConfig(ModelFlags):
         )
 
     def counts(self, n_ranks: int) -> list[int]:
-        """Numbers of parts, as asked or by default."""
+        """Numbers of parts: --shards, or the default for this number of ranks."""
         return sorted(set(self.shards)) if self.shards else shard_counts(n_ranks)
 
     def path(self, results: Path) -> Path:
@@ -107,11 +108,11 @@ def check_profile(config: ProfileConfig) -> None:
 
 
 def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
-    """One run, with what was left to the model filled in; checks the flags.
+    """Check the flags and return one run, with the model's options filled in.
 
     Raises:
-        ConfigError: a number that makes no sense.
-        ModelError: an unknown model, or options that it cannot take.
+        ConfigError: a number is out of range.
+        ModelError: the model is unknown or does not accept the options.
     """
     config.check()
     check_at_least(config, _AT_LEAST)

@@ -1,8 +1,8 @@
-"""Which measurements a search asks for: each operator at each shape of its shards.
+"""The list of measurements that a search needs: each operator at each shape of its shards.
 
-The simulator looks up the shapes that cuts of the batch make (data parallelism, microbatches), and
-of the weights (features of linear, convolution and embedding; contraction of linear; heads of
-attention). Operators of equal signature share a measurement.
+The simulator looks up shapes from cuts of the batch (data parallelism, microbatches) and cuts of
+the weights (features of linear, convolution and embedding; contraction of linear; heads of
+attention). Operators with equal signatures share a measurement.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from harness.domain.graph import Graph, Operator
 from harness.domain.partition import cut_dim
 from harness.domain.sharding import full_shape, has_tasks, is_partial, output_sizes, weight_dims
 
-# The others' shards take time in proportion to their elements, which cuts by samples show.
+# Shards of other kinds take time in proportion to their elements, which cuts by samples measure.
 _CUT_BY_WEIGHTS = ("linear", "conv2d", "embedding", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One thing to measure.
+    """One measurement.
 
     Attributes:
         operator: the name of one operator with this signature.
         key: its `profile_key`.
-        shape: of the shard's output, as the simulator looks it up.
-        samples: of the batch that the model is fed.
-        dim, size: the cut of the weights and what is left of that dim; empty for none.
+        shape: shape of the shard's output, as the simulator looks it up.
+        samples: number of samples that the model is fed.
+        dim, size: the dim along which the weights are cut, and its size in the shard; empty if
+            the weights are whole.
     """
 
     operator: str
@@ -55,7 +56,7 @@ def part_sizes(size: int, counts: Sequence[int]) -> list[int]:
 
 
 def _shard_shapes(operator: Operator, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """(dim, size) of each smaller part of the weights."""
+    """Yield (dim, size) of each proper part of the weights."""
     if operator.kind not in _CUT_BY_WEIGHTS:
         return
     full = full_shape(operator, batch=1, graph_batch=None)
@@ -83,10 +84,10 @@ def _points_of(
 def points_of(
     graph: Graph, batch_counts: Sequence[int], weight_counts: Sequence[int]
 ) -> list[Point]:
-    """Every measurement once, large batches first.
+    """List every distinct measurement, large batches first.
 
     Args:
-        batch_counts: numbers of parts that the batch is cut into; 1 is always among them.
+        batch_counts: numbers of parts that the batch is cut into; 1 is always included.
         weight_counts: numbers of parts that weights are cut into.
     """
     assert graph.batch is not None

@@ -1,4 +1,4 @@
-"""The flags of the search workload, which every plan of a training run depends on."""
+"""The flags of the search workload; a training run's plan depends on the same flags."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from harness.workloads.common.search_flags import SearchFlags
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.profile_points import shard_counts
 
-# What operators are profiled in, and so what can be planned.
+# Data types that operators are profiled in, and so can be planned.
 PlannedDtype = Literal["fp32", "tf32", "bf16"]
 PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
 
-# Tensors of state for each parameter, and how often an optimizer's step, one operation after
-# another, reads or writes each byte of the parameters: p += g; m *= a, m += g, p += m; AdamW's
-# decay, two moments, root and quotient.
+# State tensors per parameter, and memory accesses per byte of the parameters in an optimizer's
+# step, counted over its operations: p += g; m *= a, m += g, p += m; AdamW's decay, two moments,
+# root and quotient.
 _STATES_AND_STREAMS: dict[OptimizerVariant, tuple[int, int]] = {
     "sgd": (0, 3),
     "momentum": (1, 8),
@@ -35,27 +35,27 @@ class SearchConfig(SearchFlags, ModelFlags):
     """Find the fastest strategy for a model on these ranks; `train --strategy searched` runs it."""
 
     n_channels: int | None = None
-    """Channels of the images; by default the model's own."""
+    """Channels of the images. Default: the model's."""
     batch_size: int = 64
-    """Samples of all ranks together in a step."""
+    """Global batch: samples of all ranks together in a step."""
     dtype: PlannedDtype = "fp32"
-    """What training computes in."""
+    """Data type of training."""
     optimizer: str = "sgd"
-    """sgd or adamw: its state takes memory, its step takes time."""
+    """sgd or adamw; its state needs memory and its step needs time."""
     momentum: float = 0.9
     """Momentum of sgd."""
     bucket_mib: float = 25.0
-    """MiB of gradients that are reduced together."""
+    """MiB of gradients in a bucket, which is all-reduced as a whole."""
     n_ranks: int | None = None
-    """Plan for the first ranks only; by default for all."""
+    """Number of ranks to plan for, from rank 0 on. Default: all."""
     seed: int = 0
-    """Seed of the search: equal seeds find equal plans, unless time ends it."""
+    """Seed of the search. Equal seeds find equal plans, unless --search-seconds ends the search."""
 
     def model_options(self) -> ModelOptions:
-        """What the model is built with.
+        """Options that the model is built with.
 
         Raises:
-            ModelError: an unknown model, or options that it cannot take.
+            ModelError: the model is unknown or does not accept the options.
         """
         return self.profile_config().model_options()
 
@@ -66,7 +66,7 @@ class SearchConfig(SearchFlags, ModelFlags):
         """The flags of the profile that planning needs.
 
         Args:
-            n_parts: a number of parts that batches are cut into, beside the usual ones.
+            n_parts: a further number of parts that the batch is cut into (microbatches).
         """
         usual = shard_counts(self.n_ranks or 1)
         config = ProfileConfig(
@@ -80,10 +80,10 @@ class SearchConfig(SearchFlags, ModelFlags):
         *,
         optimizer_s_per_byte: tuple[float, ...],
     ) -> SimulatorOptions:
-        """The engine as the simulator knows it; buckets overlap with backward, as in DDP.
+        """Options of the simulator; buckets overlap with backward, as in DDP.
 
         Args:
-            optimizer_s_per_byte: seconds that a byte of parameters takes in a step, by device.
+            optimizer_s_per_byte: seconds per byte of parameters in an optimizer's step, by device.
         """
         n_states, n_streams = _STATES_AND_STREAMS[self.optimizer_options().variant]
         return SimulatorOptions(
@@ -98,12 +98,12 @@ class SearchConfig(SearchFlags, ModelFlags):
 
 
 def search_cases(config: SearchConfig, n_ranks: int) -> list[SearchConfig]:
-    """One run, with what was left to the model and the launch filled in, so that equal questions
-    have equal configurations.
+    """Check the flags and return one run, with the defaults of model and launch filled in, so that
+    equal searches have equal configurations.
 
     Raises:
-        ConfigError: a number that makes no sense.
-        ModelError: an unknown model, or options that it cannot take.
+        ConfigError: a number is out of range.
+        ModelError: the model is unknown or does not accept the options.
     """
     _check(config, n_ranks)
     flags = fitted_flags(config.model_options())

@@ -1,1 +1,1 @@
-"""The profile workload: times of each operator of a model on each kind of device."""
+"""The profile workload: time each operator of a model on each kind of device."""

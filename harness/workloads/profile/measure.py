@@ -1,8 +1,8 @@
-"""Measure points on this rank's device: run the model at each batch, time what is wanted.
+"""Measure points on this rank's device: run the model at each batch size and time its operators.
 
-A microbatch is run as a device of a pipeline runs it: in as many stages as there are devices, as
-many of it in flight. Any other batch passes through the whole model, or through as much of it as
-memory holds.
+A microbatch is run as in a pipeline: the model has as many stages as there are devices, and as many
+microbatches are in flight. Any other batch passes through the whole model, or through as large a
+part of it as memory holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.runtime.devices.precision import Precision
 from harness.runtime.devices.sampling import Budget, hold_gpu, shortest_sample_s
 from harness.runtime.models import Task
 from harness.runtime.profiling.shards import operator_shard
-from harness.runtime.profiling.stretch import OperatorCall, Step, Stretch, steps_of, tensors_in
+from harness.runtime.profiling.subgraph import OperatorCall, Step, Subgraph, steps_of, tensors_in
 from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.profiling.verify import verify
 from harness.runtime.ranks.context import Context
@@ -36,16 +36,16 @@ from harness.workloads.profile.step import make_inputs, make_targets
 
 _log = logging.getLogger(__name__)
 
-# What a measurement is filed under: the dtype that training computes in.
+# Names of the dtypes of training in the profile.
 DTYPE_NAMES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}
 
-# Several slices of a scheduler: what else runs on a core takes its share of such a sample, whereas
-# the median of shorter ones would never see it.
+# Several time slices of the OS scheduler, so that each sample includes the share of other processes
+# on the core, which the median of shorter samples would hide.
 _SLICES_S = 0.02
 
 
 def shape_text(shape: dict[str, int]) -> str:
-    """A shape in one word, such as sample64xfeature256."""
+    """Format a shape, such as sample64xfeature256."""
     return "x".join(f"{dim}{size}" for dim, size in shape.items())
 
 
@@ -54,14 +54,14 @@ _Name = tuple[str, tuple[tuple[str, int], ...]]  # a point's key and shape
 
 @dataclass
 class Measured:
-    """What this rank found: measurements, and points without one with their reasons."""
+    """Measurements of this rank, and skipped points with their reasons."""
 
     measurements: list[Measurement] = field(default_factory=list)
     skipped: list[tuple[Point, str]] = field(default_factory=list)
 
 
 def _shortest_s(device_type: str) -> float:
-    """How long a sample must be to show the share of a core that the whole step gets."""
+    """Minimum seconds of a sample that gets the same share of a core as a whole step."""
     return max(shortest_sample_s(device_type), _SLICES_S if device_type == "cpu" else 0.0)
 
 
@@ -69,8 +69,8 @@ class PointMeasurer:
     """Measures points of one model on this rank.
 
     Args:
-        task: on the device.
-        captured: of the same model, its module on the device.
+        task: the model, on the device.
+        captured: its graph, with the module on the device.
         between: called after each pass over points of the whole batch.
     """
 
@@ -100,16 +100,16 @@ class PointMeasurer:
             processor=time.process_time if is_cpu else None,
         )
         self._between = between
-        self._saved_bytes: dict[_Name, int] = {}  # of the points that were verified
+        self._saved_bytes: dict[_Name, int] = {}  # of verified points
         self._samples: dict[_Name, OperatorSamples] = {}
-        self._cannot: set[_Name] = set()
-        self._sound: dict[int, bool] = {}
+        self._unmeasurable: set[_Name] = set()
+        self._has_finite_loss: dict[int, bool] = {}
         self._recorded: set[_Name] = set()  # in this call of `measure`
         self._found = Measured()
         self._n_points = 0
 
     def measure(self, points: Sequence[Point]) -> Measured:
-        """Measure all, in addition to what was measured of them before.
+        """Measure points, and combine their samples with those of earlier calls.
 
         A point whose operator runs out of memory is skipped with its reason, and not tried again.
 
@@ -117,7 +117,7 @@ class PointMeasurer:
             VerificationError: an operator's result is not finite.
             ModelError: an operator cannot run by itself.
         """
-        points = [point for point in points if _name(point) not in self._cannot]
+        points = [point for point in points if _name(point) not in self._unmeasurable]
         self._found, self._n_points = Measured(), len(points)
         self._recorded = set()
         for samples in dict.fromkeys(point.samples for point in points):
@@ -141,55 +141,56 @@ class PointMeasurer:
                 self._measure_part(whole.cut(begin, end), points)
         except Exception as error:
             reason = self._reason(error, samples)
-            left = [point for point in points if not self._is_done(point)]
-            self._skip(left, f"the model cannot be fed {samples} samples: {reason}")
+            pending = [point for point in points if not self._is_done(point)]
+            self._skip(pending, f"the model cannot be fed {samples} samples: {reason}")
 
     def _measure_part(self, part: Part, points: list[Point]) -> None:
-        """Measure the points of a part of the model; in halves where memory does not hold it."""
+        """Measure the points of a part of the model; in halves if it does not fit into memory."""
         names = part.names
-        own = [p for p in points if p.operator in names and not self._is_done(p)]
-        if not own:
+        pending = [p for p in points if p.operator in names and not self._is_done(p)]
+        if not pending:
             return
         reason = ""
         try:
-            self._measure_stretch(part, own)
+            self._measure_subgraph(part, pending)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = self._reason(error, own[0].samples)
+            reason = self._reason(error, pending[0].samples)
         if not reason:
             return
         if part.n_steps > 1:
             for half in part.halves():
-                self._measure_part(half, own)
+                self._measure_part(half, pending)
         else:
-            self._skip([point for point in own if not self._is_done(point)], reason)
+            self._skip([point for point in pending if not self._is_done(point)], reason)
 
-    def _measure_stretch(self, part: Part, points: list[Point]) -> None:
+    def _measure_subgraph(self, part: Part, points: list[Point]) -> None:
         with self._precision.autocast():
-            stretch = part.stretch()
-        self._verify(stretch, [point for point in points if _name(point) not in self._saved_bytes])
+            subgraph = part.subgraph()
+        self._verify(subgraph, [p for p in points if _name(p) not in self._saved_bytes])
         can_run = [point for point in points if _name(point) in self._saved_bytes]
         waiting: dict[str, list[Point]] = defaultdict(list)
         for point in can_run:
             waiting[point.operator].append(point)
         while any(waiting.values()):
-            self._time({name: left.pop(0) for name, left in waiting.items() if left}, stretch, part)
+            batch = {name: left.pop(0) for name, left in waiting.items() if left}
+            self._time(batch, subgraph, part)
             if points[0].samples == self._captured.graph.batch:
                 self._between()
         for point in can_run:
             self._record(point)
         self._context.flush()
 
-    def _time(self, wanted: dict[str, Point], stretch: Stretch, part: Part) -> None:
-        """Time one point of each of some operators."""
+    def _time(self, wanted: dict[str, Point], subgraph: Subgraph, part: Part) -> None:
+        """Time one point per operator, by the operator's name."""
         done = len(self._found.measurements) + len(self._found.skipped)
         self._context.progress.update("operators", done, self._n_points, next(iter(wanted)))
         shards = {
             name: ShardCall(self._captured, point) for name, point in wanted.items() if point.dim
         }
         found = self._timer.measure(
-            stretch,
+            subgraph,
             list(wanted),
             shards,
             n_in_flight=part.n_in_flight,
@@ -228,12 +229,12 @@ class PointMeasurer:
         self._recorded.add(_name(point))
 
     def _is_done(self, point: Point) -> bool:
-        return _name(point) in self._cannot | self._recorded
+        return _name(point) in self._unmeasurable | self._recorded
 
-    # What can be timed
+    # Verification
 
-    def _verify(self, stretch: Stretch, points: list[Point]) -> None:
-        """Run what is timed once, and find out what can be."""
+    def _verify(self, subgraph: Subgraph, points: list[Point]) -> None:
+        """Run each point once, verify its result and skip points that cannot be timed."""
         if not points:
             return
 
@@ -244,11 +245,11 @@ class PointMeasurer:
             return call()
 
         with self._precision.autocast():
-            stretch.forward(run)
+            subgraph.forward(run)
 
     def _is_sound(self, samples: int) -> bool:
-        """Whether the model's loss is finite; what it computes on the way need not be."""
-        if samples not in self._sound:
+        """Whether the model's loss is finite, even if an operator's result is not."""
+        if samples not in self._has_finite_loss:
             task, device = self._task, self._context.world.device
             inputs, targets = (
                 make_inputs(task, samples, device),
@@ -256,8 +257,8 @@ class PointMeasurer:
             )
             with torch.no_grad(), self._precision.autocast():
                 loss = task.sum_loss(tensors_in(task.model(*inputs))[0], targets)
-            self._sound[samples] = bool(loss.isfinite())
-        return self._sound[samples]
+            self._has_finite_loss[samples] = bool(loss.isfinite())
+        return self._has_finite_loss[samples]
 
     def _verify_point(self, point: Point, call: OperatorCall) -> None:
         try:
@@ -268,8 +269,8 @@ class PointMeasurer:
                     return
                 call = shard.call(call)
             is_sound = partial(self._is_sound, point.samples)
-            what = f"operator {point.operator!r}"
-            saved_bytes = verify(call, what, self._precision.autocast, is_sound)
+            subject = f"operator {point.operator!r}"
+            saved_bytes = verify(call, subject, self._precision.autocast, is_sound)
             self._sample("operator_saved_bytes", saved_bytes, point)
             self._saved_bytes[_name(point)] = saved_bytes
         except Exception as error:
@@ -280,7 +281,7 @@ class PointMeasurer:
     def _sample(
         self, metric: str, value: float, point: Point, *, step: int | None = None, reason: str = ""
     ) -> None:
-        why = {"reason": reason} if reason else {}
+        extra = {"reason": reason} if reason else {}
         self._context.recorder.sample(
             metric,
             value,
@@ -289,13 +290,13 @@ class PointMeasurer:
             signature=point.key,
             shape=shape_text(point.shape),
             dtype=self._dtype,
-            **why,
+            **extra,
         )
 
     def _reason(self, error: Exception, samples: int) -> str:
-        """Why a point has no number; an error that is none of the point's is raised again.
+        """Say why a point cannot be measured; raises errors that are not specific to the point.
 
-        Small batches may be impossible (batch normalisation of one value); the whole one is not.
+        Small batches may be impossible (batch norm of one value), the whole batch must not be.
         """
         if is_out_of_memory(error):
             if self._context.world.device.type == "cuda":
@@ -311,7 +312,7 @@ class PointMeasurer:
         for point in points:
             _log.warning("operator %s %s: %s", point.operator, shape_text(point.shape), reason)
             self._sample("operator_skipped", 1, point, reason=reason)
-            self._cannot.add(_name(point))
+            self._unmeasurable.add(_name(point))
             self._found.skipped.append((point, reason))
 
 

@@ -1,4 +1,4 @@
-"""How long an optimizer's step takes for each byte of parameters, measured on this device."""
+"""Measure an optimizer's step on this device, in seconds per byte of parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from harness.domain.graph import Graph
 from harness.runtime.devices.caches import CacheFlush
 from harness.runtime.engines.optimizers import OptimizerOptions, make_optimizer
 
-# What is quick to update.
+# Limit on the parameters' total size, so that a step stays short.
 _LARGEST_BYTES = 256 << 20
-# Long enough for a CPU quota, which lets a process run and pause in turn, to even out.
+# Many periods of a CPU quota, which lets a process run and pause in turn.
 _MIN_TIME_S = 1.0
 _MIN_STEPS = 3
 
@@ -24,9 +24,9 @@ class Updated:
     """Parameters that an optimizer is timed on.
 
     Attributes:
-        sizes: bytes of the parameters of each operator that has any, up to a total.
-        n_between: bytes that a device goes through from one step to the next, as far as a cache
-            holds them: parameters, their gradients, and outputs of its part of the batch.
+        sizes: bytes of parameters of each operator that has any, up to _LARGEST_BYTES in total.
+        n_between: bytes that a device accesses between two optimizer steps: parameters, gradients,
+            and the outputs of its part of the batch.
     """
 
     sizes: list[int]
@@ -34,7 +34,7 @@ class Updated:
 
     @classmethod
     def of(cls, graph: Graph, n_devices: int) -> Updated:
-        """The parameters of a model that is trained on so many devices."""
+        """Collect the parameters of a model that is trained on `n_devices` devices."""
         sizes, total = [], 0
         for operator in graph.operators:
             if 0 < operator.parameter_bytes <= _LARGEST_BYTES - total:
@@ -50,10 +50,10 @@ class Updated:
 def optimizer_s_per_byte(
     updated: Updated, options: OptimizerOptions, device: torch.device
 ) -> float:
-    """Mean seconds of a step per byte of parameters.
+    """Measure the mean seconds of an optimizer step per byte of parameters.
 
-    The caches are flushed as training flushes them: with hot caches, a step over ViT's 7 MB took a
-    quarter of the time.
+    Caches are flushed before each step, as training does: with hot caches, a step over ViT's 7 MB
+    took a quarter of the time.
     """
     if not updated.sizes:
         return 0.0
@@ -63,20 +63,20 @@ def optimizer_s_per_byte(
     for parameter in model:
         parameter.grad = torch.zeros_like(parameter)
     optimizer, flush = make_optimizer(model, options, device), CacheFlush(device)
-    # Under a quota the processor's time tells what a pause falls on.
+    # Under a CPU quota, CPU time excludes pauses; `ratio` then adds the mean share of pauses.
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    optimizer.step()  # makes the state
-    n_steps, own_s, begin_s, start_s = 0, 0.0, clock(), time.perf_counter()
+    optimizer.step()  # allocates the optimizer's state
+    n_steps, steps_s, begin_s, start_s = 0, 0.0, clock(), time.perf_counter()
     while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
         flush(updated.n_between)
         _settle(device)
         before_s = clock()
         optimizer.step()
         _settle(device)
-        own_s += clock() - before_s
+        steps_s += clock() - before_s
         n_steps += 1
     ratio = (time.perf_counter() - start_s) / (clock() - begin_s)
-    return own_s * ratio / n_steps / sum(updated.sizes)
+    return steps_s * ratio / n_steps / sum(updated.sizes)
 
 
 def _settle(device: torch.device) -> None:

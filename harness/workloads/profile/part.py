@@ -1,4 +1,4 @@
-"""Which part of a model is run at a time to time its operators, and how."""
+"""The part of a model that is run at a time while its operators are timed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from torch import Tensor, fx
 
 from harness.domain.graph import Graph
-from harness.runtime.profiling.stretch import Step, Stretch, values_at
+from harness.runtime.profiling.subgraph import Step, Subgraph, values_at
 
 
 def is_microbatch(graph: Graph, samples: int, n_devices: int) -> bool:
-    """Whether so many samples are fewer than each device's part of the batch."""
+    """Whether `samples` are fewer than one device's part of the batch."""
     assert graph.batch is not None, "a captured graph has a batch"
     return samples < graph.batch // n_devices
 
 
 def stage_bounds(steps: Sequence[Step], graph: Graph, n_stages: int) -> list[tuple[int, int]]:
-    """Cut a model's steps into stages of about as many FLOPs: first and last but one of each."""
+    """Cut a model's steps into stages of similar FLOPs; returns (begin, end) of each."""
     flops = {op.name: max(op.forward_flops + op.backward_flops, 1.0) for op in graph.operators}
-    own = [flops.get(step.name, 0.0) for step in steps]
-    total, passed = sum(own), 0.0
+    step_flops = [flops.get(step.name, 0.0) for step in steps]
+    total, passed = sum(step_flops), 0.0
     stages: list[int] = []
-    for one in own:
+    for one in step_flops:
         stages.append(min(n_stages - 1, int(n_stages * (passed + one / 2) / total)))
         passed += one
     begins = [k for k, stage in enumerate(stages) if k == 0 or stage != stages[k - 1]]
@@ -32,11 +32,11 @@ def stage_bounds(steps: Sequence[Step], graph: Graph, n_stages: int) -> list[tup
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive steps of a model, on what it is fed.
+    """Consecutive steps of a model, with the model's inputs.
 
     Attributes:
-        n_in_flight: microbatches that are between forward and backward at a time.
-        is_added: gradients of weights are, to those of earlier microbatches.
+        n_in_flight: number of microbatches between forward and backward at a time.
+        is_added: whether gradients of weights are added to those of earlier microbatches.
     """
 
     steps: list[Step]
@@ -61,8 +61,8 @@ class Part:
         middle = (self.begin + self.end) // 2
         return self.cut(self.begin, middle), self.cut(middle, self.end)
 
-    def stretch(self) -> Stretch:
-        """With what the steps before it give."""
+    def subgraph(self) -> Subgraph:
+        """Make the subgraph of these steps, with inputs computed by the steps before them."""
         inputs = values_at(self.steps, self.begin, self.fed)
         later = {node for step in self.steps[self.end :] for node in step.reads}
-        return Stretch(self.steps[self.begin : self.end], inputs, later)
+        return Subgraph(self.steps[self.begin : self.end], inputs, later)

@@ -1,17 +1,17 @@
-"""The part of an operator's weights that is timed in the operator's place."""
+"""A shard of an operator's weights, timed in place of the operator."""
 
 from __future__ import annotations
 
 from harness.runtime.capture.capture import Captured
 from harness.runtime.profiling.shards import OperatorShard, operator_shard
-from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.subgraph import OperatorCall
 from harness.workloads.planning.profile_points import Point
 
 
 class ShardCall:
-    """Replaces a call of an operator by a call of a part of its weights.
+    """Replaces an operator's call by its shard's call.
 
-    The part is made when it is first called, so that few parts are in memory at a time.
+    The shard is made at its first call, so that few shards are in memory at a time.
     """
 
     def __init__(self, captured: Captured, point: Point) -> None:
@@ -24,5 +24,5 @@ class ShardCall:
             self._shard = operator_shard(
                 self._captured, point.operator, point.dim, point.size, call
             )
-        assert self._shard is not None, "it was cut before"
+        assert self._shard is not None, "verification has made this shard before"
         return self._shard.call(call)

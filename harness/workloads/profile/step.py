@@ -1,4 +1,4 @@
-"""The whole model's step on this rank's device: what the operators should add up to."""
+"""Time whole steps of the model on this rank's device; calibration compares operators with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.workloads.profile.store import StepValues
 
 
 def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
-    """Random inputs of a task, as its data would be."""
+    """Make random inputs of a task."""
     made = []
     for spec in task.inputs:
         shape = (samples, *spec.shape)
@@ -36,26 +36,28 @@ def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
 
 
 def make_targets(task: Task, samples: int, device: torch.device) -> Tensor:
-    """Random targets of a task."""
+    """Make random targets of a task."""
     if task.n_classes:
         return torch.randint(task.n_classes, (samples,), device=device)
     return torch.randint(2, (samples,), device=device).float()
 
 
 def small_batch(batch: int) -> int:
-    """An eighth of a batch, about as many samples as a microbatch of a pipeline has."""
+    """An eighth of a batch: a typical microbatch of a pipeline."""
     return max(1, batch // 8)
 
 
-def gather_steps(mine: Mapping[int, list[float]], kinds: Sequence[str], world: World) -> StepValues:
-    """All ranks' values of their steps; all ranks must call it.
+def gather_steps(
+    seconds: Mapping[int, list[float]], kinds: Sequence[str], world: World
+) -> StepValues:
+    """Gather all ranks' step times; all ranks must call it.
 
     Args:
-        mine: by the samples of the step.
-        kinds: of all ranks' devices.
+        seconds: this rank's step times by batch size.
+        kinds: device kind of each rank.
     """
     values: StepValues = {}
-    for kind, part in zip(kinds, gather_bytes(msgspec.json.encode(mine), world), strict=True):
+    for kind, part in zip(kinds, gather_bytes(msgspec.json.encode(seconds), world), strict=True):
         for samples, found in msgspec.json.decode(part, type=dict[int, list[float]]).items():
             values.setdefault((kind, samples), []).extend(found)
     return values
@@ -72,11 +74,11 @@ class _Data:
 
 
 class StepSampler:
-    """Times forward and backward of the whole model with its loss: no optimizer, no gradients kept.
+    """Times forward and backward of the whole model with its loss, without an optimizer.
 
-    Steps of the batch and of a small one are timed, because caches serve small batches better.
-    Steps are taken in between the operators, for about as long as those take together, so that
-    both see the same machine.
+    Steps with the batch and with a small batch are timed, because small batches use caches better.
+    Step samples are interleaved with operators, with about equal time for both, so that slowdowns
+    of the machine affect both.
     """
 
     def __init__(
@@ -90,35 +92,35 @@ class StepSampler:
         self._begin_s = time.monotonic()
         self._spent_s = 0.0
         self.seconds: dict[int, list[float]] = {samples: [] for samples in self._data}
-        """Of a step, by its samples."""
+        """Step times by batch size."""
 
     @property
     def n_taken(self) -> int:
-        """Samples of each kind of step."""
+        """Number of samples of each batch size."""
         return min(map(len, self.seconds.values()))
 
     def restart(self) -> None:
-        """Forget the samples so far: those of the warm-up."""
+        """Discard the samples so far (the warm-up)."""
         self._recorder.discard()
         for values in self.seconds.values():
             values.clear()
         self._begin_s, self._spent_s = time.monotonic(), 0.0
 
     def take_when_due(self) -> None:
-        """Take a sample if operators have taken longer than steps so far, and memory allows."""
+        """Take a sample if steps have had less time than operators so far, and memory suffices."""
         if 2 * self._spent_s > time.monotonic() - self._begin_s:
             return
         try:
             self.take()
-        except Exception as error:  # an operator's inputs lie in memory too
+        except Exception as error:  # inputs of operators occupy memory too
             if not is_out_of_memory(error):
                 raise
             self._task.model.zero_grad(set_to_none=True)
 
     def take(self) -> None:
-        """Take one sample of each batch: the mean over as many steps as it needs to be steady.
+        """Take one sample of each batch size: the mean over a minimum time of steps.
 
-        Small batches may be impossible (batch normalisation of one value): those are left out.
+        A small batch that the model does not accept (batch norm of one value) is left out.
         """
         start_s = time.monotonic()
         largest = max(self._data)
@@ -141,12 +143,12 @@ class StepSampler:
 
     def _time(self, samples: int) -> float:
         data = self._data[samples]
-        once_s = self._mean_s([self._step(data)])  # also brings the model back into the cache
+        once_s = self._mean_s([self._step(data)])  # also loads the model into the cache again
         n_steps = max(1, round(self._shortest_s / max(once_s, 1e-6)))
         return self._mean_s([self._step(data) for _ in range(n_steps)])
 
     def _step(self, data: _Data) -> tuple[Any, Any]:
-        """Clock marks before and after it."""
+        """Run a step; returns the clock marks before and after it."""
         clock = self._recorder.clock
         self._task.model.zero_grad(set_to_none=True)
         start = clock.mark()

@@ -1,4 +1,4 @@
-"""The profile file: read what is there, add what is new, compare with the whole step."""
+"""Read the profile file, add measurements, and compare operators with whole steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from harness.workloads.planning.profile_points import Point
 
 
 def read_profile(path: Path, model: str, dtype: str) -> Profile:
-    """The file's profile; an empty one when there is none.
+    """Load the profile; an empty one if there is no file.
 
     Raises:
-        GraphError: malformed.
-        ConfigError: of another model or dtype.
+        GraphError: the file is malformed.
+        ConfigError: the file is of another model or dtype.
     """
     if not path.exists():
         return Profile(model=model, measurements=[])
@@ -41,7 +41,7 @@ def read_profile(path: Path, model: str, dtype: str) -> Profile:
     if others:
         raise ConfigError(
             f"{path} was measured in {', '.join(sorted(others))}, not {dtype}: give another "
-            "--profile-file, for planning takes one dtype from a file"
+            "--profile-file, because a profile holds one dtype"
         )
     return profile
 
@@ -49,8 +49,8 @@ def read_profile(path: Path, model: str, dtype: str) -> Profile:
 def missing_points(
     profile: Profile, kind: str, dtype: str, points: Sequence[Point], min_samples: int
 ) -> list[Point]:
-    """Points without a measurement on a kind of device, or with one of too few samples: a run that
-    was killed wrote it before its last round."""
+    """Points without a measurement on a kind of device, or with too few samples (left by a run that
+    ended before its last round)."""
     known = {
         point.key
         for point in profile.measurements
@@ -60,7 +60,7 @@ def missing_points(
 
 
 def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
-    """Add measurements; an older one of the same thing gives way."""
+    """Add measurements; they replace older ones of the same point."""
     found = {point.key: point for point in [*profile.measurements, *new]}
     return msgspec.structs.replace(profile, measurements=list(found.values()))
 
@@ -68,7 +68,7 @@ def with_measurements(profile: Profile, new: Sequence[Measurement]) -> Profile:
 def _operators_s(
     profile: Profile, graph: Graph, kind: str, dtype: str, samples: int
 ) -> float | None:
-    """Forward and backward of all operators; None when one is missing."""
+    """Sum forward and backward of all operators; None if one is not known."""
     times = OperatorTimes(profile)
 
     def time_of(operator: Operator) -> OperatorTime:
@@ -98,19 +98,19 @@ StepValues = dict[tuple[str, int], list[float]]
 
 
 def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepValues) -> Profile:
-    """Set each kind's step to the median, beside the sum over the operators as it is now."""
-    own = graph.content_hash()
+    """Set each kind's whole step to the median, with the current sum over its operators."""
+    graph_hash = graph.content_hash()
     steps = {(s.device_kind, s.graph_hash, s.dtype, s.batch): s for s in profile.whole_steps}
     for (kind, samples), values in seconds.items():
         operators_s = _operators_s(profile, graph, kind, dtype, samples)
         if values and operators_s:
-            steps[kind, own, dtype, samples] = WholeStep(
+            steps[kind, graph_hash, dtype, samples] = WholeStep(
                 device_kind=kind,
                 batch=samples,
                 dtype=dtype,
                 step_s=statistics.median(values),
                 operators_s=operators_s,
-                graph_hash=own,
+                graph_hash=graph_hash,
             )
     return msgspec.structs.replace(profile, whole_steps=list(steps.values()))
 
@@ -118,10 +118,10 @@ def with_whole_steps(profile: Profile, graph: Graph, dtype: str, seconds: StepVa
 def with_optimizer(
     profile: Profile, variant: str, kinds: Sequence[str], rates: Sequence[float]
 ) -> Profile:
-    """Add the speed of an optimizer's step: the median over the devices of each kind.
+    """Add the time of an optimizer's step: the median over the devices of each kind.
 
     Args:
-        kinds: of all ranks' devices.
+        kinds: device kind of each rank.
         rates: seconds per byte of parameters, by rank.
     """
     by_kind: dict[str, list[float]] = {}
@@ -136,5 +136,5 @@ def with_optimizer(
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write crash-safely; rank 0 only."""
+    """Write the profile atomically; rank 0 only."""
     write_atomically(path, profile.to_json())

@@ -1,4 +1,4 @@
-"""What rank 0 prints after profiling: the sums, the heaviest operators, and what was left out."""
+"""The tables that rank 0 prints after profile: sums, heaviest operators, skipped points."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from harness.units import format_bytes, format_duration
 from harness.workloads.profile.store import fit_errors
 
 _N_HEAVIEST = 12
-# Beyond these the operators do not explain the step: docs/profile.md lists likely causes.
+# Calibrations outside this range get a warning; docs/profile.md lists likely causes.
 _FAITHFUL = (0.8, 1.25)
 
 
 def profile_text(runs: list[Run]) -> str:
-    """Three tables for each run that wrote a profile, and a line for each that did not or whose
-    files are gone."""
+    """Return three tables for each run that wrote a profile, and a line for each run that did not
+    or whose files are missing."""
     return "\n\n".join(_run_text(run) for run in runs)
 
 
@@ -41,11 +41,11 @@ def _run_text(run: Run) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _file_of(run: Run, what: str) -> Path:
-    """A file that the run wrote: where it did, or beside the run, should results have moved."""
-    path = Path(str(run.header.summary.get(what, "")))
-    beside = run.path.parent / path.name
-    return beside if beside.exists() and not path.exists() else path
+def _file_of(run: Run, key: str) -> Path:
+    """The path in the run's summary, or the file of that name in the results if they have moved."""
+    path = Path(str(run.header.summary.get(key, "")))
+    moved = run.path.parent / path.name
+    return moved if moved.exists() and not path.exists() else path
 
 
 def _dtype(profile: Profile) -> str:
@@ -63,10 +63,10 @@ def _times(profile: Profile, graph: Graph, kind: str) -> list[tuple[str, Operato
 
 
 def _sums(profile: Profile, graph: Graph) -> str:
-    own = graph.content_hash()
-    known = [s for s in profile.whole_steps if s.graph_hash == own]
+    graph_hash = graph.content_hash()
+    known = [s for s in profile.whole_steps if s.graph_hash == graph_hash]
     steps = {s.device_kind: s for s in known if s.batch == graph.batch}
-    rows, doubts = [], []
+    rows, warnings = [], []
     for kind in profile.device_kinds:
         found = [time for _, time in _times(profile, graph, kind)]
         errors = sorted(fit_errors(profile, graph, kind, _dtype(profile)).values())
@@ -84,17 +84,17 @@ def _sums(profile: Profile, graph: Graph) -> str:
             ]
         )
         if step is not None and not _FAITHFUL[0] <= step.calibration <= _FAITHFUL[1]:
-            doubts.append(
+            warnings.append(
                 f"{kind}: the whole step takes {step.calibration:.2f} of the sum of its operators; "
                 "docs/profile.md lists likely causes"
             )
     heads = ["device", "operators", "forward", "backward", "sum", "whole step", "calibration",
              "error of fits"]  # fmt: skip
-    return "\n".join([columns(heads, rows), *doubts])
+    return "\n".join([columns(heads, rows), *warnings])
 
 
 def _by_samples(steps: list[WholeStep], graph: Graph) -> str:
-    """Calibrations of the graph's batch, and of other sizes with their number of samples."""
+    """Format the calibrations of the graph's batch, and of other sizes with their size."""
     found = [
         ("" if step.batch == graph.batch else f"{step.batch} samples: ") + f"{step.calibration:.2f}"
         for step in sorted(steps, key=lambda step: -step.batch)

@@ -1,6 +1,6 @@
-"""The profile workload: how long does each operator of a model take on each kind of device?
+"""The profile workload: time each operator of a model on each kind of device.
 
-Ranks that drive the same kind of device share its operators out; every kind is measured by itself.
+Ranks with the same kind of device divide the operators among themselves.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from harness.workloads.profile.store import (
 )
 from harness.workloads.profile.table import profile_text
 
-# Samples of the whole step, at least; as many on each rank, so that all are at work meanwhile.
+# Minimum number of samples of the whole step on each rank.
 _N_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharing:
-    """Which ranks drive the same kind of device as this one."""
+    """Kinds of all ranks' devices, and this rank's index among the `n_ranks` of its kind."""
 
     kinds: list[str]
     index: int
@@ -58,12 +58,12 @@ class _Sharing:
     def of(cls, context: Context) -> _Sharing:
         world = context.world
         kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
-        mine = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
-        return cls(kinds=kinds, index=mine.index(world.rank), n_ranks=len(mine))
+        same = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
+        return cls(kinds=kinds, index=same.index(world.rank), n_ranks=len(same))
 
 
-class _Profiling:
-    """One run on one rank; all ranks call the same methods."""
+class _Profiler:
+    """Profiles a model on this rank; all ranks call the same methods."""
 
     def __init__(self, config: ProfileConfig, context: Context) -> None:
         self._config = config
@@ -73,7 +73,7 @@ class _Profiling:
         self._sharing = _Sharing.of(context)
         self._kind = context.world.device_kind
         self._task, self._captured = _prepare(config, context)
-        _hold(self._task, self._captured, config, context)
+        _check_graph(self._task, self._captured, config, context)
         self.graph = self._captured.graph
         self.profile = self._read()
         self._new: dict[MeasurementKey, Measurement] = {}
@@ -81,17 +81,17 @@ class _Profiling:
         self._points = points_of(self.graph, counts, counts)
 
     def _read(self) -> Profile:
-        """Rank 0's file, on every rank."""
+        """Read the profile on rank 0 and broadcast it."""
         world, data = self._context.world, b""
         if world.is_first:
             data = read_profile(self._path, self._config.model, self._dtype).to_json()
         return Profile.from_json(gather_bytes(data, world)[0], source=str(self._path))
 
     def run(self) -> dict[str, Any]:
-        """Measure what the file lacks, and write it after each size of batch in each round.
+        """Measure missing points, and write the file after each batch size of each round.
 
-        The whole step is timed in between, also where the file has it already: calibration then
-        brings the file's operators to the devices' present speed.
+        Whole steps are timed in between even if the file holds them, because calibration scales
+        the file's operators to the current speed of the devices.
         """
         steps = self._step_sampler()
         measurer = PointMeasurer(
@@ -103,10 +103,11 @@ class _Profiling:
             between=steps.take_when_due if steps is not None else lambda: None,
         )
         sizes = dict.fromkeys(point.samples for point in self._points)
-        batches = [self._mine([p for p in self._points if p.samples == size]) for size in sizes]
+        by_size = [[p for p in self._points if p.samples == size] for size in sizes]
+        batches = [self._assigned(points) for points in by_size]
         for _ in range(self._config.rounds):
             for batch in batches:
-                self._take_in(measurer.measure(batch).measurements)
+                self._gather(measurer.measure(batch).measurements)
                 self._write()
         while steps is not None and steps.n_taken < _N_STEPS:
             steps.take()
@@ -116,29 +117,30 @@ class _Profiling:
         return self._summary()
 
     def _time_optimizer(self) -> None:
-        """Time a step of the optimizer on every device, where the file lacks it for a kind."""
+        """Time an optimizer step on every device if the file lacks it for any kind."""
         kinds, options = self._sharing.kinds, self._config.optimizer_options()
         if all(self.profile.optimizer_s_per_byte(kind, options.variant) for kind in kinds):
             return
         world, recorder = self._context.world, self._context.recorder
         self._context.progress.update("optimizer", 0, 1, self._config.optimizer)
         updated = Updated.of(self.graph, world.size)
-        mine = optimizer_s_per_byte(updated, options, world.device)
-        recorder.sample("optimizer_s_per_byte", mine)
+        rate = optimizer_s_per_byte(updated, options, world.device)
+        recorder.sample("optimizer_s_per_byte", rate)
         wait_for_all(world)
-        rates = gather_numbers(mine, world)
+        rates = gather_numbers(rate, world)
         self.profile = with_optimizer(self.profile, options.variant, kinds, rates)
 
-    def _mine(self, points: list[Point]) -> list[Point]:
+    def _assigned(self, points: list[Point]) -> list[Point]:
+        """Select this rank's share of the missing points."""
         missing = missing_points(
             self.profile, self._kind, self._dtype, points, self._config.min_samples
         )
         return missing[self._sharing.index :: self._sharing.n_ranks]
 
-    def _take_in(self, found: list[Measurement]) -> None:
-        """Gather all ranks' measurements."""
+    def _gather(self, found: list[Measurement]) -> None:
+        """Gather all ranks' measurements into the profile."""
         world = self._context.world
-        wait_for_all(world)  # some kinds of device are done long before others
+        wait_for_all(world)  # because kinds of device take very different times
         new: list[Measurement] = []
         for part in gather_bytes(msgspec.json.encode(found), world):
             new += msgspec.json.decode(part, type=list[Measurement])
@@ -152,7 +154,7 @@ class _Profiling:
             write_atomically(graph_beside(self._path), self.graph.to_json())
 
     def _step_sampler(self) -> StepSampler | None:
-        """Takes whole steps; None when they need too much memory."""
+        """Make and warm up the sampler of whole steps; None if they need too much memory."""
         self._context.progress.update("whole step", 0, 1, self._config.model)
         task, config = self._task, self._config
         try:
@@ -171,20 +173,20 @@ class _Profiling:
         return sampler
 
     def _compare(self, steps: StepSampler | None) -> None:
-        """The whole step beside the operators' sum, by kind of device and samples."""
+        """Store whole steps with the sums over operators, by kind of device and batch size."""
         world = self._context.world
         wait_for_all(world)
-        mine = {} if steps is None else steps.seconds
-        seconds = gather_steps(mine, self._sharing.kinds, world)
+        measured = {} if steps is None else steps.seconds
+        seconds = gather_steps(measured, self._sharing.kinds, world)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if world.is_first:
             self._record_comparison()
 
     def _record_comparison(self) -> None:
-        recorder, own = self._context.recorder, self.graph.content_hash()
+        recorder, graph_hash = self._context.recorder, self.graph.content_hash()
         for step in self.profile.whole_steps:
-            if step.graph_hash == own and step.dtype == self._dtype:
+            if step.graph_hash == graph_hash and step.dtype == self._dtype:
                 labels: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
                 recorder.sample("profile_calibration", step.calibration, **labels)
         for kind in dict.fromkeys(self._sharing.kinds):
@@ -202,7 +204,7 @@ class _Profiling:
 
 
 def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
-    """Add where and when the newest measurements were made."""
+    """Add hosts, date and versions of the newest measurements."""
     provenance = {
         "source": "measured",
         "torch": str(torch.__version__),
@@ -214,18 +216,18 @@ def _with_provenance(profile: Profile, hostnames: list[str]) -> Profile:
 
 
 def _prepare(config: ProfileConfig, context: Context) -> tuple[Task, Captured]:
-    """The model on this rank's device, and its graph."""
+    """Build the model on this rank's device and capture its graph."""
     set_tensor_cores(config.dtype)
     task = build_task(config.model, config.model_options())
     device = context.world.device
-    task.model.to(device)  # before it is exported, which writes down where tensors are made
+    task.model.to(device)  # before capture, which fixes the devices of new tensors
     captured = capture(task, config.batch_size, config.model)
-    captured.module.to(device)  # constants too
+    captured.module.to(device)  # moves constants, too
     return task, captured
 
 
-def _hold(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
-    """Hold the graph to the model on rank 0's device."""
+def _check_graph(task: Task, captured: Captured, config: ProfileConfig, context: Context) -> None:
+    """Compare the graph with the model on rank 0's device."""
     results = context.run_dir.parent
     run_on_rank_0(
         lambda: hold_once(captured, task, config.model, config.dtype, results), context.world
@@ -237,12 +239,12 @@ def run_profile(config: ProfileConfig, context: Context) -> dict[str, Any]:
 
     Raises:
         VerificationError: an operator's result is not finite.
-        ModelError: the captured graph does not train what the model does.
+        ModelError: the captured graph trains differently from the model.
         ConfigError: the file is of another model or dtype.
     """
     reset_peak(context.world.device)
     try:
-        return _Profiling(config, context).run()
+        return _Profiler(config, context).run()
     finally:
         for kind, n_bytes in peak_bytes(context.world.device).items():
             context.recorder.sample("memory_peak_bytes", n_bytes, kind=kind)

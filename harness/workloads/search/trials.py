@@ -1,9 +1,7 @@
-"""Trial steps: the best few plans of a search, trained in turn, so that one of them is chosen by
-the clock.
+"""Trial steps: train the best few plans of a search in turn, and choose the fastest measured one.
 
-A search takes the least of thousands of predictions, and so one that errs on the low side. Between
-plans of other kinds that are predicted about as fast, a few steps of each decide, and more of those
-that are near each other.
+The minimum of thousands of noisy predictions is biased low (the winner's curse). So a few measured
+steps decide between the best plans of different searches; plans with similar times get more steps.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _log = logging.getLogger(__name__)
 # A plan that is predicted to take longer than this many times the best is not tried.
 _WORTH_TRYING = 1.3
 _STEPS_A_ROUND = 2
-# Plans that the first rounds do not tell apart go on until so long after the first step.
+# Time limit of the further rounds, which run until the plans' times differ significantly.
 _SECONDS = 60.0
 
 
@@ -54,8 +52,8 @@ class Tried:
     """A plan that was trained for some steps.
 
     Attributes:
-        measured_s: seconds of a step beside the others'; see `harness.measure.race.Place`.
-        n_rounds: of steps that it was trained for.
+        measured_s: seconds of a step; see `harness.measure.race.Place`.
+        n_rounds: number of rounds in which it was timed.
     """
 
     candidate: Candidate
@@ -65,16 +63,16 @@ class Tried:
 
 
 def worth_trying(found: Searched, most: int) -> list[Candidate]:
-    """The best plan, and others of other searches that may be faster, by prediction; as many as
-    fit into memory side by side, `most` at most."""
+    """Choose at most `most` plans, best predictions first: the best plan, and the best plans of
+    other searches whose predictions are close, as long as all fit into memory together."""
     chosen: list[Candidate] = []
-    room = found.simulator.limits.copy()
+    free = found.simulator.limits.copy()
     for candidate in found.ranked():
         needed = found.simulator.simulate(found.strategy(candidate)).outcome.memory_bytes
         if candidate.step_s > _WORTH_TRYING * found.best.step_s or len(chosen) == most:
             break
-        if np.all(needed <= room):
-            room -= needed
+        if np.all(needed <= free):
+            free -= needed
             chosen.append(candidate)
     return chosen
 
@@ -83,11 +81,11 @@ def try_out(search_config: SearchConfig, found: Searched | None, context: Contex
     """Train the best plans for a few steps each, in turn; all ranks must call it.
 
     Args:
-        found: rank 0's search; the others' is ignored.
+        found: the search's result on rank 0; None on other ranks.
 
     Returns:
-        On rank 0 what was tried, the fastest first; nothing where a single plan is worth trying,
-        where the backend can carry out none, and on the other ranks.
+        On rank 0 the plans tried, fastest first. Empty on other ranks, if only one plan is worth
+        trying, or if the executor supports none of them.
 
     Raises:
         PeerError: another rank died or hangs in a step.
@@ -124,15 +122,15 @@ def try_out(search_config: SearchConfig, found: Searched | None, context: Contex
 def _measure(
     search_config: SearchConfig, strategies: Sequence[Strategy], context: Context
 ) -> dict[int, list[float]]:
-    """Seconds of a step of each strategy on the slowest rank, by round; by place among those given,
-    of those that the backend can carry out."""
+    """Seconds of a step on the slowest rank in each round, by index of the strategy; strategies
+    that the executor does not support are left out."""
     set_tensor_cores(search_config.dtype)
     built = _build(search_config, strategies, context)
     if not built:
         return {}
     trials = list(built.values())
     for trial in trials:
-        trial.run(1)  # warms up
+        trial.run(1)  # warm-up
     start_s, n_timed = time.monotonic(), [0] * len(trials)
 
     def time_one(k: int) -> float:
@@ -145,7 +143,7 @@ def _measure(
         return elapsed_s > _SECONDS
 
     rounds = dict(zip(built, race(time_one, len(trials), is_late), strict=True))
-    # Nobody is in a step any more: the ranks have agreed on the time of the last.
+    # No rank is in a step any more, because all ranks have shared the time of the last step.
     for trial in trials:
         trial.close()
     trials.clear()
@@ -157,27 +155,27 @@ def _measure(
 def _build(
     search_config: SearchConfig, strategies: Sequence[Strategy], context: Context
 ) -> dict[int, _Trial]:
-    """Engines by place of their strategy; what one refuses, all ranks refuse alike."""
+    """Build trials by index of their strategy; all ranks refuse the same strategies."""
     built: dict[int, _Trial] = {}
-    for place, strategy in enumerate(strategies):
+    for index, strategy in enumerate(strategies):
         try:
-            built[place] = _Trial(search_config, strategy, context)
+            built[index] = _Trial(search_config, strategy, context)
         except StrategyError as error:
             if context.world.is_first:
                 _log.warning("%s is not tried: %s", strategy.name, error)
-        wait_for_all(context.world)  # ranks take unlike time to build their parts
+        wait_for_all(context.world)  # because ranks take different times to build their shards
     return built
 
 
 def _free_memory(device: torch.device) -> None:
-    """Give back what engines held that are of no more use, for training to come."""
-    gc.collect()  # their parts refer to each other
+    """Free the memory of closed engines."""
+    gc.collect()  # because their objects form reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def trial_lines(tried: Sequence[Tried]) -> list[str]:
-    """What was tried, for people; nothing where nothing was."""
+    """Table of the plans tried; empty if none was."""
     rows = [
         [
             one.candidate.method,
@@ -193,7 +191,7 @@ def trial_lines(tried: Sequence[Tried]) -> list[str]:
 
 
 class _Trial:
-    """One strategy on this rank, on a batch of synthetic samples."""
+    """One strategy's engine on this rank, with a batch of synthetic samples."""
 
     def __init__(self, search_config: SearchConfig, strategy: Strategy, context: Context) -> None:
         self._recorder = Recorder(clock_for(context.world.device), context.recorder.reached)
@@ -209,15 +207,15 @@ class _Trial:
             data_dir=Path(), n_samples=strategy.batch, seed=search_config.seed,
             dlrm=search_config.dlrm_options(),
         )  # fmt: skip
-        own = self._engine.samples
-        self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(own)
-        self._share = Share(n_local=len(own), n_global=strategy.batch)
+        fed = self._engine.samples
+        self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(fed)
+        self._share = Share(n_local=len(fed), n_global=strategy.batch)
 
     def run(self, n_steps: int) -> float:
-        """Seconds of a step on this rank; all must call it.
+        """Return seconds of a step on this rank; all ranks must call it.
 
-        One more step comes first, after all ranks have met: in a pipeline the next one begins on
-        some ranks while it ends on others, and so takes less time than a step alone.
+        An untimed step follows the barrier, because steps of a pipeline overlap: the first step
+        after a barrier takes longer than those that follow.
         """
         dist.barrier()
         self._train(1)
@@ -226,7 +224,7 @@ class _Trial:
         return (time.perf_counter() - start_s) / n_steps
 
     def close(self) -> None:
-        """Let go of what ranks share; all must call it, when all are done with its steps."""
+        """Free resources shared with other ranks; all ranks must call it after their last step."""
         self._engine.close()
 
     def _train(self, n_steps: int) -> None:
@@ -242,7 +240,7 @@ def _task(search_config: SearchConfig, context: Context) -> Task:
 
 
 def _options(search_config: SearchConfig) -> EngineOptions:
-    # Weights that stay as they are: what is timed must not depend on where training leads.
-    still = replace(search_config.optimizer_options(), learning_rate=0.0)
+    # Constant weights: values that grow or diverge could change the time of a step.
+    optimizer = replace(search_config.optimizer_options(), learning_rate=0.0)
     bucket_bytes = round(search_config.bucket_mib * (1 << 20))
-    return EngineOptions(dtype=search_config.dtype, optimizer=still, bucket_bytes=bucket_bytes)
+    return EngineOptions(dtype=search_config.dtype, optimizer=optimizer, bucket_bytes=bucket_bytes)

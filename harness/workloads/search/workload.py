@@ -1,6 +1,6 @@
-"""The search workload: which strategy trains a model fastest on these ranks, and why.
+"""The search workload: find the fastest strategy for a model on these ranks.
 
-Rank 0 searches while the others sleep; then all train the best few plans for some steps.
+Rank 0 searches while the others sleep; then all ranks train the best few plans for some steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harness.workloads.search.trials import Tried, trial_lines, try_out
 
 
 class _Searcher:
-    """Rank 0's part, with progress on its terminal; on the other ranks it knows nothing."""
+    """Searches on rank 0, with progress on its terminal; `found` stays None on other ranks."""
 
     def __init__(self, search_config: SearchConfig, context: Context) -> None:
         self._search_config, self._context = search_config, context
@@ -69,7 +69,7 @@ class _Searcher:
         self._context.progress.update("search", done, 100, note)
 
     def choose(self, tried: list[Tried]) -> tuple[PlanResult, Prediction]:
-        """The plan that was fastest when tried, else by prediction."""
+        """Choose the plan with the fastest trial steps, or the best prediction without trials."""
         assert self.found is not None
         result = msgspec.structs.replace(
             self.found.result(tried[0].candidate if tried else None),
@@ -83,11 +83,11 @@ class _Searcher:
 
 
 def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
-    """Search on rank 0, then try the best plans on all ranks; rank 0 writes the chosen one with its
-    prediction into the run.
+    """Search on rank 0, try the best plans on all ranks, and write the chosen plan and its
+    prediction into the run on rank 0.
 
     Raises:
-        PlanError: nothing fits, or links or operators have not been measured.
+        PlanError: no plan fits into memory, or links or operators have not been measured.
         PeerError: another rank died or hangs in a trial step.
     """
     searcher = _Searcher(config, context)
@@ -109,7 +109,7 @@ def run_search(config: SearchConfig, context: Context) -> dict[str, Any]:
 
 
 def search_text(runs: list[Run]) -> str:
-    """What each search found, and why; a line for one that found nothing."""
+    """Return each search's plan with its explanation, or a line if it failed."""
     return "\n\n".join(_run_text(run) for run in runs)
 
 
@@ -122,7 +122,7 @@ def _run_text(run: Run) -> str:
 
 
 def _training_command(run: Run) -> str:
-    """What trains the plan; flags that have their defaults are left out."""
+    """The command that trains the plan; flags at their defaults are left out."""
     config = run.header.config
     names = [field.name for field in fields(ModelFlags)]
     names += ["dtype", "optimizer", "momentum", "bucket_mib"]

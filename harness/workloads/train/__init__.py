@@ -1,1 +1,1 @@
-"""The train workload: train a model by a strategy, and measure its steps."""
+"""The train workload: train a model by a strategy and measure its steps."""

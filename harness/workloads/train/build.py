@@ -1,4 +1,4 @@
-"""Make the strategy that a training run names: a well-known one, or that of a file."""
+"""Build a well-known strategy for a training run, or load a strategy's file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from harness.workloads.train.config import TrainCase
 
 
 def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
-    """Read a strategy's file and refuse one that is not for this run.
+    """Load the strategy's file of a run and check that it fits the run.
 
     Raises:
-        StrategyError: missing, malformed, stale, or for another model, batch or cluster.
+        StrategyError: the file is missing, malformed, stale, or for another model, batch or
+            cluster.
     """
     strategy = load_for(case)
     check_fresh(strategy, graph, cluster)
@@ -31,13 +32,13 @@ def load_strategy(case: TrainCase, graph: Graph, cluster: Cluster) -> Strategy:
 
 
 def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int]) -> Strategy:
-    """The well-known strategy that a run names, made for these devices.
+    """Build the well-known strategy of a run for these devices.
 
     Args:
-        shares: samples of each rank where the engine shares a batch out by itself.
+        shares: samples of each rank under `ddp`.
 
     Raises:
-        StrategyError: the flags do not go together with the model or the ranks.
+        StrategyError: the flags do not fit the model or the ranks.
     """
     graph, cluster, batch = simulator.graph, simulator.cluster, case.batch
     if case.strategy == "single":
@@ -57,7 +58,7 @@ def build_strategy(case: TrainCase, simulator: Simulator, shares: Sequence[int])
 
 
 def _pipeline(case: TrainCase, simulator: Simulator) -> Strategy:
-    """The fastest of the microbatches that are tried, by the simulator."""
+    """Build a pipeline with the number of microbatches that the simulator predicts is fastest."""
     found = [_with_microbatches(case, simulator, n) for n in _microbatches(case, simulator)]
     for strategy in found:
         validate(strategy, simulator.graph, simulator.cluster)

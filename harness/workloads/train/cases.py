@@ -1,4 +1,4 @@
-"""From the flags of training to its runs: what is refused, and the sweep."""
+"""Check the flags of training and expand them into the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from harness.workloads.train.config import (
     is_file,
 )
 
-# Strategies that give every rank a sample.
+# Strategies that need at least one sample per rank.
 _BY_SAMPLES = ("ddp", "zero1", "zero2")
 
-# Flags that one strategy alone follows; a strategy's file says itself how a pipeline is shaped.
+# Flags that only one strategy uses; a strategy's file holds its own schedule and stages.
 _FOLLOWED_BY = {
     "pipeline": ("stages", "recompute", "schedule", "microbatches"),
     "searched": ("search_seconds", "search_budget", "trials", "memory"),
@@ -60,14 +60,14 @@ def _check_numbers(config: TrainConfig) -> None:
 
 
 def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
-    """The engine that carries a strategy out.
+    """Choose the engine that trains by a strategy.
 
     Args:
-        engine: as asked for, or `auto`.
-        is_exact: dropout must be that of one device, which the executor alone can do.
+        engine: value of --engine.
+        is_exact: dropout masks must equal those of one device, which needs the executor.
 
     Raises:
-        ConfigError: no such strategy, or this engine does not have it.
+        ConfigError: there is no such strategy, or the engine does not support it.
     """
     known = [name for name, strategies in STRATEGIES.items() if strategy in strategies]
     if is_file(strategy):
@@ -98,7 +98,7 @@ def _check_names(config: TrainConfig) -> None:
 
 
 def _check_unused(config: TrainConfig) -> None:
-    """Refuse flags that none of the strategies follows."""
+    """Refuse flags that none of the strategies uses."""
     words = " ".join(config.strategy)
     for strategy, names in _FOLLOWED_BY.items():
         for name in names if strategy not in config.strategy else ():
@@ -112,13 +112,13 @@ def _check_unused(config: TrainConfig) -> None:
 
 
 def _check_followed(config: TrainConfig, name: str, strategy: str) -> None:
-    """Refuse a flag that is set, and is for a strategy that is not trained."""
+    """Refuse a flag that is set, but is only for a strategy that is not trained."""
     value = getattr(config, name)
     if value != getattr(TrainConfig(), name):
         given = " ".join(map(str, value)) if isinstance(value, tuple) else value
         raise ConfigError(
             f"{flag(name)}{'' if value is True else f' {given}'} is for --strategy {strategy}, "
-            f"which {' '.join(config.strategy)} does not follow: drop the flag, or add {strategy}"
+            f"{' '.join(config.strategy)} does not use it: drop the flag, or add {strategy}"
         )
 
 
@@ -140,14 +140,14 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
 
 
 def _check_pipeline(case: TrainCase) -> None:
-    """Refuse flags that a pipeline cannot follow, or that the engine does not know."""
+    """Refuse flags that contradict the pipeline's schedule or that the engine does not support."""
     if case.asynchronous and case.strategy == "pipeline":
         if case.schedule != "1f1b":
             raise ConfigError(
                 f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
             )
         if case.recompute:
-            raise ConfigError("--asynchronous keeps what it computed: drop --recompute")
+            raise ConfigError("--asynchronous does not support --recompute: drop one of them")
     if case.strategy == "pipeline":
         _check_flow(case)
     if case.microbatches is not None and case.microbatches > case.batch:
@@ -168,8 +168,8 @@ def _check_pipeline(case: TrainCase) -> None:
             )
     if case.engine == "executor" and case.dtype == "fp16":
         raise ConfigError(
-            f"--dtype fp16 needs losses that are scaled, {case.strategy} is trained by the "
-            "executor, which does not scale those of parts of a model: use --dtype bf16"
+            f"--dtype fp16 needs loss scaling, {case.strategy} is trained by the executor, which "
+            "has none: use --dtype bf16"
         )
     if case.engine == "executor" and case.balance == "speed":
         raise ConfigError(
@@ -179,10 +179,10 @@ def _check_pipeline(case: TrainCase) -> None:
 
 
 def _check_flow(case: TrainCase) -> None:
-    """Refuse stages and microbatches that the schedule cannot serve on these ranks.
+    """Refuse numbers of stages and microbatches that the schedule does not allow on these ranks.
 
     Raises:
-        ConfigError, StrategyError: says which two numbers disagree.
+        ConfigError, StrategyError: two numbers disagree.
     """
     n_stages = case.stages or case.n_ranks * (2 if case.schedule == "interleaved" else 1)
     if n_stages > case.n_ranks and case.schedule != "interleaved":
@@ -205,7 +205,7 @@ def _batches(config: TrainConfig, n_ranks: int) -> list[int]:
 
 
 def _flows(config: TrainConfig) -> list[dict[str, Any]]:
-    """How microbatches flow through a pipeline."""
+    """Combinations of schedules and numbers of microbatches, as fields of TrainCase."""
     return [
         {"schedule": schedule, "microbatches": None if n == "auto" else n}
         for schedule in config.schedule
@@ -214,7 +214,7 @@ def _flows(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _digest(strategy: str) -> str:
-    """Of a strategy's file, so that runs by another content are no repeats; empty without one."""
+    """Hash a strategy's file, because runs by other contents are no repeats; empty without one."""
     if not is_file(strategy) or not Path(strategy).is_file():
         return ""
     data = read_file(Path(strategy), "strategy file", StrategyError)
@@ -247,18 +247,18 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
 
 
 def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
-    """Every combination of the swept flags, each repeat in a random order of its own.
+    """Check the flags and expand the sweep; each repeat runs all combinations in random order.
 
     Raises:
-        ConfigError: flags that contradict each other, or the ranks.
-        ModelError: an unknown model, or options that it cannot take.
-        StrategyError: a pipeline that its schedule cannot serve.
+        ConfigError: flags contradict each other or the number of ranks.
+        ModelError: the model is unknown or does not accept the options.
+        StrategyError: the schedule does not allow the stages or microbatches.
     """
     _check(config, n_ranks)
     combinations = _combinations(config, n_ranks)
     if config.predict and all(case.engine == "deepspeed" for case in combinations):
         raise ConfigError(
-            f"--predict does not know how deepspeed trains {' '.join(config.strategy)}: drop it"
+            f"--predict cannot simulate deepspeed ({' '.join(config.strategy)}): drop --predict"
         )
     entry = entry_for(config.data, config.model)
     fit_options(config.model, combinations[0].asked_options(), entry.image_size, entry.n_channels)

@@ -1,4 +1,4 @@
-"""Files that a training run names, looked at before a sweep begins."""
+"""Check the files that training runs name, before a sweep begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.workloads.train.config import TrainCase, is_file
 
 
 def data_options(case: TrainCase) -> DataOptions:
-    """Where a run's data is."""
+    """Options that the run's data set is opened with."""
     return DataOptions(
         data_dir=case.data_dir,
         n_samples=case.n_samples or 0,
@@ -21,10 +21,10 @@ def data_options(case: TrainCase) -> DataOptions:
 
 
 def load_for(case: TrainCase) -> Strategy:
-    """Read the strategy's file that a run names, for its batch.
+    """Load the strategy's file of a run and check its batch.
 
     Raises:
-        StrategyError: missing, malformed, or of another batch.
+        StrategyError: the file is missing, malformed, or for another batch.
     """
     path = Path(case.strategy)
     strategy = Strategy.load(path)
@@ -37,7 +37,7 @@ def load_for(case: TrainCase) -> Strategy:
 
 
 def check_files(case: TrainCase) -> None:
-    """Refuse a run whose files are missing or of another kind.
+    """Refuse a run whose files are missing or have the wrong format.
 
     Raises:
         StrategyError, DataError, ResultsError: names the file.

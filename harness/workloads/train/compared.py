@@ -1,4 +1,4 @@
-"""The last table of training: a row for each strategy over its repeats, measured and predicted."""
+"""The last table of training: one row per strategy over its repeats, measured and predicted."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from harness.workloads.train.config import is_file
 
 _HEADS = ["strategies", "by", "repeats", "samples/s", "step", "99% interval", "exposed comm",
           "bubble", "memory", "predicted", "error", "speed-up"]  # fmt: skip
-# The reading that a device's limit is about: a GPU's allocator, else the process.
+# Memory shown: that of the GPU's allocator, else the process's resident set.
 _MEMORY_KINDS = ("allocated", "rss")
 
 Repeat = tuple[Run, TrainingSummary]
 
 
 def compared_text(runs: Sequence[Run], summaries: Sequence[TrainingSummary]) -> str:
-    """The table, then what the repeats say of each strategy against the baseline."""
+    """Return the table, then each strategy's verdict against the baseline."""
     repeats = {s.run_id: (run, s) for run, s in zip(runs, summaries, strict=True)}
     rows = strategy_table(list(repeats.values()), at_least=1)
     compared = [(row, [repeats[run_id] for run_id in row.run_ids]) for row in rows]
-    lines = [columns(_HEADS, [_cells(row, own) for row, own in compared])]
+    lines = [columns(_HEADS, [_cells(row, found) for row, found in compared])]
     lines += [f"{row.strategy} against {row.against}: {row.verdict}" for row in rows if row.verdict]
-    lines += [_stale(row, own) for row, own in compared if _is_asynchronous(own)]
+    lines += [_stale_text(row, found) for row, found in compared if _is_asynchronous(found)]
     return "\n".join(lines)
 
 
 def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
     step_s = row.median_s
-    predicted_s = _middle(repeats, lambda run, _: run.header.number("predicted_step_s"))
+    predicted_s = _median_of(repeats, lambda run, _: run.header.number("predicted_step_s"))
     return [
         row.workload,
         row.strategy,
@@ -48,16 +48,16 @@ def _cells(row: StrategyRow, repeats: Sequence[Repeat]) -> list[str]:
         "-" if row.throughput is None else f"{row.throughput:.4g}",
         duration_cell(step_s),
         interval_words(row.interval) if row.interval else "-",
-        duration_cell(_middle(repeats, lambda _, summary: summary.exposed_communication_s)),
-        percent_cell(_middle(repeats, lambda run, _: _bubble(run))),
-        _bytes(_middle(repeats, lambda _, summary: _memory(summary))),
+        duration_cell(_median_of(repeats, lambda _, summary: summary.exposed_communication_s)),
+        percent_cell(_median_of(repeats, lambda run, _: _bubble(run))),
+        _bytes(_median_of(repeats, lambda _, summary: _memory(summary))),
         duration_cell(predicted_s),
         "-" if not predicted_s or not step_s else f"{predicted_s / step_s - 1:+.0%}",
         "-" if row.speedup is None else f"{row.speedup:.2f}",
     ]
 
 
-def _middle(
+def _median_of(
     repeats: Sequence[Repeat], value: Callable[[Run, TrainingSummary], Any]
 ) -> float | None:
     """Median over the repeats that have a value."""
@@ -81,12 +81,12 @@ def _is_asynchronous(repeats: Sequence[Repeat]) -> bool:
     return any(strategy == "pipeline" or is_file(strategy) for strategy in trained)
 
 
-def _stale(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
+def _stale_text(row: StrategyRow, repeats: Sequence[Repeat]) -> str:
     n_stages = repeats[0][0].header.summary.get("n_stages", "S")
     return (
-        f"{row.strategy} does not train what one device does: every microbatch is a minibatch, and "
-        f"stage s of {n_stages} (from 0) has gradients by weights that are {n_stages} - 1 - s "
-        "updates old"
+        f"{row.strategy} does not train like one device: every microbatch is a minibatch, and "
+        f"stage s of {n_stages} (from 0) computes gradients with weights that are {n_stages} - 1 - "
+        "s updates old"
     )
 
 

@@ -1,4 +1,4 @@
-"""The flags of training: of the command line, and of one run."""
+"""The flags of training: TrainConfig of a command line (a sweep), TrainCase of one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.workloads.common.search_flags import SearchFlags
 
 EngineName = Literal["torch", "executor", "deepspeed"]
 
-# Which strategies each engine carries out by name; the executor also takes a strategy's file.
+# Strategies that each engine supports by name; the executor also takes a strategy's file.
 STRATEGIES: dict[EngineName, tuple[str, ...]] = {
     "torch": ("single", "ddp"),
     "executor": ("single", "ddp", "pipeline", "tensor", "hybrid", "searched"),
@@ -23,106 +23,107 @@ _ZERO_STAGES = {"zero1": 1, "zero2": 2}
 
 
 def is_file(strategy: str) -> bool:
-    """Whether a strategy is named by its file rather than by what it is."""
+    """Whether --strategy names a strategy's file."""
     return strategy.endswith(".json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(SearchFlags, ModelFlags):
-    """What every run of a sweep has in common."""
+    """Flags that have one value in all runs of a sweep."""
 
     data: str = "synthetic"
-    """synthetic, cifar10, cifar100, imagefolder, or dlrm_hdf5 (X_int, X_cat, y)."""
+    """Data set: synthetic, cifar10, cifar100, imagefolder, or dlrm_hdf5 (X_int, X_cat, y)."""
     data_dir: Path = Path("data")
-    """Directory of the data set (for dlrm_hdf5 the file). Nothing is ever downloaded."""
+    """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data."""
     n_samples: int | None = None
-    """Size of synthetic data; by default a few global batches. If it is no multiple of the batch,
-    the last batch of every epoch is smaller."""
+    """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
+    batch, the last batch of every epoch is smaller."""
     steps: int = 20
-    """Optimizer steps that are measured."""
+    """Number of measured optimizer steps."""
     epochs: int | None = None
-    """Measure this many passes over the data instead of --steps."""
+    """Number of measured passes over the data, instead of --steps."""
     warm_up: int = 3
-    """Steps before those, not measured."""
+    """Steps before the measured ones; they are trained, but not recorded."""
     no_sync_steps: int = 5
-    """Steps after those without communication: the second reading of what it costs, and what
-    computing takes by itself. They do not touch what was trained and verified."""
+    """Extra steps without communication, run after verification: a second estimate of exposed
+    communication, and the time of computing alone. 0 skips them."""
     optimizer: str = "sgd"
     """sgd or adamw."""
     learning_rate: float = 0.01
-    """Learning rate, not scaled by anything."""
+    """Learning rate; it is not scaled with the batch or the ranks."""
     momentum: float = 0.9
     """Momentum of sgd."""
     weight_decay: float = 0.0
     """Weight decay."""
     balance: Literal["equal", "speed"] = "equal"
-    """Shares of the ranks in a batch: equal, or in proportion to the speed at which each trains
-    this model, measured first. What is trained is the same."""
+    """Samples of each rank in a batch (torch engine): equal, or in proportion to the rank's speed,
+    which is measured before training. Both compute the gradient of the same global batch."""
     exact_dropout: bool = False
-    """Draw on every shard what its part of the whole would have drawn, so that all strategies train
-    the same (executor); otherwise each rank draws masks of its own, as DDP does."""
+    """Make every shard use its part of the dropout masks of one device, so that all strategies
+    train the same model (executor). Otherwise each rank draws its own masks, as DDP does."""
     stages: int | None = None
-    """pipeline: number of stages, balanced by the profile; fewer than ranks replicates some; by
-    default one for each rank (interleaved: two)."""
+    """pipeline: number of stages, balanced by the profile. With fewer stages than ranks, some
+    stages are replicated. Default: one stage per rank (interleaved: two)."""
     recompute: bool = False
-    """pipeline: keep only each stage's input, and run its forward again before its backward."""
+    """pipeline: keep only each stage's input and run its forward again before its backward, which
+    saves memory and costs time."""
     asynchronous: bool = False
-    """pipeline or a strategy's FILE, by 1f1b: every microbatch is a minibatch of its own with an
-    optimizer step, on stashed weights, as PipeDream trains: stage s of S (from 0) computes
-    gradients with weights that are S - 1 - s updates old, and the pipeline never drains between
-    steps. That is not what one device trains."""
+    """pipeline or a strategy's FILE, with schedule 1f1b: train as PipeDream does. Every microbatch
+    is a minibatch with its own optimizer step, and the pipeline never drains. Stage s of S (from 0)
+    computes gradients with weights that are S - 1 - s updates old, so results differ from one
+    device's."""
     predict: bool = False
-    """Measure links and operators that are not known yet, so that single and ddp are predicted
-    too. Other strategies need both anyway; what is known is used in any case."""
+    """Predict the steps of single and ddp too: measure links and operators first if results do not
+    hold them. Other strategies are always predicted."""
     bucket_mib: float = 25.0
-    """MiB of gradients that are reduced together. DDP's own 25 has a smaller first bucket, so that
-    communication starts early; another size holds for all."""
+    """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, its
+    first bucket is smaller so that communication starts early."""
     n_workers: int = 0
-    """Processes that load data ahead; 0 loads in the training process."""
+    """Processes per rank that load data in advance; 0 loads in the training process."""
     save_model: bool = False
-    """Write the trained parameters to the run's directory as model.safetensors."""
+    """Write the trained parameters to model.safetensors in the run's directory."""
     save_sharded: bool = False
-    """Each rank writes its own parts of the model's and the optimizer's state to the run's
-    directory, as state/shardRANK.safetensors (executor)."""
+    """Write each rank's part of the model's and the optimizer's state to
+    state/shardRANK.safetensors in the run's directory (executor)."""
     load_state: Path | None = None
-    """Go on from the state that --save-sharded wrote into this directory, by this or another
-    strategy, on as many ranks or others (executor). The data begin anew."""
+    """Start from the state that --save-sharded wrote into this directory (executor). Strategy and
+    number of ranks may differ; the data start from the beginning."""
     channels_last: bool = False
-    """Keep images and filters in channels-last order, which tensor cores prefer."""
+    """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0
     """Seed of weights, data and the order of runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TrainSettings):
-    """Train a model and say where the time goes; lists are swept over."""
+    """Train a model and measure the phases of its steps; every flag that takes a list is swept."""
 
     strategy: tuple[str, ...] = ("ddp",)
-    """single (the first rank alone), ddp (data parallel over all ranks), pipeline, tensor (layers
-    cut by features), hybrid (convolutions data parallel, linear layers cut by features), searched
-    (the fastest that planning finds), FILE.json (a strategy's file), zero1, zero2."""
+    """One or more of: single (rank 0 only), ddp (data parallel), pipeline, tensor (layers cut by
+    features), hybrid (convolutions data parallel, linear layers cut by features), searched (the
+    plan that search finds), FILE.json (a strategy's file), zero1, zero2."""
     engine: Literal["auto", "torch", "executor", "deepspeed"] = "auto"
-    """Who carries strategies out: torch (single, ddp), executor (all but zero1 and zero2),
-    deepspeed (single, ddp, zero1, zero2), or auto: torch for single and ddp, deepspeed for zero1
-    and zero2, the executor for the others."""
+    """Code that trains: torch (single, ddp), executor (all but zero1 and zero2), deepspeed (single,
+    ddp, zero1, zero2). auto: torch for single and ddp, deepspeed for zero1 and zero2, else the
+    executor."""
     batch_size: tuple[int, ...] = ()
     """Global batches: samples of all ranks together in a step (strong scaling). The executor trains
-    whole batches only: what an epoch leaves after the last one is dropped."""
+    full batches only and drops the remainder of each epoch."""
     per_device_batch: tuple[int, ...] = ()
-    """Batches per device instead: the global batch grows with the ranks (weak scaling). 32 when
-    neither is given."""
+    """Batches per device, instead of --batch-size: the global batch grows with the number of ranks
+    (weak scaling). Default: 32."""
     schedule: tuple[ScheduleName, ...] = ("1f1b",)
-    """pipeline: orders of the microbatches, of gpipe, 1f1b, interleaved and zero_bubble;
-    interleaved gives each rank two stages, or more by --stages."""
+    """pipeline: gpipe, 1f1b, interleaved or zero_bubble. interleaved gives each rank two stages, or
+    more with --stages."""
     microbatches: tuple[int | Literal["auto"], ...] = ("auto",)
-    """pipeline: microbatches of a step; auto is the number that is predicted to be fastest, of one,
-    two and four for each rank."""
+    """pipeline: microbatches per step. auto predicts one, two and four per rank and takes the
+    fastest."""
     dtype: tuple[str, ...] = ("fp32",)
-    """fp32, tf32, bf16 or fp16; parameters stay fp32, bf16 and fp16 are autocast."""
+    """fp32, tf32, bf16 or fp16. Parameters stay fp32; bf16 and fp16 use autocast."""
     n_ranks: tuple[int, ...] = ()
-    """Numbers of ranks to train on, the first ones, such as 1 2 4; all when not given."""
+    """Numbers of ranks to train on, counted from rank 0, such as 1 2 4. Default: all."""
     repeats: int = 1
-    """Runs of each combination, interleaved in random order, each in processes of its own."""
+    """Runs of each combination, interleaved in random order, each in new processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +131,10 @@ class TrainCase(TrainSettings):
     """One run: a combination of the sweep.
 
     Attributes:
-        engine: the one that carries the strategy out, never `auto`.
-        strategy_digest: of the content of a strategy's file, as rank 0 has it.
+        engine: the engine that trains, never `auto`.
+        strategy_digest: hash of the strategy's file on rank 0; empty without a file.
         batch: the global batch.
-        schedule, microbatches: of a pipeline.
+        schedule, microbatches: used by `pipeline` only; None: automatic.
     """
 
     engine: EngineName = "torch"
@@ -147,7 +148,7 @@ class TrainCase(TrainSettings):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether microbatches update the weights one by one; of a file's strategy too."""
+        """Whether every microbatch updates the weights."""
         return self.asynchronous and (self.strategy == "pipeline" or is_file(self.strategy))
 
     @property

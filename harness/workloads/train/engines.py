@@ -1,4 +1,4 @@
-"""The engines that a run can use, and what each is asked after training: the ENGINES table."""
+"""The ENGINES table: factories of engines with their functions to verify and save."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from harness.workloads.train.config import EngineName
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """An engine with its ways to verify what it trained.
+    """An engine with its functions to verify, save and load the trained state.
 
     Attributes:
-        samples: positions in the global batch that this rank is fed, in order; None where ranks
-            share a batch out among them.
-        verify: a digest of the parameters, equal for equal training by the same strategy; all ranks
-            must call it; raises VerificationError where copies differ.
-        save_sharded, load_sharded: write each rank's own parts of the whole state into a directory,
-            go on from such files; None where the engine has no such form.
+        samples: positions in the global batch that this rank is fed, in order; None if every rank
+            gets a share of each batch instead.
+        verify: returns a digest of the parameters, equal for equal training by the same strategy;
+            all ranks must call it; raises VerificationError if replicas differ.
+        save_sharded, load_sharded: write each rank's part of the state into a directory, and load
+            it from there; None if the engine does not support it.
     """
 
     engine: Engine
@@ -38,8 +38,8 @@ class Trainer:
     load_sharded: Callable[[Path], None] | None = None
 
 
-def _whole(engine: Engine, world: World) -> Trainer:
-    """An engine whose ranks each hold the whole model."""
+def _data_parallel(engine: Engine, world: World) -> Trainer:
+    """Wrap an engine whose ranks each hold the whole model."""
     model: nn.Module = engine.model
 
     def verify() -> str:
@@ -52,7 +52,7 @@ def _whole(engine: Engine, world: World) -> Trainer:
 def _torch(
     task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
 ) -> Trainer:
-    return _whole(TorchEngine(task, world, recorder, options), world)
+    return _data_parallel(TorchEngine(task, world, recorder, options), world)
 
 
 def _deepspeed(
@@ -60,7 +60,7 @@ def _deepspeed(
 ) -> Trainer:
     from harness.runtime.engines.deepspeed_engine import DeepSpeedEngine  # its import takes a while
 
-    return _whole(DeepSpeedEngine(task, world, recorder, options), world)
+    return _data_parallel(DeepSpeedEngine(task, world, recorder, options), world)
 
 
 def _executor(
@@ -70,8 +70,8 @@ def _executor(
     from harness.runtime.executor.state.files import load_sharded
 
     assert plan is not None
-    held = replace(plan, is_held=True)  # where it was planned
-    engine = ExecutorEngine(task, world, recorder, options, held)
+    plan = replace(plan, is_held=True)  # planning has compared the graph with the model
+    engine = ExecutorEngine(task, world, recorder, options, plan)
     return Trainer(
         engine=engine,
         samples=tuple(engine.samples),

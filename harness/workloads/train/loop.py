@@ -1,4 +1,4 @@
-"""The steps of a training run and what is recorded around them, outside their spans."""
+"""The steps of a training run, and the samples recorded between them, outside their spans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.workloads.train.setup import Training
 class TrainLoop:
     """Trains for some steps on this rank; all ranks call the same methods.
 
-    Losses stay on the device until the end, so that reading them costs no step a wait.
+    Losses stay on the device until the end, so that no step waits for them.
     """
 
     def __init__(self, training: Training, context: Context, n_warm_up: int) -> None:
@@ -41,7 +41,7 @@ class TrainLoop:
             self._context,
             n_steps=n_steps,
             n_warm_up=self._n_warm_up,
-            what="training steps",
+            label="training steps",
             between=self._between,
         )
 
@@ -51,7 +51,7 @@ class TrainLoop:
         return Share(n_local=n_fed, n_global=sum(plan.sizes(step)))
 
     def _n_counted(self, index: int) -> int:
-        """This rank's samples of a step, so that over ranks each counts once."""
+        """Number of samples of a step that count for this rank; the sum over ranks is the batch."""
         return self._training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
 
     def _step(self, index: int) -> None:
@@ -80,7 +80,7 @@ class TrainLoop:
             self._epoch_start_s = now_s
 
     def record_losses(self) -> list[float]:
-        """Add the ranks' parts up and record the global loss of every measured step.
+        """Sum the losses over all ranks and record the global loss of every measured step.
 
         Raises:
             VerificationError: a loss is not finite.
@@ -98,10 +98,10 @@ class TrainLoop:
         return values
 
     def measure_without_communication(self, n_steps: int) -> None:
-        """Time the same steps without communication: each rank's own work by itself.
+        """Time the same steps without communication.
 
-        Uses full batches only, so that the steps compare with the measured ones. What the ranks
-        hold means nothing afterwards.
+        The steps use full batches, so that they are comparable with the measured ones. The model's
+        parameters are meaningless afterwards.
         """
         engine, recorder = self._training.engine, self._context.recorder
         if not n_steps or not engine.can_be_muted:
@@ -122,5 +122,5 @@ class TrainLoop:
         n_fed = self._training.plan.n_fed(self._context.world.rank)
         while True:
             batch = next(self._training.batches)
-            if len(batch.targets) == max(1, n_fed):  # a rank without samples gets a stand-in
+            if len(batch.targets) == max(1, n_fed):  # a rank without samples gets a dummy one
                 return batch

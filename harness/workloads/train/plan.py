@@ -1,8 +1,8 @@
 """The strategy of a training run and its prediction, read or built on rank 0 and broadcast.
 
-Missing measurements and searches are runs of their own before (`train_needs`). A repeat takes the
-plan of an earlier one, as long as model, profile, cluster and code are the same. If the devices
-have been found at another speed since, that plan is predicted anew.
+Missing measurements and searches run before, as needs (`train_needs`). A repeat uses the plan of
+an earlier repeat if model, profile, cluster and code are the same. If the profile has been
+calibrated again since, that plan is predicted again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Planned:
     """The plan of a run, on every rank.
 
     Attributes:
-        predicted_step_s: None where the simulator does not know how it is trained.
-        flops: of each rank in a step.
+        predicted_step_s: None if the simulator does not support the engine or strategy.
+        flops: FLOPs of each rank in a step.
     """
 
     strategy: Strategy
@@ -52,18 +52,18 @@ class Planned:
 
 
 def is_predictable(case: TrainCase) -> bool:
-    """Whether the simulator knows how the run trains."""
+    """Whether the simulator supports the run's engine and strategy."""
     return not case.zero_stage and case.engine != "deepspeed"
 
 
 def train_needs(case: TrainCase) -> list[Need]:
-    """Runs that measure what the strategy or its prediction is made from."""
+    """Runs that measure the inputs of the strategy or its prediction."""
     if case.engine != "executor" and not (case.predict and is_predictable(case)):
         return []
     try:
         search_config = search_config_of(case)
     except HarnessError:
-        return []  # the run itself says what is wrong
+        return []  # the run itself reports the error
     needs = [links_need()] if case.n_ranks > 1 else []
     needs.append(profile_need(search_config, case.microbatches or 1))
     if case.strategy == "searched":
@@ -72,31 +72,31 @@ def train_needs(case: TrainCase) -> list[Need]:
 
 
 def plan_training(case: TrainCase, context: Context, shares: Sequence[int] = ()) -> Planned | None:
-    """The run's strategy and prediction, which rank 0 writes; all ranks must call it.
+    """Plan the run on rank 0, write the plan into the run and broadcast it; all ranks must call it.
 
     Args:
-        shares: samples of each rank where the engine shares a batch out by itself.
+        shares: samples of each rank under `ddp`; empty for equal shares.
 
     Returns:
-        None for an engine that needs no strategy, where its links or operators are not known.
+        None if the engine needs no strategy and its step cannot be predicted.
 
     Raises:
         StrategyError: the strategy does not fit the model, the batch or the ranks, or is stale.
         PlanError: nothing fits into memory, or links or operators have not been measured.
-        ConfigError, ModelError, DataError: flags, model and data do not go together.
+        ConfigError, ModelError, DataError: flags, model and data contradict each other.
     """
-    if case.engine == "deepspeed" or (case.engine == "torch" and not _is_known(case)):
+    if case.engine == "deepspeed" or (case.engine == "torch" and not _has_prediction(case)):
         return None
     planner = _Planner(case, context, shares)
     return broadcast_result(planner.plan, Planned | None, context.world)
 
 
-def _is_known(case: TrainCase) -> bool:
+def _has_prediction(case: TrainCase) -> bool:
     return is_predictable(case) and case.dtype in PLANNED_DTYPES
 
 
 class _Planner:
-    """Rank 0's part."""
+    """Plans a run on rank 0."""
 
     def __init__(self, case: TrainCase, context: Context, shares: Sequence[int]) -> None:
         self._case = case
@@ -105,8 +105,8 @@ class _Planner:
         self.inputs: Inputs | None = None
 
     def plan(self) -> Planned | None:
-        """An earlier plan, the one that a search has found, or one that is built now; None where
-        the engine needs none and its step cannot be predicted."""
+        """Load an earlier repeat's plan or a search's, or build one; None if the engine needs no
+        strategy and its step cannot be predicted."""
         search_config = search_config_of(self._case)
         try:
             self.inputs = read_inputs(search_config, self._context.run_dir)
@@ -115,8 +115,8 @@ class _Planner:
             return None
         self._check_samples_apart(self.inputs.graph)
         try:
-            found = self._known(search_config)
-            if found is None or not self._is_present(*found):
+            found = self._load_earlier(search_config)
+            if found is None or not self._is_current(*found):
                 strategy, prediction = self._predicted(search_config, found)
             else:
                 strategy, prediction = found
@@ -132,36 +132,36 @@ class _Planner:
         )
 
     def _report_unpredicted(self, error: HarnessError) -> None:
-        """Raise an error that keeps the engine from training; log one that keeps a step from being
-        predicted."""
+        """Raise the error if the engine cannot train without a strategy, else log that the step is
+        not predicted."""
         if self._case.engine == "executor":
             raise error
         if self._case.predict or isinstance(error, ModelError):
             _log.warning("the step is not predicted: %s", error)
 
-    def _is_present(self, strategy: Strategy, prediction: Prediction) -> bool:
-        """Whether it was predicted by the profile as it is now, calibration included."""
+    def _is_current(self, strategy: Strategy, prediction: Prediction) -> bool:
+        """Whether the prediction used the profile in its current state, calibration included."""
         assert self.inputs is not None
         known = self.inputs.profile.calibrations(self.inputs.graph.content_hash())
         return strategy.made_for == self.inputs.made_for and prediction.calibrations == known
 
-    def _known(self, search_config: SearchConfig) -> tuple[Strategy, Prediction] | None:
-        """The plan of a search or of an earlier repeat for the same inputs.
+    def _load_earlier(self, search_config: SearchConfig) -> tuple[Strategy, Prediction] | None:
+        """Load the plan of a search or of an earlier repeat with the same inputs.
 
         Raises:
-            PlanError: nothing has been found for `searched`.
+            PlanError: there is no plan for `searched`.
         """
         assert self.inputs is not None
         run_dir, case = self._context.run_dir, self._case
         header, made_for = read_header(run_dir), self.inputs.made_for
         if case.strategy == "searched":
-            # Repeats train one plan, though a run between them has added to the profile.
+            # All repeats train one plan, even if a run between them has added to the profile.
             repeated = header.repeat > 0 and find_plan(
                 run_dir.parent, header, made_for, any_profile=True
             )
             return repeated or self._found_by_search(search_config, header)
         if case.balance == "speed":
-            return None  # its shares were measured for this repeat
+            return None  # each repeat measures its own shares
         found = find_plan(run_dir.parent, header, made_for)
         if found is not None and is_file(case.strategy):
             return found if self._load() == found[0] else None
@@ -178,14 +178,14 @@ class _Planner:
             failure = find_failure(results, "search", config, header.cluster)
             raise PlanError(
                 failure
-                or f"no search in {results} has planned {search_config.model} for these devices as "
-                "they are measured now: run ./entry.sh search"
+                or f"no search in {results} has planned {search_config.model} for these devices by "
+                "their newest measurements: run ./entry.sh search"
             )
         return found
 
     def _check_samples_apart(self, graph: Graph) -> None:
-        """Refuse data parallelism by another engine, which gives each rank a batch of its own,
-        where an operator needs all samples of the batch."""
+        """Refuse engines other than the executor if an operator needs all samples of the batch,
+        because they compute each rank's samples separately."""
         mixing, n_ranks = graph.mixing_operator(), self._context.world.size
         if mixing is not None and n_ranks > 1 and self._case.engine != "executor":
             raise StrategyError(
@@ -196,7 +196,7 @@ class _Planner:
     def _predicted(
         self, search_config: SearchConfig, kept: tuple[Strategy, Prediction] | None
     ) -> tuple[Strategy, Prediction | None]:
-        """The strategy that is kept, in the user's file, or well known, and its step."""
+        """Predict the step of the earlier plan `kept`, of the user's file, or of a built plan."""
         assert self.inputs is not None
         case, search_s = self._case, None
         simulator = self.inputs.simulator(search_config)
@@ -214,16 +214,16 @@ class _Planner:
         return strategy, predict(simulator, strategy, method=method, search_s=search_s)
 
     def _load(self) -> Strategy:
-        """The strategy of the user's file, as made for what was measured here."""
+        """Load the user's file and give it the fingerprint of these inputs."""
         assert self.inputs is not None
         strategy = load_strategy(self._case, self.inputs.graph, self.inputs.cluster)
         return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
 
 
 def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float]:
-    """FLOPs of each device in a step: its blocks' parts of each operator's forward and backward.
+    """FLOPs of each device in a step: its share of each operator's forward and backward.
 
-    Halos and copies that several devices compute alike are not counted twice.
+    Work is counted once: copies of a block share its FLOPs, and halos do not count.
     """
     flops = [0.0] * n_devices
     for operator in filter(has_tasks, graph.operators):
@@ -232,6 +232,6 @@ def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float
         whole = operator.forward_flops + operator.backward_flops
         parts = full_blocks(operator, plan.partition, batch=strategy.batch, graph_batch=graph.batch)
         for block, device in zip(parts, plan.devices, strict=True):
-            own = whole * volume(block) / math.prod(shape.values())
-            flops[device] += own / n_replicas(plan.partition)
+            block_flops = whole * volume(block) / math.prod(shape.values())
+            flops[device] += block_flops / n_replicas(plan.partition)
     return flops

@@ -1,4 +1,4 @@
-"""The search configuration of a training run: all flags that its plan depends on."""
+"""The search configuration of a training run: the flags that its plan depends on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from harness.workloads.train.config import TrainCase
 
 
 def search_config_of(case: TrainCase) -> SearchConfig:
-    """The flags of a training run that its plan depends on, and nothing else.
+    """Select the flags of a training run that its plan depends on, and no others.
 
     Raises:
-        ConfigError: a dtype that is not profiled.
-        ModelError, DataError: the model cannot take the data, or the data is not there.
+        ConfigError: the dtype is not profiled.
+        ModelError, DataError: the model does not accept the data, or the data are missing.
     """
     entry = entry_for(case.data, case.model)
     options = case.asked_options()

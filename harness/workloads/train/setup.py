@@ -1,4 +1,4 @@
-"""Everything that stands before the first step: model, data, shares of the ranks, engine."""
+"""Set up a training run before its first step: model, data, samples of each rank, engine."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ from harness.workloads.train.plan import Planned
 
 _log = logging.getLogger(__name__)
 
-# The operator that capture adds to every graph.
+# Name of the operator that capture adds to every graph.
 LOSS = "loss"
-# Every rank holds every parameter, and all gradients are reduced over all ranks.
+# Strategies in which every rank holds every parameter and all gradients are all-reduced.
 _DATA_PARALLEL = ("single", "ddp", "zero1", "zero2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What the steps need.
+    """A training run that is ready for its first step.
 
     Attributes:
-        plan: which samples each rank takes in each step.
-        batches: this rank's, step by step, without end.
-        flops: of this rank's whole share; None when they cannot be counted.
-        n_parameters: of the whole model, those that are trained.
-        gradient_bytes: what data parallelism must reduce; None where not all ranks hold all.
+        plan: the samples of each rank in each step.
+        batches: this rank's batches, step by step, without end.
+        flops: FLOPs of this rank in a step; None when they cannot be counted.
+        n_parameters: number of trained parameters of the whole model.
+        gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
+            other than data parallelism.
     """
 
     trainer: Trainer
@@ -69,10 +70,10 @@ class Training:
 
 
 def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Module:
-    """Return the model with statistics of each rank's samples (`local`) or of all (`global`).
+    """Convert batch norm to SyncBatchNorm if `scope` is `global`; `local` keeps the model.
 
     Raises:
-        ConfigError: normalising over all ranks on a CPU, which PyTorch does not offer.
+        ConfigError: the device is a CPU, for which PyTorch has no SyncBatchNorm.
     """
     if scope == "global":
         if device.type != "cuda":
@@ -99,14 +100,14 @@ def make_task(case: TrainCase) -> Task:
 def _place(case: TrainCase, task: Task, device: torch.device) -> Task:
     order = torch.channels_last if case.channels_last else torch.preserve_format
     model = task.model
-    # The executor normalises over what its plan says by itself.
+    # The executor reads the scope from its plan.
     if case.engine != "executor":
         model = set_norm_scope(model, case.norm_scope, device)
     return replace(task, model=model.to(device, memory_format=order))  # type: ignore[call-overload]
 
 
 def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
-    """Samples of each rank in a whole batch; every rank gets at least one."""
+    """Samples of each rank in a full batch; every rank gets at least one."""
     equal = split_by_weight(case.batch, [1.0] * world.size)
     if case.balance == "equal" or world.size == 1:
         return tuple(equal)
@@ -116,16 +117,16 @@ def _shares(case: TrainCase, task: Task, world: World) -> tuple[int, ...]:
 
 
 def _counted(strategy: Strategy, n_ranks: int) -> tuple[int, ...]:
-    """Samples of a batch whose loss each rank computes: each sample counts once."""
+    """Number of samples whose loss each rank computes; the sum over ranks is the batch."""
     by_device = samples_per_device(strategy, LOSS)
     return tuple(by_device.get(rank, 0) for rank in range(n_ranks))
 
 
 def _positions(trainer: Trainer, world: World) -> tuple[tuple[int, ...], ...] | None:
-    """What every rank is fed, by rank."""
+    """Positions of the samples that every rank is fed, by rank."""
     if trainer.samples is None:
         return None
-    wait_for_all(world)  # ranks take unlike time to build their parts
+    wait_for_all(world)  # because ranks take different times to build their shards
     parts = gather_bytes(msgspec.json.encode(trainer.samples), world)
     return tuple(msgspec.json.decode(part, type=tuple[int, ...]) for part in parts)
 
@@ -141,7 +142,7 @@ def _engine_options(case: TrainCase, n_local: int) -> EngineOptions:
 
 
 def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> ExecutorPlan:
-    """Options of the executor beside the strategy."""
+    """Make the executor's options for a run."""
     return ExecutorPlan(
         strategy=strategy,
         batch_norm=case.norm_scope,
@@ -160,7 +161,7 @@ def _make_trainer(
     plan: ExecutorPlan | None,
     n_local: int,
 ) -> Trainer:
-    # Each rank draws dropout masks of its own, as independent samples need.
+    # Ranks need different dropout masks, because their samples are independent.
     torch.manual_seed(case.seed * world.size + world.rank)
     options = _engine_options(case, n_local)
     trainer = ENGINES[case.engine](task, world, recorder, options, plan)
@@ -193,7 +194,7 @@ def _batch_plan(
 
 
 def _trained(task: Task) -> tuple[int, int]:
-    """Number and bytes of the parameters that are trained."""
+    """Number and bytes of the trained parameters."""
     trained = [p for p in task.model.parameters() if p.requires_grad]
     return sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
 
@@ -205,15 +206,15 @@ def prepare(
     planned: Planned | None = None,
     timeout_s: float = 300.0,
 ) -> Training:
-    """Build all that a run needs; all ranks must call it.
+    """Build model, data and engine of a run; all ranks must call it.
 
     Args:
-        planned: what the executor carries out; the other engines need none.
+        planned: the plan for the executor; other engines ignore it.
         timeout_s: how long the executor waits for another rank.
 
     Raises:
-        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy do not
-            go together.
+        ConfigError, ModelError, DataError, StrategyError: flags, model, data and strategy
+            contradict each other.
     """
     set_tensor_cores(case.dtype)
     task = _place(case, make_task(case), world.device)

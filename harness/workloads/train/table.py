@@ -1,5 +1,5 @@
-"""What rank 0 prints after training: throughput, phases, communication, doubts; then one row for
-each strategy (`train_compared`)."""
+"""The tables that rank 0 prints after training: throughput, phases, communication, devices,
+warnings; then one row per strategy (`compared.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PHASES = {
 
 
 def train_text(runs: list[Run]) -> str:
-    """Four tables over all runs, what speaks against them, and one row for each strategy."""
+    """Return four tables over all runs, their failures and warnings, and the strategies' table."""
     peaks = _measured_peaks({run.path.parent for run in runs})
     summaries = [training_summary(run, peaks) for run in runs]
     rows = [(_name(run, summary), summary) for run, summary in zip(runs, summaries, strict=True)]
@@ -39,7 +39,7 @@ def train_text(runs: list[Run]) -> str:
         _phases(done),
         _communication(done),
         _device(done),
-        _doubts(rows),
+        _warnings(rows),
         compared_text(runs, summaries),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -47,11 +47,11 @@ def train_text(runs: list[Run]) -> str:
 
 def _measured_peaks(directories: Iterable[Path]) -> dict[PeakKey, float]:
     """Peak rates of the matmul runs in the same results, for the MFU of measured peak."""
-    beside = Results()
+    results = Results()
     for directory in directories:
         for path in directory.glob("*-matmul-*/run.json"):
-            read_run(path.parent, beside)
-    return matmul_peaks(beside.runs)
+            read_run(path.parent, results)
+    return matmul_peaks(results.runs)
 
 
 def _name(run: Run, summary: TrainingSummary) -> str:
@@ -130,8 +130,8 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     return columns(["run", "rate", "MFU", "MFU of measured peak", "memory peak"], cells)
 
 
-def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
-    """A line for each failure, and one for each doubt with the runs that it is of."""
+def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
+    """Return a line for each failure, and one for each distinct warning with its runs."""
     lines = [
         f"{name}: {summary.status}: {summary.reason.strip().splitlines()[0]}"
         for name, summary in rows
@@ -139,8 +139,8 @@ def _doubts(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     ]
     runs_of: dict[str, list[str]] = {}
     for name, summary in rows:
-        for doubt in summary.warnings:
-            runs_of.setdefault(doubt.text, []).append(name)
+        for warning in summary.warnings:
+            runs_of.setdefault(warning.text, []).append(name)
     for text, names in runs_of.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"{names[0]}{more}: {text}")

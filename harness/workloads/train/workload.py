@@ -1,4 +1,4 @@
-"""The train workload: train a model, verify what was trained, and say where the time goes."""
+"""The train workload: train a model, verify the result and measure the phases of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.workloads.train.table import train_text
 
 
 def _record_constants(training: Training, context: Context) -> None:
-    """What is the same in every step."""
+    """Record numbers that are the same in every step."""
     if training.gradient_bytes is not None:
         context.recorder.sample("gradient_bytes", training.gradient_bytes)
     if training.flops is not None:
@@ -32,12 +32,12 @@ def _record_peaks(context: Context) -> None:
 
 
 def _save_model(training: Training, context: Context) -> None:
-    """Rank 0 writes the model; all ranks must call it, since an engine may have to gather it."""
+    """Write the model on rank 0; all ranks must call it, because engines may gather it."""
     from safetensors.torch import save_file
 
     state = training.engine.model_state()
     if context.world.is_first:
-        # Tensors with several names, such as tied weights, are written under each.
+        # Copy tensors with several names (tied weights): safetensors refuses shared memory.
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         first = {tensor.data_ptr(): name for name, tensor in reversed(whole.items())}
         for name, tensor in whole.items():
@@ -57,7 +57,7 @@ def _save(case: TrainCase, training: Training, context: Context) -> None:
 
 
 def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | None]:
-    """Plan and build; the executor needs its strategy first, torch is predicted by its shares."""
+    """Plan and set up; other engines than the executor are planned by their measured shares."""
     world, recorder = context.world, context.recorder
     if case.engine == "executor":
         planned = plan_training(case, context)
@@ -104,12 +104,12 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
 
 
 def run_train(case: TrainCase, context: Context) -> dict[str, Any]:
-    """Train on all ranks of the run; raises out-of-memory errors as they come.
+    """Train on all ranks of the run; out-of-memory errors propagate.
 
     Raises:
         VerificationError: a loss is not finite, or the replicas' parameters differ.
-        ConfigError, ModelError, DataError: flags, model and data do not go together.
-        StrategyError, PlanError: no strategy was found, or it does not fit.
+        ConfigError, ModelError, DataError: flags, model and data contradict each other.
+        StrategyError, PlanError: there is no strategy, or it does not fit.
         PeerError: another rank died or hangs in a step.
     """
     world = context.world

@@ -55,7 +55,7 @@ def test_a_fingerprint_does_not_depend_on_how_much_is_summed_at_once(dtype, monk
     sums = [sum(bits), sum(place * word for place, word in enumerate(bits, 1))]
     modulo = [(total + 2**63) % 2**64 - 2**63 for total in sums]
     for n_at_once in (1, 4, 35, 1 << 20):
-        monkeypatch.setattr(replicas, "_N_AT_ONCE", n_at_once)
+        monkeypatch.setattr(replicas, "_CHUNK_ELEMENTS", n_at_once)
         assert replicas.fingerprint_of(whole).tolist() == modulo
 
 

@@ -5,7 +5,7 @@ from torch import nn
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import InputSpec, Task
 from harness.runtime.profiling.shards import operator_shard
-from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.subgraph import OperatorCall
 
 
 class Call(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.measure.clock import FakeClock
 from harness.runtime.devices.sampling import Budget
-from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.profiling.timer import OpTimer
 
 ONCE = Budget(time_s=0.0, n_min=4, n_max=4, n_warm_up=1)
@@ -75,8 +75,8 @@ class SlowToRead(FakeClock):
 
 def test_what_takes_time_without_the_operator_is_not_its():
     clock = SlowToRead()
-    stretch = line([slow(clock, 3.0, 5.0), slow(clock, 0.0, 0.0)])
-    found = timer(clock).measure(stretch, ["op0", "op1"])
+    subgraph = line([slow(clock, 3.0, 5.0), slow(clock, 0.0, 0.0)])
+    found = timer(clock).measure(subgraph, ["op0", "op1"])
     assert (found["op0"].forward_s, found["op0"].backward_s) == ([3.0] * 4, [5.0] * 4)
     assert (found["op1"].forward_s, found["op1"].backward_s) == ([0.0] * 4, [0.0] * 4)
 
@@ -162,8 +162,8 @@ def test_a_sample_is_the_mean_of_as_many_iterations_as_make_it_steady():
 
 
 def test_an_operator_without_gradient_has_no_backward():
-    stretch = line([lambda x: x[:, :1]], x=torch.ones(2, 2).long())
-    assert timer(FakeClock()).measure(stretch, ["op0"])["op0"].backward_s == [0.0] * 4
+    subgraph = line([lambda x: x[:, :1]], x=torch.ones(2, 2).long())
+    assert timer(FakeClock()).measure(subgraph, ["op0"])["op0"].backward_s == [0.0] * 4
 
 
 def test_microbatches_go_forward_before_the_first_goes_backward():
@@ -209,10 +209,10 @@ def test_a_substitute_is_timed_before_the_operator_which_still_runs():
 def test_gradients_of_weights_are_added_over_microbatches_alone(is_added, times):
     linear, found = nn.Linear(2, 2, bias=False), []
     linear.weight.register_hook(found.append)
-    stretch = line([linear], parameters=[(linear.weight,)])
+    subgraph = line([linear], parameters=[(linear.weight,)])
     # By this clock an iteration takes no time: three make a sample of 2.5 us.
     steady = timer(FakeClock(), shortest_s=2.5e-6)
-    steady.measure(stretch, ["op0"], is_added=is_added)
+    steady.measure(subgraph, ["op0"], is_added=is_added)
     first, second, third = found[-3:]
     assert torch.equal(second, third)
     assert torch.equal(first, times * second)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.errors import VerificationError
-from harness.runtime.profiling.stretch import OperatorCall
+from harness.runtime.profiling.subgraph import OperatorCall
 from harness.runtime.profiling.verify import verify
 
 

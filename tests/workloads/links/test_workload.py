@@ -171,7 +171,7 @@ def test_every_pair_and_collective_is_measured_checked_and_written(run_on_ranks)
     assert [row.taken_s_per_byte for row in rows] == taken
     assert max(taken) > 0
     assert all(row.speed > 0 for row in rows)
-    assert "each byte takes" in links_text([run])
+    assert "overhead per byte" in links_text([run])
 
 
 def test_computing_waits_for_itself_and_not_for_transfers(monkeypatch):
@@ -254,7 +254,7 @@ def test_a_link_too_slow_for_the_smallest_message_keeps_its_time(run_on_ranks):
     assert transfers[0, 1][1 << 10] > 0.2
     assert first == (
         "4 KiB over gloo on 1 of 2 links, such as rank 0 to rank 1: a smaller message takes over "
-        "200 ms there; ask for it by --pair-sizes"
+        "200 ms; --pair-sizes measures it anyway"
     )
     assert second.startswith("16 KiB over gloo on 1 of 2 links")
     n_samples = [s.labels["n_bytes"] for s in samples_of(run.ranks[0], "link_transfer_s")]

@@ -123,5 +123,5 @@ def test_a_run_that_failed_keeps_its_row(make_run):
 
 def test_staleness_is_said(make_run):
     *_, last = rows([make_run("pipeline", 0, asynchronous=True)])
-    assert last[0].startswith("pipeline-asynchronous on 2 does not train what one device does")
+    assert last[0].startswith("pipeline-asynchronous on 2 does not train like one device")
     assert "2 - 1 - s updates old" in last[0]

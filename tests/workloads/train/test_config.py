@@ -73,14 +73,14 @@ def test_a_per_device_batch_grows_with_the_ranks():
         ),
         (
             {"strategy": ("plan.json",), "recompute": True},
-            "--recompute is for --strategy pipeline, which plan.json does not follow",
+            "--recompute is for --strategy pipeline, plan.json does not use it",
         ),
         ({"microbatches": (4, 8)}, "--microbatches 4 8 is for --strategy pipeline"),
         ({"schedule": ("gpipe",)}, "--schedule gpipe is for --strategy pipeline"),
         ({"asynchronous": True}, "--asynchronous is for --strategy pipeline or a strategy's file"),
         (
             {"strategy": ("tensor",), "dtype": ("fp16",)},
-            "--dtype fp16 needs losses that are scaled",
+            "--dtype fp16 needs loss scaling",
         ),
         ({"engine": "executor", "dtype": ("bf16", "fp16")}, "use --dtype bf16"),
         (
@@ -101,7 +101,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"strategy": ("pipeline",), "stages": 5},
             "--stages 5 need a rank each under 1f1b, the run has 4",
         ),
-        ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, which ddp does not"),
+        ({"search_budget": 9}, "--search-budget 9 is for --strategy searched, ddp does not use"),
         (
             {"trials": 1, "strategy": ("pipeline", "single")},
             "--trials 1 is for --strategy searched",
@@ -110,7 +110,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"memory": "12GB", "strategy": ("plan.json",)},
             "--memory 12GB is for --strategy searched",
         ),
-        ({"predict": True, "strategy": ("zero1",)}, "--predict does not know how deepspeed trains"),
+        ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed (zero1)"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),

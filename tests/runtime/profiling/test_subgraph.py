@@ -11,10 +11,10 @@ from torch import nn
 from harness.errors import VerificationError
 from harness.runtime.capture.capture import capture
 from harness.runtime.models import ModelOptions, build_task, fit_options
-from harness.runtime.profiling.stretch import (
+from harness.runtime.profiling.subgraph import (
     LOSS,
     OperatorCall,
-    Stretch,
+    Subgraph,
     steps_of,
     tensors_in,
     values_at,
@@ -53,7 +53,7 @@ def fed_of(captured, *inputs):
 
 
 @pytest.mark.parametrize("bounds", [[0, None], [0, 5, None], [0, 1, 2, 7, None]])
-def test_stretches_in_a_row_give_the_gradients_of_the_model(bounds):
+def test_subgraphs_in_a_row_give_the_gradients_of_the_model(bounds):
     task, captured = captured_lenet()
     images, targets = torch.randn(4, 1, 28, 28), torch.tensor([0, 1, 2, 3])
     steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
@@ -61,15 +61,15 @@ def test_stretches_in_a_row_give_the_gradients_of_the_model(bounds):
     losses, last = [], Collecting()
     for begin, end in itertools.pairwise(bounds):
         later = {node for step in steps[end or len(steps) :] for node in step.reads}
-        stretch = Stretch(steps[begin:end], values_at(steps, begin, fed), later)
-        flight = stretch.forward(run)
+        subgraph = Subgraph(steps[begin:end], values_at(steps, begin, fed), later)
+        flight = subgraph.forward(run)
         losses = tensors_in(flight.outputs.get(steps[-1].node))
         last = Collecting()
-        stretch.backward(flight, last)
+        subgraph.backward(flight, last)
         assert last.order == [step.name for step in reversed(steps[begin:end])]
     expected = task.sum_loss(task.model(images), targets)
     assert torch.equal(losses[0], expected)
-    # The last stretch has the gradients of the loss; those before it got gradients of one.
+    # The last subgraph has the gradients of the loss; those before it got gradients of one.
     expected.backward()
     for parameter, gradient in last.found.items():
         assert torch.allclose(gradient, parameter.grad, rtol=1e-5, atol=1e-7)
@@ -99,8 +99,8 @@ def test_branches_operators_in_place_and_parameters_read_directly_have_their_gra
     steps = steps_of(captured, lambda output: task.sum_loss(output, targets))
     assert [step.is_in_place for step in steps].count(True) == 1
     assert [step.is_attribute for step in steps].count(True) == 1
-    stretch, collected = Stretch(steps, fed_of(captured, x)), Collecting()
-    stretch.backward(stretch.forward(run), collected)
+    subgraph, collected = Subgraph(steps, fed_of(captured, x)), Collecting()
+    subgraph.backward(subgraph.forward(run), collected)
     task.sum_loss(whole(x), targets).backward()
     named = dict(captured.module.named_parameters())
     assert len(collected.found) == len(named)

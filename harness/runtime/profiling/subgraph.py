@@ -1,12 +1,12 @@
-"""A stretch of a captured model: consecutive operators, run one by one, forward and then backward.
+"""A subgraph of a captured model: consecutive operators, run one by one, forward and then backward.
 
-Each operator is called on what the ones before it have just computed, cut off from how they did,
-and its backward gets the gradients that the ones after it have just handed back:
+Each operator is called on the detached outputs of the operators before it, and its backward gets
+the gradients of the operators after it:
 
-    forward   a(x) -> y | b(y') -> z | c(z') -> loss          y' is y without its graph
+    forward   a(x) -> y | b(y') -> z | c(z') -> loss          y' is y, detached
     backward  c: dz | b: dz -> dy | a: dy -> dx
 
-So it finds caches, allocator and code as it does in training, and can be timed by itself.
+So each operator can be timed by itself, with caches and allocator in the same state as in training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator with what it is called on.
+    """An operator with its arguments.
 
     Attributes:
-        function: called with args and kwargs; parameters are its own.
-        args, kwargs: nested; tensors that carry gradients say so by `requires_grad`.
-        parameters: get gradients too.
+        function: called with args and kwargs; it holds its parameters.
+        args, kwargs: nested; `requires_grad` marks tensors that need gradients.
+        parameters: parameters of the operator, which need gradients, too.
     """
 
     function: Callable[..., Any]
@@ -44,7 +44,7 @@ class OperatorCall:
 
     @property
     def wanted(self) -> list[Tensor]:
-        """What gets a gradient, each once: inputs first."""
+        """Distinct tensors that need a gradient: inputs, then parameters."""
         leaves = [*tensors_in((self.args, self.kwargs)), *self.parameters]
         unique = {id(tensor): tensor for tensor in leaves if tensor.requires_grad}
         return list(unique.values())
@@ -55,12 +55,12 @@ class Step:
     """One node of a model, or its loss.
 
     Attributes:
-        node: by which later steps read its output.
-        name: of its operator; empty where it is none.
-        args, kwargs: nested, with nodes for what it reads.
-        is_attribute: a parameter or buffer that the model reads directly.
+        node: identifies its output in the arguments of later steps.
+        name: name of its operator; empty if the node is no operator.
+        args, kwargs: nested, with nodes in place of values.
+        is_attribute: the node is a parameter or buffer that the model reads directly.
         is_carrying: its output depends on parameters.
-        is_in_place: writes into its input.
+        is_in_place: the step writes into its input.
     """
 
     node: fx.Node
@@ -80,13 +80,13 @@ class Step:
         return list(found)
 
     def called_on(self, values: Mapping[fx.Node, Any]) -> OperatorCall:
-        """How it is called on what others gave."""
+        """Make the call with the values of other steps."""
         args, kwargs = fx.node.map_arg((self.args, self.kwargs), values.__getitem__)
         return OperatorCall(self.function, args, kwargs, self.parameters)
 
 
 def steps_of(captured: Captured, loss: Callable[[Tensor], Tensor]) -> list[Step]:
-    """A model's nodes in order, and last its loss."""
+    """List a model's nodes in order, with its loss at the end."""
     names = {node: name for name, node in captured.nodes.items()}
     modules = dict(captured.module.named_modules())
     carrying: set[fx.Node] = set()
@@ -144,13 +144,13 @@ Values = dict[fx.Node, Any]
 
 
 def values_at(steps: Sequence[Step], start: int, fed: Values) -> Values:
-    """What the steps from `start` on read of the ones before: runs those, without gradients.
+    """Run the steps before `start` without gradients; returns the values that later steps read.
 
     Args:
         fed: the model's inputs, by node.
 
     Returns:
-        Those that depend on parameters say so by `requires_grad`.
+        Leaves; `requires_grad` marks those that depend on parameters.
     """
     read = {node for step in steps[start:] for node in step.reads}
     last = {node: k for k, step in enumerate(steps[:start]) for node in step.reads}
@@ -166,15 +166,15 @@ def values_at(steps: Sequence[Step], start: int, fed: Values) -> Values:
 
 
 class Pending(NamedTuple):
-    """Outputs of a step, and the gradients of each that have come back, in parts."""
+    """Outputs of a step, each with the gradients from the steps that read it."""
 
     outputs: list[Tensor]
     gradients: list[list[Tensor]]
 
 
-# Gives a step's output.
+# Returns a step's output.
 Forward = Callable[[Step, OperatorCall], Any]
-# Gives the gradient of each tensor that is wanted, or None.
+# Returns the gradient of each wanted tensor, or None.
 Backward = Callable[[Step, Pending, list[Tensor]], Sequence[Tensor | None]]
 
 
@@ -183,20 +183,20 @@ class Flight:
     """One microbatch between forward and backward.
 
     Attributes:
-        values: what steps read; leaves.
-        outputs: of steps, with their graphs.
+        values: detached values that steps read.
+        outputs: outputs of steps, with their autograd graphs.
     """
 
     values: Values
     outputs: Values
 
 
-class Stretch:
+class Subgraph:
     """Consecutive steps of a model.
 
     Args:
-        inputs: what they read of others, from `values_at`.
-        read_later: nodes that steps after them read.
+        inputs: values that they read from other steps, from `values_at`.
+        read_later: nodes that steps after the subgraph read.
     """
 
     def __init__(
@@ -207,22 +207,22 @@ class Stretch:
         self._ends = {step.node for step in steps if step.name == LOSS} | set(read_later)
 
     def forward(self, run: Forward) -> Flight:
-        """Run all on fresh leaves."""
-        flight = Flight({node: _cut_off(value) for node, value in self._inputs.items()}, {})
+        """Run all steps on detached values."""
+        flight = Flight({node: _detached(value) for node, value in self._inputs.items()}, {})
         for step in self.steps:
             if step.is_attribute:
                 flight.values[step.node] = step.function()
                 continue
             call = step.called_on(flight.values)
-            if step.is_in_place:  # what it spoils would just have been written
+            if step.is_in_place:  # the copy is in the cache, like an input that was just written
                 call = written(call)
             output = run(step, call)
             flight.outputs[step.node] = output
-            flight.values[step.node] = _cut_off(output)
+            flight.values[step.node] = _detached(output)
         return flight
 
     def backward(self, flight: Flight, run: Backward) -> None:
-        """Run all, the last one first; what is read later gets gradients of one."""
+        """Run all steps' backward in reverse order; values read later get gradients of 1."""
         found: dict[int, list[Tensor]] = {}
         for step in self.steps:
             if step.node in self._ends:
@@ -249,7 +249,7 @@ class Stretch:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of nested tuples, lists and dicts, in order."""
+    """List all tensors of nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -260,7 +260,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def as_leaves(value: Any, *, has_gradient: bool) -> Any:
-    """Detach nested tensors, those of floating point with or without a gradient."""
+    """Detach nested tensors; floating-point ones get `requires_grad=has_gradient`."""
 
     def leaf(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -270,8 +270,8 @@ def as_leaves(value: Any, *, has_gradient: bool) -> Any:
     return fx.node.map_aggregate(value, leaf)
 
 
-def _cut_off(value: Any) -> Any:
-    """Leaves that carry a gradient where the nested tensors do."""
+def _detached(value: Any) -> Any:
+    """Detach nested tensors and keep their `requires_grad`."""
 
     def leaf(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -282,7 +282,7 @@ def _cut_off(value: Any) -> Any:
 
 
 def written(call: OperatorCall) -> OperatorCall:
-    """A call on copies of its tensors, connected to them; one that stands twice stays one."""
+    """Make the same call on copies of its tensors, differentiably; equal tensors share a copy."""
     known: dict[int, Tensor] = {}
 
     def copied(part: Any) -> Any:
