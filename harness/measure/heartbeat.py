@@ -1,8 +1,8 @@
 """The heartbeat of a run that is being written: `<results>/<run_id>/heartbeat`.
 
-The writer touches the file every two seconds and removes it with the last header. A header that
-says `running` beside a heartbeat that has stopped is one of a writer that died. Standard library
-only, because the agent of a rank uses it.
+The writer touches the file every two seconds and removes it with the last header. If the header
+says `running` but the heartbeat has stopped, the writer died. Standard library only, because the
+agent of a rank uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from harness.inputs import open_regular
 from harness.measure.run_files import HEADER_FILE, HEARTBEAT_FILE
 
 PERIOD_S = 2.0
-# A busy file server may hold up a few beats.
+# A busy file server may delay a few beats.
 _N_MISSED = 15
 
 
 def _process_start(pid: int) -> str:
-    """Clock ticks from boot to the start of a process; empty when there is none."""
+    """Clock ticks from boot to the start of a process; empty when it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -35,7 +35,7 @@ def _process_start(pid: int) -> str:
 
 
 def _process_table() -> str:
-    """Names what process numbers belong to: this boot of this host, and its container."""
+    """Identify the process table: this boot of this host, and its container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -44,7 +44,7 @@ def _process_table() -> str:
 
 
 class Heartbeat:
-    """Touches the file from a thread, so that a file server that hangs holds up nothing else."""
+    """Touches the file from a thread, so that a hanging file server does not block the run."""
 
     def __init__(self, run_dir: Path, period_s: float = PERIOD_S) -> None:
         self._path = run_dir / HEARTBEAT_FILE
@@ -67,7 +67,7 @@ class Heartbeat:
         self.stop(is_closed=error is None)
 
     def stop(self, *, is_closed: bool = True) -> None:
-        """Beat no more, and remove the file where the header says how the run ended."""
+        """Stop beating; remove the file if the header says how the run ended."""
         self._is_over.set()
         self._thread.join(self._period_s)
         if is_closed:
@@ -86,16 +86,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         while not self._is_over.wait(self._period_s):
-            # A full disk or a server that is away: the next beat may pass.
+            # A full disk or an unreachable server: the next beat may succeed.
             with contextlib.suppress(OSError):
                 try:
-                    os.utime(self._path)  # the file server's time, where there is one
+                    os.utime(self._path)  # by the file server's clock, if there is one
                 except FileNotFoundError:
                     self._write()
 
 
 def _now_s(directory: Path) -> float:
-    """The time by the clock that stamps this directory's files, which may be a file server's."""
+    """Now, by the clock of the directory's file system, which may be a file server's."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -104,7 +104,7 @@ def _now_s(directory: Path) -> float:
 
 
 def _read(path: Path) -> tuple[float, dict[str, Any]]:
-    """When a file was written last, and its object; opening it asks a file server anew."""
+    """Modification time and JSON object; opening the file refreshes a file server's cache."""
     with open_regular(path) as file:
         changed_s = os.fstat(file.fileno()).st_mtime
         try:
@@ -122,7 +122,7 @@ def _period_s(writer: dict[str, Any]) -> float:
 
 
 def _is_gone(writer: dict[str, Any]) -> bool:
-    """Whether the writer ran on this host, and no longer does."""
+    """Whether the writer ran on this host and has ended."""
     pid, table = writer.get("pid"), writer.get("process_table")
     if type(pid) is not int or not table or table != _process_table():
         return False
@@ -130,10 +130,10 @@ def _is_gone(writer: dict[str, Any]) -> bool:
 
 
 def find_dead_writer(run_dir: Path) -> str:
-    """Why a run whose header says `running` is one that nobody writes any more; empty if it is not.
+    """Why the writer of a run whose header says `running` is dead; empty if it is alive.
 
-    Ask only for such a header. Hosts' clocks need not agree: ages are by the clock of the file
-    system where the directory can be written. A run without a heartbeat counts from its header.
+    Call it only for such a header. Ages use the file system's clock if the directory is writable,
+    because hosts' clocks may differ. Without a heartbeat the header's age counts.
     """
     try:
         changed_s, writer = _read(run_dir / HEARTBEAT_FILE)

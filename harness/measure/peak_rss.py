@@ -1,4 +1,4 @@
-"""The most memory that this program has held at once."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def peak_rss_bytes() -> int:
     """Peak resident set; on Linux since /proc/self/clear_refs last reset it.
 
-    Elsewhere ru_maxrss, which also counts what the parent held when it forked.
+    Elsewhere ru_maxrss, which includes the parent's memory at the fork.
     """
     try:
         status = Path("/proc/self/status").read_text()

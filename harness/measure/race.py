@@ -1,8 +1,8 @@
-"""Which of several that are timed in turn is the fastest: as many rounds as tell, and no more.
+"""Find the fastest of several candidates with few timings, by racing them.
 
-A machine's speed drifts, so what is timed in one round is compared within that round. Racing leaves
-time for those that are near each other: Maron and Moore, Hoeffding races, NIPS 1993; here who is
-behind is decided by the interval of `paired_ratio`, which assumes no distribution.
+A machine's speed drifts, so times are compared within a round. A race drops slow candidates early,
+which leaves time for close ones (Maron and Moore, Hoeffding races, NIPS 1993). The interval of
+`paired_ratio`, which assumes no distribution, decides which are slow.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LEAST_ROUNDS, MOST_ROUNDS = 4, 24
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where one of the racers came in.
+    """Result of one racer.
 
     Attributes:
-        index: of the racer.
-        duration_s: what it takes beside the others: the median over its rounds of its time over
-            the round's mean, times the median of these means. Means are geometric, of those that
-            stayed to the end.
-        n_rounds: that it was timed in.
+        index: index of the racer.
+        duration_s: drift-corrected seconds: the median over its rounds of its time over the
+            round's mean, times the median of these means. Means are geometric, over the racers
+            that were never dropped.
+        n_rounds: rounds in which it was timed.
     """
 
     index: int
@@ -37,17 +37,17 @@ class Place:
 def race(
     time_one: Callable[[int], float], n: int, is_late: Callable[[], bool]
 ) -> list[list[float]]:
-    """Time n racers in turn until one is left, or until it is late, or rounds are many.
+    """Time n racers in turn until one is left, `is_late` is true, or MOST_ROUNDS are done.
 
-    Who was slower than another in all of the first rounds, and later by all that can be decided,
-    leaves. On several ranks all must call it, with answers that are equal on all.
+    From LEAST_ROUNDS on, a racer is dropped when the interval of its ratio to another lies above 1.
+    On several ranks all must call it, and both functions must return the same values on all.
 
     Args:
-        time_one: seconds that a racer takes; slower is worse.
-        is_late: whether to stop, asked after each round but the first few.
+        time_one: time one racer; returns seconds.
+        is_late: whether to stop; called after each round but the first few.
 
     Returns:
-        Of each racer its seconds by round.
+        The seconds of each racer by round.
     """
     seconds: list[list[float]] = [[] for _ in range(n)]
     running = list(range(n))
@@ -58,7 +58,7 @@ def race(
         if k + 1 < LEAST_ROUNDS:
             continue
         ahead = [one for one in running if not _is_behind(one, running, seconds)]
-        running = ahead or running  # many could be behind one another in a ring
+        running = ahead or running  # racers could each be behind another, in a cycle
         if len(running) == 1 or is_late():
             break
     return seconds
@@ -70,16 +70,16 @@ def _is_behind(racer: int, running: Sequence[int], seconds: Sequence[Sequence[fl
 
 
 def places(seconds: Sequence[Sequence[float]]) -> list[Place]:
-    """Who stayed longest comes first, and of these the fastest; of what `race` returned."""
+    """Rank the result of `race`: most rounds first, then fastest first."""
     most = max(map(len, seconds))
-    stayed = np.log([own for own in seconds if len(own) == most]).mean(axis=0)
+    stayed = np.log([times for times in seconds if len(times) == most]).mean(axis=0)
     level_s = float(np.exp(np.median(stayed)))
     found = [
         Place(
             index=k,
-            duration_s=level_s * float(np.exp(np.median(np.log(own) - stayed[: len(own)]))),
-            n_rounds=len(own),
+            duration_s=level_s * float(np.exp(np.median(np.log(times) - stayed[: len(times)]))),
+            n_rounds=len(times),
         )
-        for k, own in enumerate(seconds)
+        for k, times in enumerate(seconds)
     ]
     return sorted(found, key=lambda place: (-place.n_rounds, place.duration_s))

@@ -16,9 +16,9 @@ from harness.domain.labels import record_problem
 from harness.domain.record import Record, Sample, Span, SpanKind
 from harness.inputs import open_regular
 
-# Lines of a file that are named when they cannot be used; the rest is counted.
+# Most unusable lines of a file that are named; the rest is counted.
 MAX_NAMED = 3
-# Of a run whose header names no rank: labels may still name these.
+# Bound of ranks in labels if the run's header names no rank.
 MAX_RANKS = 1024
 KIND_CODES = {kind: code for code, kind in enumerate(get_args(SpanKind))}
 
@@ -29,23 +29,23 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 class Spans:
-    """The spans of one rank that name a step, as columns; those of a step stand together.
+    """The spans of one rank that name a step, as columns, grouped by step.
 
     Attributes:
         steps: every step, ascending.
         group: position of each span's step in `steps`.
-        kind: of each span, by KIND_CODES.
-        is_wait: of each span.
+        kind: code of each span's kind, by KIND_CODES.
+        is_wait: flag of each span.
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        own = [span for span in spans if span.step is not None]
-        step = np.array([span.step for span in own], dtype=np.int64)
+        in_steps = [span for span in spans if span.step is not None]
+        step = np.array([span.step for span in in_steps], dtype=np.int64)
         self.steps, group = np.unique(step, return_inverse=True)
         order = np.argsort(group, kind="stable")
-        self.spans = [own[at] for at in order]
+        self.spans = [in_steps[at] for at in order]
         self.group = group[order]
-        n = len(own)
+        n = len(in_steps)
         codes = (KIND_CODES[span.kind] for span in self.spans)
         self.kind = np.fromiter(codes, np.int8, n)
         self.start_s = np.fromiter((span.start_s for span in self.spans), float, n)
@@ -54,7 +54,7 @@ class Spans:
 
     @cached_property
     def whole(self) -> np.ndarray:
-        """Position of the first `step` span of each step; -1 of a step that never ended."""
+        """Position of the first `step` span of each step; -1 for an unfinished step."""
         found = np.full(len(self.steps), -1)
         ends = np.flatnonzero(self.kind == KIND_CODES["step"])[::-1]
         found[self.group[ends]] = ends
@@ -62,7 +62,7 @@ class Spans:
 
 
 class Records(list[Record]):
-    """Records in the order of writing."""
+    """Records in file order."""
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Records:
@@ -75,7 +75,7 @@ class Records(list[Record]):
 
     @cached_property
     def stages(self) -> frozenset[int]:
-        """Stages of which the rank has passes; none without the executor."""
+        """Stages that the rank computes; empty without the executor."""
         return frozenset(span.stage for span in self.spans if span.stage is not None)
 
     @cached_property
@@ -107,8 +107,8 @@ def read_records(path: Path, n_ranks: int = MAX_RANKS) -> tuple[Records, list[st
     """Read one rank's lines.
 
     Returns:
-        The records, and what was skipped: the first MAX_NAMED lines with the reason, then how many
-        more.
+        The records, and the skipped lines: the first MAX_NAMED with the reason, then the number of
+        others.
 
     Raises:
         OSError: the file cannot be read.
@@ -136,7 +136,7 @@ def read_records(path: Path, n_ranks: int = MAX_RANKS) -> tuple[Records, list[st
 
 
 def _decode_all(lines: Sequence[bytes], n_ranks: int) -> list[Record] | None:
-    """The records of lines which are all in order; None where one is not."""
+    """Decode lines that are all valid; None if one is not."""
     try:
         records = _DECODER.decode_lines(b"".join(lines))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -146,7 +146,7 @@ def _decode_all(lines: Sequence[bytes], n_ranks: int) -> list[Record] | None:
 
 
 def _decode_into(records: list[Record], line: bytes, n_ranks: int) -> str:
-    """Decode a line; returns why it is skipped, empty when it is not."""
+    """Decode a line into `records`; returns the reason if it is skipped, else empty."""
     if not line.strip():
         return ""
     if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):

@@ -1,7 +1,7 @@
-"""How far a run has come on one rank, readable by another process while the rank is stuck.
+"""Progress of a run on one rank, which another process can read while the rank is stuck.
 
-The process of the run writes three integers into memory that the rank's first process made,
-without a system call.
+The run's process writes three integers, without a system call, into shared memory that the rank's
+first process created.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from harness.domain.record import SpanKind
 
 _N_BYTES = 24
 _N_MARKS, _STEP, _PHASE = 0, 1, 2
-# Before any step: no step is so far below the first.
+# Value before any step; below every step number.
 _NO_STEP = -(1 << 40)
-# What a phase that does not change for less than this long says is nothing.
+# A phase must last this long to count as a standstill.
 _LEAST_S = 3.0
 
 PHASES: tuple[SpanKind, ...] = get_args(SpanKind)
@@ -29,12 +29,12 @@ _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
 
 class Standstill(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank has been, and for how long.
+    """Step and phase of a rank without progress.
 
     Attributes:
         step: counted from 0; below 0 while warming up; None before the first.
-        phase: what it was in, or had just finished in a run without steps.
-        for_s: seconds since it began.
+        phase: current phase; in a run without steps, the last finished one.
+        for_s: seconds since the last progress.
         is_stopped: whether the process is stopped by a signal.
     """
 
@@ -45,7 +45,7 @@ class Standstill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it stands where a rank waits for another."""
+        """Whether it is in a phase that waits for other ranks."""
         return self.phase == "communication" and not self.is_stopped
 
     @property
@@ -60,7 +60,7 @@ class Standstill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reached:
-    """The writer's end; in memory of its own where nobody reads it."""
+    """The writer's end; private memory if `path` is empty."""
 
     def __init__(self, path: str = "") -> None:
         memory: bytearray | mmap.mmap = bytearray(_N_BYTES)
@@ -72,18 +72,18 @@ class Reached:
         self._values[_STEP] = _NO_STEP
 
     def begin_step(self, step: int) -> None:
-        """A step begins; warm-up steps are below 0."""
+        """Note the start of a step; warm-up steps are below 0."""
         self._values[_STEP] = step
 
     def begin(self, phase: SpanKind) -> None:
-        """A phase begins."""
+        """Note the start of a phase."""
         self._n_marks += 1
         self._values[_PHASE] = _NUMBERS[phase]
         self._values[_N_MARKS] = self._n_marks
 
 
 class ReachedReader:
-    """The reader's end, which makes the memory; notes the time when it changes between polls."""
+    """The reader's end, which creates the memory and notes when it changes between polls."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,18 +95,18 @@ class ReachedReader:
 
     @property
     def path(self) -> str:
-        """What another process of this host and user opens."""
+        """Path of the memory, for other processes of this host and user."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def poll(self) -> None:
-        """Note whether the run has come further."""
+        """Note the time if the run has progressed."""
         with memoryview(self._memory) as raw, raw.cast("q") as values:
             seen = (values[_N_MARKS], values[_STEP], values[_PHASE])
         if seen != self._seen:
             self._seen, self._since_s = seen, self._clock()
 
     def standstill(self, *, is_stopped: bool) -> Standstill | None:
-        """Where the run stands; None where it has just come there, or has said nothing."""
+        """Where the run is stuck; None if it has just progressed, or has noted nothing yet."""
         self.poll()
         n_marks, step, phase = self._seen
         for_s = self._clock() - self._since_s

@@ -1,4 +1,4 @@
-"""Collects a rank's spans and samples in memory while it measures; written between steps."""
+"""Collect a rank's spans and samples in memory; its caller writes them between steps."""
 
 from __future__ import annotations
 
@@ -24,16 +24,12 @@ class _Mark(NamedTuple):
 class Recorder:
     """One rank's open marks and finished records.
 
-    Marks become spans only in `collect`, after the clock has settled, so that nothing
-    synchronises or formats inside a step.
+    Marks become spans only in `collect`, after the clock has settled, so that a step contains
+    neither synchronisation nor formatting.
     """
 
     def __init__(self, clock: Clock, reached: Reached | None = None) -> None:
-        """Record nothing yet.
-
-        Args:
-            reached: where another process reads how far this rank is.
-        """
+        """Start empty; `reached` publishes this rank's progress to another process."""
         self.clock = clock
         self.reached = reached or Reached()
         self._step: int | None = None
@@ -42,7 +38,7 @@ class Recorder:
 
     @property
     def step(self) -> int | None:
-        """The step that records belong to; None outside the measured ones."""
+        """Step of new records; None outside measured steps."""
         return self._step
 
     @step.setter
@@ -60,7 +56,7 @@ class Recorder:
         self.add_marks(kind, start, self.clock.mark(), **fields)
 
     def add_marks(self, kind: SpanKind, start: Any, end: Any, **fields: Unpack[SpanFields]) -> None:
-        """Record a span whose two marks were taken elsewhere, such as in a callback."""
+        """Record a span from two marks, for example of a callback."""
         self._marks.append(_Mark(kind, self.step, start, end, fields))
 
     def sample(
@@ -75,21 +71,21 @@ class Recorder:
         self._records.append(record)
 
     def discard(self) -> None:
-        """Forget the marks and samples so far: what the warm-up left."""
+        """Drop all marks and records so far, after warm-up."""
         self.clock.settle()
         self._marks, self._records = [], []
 
     def collect(self) -> list[Record]:
-        """Hand over everything since the last call, spans in order of start; settles the clock."""
+        """Return all records since the last call, spans in order of start; settles the clock."""
         self.clock.settle()
         return self.collect_ready()
 
     def collect_ready(self) -> list[Record]:
-        """Hand over samples and the spans whose marks can be read now; never waits."""
+        """Return samples, and spans whose marks are ready; never waits."""
         marks, self._marks = self._marks, []
         ready: list[_Mark] = []
         for mark in marks:
-            # An end may lie on another stream than its start, which is not passed by then.
+            # Start and end may be on different streams, so the end may be ready before the start.
             is_ready = self.clock.is_ready(mark.start) and self.clock.is_ready(mark.end)
             (ready if is_ready else self._marks).append(mark)
         spans = sorted((self._span(mark) for mark in ready), key=lambda span: span.start_s)

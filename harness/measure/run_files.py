@@ -1,6 +1,6 @@
-"""Names of the files in a run's directory that more than one program writes."""
+"""Names of files in a run's directory that several programs write."""
 
 HEADER_FILE = "run.json"
-# Space for the last header, which replaces the first one where the disk is full.
+# Reserved space for the final header, in case the disk is full.
 RESERVE_FILE = ".run.json.reserve"
 HEARTBEAT_FILE = "heartbeat"

@@ -1,8 +1,8 @@
 """Summaries and comparisons of repeated measurements: medians with intervals, never bare means.
 
-The interval of a median is the nonparametric one by order statistics (a sample is below the
-median with probability 1/2, so ranks are binomial); comparison is Mann and Whitney's U with the
-interval of Hodges and Lehmann's shift, on logarithms, so that it reads as a ratio.
+The interval of a median is nonparametric, by order statistics: a sample is below the median with
+probability 1/2, so ranks are binomial. Comparisons use Mann and Whitney's U and the interval of
+Hodges and Lehmann's shift, on logarithms, so that the shift is a ratio.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONFIDENCE = 0.99
 MAX_P = 0.002
 MIN_REPEATS = 9
 TOO_SHORT_S = 1e-3
-# Samples up to which a binomial coefficient of whole numbers takes microseconds.
+# Up to this many samples an exact binomial coefficient takes microseconds.
 _EXACT = 1000
 
 Outcome = Literal["faster", "slower", "same", "inconclusive"]
@@ -26,14 +26,14 @@ Outcome = Literal["faster", "slower", "same", "inconclusive"]
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A set of samples in numbers, in the samples' own unit.
+    """Statistics of a set of samples, in the samples' unit.
 
     Attributes:
-        low, high: interval of the median; the samples' range when they are too few for 99 %.
+        low, high: interval of the median; the samples' range if they are too few for 99 %.
         coverage: the probability that [low, high] holds the median (0 for a single sample).
         cv: standard deviation (n - 1) over mean; 0 for a single sample.
         p95: 95th percentile, linearly interpolated.
-        warnings: why the numbers may not be trusted; empty when nothing speaks against them.
+        warnings: reasons to distrust the numbers.
     """
 
     median: float
@@ -50,7 +50,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Median of the pairs' ratios with its interval; `coverage` as in `Summary`."""
+    """Median ratio of pairs with its interval; `coverage` as in `Summary`."""
 
     ratio: float
     low: float
@@ -61,14 +61,14 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a comparison of two sets of durations says about the first.
+    """Result of comparing one set of durations with a second one.
 
     Attributes:
-        outcome: the first is faster or slower than the second by at least the minimum effect,
-            the same within it, or the repeats cannot tell.
+        outcome: faster or slower than the second by at least the minimum effect, the same within
+            it, or inconclusive.
         ratio: first over second, so below 1 is faster; `low`, `high` its interval.
-        p: two-sided probability of a difference like this one by chance.
-        n_more: repeats of each side that are likely to settle it; 0 when it is settled.
+        p: two-sided probability of such a difference by chance.
+        n_more: more repeats of each side that are likely to decide it; 0 when decided.
     """
 
     outcome: Outcome
@@ -87,27 +87,27 @@ class Verdict:
         )
 
 
-def _finite(values: Sequence[float], what: str) -> np.ndarray:
+def _finite(values: Sequence[float], name: str) -> np.ndarray:
     array = np.asarray(values, dtype=float)
     if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{what} needs a flat, non-empty sequence, not one of shape {array.shape}")
+        raise ValueError(f"{name} needs a flat, non-empty sequence, not one of shape {array.shape}")
     if not np.isfinite(array).all():
-        raise ValueError(f"{what} needs finite numbers: drop failed samples before")
+        raise ValueError(f"{name} needs finite numbers: drop failed samples before")
     return array
 
 
 def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, int, float]:
-    """Ranks (from 0) of the sorted samples that enclose the median, and their true coverage.
+    """Ranks (from 0) of the sorted samples that enclose the median, and their coverage.
 
-    The narrowest symmetric pair with at least `confidence`, or the whole range when n is too
-    small for it (below 8 for 99 %).
+    The narrowest symmetric pair with at least `confidence`; the whole range if n is too small
+    (below 8 for 99 %).
 
     Source: David and Nagaraja, Order Statistics, section 7.1.
     """
     first = (n - 1) // 2
     chance = _chance_below(first, n)
     coverage = 0.0 if n % 2 else chance * (n - first) / (first + 1)
-    while coverage < confidence and first > 0:  # a rank further out on both sides
+    while coverage < confidence and first > 0:  # widen by a rank on both sides
         coverage += 2 * chance
         chance *= first / (n - first + 1)
         first -= 1
@@ -115,7 +115,7 @@ def median_interval_ranks(n: int, confidence: float = CONFIDENCE) -> tuple[int, 
 
 
 def _chance_below(k: int, n: int) -> float:
-    """Of k of n samples, near n / 2, being below the median: C(n, k) / 2^n."""
+    """Probability that k of n samples (k near n / 2) are below the median: C(n, k) / 2^n."""
     if n <= _EXACT:
         return float(math.comb(n, k) / 2**n)
     log_of_ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
@@ -123,7 +123,7 @@ def _chance_below(k: int, n: int) -> float:
 
 
 def _doubts(array: np.ndarray, cv: float, coverage: float, shortest: float) -> tuple[str, ...]:
-    """The warnings of pyperf's `check`, and too few samples for the interval."""
+    """The warnings of pyperf's `check`, and one of too few samples for the interval."""
     mean = float(array.mean())
     doubts = []
     if coverage < CONFIDENCE:
@@ -146,8 +146,8 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
 
     Args:
         values: finite samples, in any order.
-        shortest: median below which samples are warned of as too short to time; durations in
-            seconds need no argument, other quantities pass 0.
+        shortest: warn of a median below it as too short to time; the default suits seconds,
+            other quantities pass 0.
 
     Raises:
         ValueError: empty or not finite.
@@ -171,7 +171,7 @@ def summarize(values: Sequence[float], *, shortest: float = TOO_SHORT_S) -> Summ
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Median of a[i] / b[i]: for samples that were taken in pairs, one right after the other.
+    """Median of a[i] / b[i], for samples taken in pairs, one right after the other.
 
     Raises:
         ValueError: lengths differ, empty, not finite, or a `b` that is not above 0.
@@ -206,7 +206,7 @@ def _shift_interval(log_a: np.ndarray, log_b: np.ndarray) -> tuple[float, float,
 
 
 def _repeats_for_p() -> int:
-    """Smallest number of repeats of each side whose full separation gives p below MAX_P."""
+    """Fewest repeats of each side for which full separation gives p below MAX_P."""
     n = 2
     while 2 / math.comb(2 * n, n) >= MAX_P:
         n += 1
@@ -214,7 +214,7 @@ def _repeats_for_p() -> int:
 
 
 def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> int:
-    """More repeats of each side: an interval narrows with the root of their number."""
+    """Estimate the repeats to add to each side; intervals narrow with the root of n."""
     n = min(n_a, n_b)
     by_width = n * (half_width / distance) ** 2 if distance > 0 else 2 * n
     needed = max(_repeats_for_p(), math.ceil(min(by_width, 1000)), n + 1)
@@ -222,11 +222,11 @@ def _repeats_missing(n_a: int, n_b: int, half_width: float, distance: float) -> 
 
 
 def verdict(a: Sequence[float], b: Sequence[float], minimum_effect: float = 1.1) -> Verdict:
-    """Judge durations `a` against `b`, each the median of one repeat (a separate process).
+    """Compare durations `a` with `b`, each the median of one repeat (a separate process).
 
     `faster` and `slower` need p below 0.002 by Mann and Whitney and a factor of at least
-    `minimum_effect`; `same` needs the whole interval of the ratio within it; fewer than nine
-    repeats in all are inconclusive whatever they read.
+    `minimum_effect`; `same` needs the whole interval of the ratio within it. Fewer than nine
+    repeats in total are always inconclusive.
 
     Raises:
         ValueError: empty, not finite, not above 0, or a minimum effect of 1 or less.

@@ -1,9 +1,9 @@
 """Results on disk: `<results>/<run_id>/run.json` and `rank<k>.jsonl`.
 
-A crash at any moment loses at most the line being written: records are appended line by line,
-the header is replaced whole. A full disk costs no more: while a run is running, its directory holds
-a reserve of blocks, which the final header is written into. Reading skips, counts and names what it
-cannot use: a derivation gets records whose numbers and labels are within bounds, and nothing else.
+A crash loses at most the line being written, because records are appended line by line and the
+header is replaced atomically. A full disk loses no more, because the final header goes into blocks
+that a running run reserves. Reading skips, counts and names unusable lines and files, so that
+derivations get only records whose numbers and labels are within bounds.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from harness.measure.rank_records import MAX_RANKS, Records, read_records
 from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
 
 Problem = tuple[Path, str]
-"""What cannot be used, and why."""
+"""An unusable file, and the reason."""
 
-# What a results directory may hold beside runs.
+# Files that a results directory may hold beside runs.
 _BESIDE_RUNS = ("README.md", "cluster.json", "held-graphs.json", "profile-*.json")
 
 _MAX_DEPTH = 16
 
-# What the final header may add to the first one: a reason with tracebacks, a summary.
+# Most bytes that the final header adds to the first one: a reason with tracebacks, a summary.
 _RESERVE_BYTES = 128 * 1024
-# A run begins only with this much free: a full disk ends a sweep, instead of each of its runs.
+# A run begins only with this much free space, so that a full disk ends the sweep, not each run.
 _FREE_BYTES = 2**20
 
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Name file and host where writing fails.
+    """Convert a write error to one that names file and host.
 
     Raises:
         ResultsError: the operating system refused, for lack of space or of permission.
@@ -54,7 +54,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # Libraries that write files have errors of their own, with the system's words in them.
+        # Libraries that write files raise other errors, which quote the system's message.
         is_named = isinstance(error, HarnessError)
         if is_named or (not isinstance(error, OSError) and full not in str(error)):
             raise
@@ -67,7 +67,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which then replaces `path` whole; if writing fails, it is removed.
+    """Yield a temporary file, which then replaces `path`; if writing fails, it is removed.
 
     Raises:
         ResultsError: it cannot be written; names file and host.
@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file whole: readers see the old bytes or the new ones, never a part.
+    """Replace a file atomically: readers see the old bytes or the new ones, never a mixture.
 
     Raises:
         ResultsError: it cannot be written; names file and host.
@@ -95,10 +95,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def try_directory(directory: Path) -> None:
-    """Make a directory, and for a moment a file in it.
+    """Create a directory, and try to write a temporary file in it.
 
     Raises:
-        OSError: it cannot be made, or not be written to.
+        OSError: it cannot be created or written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
@@ -106,7 +106,7 @@ def try_directory(directory: Path) -> None:
 
 
 def check_place(flag: str, path: Path) -> None:
-    """Refuse a place where no file can be, before what it is to hold is measured.
+    """Refuse a path that cannot be written, before its contents are measured.
 
     Raises:
         ResultsError: names the flag.
@@ -122,8 +122,8 @@ def check_place(flag: str, path: Path) -> None:
 
 
 def write_header(run_dir: Path, header: RunHeader) -> None:
-    """Write or replace `run.json`; rank 0 only. The header of a run that has ended needs no space
-    beyond what that of the running one reserved.
+    """Write or replace `run.json`; rank 0 only. The final header uses only space that the first one
+    reserved.
 
     Raises:
         ResultsError: it cannot be written; names file and host.
@@ -151,7 +151,7 @@ def write_header(run_dir: Path, header: RunHeader) -> None:
 
 
 def _keep_space(reserve: Path, n_bytes: int) -> None:
-    """Take blocks; on a file system that has no means to, only the length."""
+    """Allocate blocks; only set the length if the file system cannot allocate."""
     with _writing(reserve), reserve.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, max(n_bytes, _FREE_BYTES))
@@ -162,7 +162,7 @@ def _keep_space(reserve: Path, n_bytes: int) -> None:
 
 
 def _remove(run_dir: Path, *files: Path) -> None:
-    """Remove what was written of a run that cannot begin."""
+    """Remove the files of a run that cannot begin."""
     with contextlib.suppress(OSError):
         for file in files:
             file.unlink(missing_ok=True)
@@ -174,13 +174,13 @@ def _fits(data: bytes, reserve: Path) -> bool:
 
 
 class RecordWriter:
-    """Appends one rank's records; makes the run's directory, as each node may have its own disk."""
+    """Appends one rank's records; creates the directory, as each node may have its own disk."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         """Open the rank's file.
 
         Raises:
-            ResultsError: it cannot be written; names file and host. So do the other methods.
+            ResultsError: it cannot be written; names file and host. Other methods raise it too.
         """
         self._path = run_dir / f"rank{rank}.jsonl"
         with _writing(self._path):
@@ -188,14 +188,14 @@ class RecordWriter:
             self._file = self._path.open("ab", buffering=0)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Append a line each and hand them to the operating system in one write."""
+        """Append a line per record, all in one write."""
         encode = msgspec.json.encode
         data = b"".join(encode(record) + b"\n" for record in records)
         with _writing(self._path):
             self._append(data)
 
     def _append(self, data: bytes) -> None:
-        """Append all, or the whole lines that there is space for."""
+        """Append all data, or as many whole lines as there is space for."""
         begin = os.fstat(self._file.fileno()).st_size
         n_written = 0
         try:
@@ -212,7 +212,7 @@ class RecordWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as read back: its header and the records of each rank."""
+    """A run as read: its header and the records of each rank."""
 
     path: Path
     header: RunHeader
@@ -221,14 +221,14 @@ class Run:
 
 @dataclass
 class Results:
-    """Every run of a directory, and what was skipped."""
+    """All runs of a directory, and the skipped files."""
 
     runs: list[Run] = field(default_factory=list)
     skipped: list[Problem] = field(default_factory=list)
 
 
 def read_header(run_dir: Path) -> RunHeader:
-    """Read `run.json`; a run that its writer left open when it died reads as a crash.
+    """Read `run.json`; a running run whose writer has died becomes a crash.
 
     Raises:
         ResultsError: missing, malformed or of another schema or version; names the file.
@@ -278,7 +278,7 @@ def _rank_of(path: Path) -> int | None:
 
 
 def read_run(run_dir: Path, results: Results) -> None:
-    """Read one run into `results`; unusable lines and files are added to its `skipped`."""
+    """Read one run into `results`, and add unusable lines and files to `results.skipped`."""
     try:
         header = read_header(run_dir)
     except ResultsError as error:
@@ -290,7 +290,7 @@ def read_run(run_dir: Path, results: Results) -> None:
 
 
 def read_ranks(run_dir: Path, header: RunHeader) -> tuple[dict[int, Records], list[Problem]]:
-    """The records of a run by rank, and what cannot be used."""
+    """The records of a run by rank, and its unusable files."""
     ranks: dict[int, Records] = {}
     skipped: list[Problem] = []
     names = {info.rank for info in header.ranks}
@@ -312,9 +312,9 @@ def read_ranks(run_dir: Path, header: RunHeader) -> tuple[dict[int, Records], li
 
 
 def _missing(run_dir: Path, header: RunHeader, ranks: Collection[int]) -> list[Problem]:
-    """Ranks of a run that ended ok whose records are not here: its numbers are of the others.
+    """Report ranks without records in a run that ended ok, because its numbers leave them out.
 
-    An imported log, which names its source, may be of one rank alone.
+    An imported log, which names its source, may have one rank only.
     """
     if header.status != "ok" or not ranks or "source" in header.config:
         return []
@@ -328,7 +328,7 @@ def _is_beside_runs(name: str) -> bool:
 
 
 def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
-    """The directories that may be runs; what is none is added to `skipped`."""
+    """Directories that may be runs; other entries are added to `skipped`."""
     for entry in sorted(root.iterdir()):
         if entry.is_dir() and not entry.name.startswith("."):
             yield entry
@@ -337,8 +337,8 @@ def _run_directories(root: Path, skipped: list[Problem]) -> Iterator[Path]:
 
 
 def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
-    """The directory and header of every run below `root` (or of `root` itself, when it is a run),
-    oldest first, and what is no run.
+    """The directory and header of every run below `root` (or of `root` itself, if it is a run),
+    oldest first, and the entries that are not runs.
 
     Raises:
         ResultsError: `root` is not a directory, or may not be read.
@@ -363,7 +363,7 @@ def find_runs(root: Path) -> tuple[list[tuple[Path, RunHeader]], list[Problem]]:
 def _without_copies(
     found: Sequence[tuple[Path, RunHeader]], skipped: list[Problem]
 ) -> list[tuple[Path, RunHeader]]:
-    """One of the directories that hold the same run: a copy is no repeat of it."""
+    """Keep one of several directories with the same run, because a copy is not a repeat."""
     first: dict[tuple[str, str, str], tuple[Path, RunHeader]] = {}
     for path, header in found:
         identity = (header.run_id, header.key, header.start_utc)

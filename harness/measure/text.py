@@ -9,14 +9,14 @@ from harness.units import format_duration
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align rows under their heads, all to the left; empty when there are no rows."""
+    """Align rows under their heads, to the left; empty without rows."""
     if not rows:
         return ""
     return "\n".join(_align([heads, *rows], [False] * len(heads)))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of an aligned table under a rule: numbers right, words left."""
+    """Lines of a table with a rule under its header; numbers align right, words left."""
     is_number = [all(_starts_a_number(row[i]) for row in rows) for i in range(len(header))]
     lines = _align([header, *rows], is_number)
     lines.insert(1, "-" * max(len(line) for line in lines))
@@ -39,13 +39,13 @@ def _starts_a_number(cell: str) -> bool:
 
 
 def interval_words(durations: Summary) -> str:
-    """The interval of some durations; said where they are so few that it is their range."""
+    """The interval of some durations in words; says if it is only their range."""
     words = f"{format_duration(durations.low)} to {format_duration(durations.high)}"
     return words if durations.coverage >= CONFIDENCE else f"{words} (range)"
 
 
 def format_shape(shape: Mapping[str, int]) -> str:
-    """A shape in one word: `sample 64 x feature 256`; `-` when unknown."""
+    """A shape as text: `sample 64 x feature 256`; `-` when unknown."""
     return " x ".join(f"{dim} {size}" for dim, size in shape.items()) or "-"
 
 

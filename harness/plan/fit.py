@@ -1,20 +1,19 @@
-"""Operator times at and between measured shapes, with the error of what was not measured kept.
+"""Operator times at and between measured shapes, with the relative error of fitted times.
 
-A cut of the weights saves other work than a cut of the batch (each device writes the gradients of
-all weights that it holds, however few its samples), so for one operator on one kind of device
+Cuts of weights and of the batch save different work, because each device writes the gradients of
+all weights that it holds for any number of samples. So for one operator on one kind of device
 
     seconds(shape) = seconds(elements, whole weights) x product over cut dims of the weights of
                      seconds(part of the dim, all elements) / seconds(whole)
 
-where each factor goes straight from one measurement to the next, and beyond the last as a line does
-that is fitted to all of them: fixed + slope x size, both >= 0, least squares of relative errors.
-A single measurement is scaled in proportion.
+where each factor is linear between measurements. Beyond them it follows a line fitted to all:
+fixed + slope x size, both >= 0, least squares of relative errors. A single measurement is scaled
+in proportion.
 
-A median of few noisy samples is uncertain, so a measurement is drawn towards the line by the share
+A median of few noisy samples is uncertain, so a measurement is shrunk towards the line by the share
 noise / (noise + model), both variances: noise is that of the medians, estimated from the samples'
-spread, and model is the deviation of the measurements from the line beyond noise (the empirical
-Bayes estimate of Fay and Herriot, 1979). Measurements with little or unknown spread stay as they
-are.
+spread; model is the deviation of the measurements from the line beyond noise (the empirical Bayes
+estimate of Fay and Herriot, 1979). Measurements with little or unknown spread stay unchanged.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from harness.domain.profile import Measurement, Profile
 from harness.domain.sharding import full_shape, weight_dims
 from harness.errors import PlanError
 
-_LEAST_S = 1e-9  # clocks resolve no less; keeps zero times from weighing without bound
+_LEAST_S = 1e-9  # resolution of clocks; bounds the weight of zero times
 
 
 class OperatorTime(NamedTuple):
-    """Seconds of one operator at one shape; `fitted` says that it was not measured there."""
+    """Seconds of one operator at one shape; `fitted` if it was not measured at that shape."""
 
     forward_s: float
     backward_s: float
@@ -48,7 +47,7 @@ class OperatorTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = fixed_s + slope_s x n_elements; the error is the largest, None from one point."""
+    """seconds = fixed_s + slope_s x n_elements; `error` is the largest, None from one point."""
 
     fixed_s: float
     slope_s: float
@@ -62,7 +61,7 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
     """Fit non-negative fixed cost and slope; needs at least one point."""
     if len(seconds) == 1:
         return Line(0.0, seconds[0] / n_elements[0], None)
-    # In relative terms the model is 1 = fixed u + slope v, so that small shapes count as large.
+    # Relative errors: the model is 1 = fixed u + slope v, so that all sizes have equal weight.
     points = [
         (1.0 / max(y, _LEAST_S), x / max(y, _LEAST_S), y / max(y, _LEAST_S))
         for x, y in zip(n_elements, seconds, strict=True)
@@ -88,21 +87,21 @@ def fit_line(n_elements: list[float], seconds: list[float]) -> Line:
 
 
 class _Axis:
-    """Seconds along one size, all else whole.
+    """Seconds as a function of one size, with all other dims whole.
 
     Args:
         points: seconds by size.
-        noise: relative standard error of a measurement, which draws it towards the line.
+        noise: relative standard error of a measurement.
     """
 
     def __init__(self, points: dict[float, float], noise: float = 0.0) -> None:
         self._sizes = sorted(points)
         self._measured = [points[size] for size in self._sizes]
         self._line = fit_line(self._sizes, self._measured)
-        self._seconds = _steadied(self._sizes, self._measured, self._line, noise)
+        self._seconds = _shrunk(self._sizes, self._measured, self._line, noise)
 
     def at(self, size: float) -> float:
-        """Seconds; at a measured size what is believed of it."""
+        """Seconds at a size; at a measured size the shrunk measurement."""
         sizes, seconds = self._sizes, self._seconds
         right = bisect_left(sizes, size)
         if 0 < right < len(sizes):
@@ -114,8 +113,8 @@ class _Axis:
 
     @property
     def error(self) -> float | None:
-        """Largest relative error at a measured size between others, fitted from those only; None
-        from one point. A time that was too short to measure (0) has no relative error."""
+        """Largest leave-one-out relative error at inner sizes; None from one point. A time too
+        short to measure (0) does not count."""
         if len(self._sizes) < 2:
             return None
         found = [0.0]
@@ -127,12 +126,12 @@ class _Axis:
         return max(found)
 
 
-# A line through this many measurements or fewer says nothing of their noise.
+# A line fits this many measurements exactly, so they show no noise.
 _N_OF_A_LINE = 2
 
 
-def _steadied(sizes: list[float], seconds: list[float], line: Line, noise: float) -> list[float]:
-    """Each measurement, drawn towards the line as far as noise explains that it is off it."""
+def _shrunk(sizes: list[float], seconds: list[float], line: Line, noise: float) -> list[float]:
+    """Shrink each measurement towards the line by the share that noise explains."""
     if not noise or len(seconds) <= _N_OF_A_LINE:
         return seconds
     fitted = [line.at(size) for size in sizes]
@@ -146,7 +145,7 @@ def _steadied(sizes: list[float], seconds: list[float], line: Line, noise: float
 
 
 class _Pass:
-    """One pass (forward or backward) of one operator: its axes."""
+    """One pass (forward or backward) of one operator."""
 
     def __init__(
         self, points: list[Measurement], wholes: dict[str, int], field: Callable[..., float]
@@ -155,7 +154,7 @@ class _Pass:
         self._wholes = wholes
         self._cuts: dict[str, _Axis] = {}
         by_volume = {self.volume(p.shape): field(p) for p in points if not self._cut_dims(p.shape)}
-        if not by_volume:  # only parts were measured: elements are all there is to go by
+        if not by_volume:  # no measurement has whole weights: use elements only
             self._wholes = {}
             by_volume = {self.volume(p.shape): field(p) for p in points}
         self._volume = _Axis(by_volume, noise)
@@ -170,14 +169,14 @@ class _Pass:
         self._most = most
 
     def volume(self, shape: dict[str, int]) -> float:
-        """Elements, as if the weights were whole."""
+        """Elements over the dims that do not cut weights."""
         return float(math.prod(n for dim, n in shape.items() if dim not in self._wholes))
 
     def _cut_dims(self, shape: dict[str, int]) -> list[str]:
         return [dim for dim, n in self._wholes.items() if shape.get(dim, n) < n]
 
     def has_axis(self, shape: dict[str, int]) -> bool:
-        """Whether a shape lies on an axis: no cut of the weights, or one of all else whole."""
+        """Whether a shape lies on an axis: at most one cut of the weights, then all else whole."""
         cuts = self._cut_dims(shape)
         return not cuts or (len(cuts) == 1 and self.volume(shape) == self._most)
 
@@ -196,7 +195,7 @@ class _Pass:
 
 
 class _Curve:
-    """All that is known of one operator on one device kind and dtype; fitted when first needed."""
+    """Measurements of one operator on one device kind and dtype; fitted when first needed."""
 
     def __init__(self, points: list[Measurement]) -> None:
         self._points = points
@@ -222,7 +221,7 @@ def _whole_weights(operator: Operator) -> dict[str, int]:
 
 
 class OperatorTimes:
-    """Looks up and fits; built once per profile."""
+    """Measured and fitted times of a profile; build it once per profile."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -245,10 +244,10 @@ class OperatorTimes:
 
         Args:
             shape: of the shard's output; the operator's whole output when None.
-            dtype: that was profiled; the profile's only one when None, else the operator's own.
+            dtype: profiled dtype; if None, the profile's only one, else the operator's.
 
         Raises:
-            PlanError: the profile does not know the operator on that kind of device.
+            PlanError: the profile lacks the operator on that kind of device.
         """
         if operator.kind == "input":
             return OperatorTime(0.0, 0.0, fitted=False)
@@ -269,7 +268,7 @@ class OperatorTimes:
     def _found(self, curve: _Curve, operator: Operator, shape: dict[str, int]) -> OperatorTime:
         point = curve.exact.get(tuple(shape.items()))
         if point is not None:
-            return self._believed(curve, operator, point)
+            return self._denoised(curve, operator, point)
         whole = curve.exact.get(())
         if whole is not None:  # measured for the whole minibatch, of unknown shape
             if shape is operator.shape:
@@ -280,8 +279,8 @@ class OperatorTimes:
         forward, backward = curve.passes(operator)
         return OperatorTime(forward.at(shape), backward.at(shape), fitted=True)
 
-    def _believed(self, curve: _Curve, operator: Operator, point: Measurement) -> OperatorTime:
-        """A measurement, with what its neighbours say of its noise."""
+    def _denoised(self, curve: _Curve, operator: Operator, point: Measurement) -> OperatorTime:
+        """A measurement, shrunk if it is noisy."""
         if curve.is_noisy and point.shape:
             forward, backward = curve.passes(operator)
             if forward.has_axis(point.shape):
@@ -298,7 +297,7 @@ class OperatorTimes:
     def relative_error(
         self, operator: Operator, device_kind: str, dtype: str | None = None
     ) -> float | None:
-        """Largest relative error of the operator's fits; None when there is nothing to compare."""
+        """Largest relative error of the operator's fits; None when it cannot be estimated."""
         curve = self._curve(operator, device_kind, dtype)
         if curve is None or () in curve.exact:
             return None

@@ -60,7 +60,7 @@ class PredictedRun:
 
     Attributes:
         plan: name of the strategy in its file.
-        measured: the step of the run; None if the run is not ok.
+        measured: the step of the run; None if the run is not ok or has no steps.
         predicted_by_rank, measured_by_rank: seconds by the names of PARTS, of each rank that
             computes; empty when unknown. Contention is in all or in none. It is negative if steps
             without communication computed longer, for example because a CPU that never idles

@@ -1,1 +1,1 @@
-"""The simulator: what a strategy costs on a cluster, before a step is run."""
+"""The event-driven simulator: predicts step time and memory of a strategy on a cluster."""

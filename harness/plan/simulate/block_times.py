@@ -1,4 +1,4 @@
-"""Seconds of one block of an operator on one device: the profile's, calibrated."""
+"""Calibrated seconds of one block of an operator on one device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from harness.plan.fit import OperatorTimes
 
 
 class BlockSeconds(NamedTuple):
-    """Of one block on one device."""
+    """Seconds of one block on one device."""
 
     forward_s: float
     backward_s: float
 
 
 class BlockTimes:
-    """Looks blocks up, and keeps what it found.
+    """Looks up and caches the times of blocks.
 
     Args:
-        samples: of the microbatch.
-        shapes: of the operators, for a microbatch.
+        samples: number in the microbatch.
+        shapes: shapes of the operators for a microbatch.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BlockTimes:
         self._seconds: dict[object, BlockSeconds] = {}
 
     def block_s(self, op: int, block: Block, device: int) -> BlockSeconds:
-        """What one block takes on one device."""
+        """Seconds of one block on one device."""
         key = (op, device, tuple(stop - start for start, stop in block))
         if key not in self._seconds:
             operator = self._graph.operators[op]
@@ -61,14 +61,14 @@ class BlockTimes:
                 shape = shown if is_whole else sizes
                 time = self._times.lookup(operator, kind, shape=shape)
             else:
-                # An unknown shape: in proportion.
+                # With an unknown shape, time is in proportion to elements.
                 time = self._times.lookup(operator, kind)
                 factor *= volume(block) / self._full_volume(op)
             self._seconds[key] = BlockSeconds(time.forward_s * factor, time.backward_s * factor)
         return self._seconds[key]
 
     def _full_volume(self, op: int) -> float:
-        """Elements of the output at the graph's own batch, with partial dims."""
+        """Elements of the output at the graph's batch, with partial dims."""
         batch = self._graph.batch or self._samples
         full = full_shape(self._graph.operators[op], batch=batch, graph_batch=self._graph.batch)
         return float(np.prod(list(full.values())))

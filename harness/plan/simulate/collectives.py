@@ -1,9 +1,9 @@
-"""Measured curves of all-reduce, read between and beyond their points.
+"""Measured curves of all-reduce, interpolated and extrapolated.
 
 Between two measured sizes the logarithm of time is linear in the logarithm of size. Below the
-smallest size time stays (latency), above the largest it grows in proportion (bandwidth). A number
-of ranks that was not measured takes the nearest one's curve, scaled by the bytes that a ring moves
-per rank, 2(n-1)/n.
+smallest size time is constant (latency), above the largest it grows in proportion (bandwidth). For
+a number of ranks that was not measured, the curve of the nearest number is scaled by the bytes that
+a ring moves per rank, 2(n-1)/n.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Curves:
             curve.sort()
 
     def all_reduce_s(self, n_ranks: int, n_bytes: int, *, spans_nodes: bool) -> float | None:
-        """Seconds, or None where nothing measured applies.
+        """Seconds of one all-reduce, or None if no measured curve applies.
 
-        Curves of a cluster of several nodes say nothing about a group inside one node.
+        Curves of a cluster of several nodes do not apply to a group inside one node.
         """
         if not self._curves or (self._n_nodes > 1 and not spans_nodes):
             return None

@@ -1,8 +1,8 @@
-"""One operator's plan in numbers: seconds, bytes and weights on each device it uses.
+"""Costs of one operator's plan: seconds, bytes and weights on each of its devices.
 
 Each value depends on the plan of one operator (`OperatorCosts`), or on those of a producer and its
-consumers (`Wants`, `Transfers`), and is cached. So a changed plan is priced by computing only the
-values that depend on it.
+consumers (`Wants`, `Transfers`), and is cached. So after a change of a plan, only the values that
+depend on it are computed again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
-        shared_bytes: of the weights, those that other devices hold too.
+        shared_bytes: bytes of weights that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
     """
 
@@ -67,12 +67,12 @@ class Costs:
     """Prices plans of one graph on one cluster at one size of microbatch.
 
     Args:
-        samples: of the microbatch that every shape is scaled to.
+        samples: samples of the microbatch to which all shapes are scaled.
         wire_bytes_per_fp32_byte: see SimulatorOptions.
 
     Attributes:
-        shapes: of the operators, for a microbatch.
-        wire_share: (n_ops,) bytes that travel for each byte of an operator's output.
+        shapes: shapes of the operators for a microbatch.
+        wire_share: (n_ops,) bytes sent per byte of an operator's output.
         times: seconds of their blocks.
 
     Raises:
@@ -104,14 +104,14 @@ class Costs:
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
 
     def _key(self, plan: OperatorPlan) -> PlanKey:
-        """A plan as a hashable value; kept by identity, since a search repeats its plans."""
+        """A plan as a hashable value; cached by identity, because a search repeats its plans."""
         known = self._keys.get(id(plan))
         if known is None:
             cuts = tuple(
                 (dim, tuple(cut) if isinstance(cut, list) else cut)
                 for dim, cut in plan.partition.items()
             )
-            # The plan is kept too: its id must not be given to another one.
+            # The plan is kept too, so that its id is not reused.
             known = self._keys[id(plan)] = plan, (cuts, tuple(plan.devices))
         return known[1]
 
@@ -128,18 +128,18 @@ class Costs:
         return self._blocks[key]
 
     def units(self, op: int) -> dict[str, int]:
-        """Into how many parts each dim can be cut."""
+        """Maximum number of parts of each dim."""
         operator, batch = self.graph.operators[op], self.graph.batch
         return full_units(operator, batch=self.samples, graph_batch=batch)
 
     def bytes_per_element(self, op: int) -> float:
-        """Of the output; from the bytes of the whole, so that unknown shapes and lists work too."""
+        """Bytes per output element, from the total bytes, so that unknown shapes and lists work."""
         operator = self.graph.operators[op]
         elements = operator.n_elements if operator.shape else (self.graph.batch or self.samples)
         return operator.activation_bytes / elements
 
     def wire_bytes_per_element(self, op: int) -> float:
-        """Of the output, where it travels."""
+        """Bytes sent per output element."""
         return self.bytes_per_element(op) * float(self.wire_share[op])
 
     def operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
@@ -171,7 +171,7 @@ class Costs:
         return OperatorCosts(active, forward, backward, output, weight, shared, slices)
 
     def _shown(self, op: int) -> list[int]:
-        """Positions of the dims that the output really has."""
+        """Positions of the dims that the output has (not partial dims)."""
         operator = self.graph.operators[op]
         return [k for k, dim in enumerate(self.shapes[op]) if not is_partial(operator, dim)]
 
@@ -197,7 +197,7 @@ class Costs:
         )
 
     def wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
-        """What one operator's blocks read of another's output."""
+        """The regions of a producer's output that a consumer's blocks read."""
         key = (producer, consumer, self._key(a), self._key(b))
         found = self._wants.get(key)
         if found is None:
@@ -264,11 +264,11 @@ class Costs:
         *,
         syncs_norms: bool,
     ) -> Transfers:
-        """What leaves one operator.
+        """Transfers and all-reduces of one operator's output.
 
         Args:
             readers: (edge, operator, plan) of its consumers, in the order in which they run.
-            syncs_norms: batch norms take the statistics of the whole microbatch.
+            syncs_norms: batch norms use the statistics of the whole microbatch.
         """
         order = tuple((op, self._key(b)) for _, op, b in readers)
         key = (producer, self._key(plan), order, syncs_norms)
@@ -293,7 +293,7 @@ class Costs:
 
 
 def is_product(operator: Operator) -> bool:
-    """Whether it multiplies by weights of its own, whose gradients the executor may defer."""
+    """Whether it multiplies by weights, whose gradients the executor may defer."""
     pads_zeros = operator.attrs.get("padding_mode", "zeros") == "zeros"
     return operator.kind in ("linear", "conv2d") and operator.parameter_bytes > 0 and pads_zeros
 

@@ -1,4 +1,4 @@
-"""What each device takes for each operator by itself: what stages are balanced by."""
+"""Seconds of each whole operator on each device, for balancing stages."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from harness.plan.simulate.transfers import Floats
 
 
 def operator_seconds(simulator: Simulator, batch: int, n_microbatches: int = 1) -> Floats:
-    """(n_devices, n_placed) of a microbatch, forward and backward: each operator whole on each
-    device."""
+    """(n_devices, n_placed) seconds of forward plus backward of a microbatch, for each whole
+    operator on each device."""
     devices, rates = simulator.cluster.devices, np.asarray(simulator.options.stream_s_per_byte)
-    alike: dict[object, Floats] = {}
+    by_kind: dict[object, Floats] = {}
     found = []
     for k, (device, rate) in enumerate(
         zip(devices, np.broadcast_to(rates, len(devices)), strict=True)
     ):
         key = device.kind, device.speed, float(rate)
-        if key not in alike:
+        if key not in by_kind:
             plans = {op: OperatorPlan({}, [k]) for op in simulator.placed}
             trial = Trial(simulator, plans, batch=batch, n_microbatches=n_microbatches)
             lowered = trial.lowered()
             ops = (lowered.rows // len(devices)).tolist()
             by_op = dict(zip(ops, lowered.work.seconds[:3].sum(axis=0), strict=True))
-            alike[key] = np.array([by_op[op] for op in simulator.placed])
-        found.append(alike[key])
+            by_kind[key] = np.array([by_op[op] for op in simulator.placed])
+        found.append(by_kind[key])
     return np.stack(found)

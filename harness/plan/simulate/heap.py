@@ -1,4 +1,4 @@
-"""A binary heap of (key, number) in two arrays, compiled: least key first, ties by number."""
+"""A compiled binary heap of (key, number) in two arrays; least key first, ties by number."""
 
 from __future__ import annotations
 

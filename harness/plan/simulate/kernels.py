@@ -1,11 +1,10 @@
 """The event loop, compiled. Import this module lazily: it imports numba.
 
-A device works through its tasks in the fixed order of its schedule. What has to wait for something
-elsewhere waits for transfers and all-reduces only, so those and the order are all the
-dependencies there are. Transfers and all-reduces are served in the order in which they become
-ready (ties: lower number first); each takes its resources at once, when the last of them is free.
+A device runs its tasks in the fixed order of its schedule. Dependencies on other devices are only
+through transfers and all-reduces, which are served in the order in which they become ready (ties:
+lower number first). Each occupies all its resources when the last of them is free.
 
-Where communication takes computing time away (`processors`), events run in order of time.
+If communication has overhead (`processors`), events run in order of time.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from numba import njit
 
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
-from harness.plan.simulate.processors import load_hosts, stretched, takes_computing, worked_off
+from harness.plan.simulate.processors import load_hosts, loaded_end, remaining_load, takes_computing
 from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
 
 
 @njit(cache=True, inline="always")
-def _tell(
+def _notify(
     waits: Any, ready: Any, cause: Any, freed: Any, n_freed: int, after: int, end: float, by: int
 ) -> int:
-    """Tell a task that something it waits for is done; one that waits for nothing else is freed.
+    """Note that one dependency of a task is done; free the task if it was the last.
 
     Returns:
-        how many are freed now.
+        The number of freed tasks.
     """
     waits[after] -= 1
-    # Ties go to the lower number, whatever the order in which they are notified.
+    # Ties go to the lower number, independent of the order of notification.
     is_first = cause[after] == NONE or by < cause[after]
     if end > ready[after] or (end == ready[after] and is_first):
         ready[after] = end
@@ -47,43 +46,43 @@ def _release(
     work: Any, links: Any, begins: Any, task: int, end: float, waits: Any, ready: Any, cause: Any,
     freed: Any,
 ) -> int:  # fmt: skip
-    """Tell all that wait for a compute task; those that may start now are put into `freed`."""
+    """Notify all tasks that wait for a compute task; put those that may start into `freed`."""
     compute, back, sums, sums_back, buckets, _ = begins
     rows, n_edges, n_sums = len(work.device_of), len(work.edge_bytes), len(work.sum_is_norm)
-    what, rest = divmod(task, work.n_microbatches * rows)
+    pass_, rest = divmod(task, work.n_microbatches * rows)
     m, row = divmod(rest, rows)
     n = 0
     if work.following[task] != NONE:
-        n = _tell(waits, ready, cause, freed, n, work.following[task], end, task)
-    if what == FORWARD:
+        n = _notify(waits, ready, cause, freed, n, work.following[task], end, task)
+    if pass_ == FORWARD:
         for k in range(links.out_ptr[row], links.out_ptr[row + 1]):
             if work.edge_goes[links.out_edges[k]]:
                 after = compute + m * n_edges + links.out_edges[k]
-                n = _tell(waits, ready, cause, freed, n, after, end, task)
+                n = _notify(waits, ready, cause, freed, n, after, end, task)
         for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
             if work.sum_goes[links.source_sums[k]]:
                 after = sums + m * n_sums + links.source_sums[k]
-                n = _tell(waits, ready, cause, freed, n, after, end, task)
-    elif what == BACKWARD:
+                n = _notify(waits, ready, cause, freed, n, after, end, task)
+    elif pass_ == BACKWARD:
         for k in range(links.in_ptr[row], links.in_ptr[row + 1]):
             if work.edge_returns[links.in_edges[k]]:
                 after = back + m * n_edges + links.in_edges[k]
-                n = _tell(waits, ready, cause, freed, n, after, end, task)
+                n = _notify(waits, ready, cause, freed, n, after, end, task)
         for k in range(links.source_ptr[row], links.source_ptr[row + 1]):
             c = links.source_sums[k]
             if work.sum_is_norm[c] and work.sum_returns[c]:
-                n = _tell(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
+                n = _notify(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
         for k in range(links.target_ptr[row], links.target_ptr[row + 1]):
             c = links.target_sums[k]
             if work.sum_returns[c]:
-                n = _tell(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
+                n = _notify(waits, ready, cause, freed, n, sums_back + m * n_sums + c, end, task)
     move = links.gate_head[task]
     while move != NONE:
-        n = _tell(waits, ready, cause, freed, n, compute + move, end, task)
+        n = _notify(waits, ready, cause, freed, n, compute + move, end, task)
         move = links.gate_next[move]
     t = links.trigger_head[task]
     while t != NONE:
-        n = _tell(waits, ready, cause, freed, n, buckets + work.trigger_bucket[t], end, task)
+        n = _notify(waits, ready, cause, freed, n, buckets + work.trigger_bucket[t], end, task)
         t = links.trigger_next[t]
     return n
 
@@ -119,7 +118,7 @@ def _serve_move(
             slowest = min(slowest, rate)
             if free[resource] > begin:
                 begin, cause[task] = free[resource], holder[resource]
-            # Flows share an interface: it serves its queue without waiting for their other ends.
+            # Flows share an interface, so it serves its queue without waiting for other resources.
             until = max(ready, free[resource]) + n_bytes / rate
             _occupy(resource, until, task, free, busy, holder, n_bytes / rate)
     seconds = n_bytes / work.bandwidth[a, b]
@@ -147,7 +146,7 @@ def _serve_reduce(
 
 @njit(cache=True)
 def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
-    """No device's first task, and no transfer to it, before the device begins."""
+    """Let each device's first task, and transfers to it, start no earlier than the device."""
     compute, back, sums = begins[0], begins[1], begins[2]
     for device in range(len(device_begin)):
         if work.first[device] != NONE:
@@ -160,16 +159,17 @@ def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
 
 @njit(cache=True)
 def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
-    """Run all events. In one piece: cut into functions it takes 1.05 to 1.3 times as long.
+    """Run all events. One long function, because split into several it took 1.05 to 1.3 times as
+    long.
 
     Args:
-        n_waits: by task, how many others it waits for.
-        device_begin: by device, seconds before which it neither computes nor receives.
+        n_waits: number of dependencies by task.
+        device_begin: seconds by device, before which it neither computes nor receives.
 
     Returns:
-        start, finish: by task, seconds; NaN for tasks that do not exist.
-        cause: what each waited for last, or NONE: the critical path, backwards.
-        busy: (n_resources,) seconds that each was occupied.
+        start, finish: seconds by task; NaN for tasks that do not exist.
+        cause: last dependency of each task, or NONE; gives the critical path, backwards.
+        busy: (n_resources,) seconds of occupation.
     """
     begins = offsets(work)
     compute, back, sums, _, _, total = begins
@@ -223,7 +223,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 load_until,
             )  # fmt: skip
             continue
-        if task < 0:  # a compute task is about to end; below 0, so that it ends before all else
+        if task < 0:  # the end of a compute task, which sorts before all events of the same time
             task += total
             device = work.device_of[task % rows]
             if end_of[device] > now:
@@ -235,15 +235,15 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             n_freed = _release(work, links, begins, task, now, waits, ready, cause, freed)
             continue
         if task < compute:
-            what, rest = divmod(task, work.n_microbatches * rows)
+            pass_, rest = divmod(task, work.n_microbatches * rows)
             m, row = divmod(rest, rows)
             device = work.device_of[row]
-            seconds = work.seconds[what, row]
+            seconds = work.seconds[pass_, row]
             start[task] = now
             if is_timed:
                 running[device] = task
-                left = worked_off(load[device], load_since[device], load_until[device], now)
-                end_of[device], load[device] = stretched(seconds, now, left, load_until[device])
+                left = remaining_load(load[device], load_since[device], load_until[device], now)
+                end_of[device], load[device] = loaded_end(seconds, now, left, load_until[device])
                 load_since[device] = end_of[device]
                 push(keys, ids, n_heap, end_of[device], task - total)
                 n_heap += 1
@@ -260,7 +260,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
             which = BACKWARD if is_back else FORWARD
             row = work.edge_source[e] if is_back else work.edge_target[e]
             after = (which * work.n_microbatches + m) * rows + row
-            n_freed = _tell(waits, ready, cause, freed, n_freed, after, end, task)
+            n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
         else:
             price, c, m, is_back = reduce_of(work, begins, task)
             begin, end = _serve_reduce(work, task, price, now, free, busy, holder, cause)
@@ -269,7 +269,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
                 n_after, after_sum = freed_by_sum(work, c, m, is_back)
                 for i in range(n_after):
                     after = after_sum[i]
-                    n_freed = _tell(waits, ready, cause, freed, n_freed, after, end, task)
+                    n_freed = _notify(waits, ready, cause, freed, n_freed, after, end, task)
         if is_timed:
             push(keys, ids, n_heap, start[task], task + total)
             n_heap += 1

@@ -1,4 +1,4 @@
-"""Tables and flow lowered to the arrays of the event loop. Import lazily: it imports numba."""
+"""Lower tables and flow to the arrays of the event loop. Import lazily: it imports numba."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What the event loop reads, and what is known before it runs.
+    """Input of the event loop, and results that need no events.
 
     Attributes:
-        waits: by task, how many others it waits for.
+        waits: number of dependencies by task.
         rows: (n_rows,) operator * n_devices + device of each row.
         last: (n_devices,) last task of each device.
         peak: (n_devices,) most bytes of activations.
@@ -87,7 +87,7 @@ def lower(simulator: Simulator, tables: Tables, flow: Flow) -> Lowered:
 def _ordered(
     tables: Tables, flow: Flow, rows: Ints, row_at: Ints, returns: npt.NDArray[np.bool_]
 ) -> tuple[Any, ...]:
-    """What `order.order_tasks` returns."""
+    """Call `order.order_tasks` and return its result."""
     n_devices, edges = tables.n_devices, tables.edge_rows()
     to_row, fetched = row_at[edges.target], edges.n_bytes * edges.goes
     received = np.bincount(to_row, weights=fetched, minlength=len(rows))
@@ -117,7 +117,7 @@ def _ordered(
 
 
 def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
-    """Fields of `Work` that no strategy changes."""
+    """Fields of `Work` that depend on the cluster only."""
     network, devices = simulator.network, simulator.cluster.devices
     return {
         "n_resources": network.n_resources,
@@ -130,7 +130,7 @@ def _cluster_columns(simulator: Simulator) -> dict[str, Any]:
 
 
 def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dict[str, Any]:
-    """Fields of `Work` about all-reduces in the middle of a microbatch."""
+    """Fields of `Work` about all-reduces within a microbatch."""
     source_ptr, sources = _lists([one.sources for one in sums], row_at)
     target_ptr, targets = _lists([one.targets for one in sums], row_at)
     returns = [
@@ -148,7 +148,7 @@ def _sum_columns(simulator: Simulator, sums: Sequence[Sum], row_at: Ints) -> dic
 
 
 def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
-    """Fields of `Work` about what all-reduces take."""
+    """Fields of `Work` about the costs of all-reduces."""
     buckets = tables.buckets()
     prices = price_reductions(
         simulator.network,
@@ -168,7 +168,7 @@ def _reduction_columns(simulator: Simulator, tables: Tables) -> dict[str, Any]:
 
 
 def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Places of the active entries, and the row of every place (-1: none)."""
+    """Positions of the active entries, and the row of every position (-1: none)."""
     rows = np.flatnonzero(active)
     row_at = np.full(active.size, -1, dtype=np.int64)
     row_at[rows] = np.arange(len(rows))
@@ -176,22 +176,22 @@ def _number_rows(active: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
 
 
 def _wire_shares(tables: Tables) -> Floats:
-    """(n_edges,) bytes that travel for each that is computed."""
+    """(n_edges,) bytes sent per computed byte."""
     shares: Floats = tables.costs.wire_share[tables.edge_rows().source // tables.n_devices]
     return shares
 
 
 def _streams(simulator: Simulator, tables: Tables, rows: Ints, row_at: Ints) -> Floats:
-    """(4, n_rows): putting together what arrives; forward outputs, backward gradients.
+    """(4, n_rows) seconds of assembling received outputs (forward) and gradients (backward).
 
-    A gradient that is all of what an operator's part gets is used as it arrives.
+    A single gradient that covers a whole block needs no assembling.
     """
     edges, n_devices, n_rows = tables.edge_rows(), tables.n_devices, len(rows)
     from_row, to_row = row_at[edges.source], row_at[edges.target]
     arriving = np.bincount(to_row, weights=edges.n_streamed, minlength=n_rows)
     is_part = edges.n_bytes < tables.output_bytes.ravel()[edges.source] * _wire_shares(tables)
     is_part |= np.bincount(from_row, weights=edges.returns, minlength=n_rows)[from_row] > 1
-    is_part |= ~edges.goes  # beside that of its own device
+    is_part |= ~edges.goes  # added to the gradient of the same device
     is_added = is_part & edges.returns & simulator.returns[edges.source // n_devices]
     added = ADDS * np.bincount(from_row, weights=edges.n_bytes * is_added, minlength=n_rows)
     none = np.zeros(n_rows)
@@ -205,15 +205,15 @@ def _seconds(
     rows: Ints,
     is_deferred: npt.NDArray[np.bool_],
 ) -> Floats:
-    """(4, n_rows): forward, backward, weight pass and recomputation.
+    """(4, n_rows) seconds of forward, backward, weight pass and recomputation.
 
-    Adding gradients up, from the second microbatch on, is shared out evenly over all of them. Of a
-    product, the gradients of the inputs take as long as the forward pass, which is as large.
+    Accumulating gradients, from the second microbatch on, is spread evenly over all microbatches.
+    The input gradients of a product take as long as its forward pass, which has as many FLOPs.
     """
     forward, backward = tables.forward_s.ravel()[rows], tables.backward_s.ravel()[rows]
     to_inputs = np.minimum(forward, backward)
     weight_bytes, n = tables.weight_bytes.ravel()[rows], flow.n_microbatches
-    n_summed = 1 if simulator.options.updates_each_microbatch else n  # into one update
+    n_summed = 1 if simulator.options.updates_each_microbatch else n  # gradients per update
     streamed = ADDS * weight_bytes * (n_summed - 1) / n_summed
     streamed += COPIES * tables.shared_bytes.ravel()[rows] / n_summed
     stream_s = streamed * _stream_rates(simulator, rows)
@@ -225,14 +225,14 @@ def _seconds(
 
 
 def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:
-    """(n_rows,) seconds that a byte of memory takes."""
+    """(n_rows,) seconds per byte of memory traffic."""
     rates = np.asarray(simulator.options.stream_s_per_byte) / simulator.speeds
     found: Floats = rates[rows % len(rates)]
     return found
 
 
 def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
-    """(2, n_rows): all-reducing a row's gradients, then updating its weights and copying them."""
+    """(2, n_rows) seconds: all-reducing a row's gradients, updating and copying weights."""
     devices, options = rows % tables.n_devices, simulator.options
     rates = np.asarray(options.optimizer_s_per_byte) + COPIES * np.asarray(
         options.stream_s_per_byte
@@ -251,8 +251,8 @@ def update_seconds(simulator: Simulator, tables: Tables, rows: Ints) -> Floats:
 def _defers_weights(
     simulator: Simulator, tables: Tables, flow: Flow, rows: Ints
 ) -> npt.NDArray[np.bool_]:
-    """(n_rows,) whether gradients of weights are computed in weight passes: those of products under
-    zero bubble, on all stages but the first, for which nobody waits."""
+    """(n_rows,) whether weight passes compute the weights' gradients: for products under zero
+    bubble, on all stages but the first, whose input gradients no stage needs."""
     ops = rows // tables.n_devices
     found: npt.NDArray[np.bool_] = simulator.is_product[ops] & (flow.stage_of[ops] > 0)
     return found & flow.split_weight
@@ -261,8 +261,8 @@ def _defers_weights(
 def _triggers(
     buckets: Buckets, flow: Flow, position: Ints, row_at: Ints, is_deferred: npt.NDArray[np.bool_]
 ) -> Ints:
-    """(n_ends,) on each device of a bucket, the compute task after which it starts: the last that
-    gives a gradient of the last microbatch to it, or to an earlier bucket of the same devices."""
+    """(n_ends,) the compute task on each device of a bucket after which the bucket starts: the last
+    one with a gradient of the last microbatch for it, or for an earlier bucket of its devices."""
     rows = row_at[buckets.trigger_place]
     which = np.where(is_deferred[rows], order.WEIGHT, order.BACKWARD)
     tasks = ((which + 1) * flow.n_microbatches - 1) * len(is_deferred) + rows

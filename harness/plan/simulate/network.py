@@ -1,9 +1,9 @@
 """Links, network interfaces and collectives as resources that transfers occupy.
 
-Resources are numbered: link from device a to b, then each node's interface outwards, each node's
-inwards (full duplex), then each device's stream of collectives, which run one at a time there.
-A transfer occupies a link for bytes / link bandwidth and an interface for bytes / interface
-bandwidth, so that a fast interface serves several slow links at once.
+Resources are numbered: links from device a to b, then each node's NIC outwards, each node's NIC
+inwards (full duplex), then each device's stream of collectives, which runs one at a time. A
+transfer occupies a link for bytes / link bandwidth and a NIC for bytes / NIC bandwidth, so that a
+fast NIC serves several slow links at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Collective:
-    """One all-reduce: its duration, and (resource, seconds) that it occupies."""
+    """One all-reduce: its duration, and the (resource, seconds) that it occupies."""
 
     duration_s: float
     occupied: tuple[tuple[int, float], ...]
@@ -34,8 +34,8 @@ class Network:
 
     Attributes:
         latency_s, bandwidth: (n_devices, n_devices), from row to column.
-        nic: (n_nodes,) bytes/s each way; infinite where it does not limit.
-        node_of: (n_devices,).
+        nic: (n_nodes,) bytes/s each way; infinite if not limiting.
+        node_of: (n_devices,) node of each device.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -62,10 +62,10 @@ class Network:
         return self.n_devices**2 + 2 * len(self.nic) + self.n_devices
 
     def _complete(self) -> None:
-        """Take a link that is not listed from the interfaces at its ends.
+        """Set each link that is not listed from the NICs at its ends.
 
         Raises:
-            ClusterError: neither says how fast it is.
+            ClusterError: neither NIC has a bandwidth.
         """
         for a in range(self.n_devices):
             for b in range(self.n_devices):
@@ -95,7 +95,7 @@ class Network:
         return self.n_devices**2 + 2 * len(self.nic) + device
 
     def resource_name(self, resource: int) -> str:
-        """In words, for explanations."""
+        """Name of a resource, for explanations."""
         n, nodes = self.n_devices, len(self.nic)
         if resource < n * n:
             return f"link {self.names[resource // n]} -> {self.names[resource % n]}"
@@ -117,10 +117,10 @@ class Network:
         return 0.0 if a == b else float(self.latency_s[a, b]) + n_bytes / self.rate(a, b)
 
     def all_reduce(self, group: tuple[int, ...], n_bytes: int) -> Collective:
-        """One all-reduce of n_bytes on every device of an ascending group.
+        """Price one all-reduce of n_bytes on every device of an ascending group.
 
-        By the measured curve where there is one; else a ring in the group's order, in which
-        2(n-1) times every device sends n_bytes / n to the next, and the slowest hop limits all.
+        Uses the measured curve if there is one; else a ring in the group's order, in which every
+        device sends n_bytes / n to the next 2(n-1) times, at the speed of the slowest hop.
         """
         key = (group, n_bytes)
         if key not in self._cache:

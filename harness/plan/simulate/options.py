@@ -1,4 +1,4 @@
-"""What the simulator assumes of the engine that will carry a strategy out."""
+"""Assumptions of the simulator about the engine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class SimulatorOptions:
     """Assumptions; the defaults are those of PyTorch's DistributedDataParallel and plain SGD.
 
     Attributes:
-        overlap: gradients are synchronised while the backward pass goes on; else after it.
-        bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size,
-            the first of `first_bucket_bytes`.
+        overlap: gradients are synchronised during the backward pass; else after it.
+        bucket_bytes: gradients of one group of devices are all-reduced in buckets of this size;
+            the first bucket has `first_bucket_bytes`.
         n_optimizer_states: tensors per parameter that the optimizer keeps (momentum 1, Adam 2).
-        optimizer_s_per_byte: seconds per parameter byte of an optimizer step on a device of
-            speed 1: about 3 / memory bandwidth for SGD (read both, write one); or of each device.
-        stream_s_per_byte: seconds that reading or writing a byte of memory takes on a device of
-            speed 1, or of each device: what adding up the gradients of microbatches costs, and
-            copying those that several devices hold into buckets.
-        wire_bytes_per_fp32_byte: of a value that travels between devices within a microbatch, or
-            is summed there; under autocast it has autocast's dtype.
-        batch_norm: `local` normalises each block by its own statistics, as DDP does; `global` by
-            those of the whole microbatch, with two small all-reduces forward and one backward.
+        optimizer_s_per_byte: seconds per parameter byte of an optimizer step, on a device of
+            speed 1 or by device: about 3 / memory bandwidth for SGD (read two, write one).
+        stream_s_per_byte: seconds per byte of memory traffic, on a device of speed 1 or by device:
+            the cost of accumulating gradients of microbatches, and of copying those that several
+            devices hold into buckets.
+        wire_bytes_per_fp32_byte: bytes sent per FP32 byte of a value within a microbatch; below 1
+            under autocast, whose dtype is smaller.
+        batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
+            of the whole microbatch, with two small all-reduces forward and one backward.
         updates_each_microbatch: a weight pass after each microbatch's backward all-reduces the
-            gradients, updates the weights and copies them for the microbatches to come, as
-            asynchronous training does (see `unflushed`).
+            gradients, updates the weights and copies them for later microbatches, as asynchronous
+            training does (see `unflushed`).
     """
 
     overlap: bool = True

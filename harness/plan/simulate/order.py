@@ -1,4 +1,4 @@
-"""The fixed order in which every device works through its tasks, compiled, and what it then holds.
+"""The fixed order of each device's tasks, and its peak of activations; compiled.
 
 A row is an operator on a device that has a block of it; there are R of them. A compute task is
 (pass, microbatch, row) and has the number (pass * M + microbatch) * R + row, with M microbatches.
@@ -19,18 +19,18 @@ NONE = -1
 
 @njit(cache=True, inline="always")
 def _held_bytes(
-    what: int, again: bool, split_weight: bool, kept_bytes: float, outside_bytes: float
+    pass_: int, recomputes: bool, split_weight: bool, kept_bytes: float, outside_bytes: float
 ) -> Any:
-    """Bytes of activations that a task takes when it begins, and those that its end frees.
+    """Bytes of activations that a task allocates at its start and frees at its end.
 
     Args:
-        again: its stage recomputes.
+        recomputes: its stage recomputes.
     """
-    if what == FORWARD:
-        return kept_bytes, kept_bytes - outside_bytes if again else 0.0
-    if what == RECOMPUTE:
+    if pass_ == FORWARD:
+        return kept_bytes, kept_bytes - outside_bytes if recomputes else 0.0
+    if pass_ == RECOMPUTE:
         return kept_bytes - outside_bytes, 0.0
-    return 0.0, kept_bytes if what == (WEIGHT if split_weight else BACKWARD) else 0.0
+    return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
 
 
 @njit(cache=True)
@@ -38,10 +38,10 @@ def order_tasks(
     n_microbatches: int,
     row_at: Any,  # (operators, devices) the row, or NONE
     receives: Any,  # (4, R) whether a pass of a row waits for transfers
-    n_first: int,  # exchanges that are posted before the step, and ahead in a wait: given, since
-    n_ahead: int,  # the cache of compiled code would not see them change
+    n_first: int,  # exchanges posted before the step, and ahead in a wait; arguments, because
+    n_ahead: int,  # numba's cache would not notice changed constants
     kept_bytes: Any,  # (R,) held from forward to backward: outputs and received inputs
-    outside_bytes: Any,  # (R,) of those, received from another stage: kept under recomputation
+    outside_bytes: Any,  # (R,) part of kept_bytes from other stages: kept under recomputation
     stage_ptr: Any,  # (S + 1,) into stage_ops
     stage_ops: Any,  # operators by stage, in topological order
     recompute: Any,  # (S,)
@@ -54,10 +54,10 @@ def order_tasks(
 
     Returns:
         following: (n_tasks,) next task on the device, or NONE.
-        position: (n_tasks,) how many tasks its device has before it.
+        position: (n_tasks,) number of earlier tasks on its device.
         first, last: (D,) tasks of each device.
-        gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last before
-            a wait some exchanges ahead of its own.
+        gate: (n_tasks,) the task after which a task's receives are posted, or NONE: the last one
+            before the wait for the exchange `n_ahead` earlier.
         peak: (D,) most bytes of activations held at once.
     """
     rows, n_devices = len(kept_bytes), row_at.shape[1]
@@ -78,22 +78,22 @@ def order_tasks(
         for a in range(action_ptr[rank], action_ptr[rank + 1]):
             kind, microbatch, stage = actions[a, 0], actions[a, 1], actions[a, 2]
             low, high = stage_ptr[stage], stage_ptr[stage + 1]
-            again = recompute[stage]
-            for what in (RECOMPUTE, kind):
-                # A backward action of a recomputing stage runs its forward once more first.
-                if what == RECOMPUTE and not (kind == BACKWARD and again):
+            recomputes = recompute[stage]
+            for pass_ in (RECOMPUTE, kind):
+                # A backward action of a recomputing stage first runs forward again.
+                if pass_ == RECOMPUTE and not (kind == BACKWARD and recomputes):
                     continue
                 for k in range(high - low):
-                    forwards = what in (FORWARD, RECOMPUTE)
+                    forwards = pass_ in (FORWARD, RECOMPUTE)
                     op = stage_ops[low + k] if forwards else stage_ops[high - 1 - k]
                     row = row_at[op, device]
                     if row == NONE:
                         continue
-                    task = (what * n_microbatches + microbatch) * rows + row
+                    task = (pass_ * n_microbatches + microbatch) * rows + row
                     taken, freed = _held_bytes(
-                        what, again, split_weight, kept_bytes[row], outside_bytes[row]
+                        pass_, recomputes, split_weight, kept_bytes[row], outside_bytes[row]
                     )
-                    if receives[what, row]:
+                    if receives[pass_, row]:
                         if n_exchanges >= n_first:
                             posted = max(0, n_exchanges - n_ahead)
                             gate[task] = before_wait[posted % n_ahead]
@@ -113,11 +113,11 @@ def order_tasks(
 
 @njit(cache=True)
 def last_tasks(position: Any, tasks: Any, ends: Any, before: Any) -> Any:
-    """(n_ends,) on its device the last of the tasks that an end waits for.
+    """(n_ends,) the last of the tasks that each end of a bucket waits for, all on one device.
 
     Args:
-        ends: of each task.
-        before: (n_ends,) a former end on the same device that it waits for too, or NONE.
+        ends: end that waits for each task.
+        before: (n_ends,) an earlier end on the same device that it waits for too, or NONE.
     """
     found = np.full(len(before), NONE, np.int64)
     for task, end in zip(tasks, ends):  # noqa: B905  (numba knows no strict)

@@ -1,6 +1,6 @@
-"""What one operator's readers fetch of it, piece by piece, and give back.
+"""Pieces of one operator's output that its readers fetch, and whose gradients they return.
 
-The rules are those of `runtime.executor.layout`; that the same travels is tested.
+The rules are those of `runtime.executor.geometry.layout`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from harness.plan.simulate.transfers import ADDS, COPIES, Floats, Ints, Shared, 
 
 
 class Pieces:
-    """What wants are made of, by the rules of `runtime.executor.layout`.
+    """Collects the pieces of wants.
 
     Args:
         held: (n_parts, n_dims, 2) bounds of the producer's blocks.
@@ -31,28 +31,28 @@ class Pieces:
         self._rows: list[tuple[float, ...]] = []
 
     def add(self, number: int, bounds: Ints, device: int, copies: tuple[int, ...]) -> Shared | None:
-        """The pieces of one want that other devices hold, or give their gradients to.
+        """Add the pieces of one want that other devices hold, or receive gradients of.
 
         Args:
-            bounds: (n_dims, 2) of what is wanted.
+            bounds: (n_dims, 2) of the wanted region.
             copies: devices of the readers, if they are copies of each other.
 
         Returns:
-            what an all-reduce may do for it.
+            The all-reduce that may replace the pieces, or None.
         """
         low = np.maximum(self._held[:, :, 0], bounds[:, 0])
         high = np.minimum(self._held[:, :, 1], bounds[:, 1])
         elements = np.maximum(high - low, 0).prod(axis=1)
         goes = returns = elements > 0
         if self._has_copies:
-            served = [nearest(own, device) for own in self._copies]
+            served = [nearest(holders, device) for holders in self._copies]
             goes = goes & (self._holders == served)
         if copies:
             served = [nearest(copies, holder) for holder in self._holders.tolist()]
             returns = returns & (np.array(served) == device)
         n_pieces, is_remote = np.count_nonzero(goes), self._holders != device
         sent = (elements * (goes & is_remote)).sum()
-        if n_pieces > 1:  # pieces that are here are put into their places too
+        if n_pieces > 1:  # local pieces are copied or added too
             each = (ADDS if self._is_summed else COPIES) * (elements * goes).sum() / max(sent, 1)
         else:
             each = 0.0

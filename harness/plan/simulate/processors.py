@@ -1,7 +1,7 @@
-"""What communication takes from computing (`host_s_per_byte`), compiled.
+"""Overhead of communication (`host_s_per_byte`), compiled.
 
-A transfer puts work on both of its ends, spread over the time it takes, and what a device computes
-meanwhile gets what is left of its processor. Import lazily: it imports numba.
+A transfer loads the processors of both its ends evenly during its duration, and computing on these
+devices gets the rest of the processor. Import lazily: it imports numba.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from harness.plan.simulate.work import reduce_of
 
 @njit(cache=True)
 def takes_computing(work: Any) -> bool:
-    """Whether communication takes computing time from any device."""
+    """Whether communication has overhead on any device."""
     return bool(work.host_s_per_byte.max() > 0)
 
 
 @njit(cache=True, inline="always")
-def stretched(seconds: float, now: float, load: float, until: float) -> Any:
-    """End of a computation beside communication, and what is left of that then.
+def loaded_end(seconds: float, now: float, load: float, until: float) -> Any:
+    """End of a computation on a loaded processor, and the load that remains then.
 
-    Communication takes `load` seconds of the processor, evenly until it ends. What computes beside
-    it gets the rest of the time; where that is nothing, it waits until all of it is worked off.
+    Communication takes `load` seconds of the processor, evenly until `until`. The computation gets
+    the rest of the time; if there is none, it waits until the load is worked off.
     """
     window = until - now
     if load < window and seconds <= window - load:
@@ -36,8 +36,8 @@ def stretched(seconds: float, now: float, load: float, until: float) -> Any:
 
 
 @njit(cache=True, inline="always")
-def worked_off(load: float, since: float, until: float, now: float) -> float:
-    """What is left of communication's work on a processor that has not computed since."""
+def remaining_load(load: float, since: float, until: float, now: float) -> float:
+    """Load that remains on a processor that has not computed since `since`."""
     window, passed = until - since, now - since
     rate = min(1.0, load / window) if window > 0 else 1.0
     return max(0.0, load - rate * passed)
@@ -48,7 +48,7 @@ def load_hosts(
     work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
     load_since: Any, load_until: Any,
 ) -> None:  # fmt: skip
-    """Put a transfer's work on the processors of its ends, spread over the time it takes."""
+    """Load the processors of a transfer's ends evenly during its duration."""
     compute, back, sums = begins[0], begins[1], begins[2]
     if task < sums:
         e = (task - (back if task >= back else compute)) % len(work.edge_bytes)
@@ -64,10 +64,10 @@ def load_hosts(
         added = costs[device]
         if running[device] != NONE:
             rest = end_of[device] - now
-            end_of[device], added = stretched(rest, now, added, end)
+            end_of[device], added = loaded_end(rest, now, added, end)
             load_since[device] = end_of[device]
         else:
-            load[device] = worked_off(load[device], load_since[device], load_until[device], now)
+            load[device] = remaining_load(load[device], load_since[device], load_until[device], now)
             load_since[device] = now
         load[device] += added
         load_until[device] = max(load_until[device], end)

@@ -13,10 +13,10 @@ from harness.plan.simulate.transfers import Floats, Ints, Sum
 
 @dataclass(frozen=True)
 class Reductions:
-    """Prices of all-reduces, one after another, and what they occupy.
+    """Prices of all-reduces, concatenated, and the resources that they occupy.
 
     Attributes:
-        host_bytes: that each device of the group sends and receives.
+        host_bytes: bytes that each device of the group sends and receives.
     """
 
     seconds: Floats
@@ -34,10 +34,10 @@ def price_reductions(
     buckets: Iterable[tuple[tuple[int, ...], int]],
     mean_size: float = 1.0,
 ) -> Reductions:
-    """Forward passes of all sums, backward passes of all, then buckets (group, bytes).
+    """Price the forward passes of all sums, their backward passes, and buckets (group, bytes).
 
     Args:
-        mean_size: of a microbatch, over that of the largest, whose bytes sums have.
+        mean_size: size of the mean microbatch over the largest, for which sums count bytes.
     """
     wanted = [
         (
@@ -66,7 +66,7 @@ def price_reductions(
 
 
 def _host_bytes(group: tuple[int, ...], n_bytes: int) -> float:
-    """A ring sends 2 (n - 1) / n of the bytes and receives as many."""
+    """Bytes of one device: a ring sends 2 (n - 1) / n of the bytes and receives as many."""
     return 4 * (len(group) - 1) / len(group) * n_bytes
 
 

@@ -1,4 +1,4 @@
-"""A simulation as records like a measured run's, and an explanation in words."""
+"""Convert a simulation to records like a measured run's, and explain it in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.domain.record import Pass, Span, SpanFields, SpanKind
 from harness.plan.simulate.simulator import Simulation
 from harness.units import format_bandwidth, format_bytes, format_duration
 
-# By the simulator's numbers of passes, and of transfers forward and back.
+# Span kind and fields by number of the pass, and then of forward and backward transfers.
 _PASSES: tuple[tuple[SpanKind, SpanFields], ...] = (
     ("forward", {}),
     ("backward", {}),
@@ -28,9 +28,9 @@ class Event(NamedTuple):
 
     Attributes:
         task: its number in the simulation's arrays.
-        span: as a measured run records it, without stage, step and peer.
-        ranks: devices that it keeps busy: one computes, two transfer, a group all-reduces.
-        resource: what it uses, in words: a device, a link, a group.
+        span: record as in a measured run, without stage, step and peer.
+        ranks: busy devices: one computes, two transfer, a group all-reduces.
+        resource: name of the device, link or group that it uses.
     """
 
     task: int
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Words for people."""
+        """Label for people."""
         return self.span.label
 
     @property
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 def events(simulation: Simulation) -> Iterator[Event]:
-    """Every task that took place, in order of start."""
+    """All simulated tasks, in order of start."""
     start = simulation.outcome.start
     for task in np.argsort(start, kind="stable"):
         if np.isnan(start[task]):
@@ -60,7 +60,7 @@ def events(simulation: Simulation) -> Iterator[Event]:
 
 
 def decode(simulation: Simulation, task: int) -> Event:
-    """The work that a task's number stands for."""
+    """Decode a task's number."""
     out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
     n_passes = 4 * n_microbatches * len(out.rows)
     n_moves = 2 * n_microbatches * len(out.edge_bytes)
@@ -147,10 +147,7 @@ def _group_name(group: Sequence[int], names: Sequence[str]) -> str:
 
 
 def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
-    """Records of one step by rank, as a measured run writes them.
-
-    Times count from where the first rank begins it.
-    """
+    """Records of one step by rank, as in a measured run; the first rank starts at 0."""
     found: dict[int, list[Span]] = {rank: [] for rank in range(len(simulation.simulator.limits))}
     for event in events(simulation):
         computed = event.span.operator if event.span.kind != "communication" else None
@@ -170,9 +167,9 @@ def spans(simulation: Simulation, *, step: int = 0) -> dict[int, list[Span]]:
 
 
 def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
-    """Where a device's step goes: forward, backward, exposed communication and waiting, optimizer.
+    """Parts of a device's step: forward, backward, exposed communication and waiting, optimizer.
 
-    Exposed is what of the step is neither computation nor optimizer.
+    The exposed part is the rest of the step.
     """
     totals = {"forward": 0.0, "backward": 0.0}
     for event in events(simulation):
@@ -184,7 +181,7 @@ def device_seconds(simulation: Simulation, device: int) -> dict[str, float]:
 
 
 def contention_seconds(simulation: Simulation) -> list[float]:
-    """By device, what computing takes longer because transfers take of its processor's time."""
+    """Slowdown of computing by concurrent transfers, by device."""
     out = simulation.outcome
     n_rows, n_microbatches = len(out.rows), simulation.strategy.n_microbatches
     n_compute = 4 * n_microbatches * n_rows
@@ -197,16 +194,16 @@ def contention_seconds(simulation: Simulation) -> list[float]:
 
 
 def critical_path(simulation: Simulation) -> list[Event]:
-    """The chain of tasks that the slowest device's step ends with, first to last.
+    """The chain of dependent tasks that ends the slowest device's step, first to last.
 
-    It begins with a device that could begin; what that one had to end first is in the step before.
+    It begins at a device's start of the step; earlier tasks belong to the step before.
     """
     out = simulation.outcome
     slowest = _slowest(simulation)
     done = np.flatnonzero(out.finish == out.device_end_s[slowest])
-    own = [task for task in done if slowest in decode(simulation, int(task)).ranks]
+    ends = [task for task in done if slowest in decode(simulation, int(task)).ranks]
     path: list[Event] = []
-    task = int(own[0]) if own else -1
+    task = int(ends[0]) if ends else -1
     while task >= 0:
         path.append(decode(simulation, task))
         task = int(out.cause[task])
@@ -214,11 +211,11 @@ def critical_path(simulation: Simulation) -> list[Event]:
 
 
 def binding(simulation: Simulation) -> dict[str, float]:
-    """Seconds of the critical path by what they were spent on, largest first; they sum to the step.
+    """Seconds of the critical path by activity, largest first; they sum to the step.
 
-    A task counts until the next one's start (a transfer may hand its link on before it has
-    arrived). What lies before the slowest device's step does not count; where the path begins
-    later, the step before, on the device that it begins with, is what took the time.
+    A task counts until the next one starts, because a transfer may release its link before it has
+    arrived. Time before the slowest device's step does not count. If the path begins later, the
+    time until then counts for the previous step of the device where it begins.
     """
     shares: dict[str, float] = defaultdict(float)
     path = critical_path(simulation)
@@ -238,13 +235,13 @@ def binding(simulation: Simulation) -> dict[str, float]:
 
 
 def _slowest(simulation: Simulation) -> int:
-    """The device whose step is the longest."""
+    """The device with the longest step."""
     out = simulation.outcome
     return int((out.device_end_s + out.optimizer_s - out.device_begin_s).argmax())
 
 
 def explain(simulation: Simulation) -> list[str]:
-    """Lines for people: breakdown of the slowest device, what binds, memory."""
+    """Explain a step in lines: parts of the slowest device's step, critical path, memory."""
     out, simulator = simulation.outcome, simulation.simulator
     step = out.step_s or 1.0
     device = _slowest(simulation)
@@ -265,7 +262,7 @@ def explain(simulation: Simulation) -> list[str]:
 
 
 def _network_lines(simulation: Simulation) -> list[str]:
-    """The busiest link or interface, and the traffic of gradients and activations."""
+    """The busiest link or NIC, and the traffic of gradients and activations."""
     out, network = simulation.outcome, simulation.simulator.network
     n_wires = len(out.busy) - network.n_devices
     lines = []
@@ -290,7 +287,7 @@ def _network_lines(simulation: Simulation) -> list[str]:
 
 
 def _moved_bytes(simulation: Simulation) -> float:
-    """What travels from device to device in a step, forward and backward."""
+    """Bytes sent between devices in a step, forward and backward."""
     out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
     n_edges, n_compute = len(out.edge_bytes), 4 * n_microbatches * len(out.rows)
     start = out.start[n_compute : n_compute + 2 * n_microbatches * n_edges]

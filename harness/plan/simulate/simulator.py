@@ -1,8 +1,8 @@
-"""Simulate a strategy: lower it to tables, run the events, say when everything happens.
+"""Simulate a strategy: lower it to tables and run the events.
 
-`Simulator.simulate` prices one strategy from nothing. A search keeps a `Trial`, changes one
-operator's plan at a time (`Trial.replace`) and asks again: only what the change touches is priced
-anew, and the answer is exactly that of `simulate`.
+`Simulator.simulate` prices one strategy from scratch. A search keeps a `Trial` and changes one
+operator's plan at a time (`Trial.replace`). `Trial.outcome` then prices again only the affected
+values, and its result equals that of `simulate` exactly.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the event loop found of a step among others, in arrays; numbers of tasks are those of
-    `work`, times count from where the first device begins.
+    """Result of the event loop for one of a sequence of steps, in arrays. Tasks are numbered as in
+    `work`; times count from the first device's start.
 
     Attributes:
-        step_s: from a device's beginning to its last optimizer's end, where that is longest.
-        device_begin_s: (n_devices,) when each is done with the step before.
+        step_s: longest time of a device from its start to the end of its optimizer.
+        device_begin_s: (n_devices,) end of each device's previous step.
         memory_bytes: (n_devices,) peak: weights, gradients, optimizer state, activations.
-        static_bytes: (n_devices,) of those, all but activations.
-        device_end_s: (n_devices,) when a device may start its optimizer.
+        static_bytes: (n_devices,) memory_bytes without activations.
+        device_end_s: (n_devices,) earliest start of each device's optimizer.
         optimizer_s: (n_devices,) seconds of the optimizer.
-        rows: (n_rows,) operator * n_devices + device of each row; edges' ends are given so too.
-        seconds: (4, n_rows) of each row's passes when nothing else takes their device's time.
-        edge_bytes: (n_edges,) of the mean microbatch, each way.
+        rows: (n_rows,) operator * n_devices + device of each row; edges' ends have the same form.
+        seconds: (4, n_rows) seconds of each row's passes without contention.
+        edge_bytes: (n_edges,) bytes of the mean microbatch, each way.
     """
 
     step_s: float
@@ -106,7 +106,7 @@ class Simulator:
         self._costs: dict[int, Costs] = {}
 
     def costs(self, samples: int) -> Costs:
-        """Prices at one size of microbatch, kept."""
+        """Prices at one size of microbatch, cached."""
         if samples not in self._costs:
             self._costs[samples] = Costs(
                 self.graph,
@@ -127,7 +127,7 @@ class Simulator:
         return Simulation(self, strategy, Trial.from_strategy(self, strategy).outcome())
 
     def step_s(self, strategy: Strategy) -> float:
-        """Seconds of a step; infinite when it does not fit into memory."""
+        """Seconds of a step; infinite if it does not fit into memory."""
         simulation = self.simulate(strategy)
         return simulation.step_s if simulation.fits else np.inf
 
@@ -135,7 +135,7 @@ class Simulator:
 class Trial:
     """A strategy under change: tables, plans by operator's position, and the flow.
 
-    `replace` does not validate: the search proposes only what is valid.
+    `replace` does not validate, because the search proposes only valid plans.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Trial:
         self.tables.replace(op, plan)
 
     def _current_flow(self) -> Flow:
-        """The flow depends on which stage every operator is in and on the stages' devices."""
+        """Recompute the flow if the operators' stages or the stages' devices have changed."""
         plans = self.tables.plans
         n_devices = self.tables.n_devices
         options = self.simulator.options
@@ -221,7 +221,7 @@ class Trial:
         return self._flow
 
     def lowered(self) -> Lowered:
-        """The step's tasks and what each takes."""
+        """The step's tasks with their durations."""
         from harness.plan.simulate import lowering
 
         return lowering.lower(self.simulator, self.tables, self._current_flow())
@@ -229,10 +229,10 @@ class Trial:
     def outcome(self) -> Outcome:
         """Run the events of a step.
 
-        Of a pipeline the step after it is run too, and that is the outcome: each device begins it
-        as soon as it is done with its own part of the one before, as the executor's ranks do, so
-        that the next step fills the pipeline while this one drains. Within one stage devices
-        exchange so much that they keep abreast.
+        For a pipeline the result is the second of two steps. Each device begins it as soon as it
+        has ended its part of the first, as the executor's ranks do, so that a step fills the
+        pipeline while the previous one drains. Devices of a single stage exchange so much that they
+        stay synchronised.
         """
         tables, simulator, lowered = self.tables, self.simulator, self.lowered()
         weights = tables.weight_bytes.sum(axis=0)
@@ -269,7 +269,7 @@ class Trial:
 
 
 class _Ran(NamedTuple):
-    """Arrays of `Outcome` that a run of the event loop gives."""
+    """Arrays of `Outcome` from one run of the event loop."""
 
     start: Floats
     finish: Floats
@@ -279,7 +279,7 @@ class _Ran(NamedTuple):
 
 
 def _run(lowered: Lowered, begin: Floats) -> _Ran:
-    """Run the events where devices begin at given times."""
+    """Run the events with given start times of devices."""
     from harness.plan.simulate import kernels
 
     start, finish, cause, busy = kernels.run_events(
@@ -291,7 +291,7 @@ def _run(lowered: Lowered, begin: Floats) -> _Ran:
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
-    """When each device's gradients are complete."""
+    """Time at which each device's gradients are complete."""
     ends = np.where(last >= 0, finish[last], 0.0)
     first = len(finish) - len(buckets.groups)
     np.maximum.at(ends, buckets.end_device, finish[first + buckets.end_bucket])
@@ -299,7 +299,7 @@ def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
 
 
 def _needs_gradient(graph: Graph) -> npt.NDArray[np.bool_]:
-    """Whether anything before an operator, or it itself, has weights to train."""
+    """Whether each operator, or any operator before it, has weights to train."""
     needs = np.zeros(len(graph.operators), dtype=np.bool_)
     for i, producers in enumerate(graph.producers()):
         needs[i] = graph.operators[i].parameter_bytes > 0 or any(needs[p] for p in producers)
@@ -307,14 +307,14 @@ def _needs_gradient(graph: Graph) -> npt.NDArray[np.bool_]:
 
 
 def compile_events(simulator: Simulator, strategy: Strategy) -> None:
-    """Have the event loop ready: compiling it takes seconds of processor time once on a machine,
-    which is no time of a search."""
+    """Compile the event loop, which takes seconds once per machine, so that no search's time
+    includes it."""
     Trial.from_strategy(simulator, strategy).outcome()
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One strategy's outcome; `harness.plan.simulate.report` turns it into records and words."""
+    """One strategy's outcome; `harness.plan.simulate.report` converts it to records and words."""
 
     simulator: Simulator
     strategy: Strategy
@@ -332,14 +332,14 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has memory enough."""
+        """Whether every device has enough memory."""
         return bool((self.outcome.memory_bytes <= self.simulator.limits).all())
 
     def check_memory(self) -> None:
         """Refuse a strategy that would run out of memory.
 
         Raises:
-            PlanError: names the device that lacks most.
+            PlanError: names the device that lacks the most memory.
         """
         excess = self.outcome.memory_bytes - self.simulator.limits
         worst = int(excess.argmax())

@@ -1,7 +1,7 @@
-"""A strategy lowered to the arrays that the compiled event loop reads.
+"""Tables of a strategy by operator and device, which `lowering` turns into the event loop's arrays.
 
-`Tables` is mutable on purpose: `replace` swaps one operator's plan and touches only its row and
-its edges, which is what makes proposing changes cheap. It can be undone by replacing back.
+`Tables` is mutable, so that changes are cheap: `replace` changes one operator's plan and updates
+only its row and its edges. Replacing it back undoes the change.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
 @dataclass(frozen=True)
 class Flow:
-    """How microbatches flow, as arrays (see `order.order_tasks`)."""
+    """Schedule and stages as arrays (see `order.order_tasks`)."""
 
     n_microbatches: int
-    stage_of: Ints  # of each operator; -1 for those without tasks
+    stage_of: Ints  # stage of each operator; -1 for those without tasks
     stage_ptr: Ints
     stage_ops: Ints
     recompute: npt.NDArray[np.bool_]
@@ -45,8 +45,8 @@ class Buckets:
     Attributes:
         members: operators of each bucket.
         groups: devices of each bucket.
-        end_device, end_bucket: (n_ends,) every device of every bucket.
-        end_before: (n_ends,) the end of the group's bucket before on the same device, or -1.
+        end_device, end_bucket: (n_ends,) every device of every bucket (an end).
+        end_before: (n_ends,) the end of the group's previous bucket on the same device, or -1.
         trigger_place, trigger_end: (n,) every member on every device of its group, as
             operator * n_devices + device, and the end that waits for it.
     """
@@ -66,9 +66,9 @@ class Edges:
     """All transfers between devices, producer by producer.
 
     Attributes:
-        source, target: places (operator * n_devices + device).
-        n_streamed: bytes of memory read and written where it arrives (see `Transfers`).
-        goes, returns: whether it travels forward, and whether its gradient comes back.
+        source, target: positions (operator * n_devices + device).
+        n_streamed: bytes of memory read and written at the receiver (see `Transfers`).
+        goes, returns: whether the output is sent, and whether its gradient is sent back.
         index: number of the graph's edge.
     """
 
@@ -94,7 +94,7 @@ def flow_of(
 ) -> Flow:
     """Lower stages and schedule; operators without tasks have stage -1.
 
-    A weight pass comes after every backward where each updates the weights.
+    A weight pass follows every backward if each microbatch updates the weights.
     """
     has_weights = schedule == "zero_bubble"
     stage_ops = [[i for i, s in enumerate(stages_of_ops) if s == k] for k in range(len(stages))]
@@ -136,12 +136,12 @@ class Tables:
     """Rows by operator and device, edges, buckets.
 
     Args:
-        costs: of the largest microbatch: bytes are its.
-        smaller: of those that have a sample less, and their share of all microbatches; None where
-            all are alike. Seconds are those of the mean microbatch.
+        costs: costs of the largest microbatch, which give all bytes.
+        smaller: costs of microbatches with one sample less, and their share of all microbatches;
+            None if all are equal. Seconds are those of the mean microbatch.
 
     Attributes:
-        mean_size: of a microbatch, over the largest.
+        mean_size: size of the mean microbatch over the largest.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Tables:
         self.n_ops, self.n_devices = len(graph.operators), costs.n_devices
         self.plans = dict(plans)
         producers = graph.producers()
-        # An input is loaded by every device for itself, so nothing is fetched from it.
+        # Every device loads inputs itself, so they cause no transfers.
         self.edges = [
             (p, c)
             for c, found in enumerate(producers)
@@ -201,13 +201,13 @@ class Tables:
     def _find_transfers(self, op: int) -> Transfers:
         plans = self.plans
         readers = [(e, c, plans[c]) for e, c in self._readers[op]]
-        if len(readers) > 1:  # stages may run in another order than operators are listed in
+        if len(readers) > 1:  # stages may run in another order than the list of operators
             readers.sort(key=lambda reader: (reader[2].stage, reader[1]))
         is_global = self.options.batch_norm == "global"
         return self.costs.transfers(op, plans[op], readers, syncs_norms=is_global)
 
     def replace(self, op: int, plan: OperatorPlan) -> None:
-        """Give one operator another plan: its row and the transfers to and from it change."""
+        """Change one operator's plan; updates its row and the transfers to and from it."""
         slices = self._slices[op]
         self.plans[op] = plan
         self._fill_row(op, plan)
@@ -216,7 +216,7 @@ class Tables:
         self._stale.update((op, *self._producers[op]))
 
     def edge_rows(self) -> Edges:
-        """Everything that travels within a microbatch."""
+        """All transfers within a microbatch."""
         for op in self._stale:
             found = self._find_transfers(op)
             if found is not self._transfers[op]:
@@ -238,16 +238,15 @@ class Tables:
         return self._edges
 
     def buckets(self) -> Buckets:
-        """Gradients to all-reduce."""
+        """Buckets of gradients to all-reduce."""
         if self._buckets is None:
             self._buckets = self._fill_buckets()
         return self._buckets
 
     def _fill_buckets(self) -> Buckets:
-        """Last operator first, merged per group of devices.
+        """Fill buckets per group of devices, last operator first.
 
-        A bucket is closed when it has reached the option's size, a group's first that of
-        `first_bucket_bytes`.
+        A bucket is full at `bucket_bytes`; a group's first bucket at `first_bucket_bytes`.
         """
         members: list[list[int]] = []
         groups: list[tuple[int, ...]] = []
@@ -273,7 +272,7 @@ class Tables:
                     has_closed.add(group)
         ends: list[tuple[int, int, int]] = []
         triggers: list[tuple[int, int]] = []
-        latest: dict[tuple[int, ...], int] = {}  # by group, where its last bucket's ends begin
+        latest: dict[tuple[int, ...], int] = {}  # first end of each group's last bucket
         for k, (ops, group) in enumerate(zip(members, groups, strict=True)):
             begin, former = len(ends), latest.get(group)
             latest[group] = begin

@@ -1,7 +1,7 @@
-"""What leaves an operator: transfers to other devices, and all-reduces within a microbatch.
+"""Transfers of an operator's output to other devices, and all-reduces within a microbatch.
 
-A device fetches a region of an output once, for the first of its operators that reads it; the
-summed gradient goes back once, after the last of them (the same one: backward runs in reverse).
+A device fetches a region of an output once, for the first of its operators that reads it. It sends
+the summed gradient back once, after the same operator, which is the last to run backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-# Bytes read and written for each byte that is copied, and for each that is added to another.
+# Memory traffic of copying a byte, and of adding it to another.
 COPIES, ADDS = 2, 3
 
 
@@ -28,11 +28,11 @@ _N_WAYS = 4
 
 
 class Shared(NamedTuple):
-    """A region of which each of several devices holds a part that is all of it.
+    """A region that several devices each hold in full.
 
     Attributes:
-        goes: the parts are partial sums, which forward adds up.
-        returns: each part has the gradients of all readers, which backward adds up.
+        goes: the values are partial sums, which forward adds up.
+        returns: each device needs the gradients of all readers, which backward adds up.
     """
 
     devices: tuple[int, ...]
@@ -43,17 +43,17 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Wants:
-    """What one consumer's blocks read of one producer: each region once for each device.
+    """The regions of one producer that one consumer's blocks read, each once per device.
 
     Attributes:
-        device, region: (n,) who wants which region, by a number that is equal for equal regions
-            and readers of the same kind: those that are copies on the same devices, or all others.
-        want, source, n_bytes: (m,) the pieces that other devices hold, by position of the want.
-        goes, returns: (m,) whether a piece travels forward, and whether its gradient comes back;
-            not both where either end has copies (see `runtime.executor.layout`).
-        n_streamed: (m,) bytes of memory read and written to put the want together, of which the
-            piece is a part; 0 where it is the whole want, which is used as it arrives.
-        shared: by region, the all-reduce that may take the place of the pieces.
+        device, region: (n,) device of each want, and number of its region; equal for equal regions
+            if the readers are copies on the same devices, or are not copies.
+        want, source, n_bytes: (m,) pieces on other devices: position of the want, device, bytes.
+        goes, returns: (m,) whether the piece is sent, and whether its gradient is sent back; not
+            always both if an end has copies (see `runtime.executor.geometry.layout`).
+        n_streamed: (m,) the piece's share of the bytes of memory read and written to assemble its
+            want; 0 if it is the whole want, which needs no assembling.
+        shared: by region, the all-reduce that may replace the pieces.
     """
 
     n_devices: int
@@ -73,7 +73,7 @@ class Wants:
         return self.region * self.n_devices + self.device
 
     def moved(self, kept: npt.NDArray[np.bool_] | None = None) -> Moved:
-        """What goes from device to device; for some of the wants, or for all."""
+        """Merge the pieces between each pair of devices; of the `kept` wants, or of all."""
         source, want, n_bytes, streamed = self.source, self.want, self.n_bytes, self.n_streamed
         ways = self.goes + 2 * self.returns
         if kept is not None:
@@ -83,7 +83,7 @@ class Wants:
         n = self.n_devices
         pair = (source * n + self.device[want]) * _N_WAYS + ways
         amounts = np.bincount(pair, weights=n_bytes).astype(float)
-        found: Ints = np.flatnonzero(np.bincount(pair))  # where bytes are unknown, they are 0
+        found: Ints = np.flatnonzero(np.bincount(pair))  # unknown bytes are 0
         copies = np.bincount(pair, weights=streamed).astype(float)
         pairs, ways = np.divmod(found, _N_WAYS)
         return Moved(
@@ -97,7 +97,7 @@ class Wants:
 
 
 class Moved(NamedTuple):
-    """By pair of devices and ways: bytes that travel, and bytes streamed where they arrive."""
+    """Bytes sent between pairs of devices, by direction, and bytes streamed at the receiver."""
 
     source: Ints
     target: Ints
@@ -108,7 +108,7 @@ class Moved(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A consumer of an output, and what it reads of it."""
+    """A consumer of an output, and the regions that it reads."""
 
     edge: int
     operator: int
@@ -116,14 +116,14 @@ class Reader(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """An all-reduce in the middle of a microbatch.
+    """An all-reduce within a microbatch.
 
     Attributes:
-        operator: whose output is summed, or which normalises.
-        is_norm: statistics of a batch norm, after which the device goes on; else partial sums
-            of an output, which its readers wait for.
-        n_bytes: of one all-reduce, forward and backward.
-        n_rounds: all-reduces one after another, forward and backward; 0 where there is none.
+        operator: operator whose output is summed, or batch norm.
+        is_norm: statistics of a batch norm, for which the operator waits; else partial sums of an
+            output, for which its readers wait.
+        n_bytes: bytes of one all-reduce, forward and backward.
+        n_rounds: number of consecutive all-reduces, forward and backward; may be 0.
         sources, targets: rows that hold the parts, and that read the sum (operator * n_devices +
             device).
     """
@@ -143,9 +143,9 @@ class Transfers:
 
     Attributes:
         source, target: (m,) rows of each transfer, as operator * n_devices + device.
-        n_streamed: (m,) bytes of memory read and written to put together what arrives.
+        n_streamed: (m,) bytes of memory read and written to assemble the received pieces.
         goes, returns: (m,) see `Wants`.
-        edge: (m,) number of the edge of the graph that it belongs to.
+        edge: (m,) number of its edge in the graph.
     """
 
     source: Ints
@@ -161,10 +161,10 @@ class Transfers:
 def make_transfers(
     producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
 ) -> Transfers:
-    """Merge what the readers fetch, first readers first.
+    """Merge the wants of the readers, first readers first.
 
     Args:
-        sums: all-reduces of the producer; if one of them sums its output, nothing else travels.
+        sums: all-reduces of the producer; if one sums its output, there are no other transfers.
     """
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
@@ -192,11 +192,11 @@ def make_transfers(
 
 
 def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tuple[Sum, ...]:
-    """All-reduces of an output, or of its gradient, if that is how the executor adds them up.
+    """All-reduces of an output, or of its gradient, if the executor sums them by all-reduce.
 
-    It does where more than two devices each hold a part that is all of a region, and just these
-    devices want it, for the same operator first. Else every part travels to whoever wants it, and
-    is added there. Wants that nothing is moved for do not matter.
+    It does if more than two devices each hold a region in full, and exactly these devices want it,
+    for the same operator first. Else each device that wants it receives all parts and adds them.
+    Wants without transfers do not matter.
     """
     if not any(reader.wants.shared for reader in readers):
         return ()
@@ -216,7 +216,7 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
     if any(tuple(sorted(rows)) != shared[region].devices for region, rows in found.items()):
         return ()
     if any(len({row // n_devices for row in rows.values()}) > 1 for rows in found.values()):
-        return ()  # devices that read it first in other operators would start sums in another order
+        return ()  # devices with different first readers would start sums in different orders
     return tuple(
         Sum(
             operator=producer,
@@ -234,12 +234,12 @@ def shared_sums(producer: int, n_devices: int, readers: Sequence[Reader]) -> tup
 def norm_sums(
     operator: int, n_devices: int, groups: dict[tuple[int, int], set[int]]
 ) -> tuple[Sum, ...]:
-    """All-reduces of a batch norm by the statistics of the whole microbatch.
+    """All-reduces of a batch norm with the statistics of the whole microbatch.
 
-    Forward, sums and then squares of floats; backward, the gradients of both in double precision.
+    Forward, sums and then squares in FP32; backward, the gradients of both in double precision.
 
     Args:
-        groups: devices that hold blocks of the same interval of features.
+        groups: devices that hold blocks of the same interval of features, by interval.
     """
     return tuple(
         Sum(

@@ -1,11 +1,11 @@
-"""A step of asynchronous training: 1F1B that never drains, with an update by each microbatch.
+"""A step of asynchronous training: 1F1B without a flush, with an update for each microbatch.
 
-Some steps are simulated as one long 1F1B, and one is taken from among them:
+Several steps are simulated as one long 1F1B, and the result is one of them:
 
     rank 0   F0 F1 | F2 B0 u F3 B1 u | ...       a step ends with its last backward, and that
     rank 1      F0 B0 u F1 B1 u | F2 B2 u ...    microbatch's update (u), on each rank by itself
 
-All steps on a rank take the same from the second on, so it does not matter which.
+All steps on a rank are equal from the second on, so any of them will do.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from harness.plan.simulate.transfers import Floats
 
 @dataclass(frozen=True)
 class Unflushed:
-    """What a step takes.
+    """One simulated step.
 
     Attributes:
-        memory_bytes: by device name, peak with the versions of the weights.
-        spans: by rank, of the step, from where the first rank begins it.
-        contention_s: by rank.
+        memory_bytes: peak by device name, including all versions of the weights.
+        spans: spans of the step by rank; times count from the first rank's start.
+        contention_s: slowdown of computing by transfers, by rank.
     """
 
     step_s: float
@@ -63,7 +63,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
     tables = Trial.from_strategy(simulator, stream).tables
     windows = _Windows(simulation, tables, strategy, n_before)
     weights = tables.weight_bytes.sum(axis=0)
-    versions = windows.lags + 1  # one for each microbatch in flight
+    versions = windows.lags + 1  # one per microbatch in flight
     names = simulator.network.names
     memory = simulation.outcome.memory_bytes + versions * weights
     return Unflushed(
@@ -75,7 +75,7 @@ def simulate_unflushed(simulator: Simulator, strategy: Strategy) -> Unflushed:
 
 
 class _Windows:
-    """When each device carries out one of the steps of a stream."""
+    """Start and end of one of the simulated steps on each device."""
 
     def __init__(
         self, simulation: Simulation, tables: Tables, strategy: Strategy, n_before: int
@@ -92,8 +92,8 @@ class _Windows:
         self.step_s = float(np.nanmax(self._end - self._begin))
 
     def _ends(self, n_fed: int) -> Floats:
-        """(n_devices,) when a step ends before which so many microbatches have been fed; NaN for
-        devices of no stage."""
+        """(n_devices,) end of the step that follows `n_fed` microbatches; NaN for devices without a
+        stage."""
         from harness.plan.simulate import order
 
         out = self._simulation.outcome
@@ -108,7 +108,7 @@ class _Windows:
         return ends
 
     def spans(self) -> dict[int, list[Span]]:
-        """By rank, with the step's own numbers of microbatches."""
+        """Spans by rank, with microbatches numbered within the step."""
         first = float(np.nanmin(self._begin))
         found: dict[int, list[Span]] = {}
         for rank, own in spans(self._simulation).items():
@@ -127,7 +127,7 @@ class _Windows:
         return found
 
     def _parts(self, rank: int, span: Span) -> Iterator[Span]:
-        """A weight pass is a sum over the stage's devices, where it has several, then an update."""
+        """Split a weight pass into the all-reduce over the stage's devices and the update."""
         if span.pass_ != "weights" or span.operator is None:
             yield span
             return
@@ -153,7 +153,7 @@ class _Windows:
 
 
 def _sum_seconds(simulation: Simulation, tables: Tables) -> dict[tuple[int, str], float]:
-    """By device and operator, how long its gradients are all-reduced after each microbatch."""
+    """Seconds of all-reducing gradients after each microbatch, by device and operator."""
     from harness.plan.simulate.lowering import update_seconds
 
     simulator, rows = simulation.simulator, simulation.outcome.rows

@@ -1,8 +1,8 @@
-"""A strategy as the arrays that the event loop reads, and who waits for whom in them.
+"""A strategy as the arrays of the event loop, and the dependencies of its tasks.
 
 Numbers of tasks: compute tasks (see `order`), then forward transfers (microbatch * E + edge row),
-backward transfers, forward all-reduces in the middle of a microbatch (microbatch * C + sum),
-backward ones, and all-reduces of gradients. Import this module lazily: it imports numba.
+backward transfers, forward all-reduces within a microbatch (microbatch * C + sum), backward ones,
+and all-reduces of gradients. Import this module lazily: it imports numba.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Work(NamedTuple):
     edge_source: Any  # (E,) row of the producer
     edge_target: Any  # (E,) row of the consumer
     edge_bytes: Any  # (E,)
-    edge_goes: Any  # (E,) whether something travels forward
-    edge_returns: Any  # (E,) whether a gradient comes back
+    edge_goes: Any  # (E,) whether the output is sent
+    edge_returns: Any  # (E,) whether a gradient is sent back
     latency: Any  # (D, D)
     bandwidth: Any  # (D, D)
     nic: Any  # (nodes,)
     node_of: Any  # (D,)
-    host_s_per_byte: Any  # (D,) of computation that a byte sent or received takes away
+    host_s_per_byte: Any  # (D,) overhead: seconds of computation per byte sent or received
     sum_is_norm: Any  # (C,)
     sum_goes: Any  # (C,)
     sum_returns: Any  # (C,)
@@ -42,7 +42,7 @@ class Work(NamedTuple):
     sum_source: Any  # rows
     sum_target_ptr: Any
     sum_target: Any
-    # Prices of all-reduces: C forward ones, C backward ones, K buckets.
+    # Prices of all-reduces: C forward, C backward, K buckets.
     reduce_seconds: Any
     reduce_ptr: Any  # into the next two
     reduce_resource: Any
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Links(NamedTuple):
-    """What a finished task sets free, as lists by row or task."""
+    """Dependents of each task, as lists by row or task."""
 
     out_ptr: Any  # edge rows by producer
     out_edges: Any
@@ -67,7 +67,7 @@ class Links(NamedTuple):
     target_sums: Any
     trigger_head: Any  # (4 M R,) first position in trigger_task, or NONE
     trigger_next: Any
-    gate_head: Any  # (4 M R,) first transfer (counted from 0) that it lets post, or NONE
+    gate_head: Any  # (4 M R,) first transfer (counted from 0) posted after it, or NONE
     gate_next: Any
 
 
@@ -78,7 +78,7 @@ def n_buckets(work: Any) -> int:
 
 @njit(cache=True)
 def offsets(work: Any) -> Any:
-    """Where transfers, backward transfers, sums, backward sums and buckets begin; and the end."""
+    """First numbers of transfers, backward transfers, sums, backward sums, buckets; and the end."""
     compute = N_PASSES * work.n_microbatches * len(work.device_of)
     moves = work.n_microbatches * len(work.edge_bytes)
     sums = work.n_microbatches * len(work.sum_is_norm)
@@ -95,7 +95,7 @@ def offsets(work: Any) -> Any:
 
 @njit(cache=True)
 def _group(rows: Any, n_rows: int) -> Any:
-    """Positions of an array of rows by row: (pointers, positions)."""
+    """Group positions of an array by the row there: (pointers, positions)."""
     pointers = np.zeros(n_rows + 1, np.int64)
     for row in rows:
         pointers[row + 1] += 1
@@ -120,7 +120,7 @@ def _owners(pointers: Any) -> Any:
 
 @njit(cache=True)
 def link(work: Any) -> Any:
-    """All lists of a work."""
+    """Build all lists of dependents."""
     rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
     n_compute = N_PASSES * m * rows
     out_ptr, out_edges = _group(work.edge_source, rows)
@@ -164,7 +164,7 @@ def link(work: Any) -> Any:
 
 @njit(cache=True)
 def count_waits(work: Any) -> Any:
-    """How many things each task waits for before it may start."""
+    """Number of dependencies of each task."""
     rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
     compute, back, sums, sums_back, buckets, end = offsets(work)
     n_sums = len(work.sum_is_norm)
@@ -200,7 +200,7 @@ def count_waits(work: Any) -> Any:
 
 @njit(cache=True)
 def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
-    """(how many, which) compute tasks wait for an all-reduce in the middle of a microbatch."""
+    """(number, tasks) of the compute tasks that wait for an all-reduce within a microbatch."""
     rows, m = len(work.device_of), work.n_microbatches
     which = BACKWARD if is_back else FORWARD
     base = (which * m + microbatch) * rows

@@ -1,4 +1,4 @@
-"""Logs of other programs, turned into runs that stand in the same figures."""
+"""Logs of other programs, converted to runs for the same figures."""
 
 from harness.plot.imports.logs import ImportFacts, import_logs
 

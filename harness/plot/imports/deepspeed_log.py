@@ -2,11 +2,10 @@
 
     [2024-11-17 16:35:04,660] [INFO] [...] [Rank 0] time (ms) | fwd: 64.13 | bwd: 710.89 | ...
 
-`bwd` is `bwd_inner` (computing) and then `bwd_allreduce`; `step` is the optimizer; before 0.10 the
-names are `forward`, `backward`, .... The line says nothing of data loading, so none is made up: a
-step is fwd + bwd + step. Micro-steps (`fwd_microstep`) are summed in the step's line behind them;
-their number is the gradient accumulation. Launchers put their marks before a line, terminals
-colours into it, progress bars stand on either side.
+`bwd` is `bwd_inner` (computing) plus `bwd_allreduce`; `step` is the optimizer; before 0.10 the
+names are `forward`, `backward`, .... The line has no data loading, so a step is fwd + bwd + step.
+The step's line sums the micro-steps (`fwd_microstep`) before it; their number is the gradient
+accumulation. Lines may contain launcher prefixes, terminal colours and progress bars.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from harness.plot.imports.text import group, most_common, plain, read_number
 
 MARK = "time (ms)"
 STAMP = re.compile(r"\[(?P<at>\d{4}-\d\d-\d\d[T ][^\]]{1,40})\]", re.ASCII)
-# `[Rank 0]`, `rank=0` of old versions, mpirun's `[1,0]<stdout>`.
+# `[Rank 0]`, `rank=0` in old versions, mpirun's `[1,0]<stdout>`.
 RANKS = (
     re.compile(r"\[Rank (\d{1,5})\]", re.ASCII),
     re.compile(r"\brank=(\d{1,5})\b", re.ASCII),
     re.compile(r"^\[\d{1,9},(\d{1,5})\]<std", re.ASCII),
 )
-# Two decimals, as all versions print them; a progress bar may follow.
+# All versions print two decimals; a progress bar may follow.
 _VALUE_AND_MORE = re.compile(r"([0-9][0-9.,]{0,20}[.,][0-9]{2})(?![0-9.,])")
 _NAME = re.compile(r"[A-Za-z0-9_ ()-]{1,60}", re.ASCII)
 _NEW = {"forward": "fwd", "backward": "bwd"}
@@ -49,10 +48,10 @@ class StepLine:
     """One step of one rank, in seconds.
 
     Attributes:
-        backward_s: without the all-reduce where the log tells them apart.
-        allreduce_s: None where the log does not name it.
-        step_s: the whole: forward, backward with all-reduce, optimizer.
-        n_microsteps: how many are summed; 0: the log does not show them.
+        backward_s: without the all-reduce if the log lists it separately.
+        allreduce_s: None if the log does not list it.
+        step_s: the whole step: forward, backward with all-reduce, optimizer.
+        n_microsteps: number of summed micro-steps; 0 if the log does not list them.
     """
 
     rank: int
@@ -66,24 +65,24 @@ class StepLine:
 
 
 def is_deepspeed_log(text: str) -> bool:
-    """Whether a wall-clock line with a forward part stands anywhere in the text."""
+    """Whether the text contains a wall-clock line with a forward part."""
     lines = (line for line in text.splitlines() if MARK in line)
     return any("fwd" in line or "forward" in line for line in lines)
 
 
 def _new_name(name: str) -> str:
-    """A timer's name as versions from 0.10 on have it."""
+    """A timer's name in versions from 0.10."""
     first, _, rest = name.partition("_")
     return "_".join(part for part in (_NEW.get(first, first), rest) if part)
 
 
 def _parts(text: str) -> dict[str, float] | None:
-    """Milliseconds by name; None when a part is malformed, as in a line that was cut."""
+    """Milliseconds by name; None if a part is malformed, for example in a truncated line."""
     parts: dict[str, float] = {}
     for piece in text.split("|"):
         name, colon, value = piece.partition(":")
         if not colon and "step" in parts:
-            return parts  # a progress bar stands behind
+            return parts  # a progress bar follows
         ms = read_number(value, at_most=_MOST_MS)
         bar = _VALUE_AND_MORE.match(value.strip()) if ms is None else None
         if bar is not None:
@@ -119,7 +118,7 @@ def _step(line: str, rank: int, parts: dict[str, float], n_microsteps: int) -> S
 
 
 class _Reader:
-    """Takes lines one after another; keeps the micro-steps of each rank until their step's line."""
+    """Reads lines in order; collects the micro-steps of each rank until their step's line."""
 
     def __init__(self) -> None:
         self.steps: list[StepLine] = []
@@ -133,7 +132,7 @@ class _Reader:
         rank = _rank(head)
         parts = _parts(text.lstrip().removeprefix("|"))
         if is_cut:
-            # The last number of a line without an end may be cut short and still look like one.
+            # The last number of an incomplete line may be truncated and still be a number.
             self.skipped.append((number, CUT))
         elif parts is None:
             self.skipped.append((number, MALFORMED))
@@ -148,14 +147,14 @@ class _Reader:
         # Timers of ZeRO's optimizer and the like are parts of `step`.
 
     def finish(self) -> None:
-        """Skip leftover micro-steps, unless the log has steps: a log often ends within a step."""
+        """Report leftover micro-steps, but not if the log has steps: it often ends within one."""
         if not self.steps:
             self.skipped += [(n, MICRO_ONLY) for numbers in self._waiting.values() for n in numbers]
             self.skipped.sort()
 
 
 def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str]]:
-    """Read a log's text; lines of other kinds are passed over, unusable ones named and counted.
+    """Read a log's text; ignores lines of other kinds, and names and counts unusable ones.
 
     Raises:
         ResultsError: no step line is usable; names the path.
@@ -164,7 +163,7 @@ def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str
     whole = text.split("\n")
     is_cut = not text.endswith(("\n", "\r"))
     for number, lines in enumerate(whole, start=1):
-        pieces = lines.split("\r")  # a progress bar begins its line anew
+        pieces = lines.split("\r")  # a progress bar overwrites its line
         for index, line in enumerate(pieces, start=1):
             if MARK in line:
                 is_last = number == len(whole) and index == len(pieces)
@@ -177,6 +176,6 @@ def parse_deepspeed_log(text: str, path: Path) -> tuple[list[StepLine], list[str
 
 
 def accumulation(steps: list[StepLine]) -> int:
-    """The micro-steps of a step, by most of its lines; 1 where the log does not show them."""
+    """The most common number of micro-steps of a step; 1 if the log does not list them."""
     counts = Counter(line.n_microsteps for line in steps if line.n_microsteps)
     return counts.most_common(1)[0][0] if counts else 1

@@ -1,4 +1,4 @@
-"""The columns of a per-epoch CSV: found by name, with the unit that name or cell gives."""
+"""Columns of a per-epoch CSV, found by name, with the unit from name or cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.plot.imports.text import plain, read_number
 MIB = 2**20
 DELIMITERS = ",;\t|"
 MOST_CHARACTERS = 16384
-# Names of a column, without its unit; the first one that is present counts.
+# Names of each column without unit; the first that is present counts.
 NAMES = {
     "timestamp": ("timestamp", "time", "datetime", "date"),
     "rank": ("rank", "globalrank", "worldrank"),
@@ -28,7 +28,7 @@ NAMES = {
     "total": ("gputotalmem", "gpumemtotal", "gpumemorytotal", "gputotalmemory"),
     "temperature": ("gputemp", "gputemperature"),
 }  # fmt: skip
-# Parts of an epoch that a computation time does not include.
+# Parts of an epoch that a computation time excludes.
 PARTS = ("communicationtime", "commtime", "dataloadingtime", "datatime", "waittime", "synctime")
 _SECONDS = {
     "s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6,
@@ -57,7 +57,7 @@ class Column:
 
 
 def _canonical(heading: str) -> tuple[str, str]:
-    """A heading without its unit, and the unit: `Computation_Time (ms)`, `GPU_Used_Mem_MB`."""
+    """Split a heading such as `Computation_Time (ms)` or `GPU_Used_Mem_MB` into name and unit."""
     text = heading.strip().lower()
     unit = ""
     if match := _IN_BRACKETS.search(text):
@@ -70,7 +70,7 @@ def _canonical(heading: str) -> tuple[str, str]:
 
 
 def find_columns(headings: list[str]) -> dict[str, Column]:
-    """The columns that are known, by quantity."""
+    """The known columns by quantity."""
     found: dict[str, Column] = {}
     names = [_canonical(heading) for heading in headings]
     plain_names = [name for name, _ in names]
@@ -89,7 +89,7 @@ def check_columns(headings: list[str], source: str) -> dict[str, Column]:
     """As `find_columns`.
 
     Raises:
-        ResultsError: rank, epoch or time is missing, or the time is only a part of the epoch.
+        ResultsError: rank, epoch or time is missing, or the time covers only a part of the epoch.
     """
     columns = find_columns(headings)
     missing = [name for name in ("rank", "epoch", "duration") if name not in columns]
@@ -120,7 +120,7 @@ def find_delimiter(line: str) -> str | None:
 
 
 def split(line: str, delimiter: str) -> list[str]:
-    """The cells of a line; a quote that does not end takes in the rest."""
+    """The cells of a line; an unterminated quote includes the rest."""
     if len(line) > csv.field_size_limit():
         return [line]
     reader = csv.reader([line], delimiter=delimiter, skipinitialspace=delimiter != "\t")
@@ -128,7 +128,7 @@ def split(line: str, delimiter: str) -> list[str]:
 
 
 def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that say something, with their numbers; not Excel's `sep=;`, nor comments."""
+    """Lines with their numbers, without blank lines, comments and Excel's `sep=;`."""
     for number, raw in enumerate(text.lstrip("\ufeff").splitlines(), start=1):
         line = plain(raw)
         if line.strip() and not line.startswith("#") and not line.lower().startswith("sep="):
@@ -136,7 +136,7 @@ def lines_of(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read_cell(cells: list[str], columns: dict[str, Column], quantity: str) -> float | None:
-    """The number of a cell in SI (a load in percent); its own unit goes before the heading's."""
+    """The number of a cell in SI (a load in percent); the cell's unit overrides the heading's."""
     column = columns.get(quantity)
     if column is None or column.index >= len(cells):
         return None

@@ -2,8 +2,8 @@
 
     Timestamp,Rank,Epoch,Computation_Time,GPU_ID,GPU_Name,GPU_Load,...,GPU_Used_Mem_MB,...
 
-Columns are found by name, in any order and spelling of case; others are ignored. Rows may come
-in any order of ranks. MB in these files is nvidia-smi's: 2**20 bytes.
+Columns are found by name, in any order and case; others are ignored. Ranks may come in any order.
+MB in these files is nvidia-smi's: 2**20 bytes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class EpochRow:
     """One epoch of one rank; None for values that the file lacks.
 
     Attributes:
-        occurrence: how often the rank began anew before: a log that a second training was appended
-            to, or that goes back to an earlier epoch after a restart, holds two repeats.
-        at: the epoch's end by the writer's clock, without a time zone (UTC where one was given).
-        is_extra: it holds the readings of a further GPU of the rank, whose epoch stands already.
+        occurrence: number of earlier restarts of the rank. A log with a second training appended,
+            or that goes back to an earlier epoch after a restart, holds two repeats.
+        at: the epoch's end by the writer's clock, without a time zone (UTC if one was given).
+        is_extra: the row only adds the readings of another GPU to an epoch of an earlier row.
     """
 
     rank: int
@@ -64,13 +64,13 @@ class EpochRow:
 
 
 def is_epoch_csv(text: str) -> bool:
-    """Whether the first line names the columns that make an epoch log."""
+    """Whether the first line names the columns of an epoch log."""
     first = next(lines_of(text[:65536]), None)
     return first is not None and find_delimiter(first[1]) is not None
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """A time in any ISO 8601 form; one with a zone is turned to UTC."""
+    """Parse an ISO 8601 time; one with a zone is converted to UTC."""
     try:
         at = datetime.fromisoformat((text or "").strip())
         return at.astimezone(UTC).replace(tzinfo=None) if at.tzinfo else at
@@ -110,10 +110,10 @@ def _row(cells: list[str], columns: dict[str, Column]) -> EpochRow | None:
 
 
 def _number_repeats(rows: Iterable[tuple[int, EpochRow]]) -> tuple[list[EpochRow], list[int]]:
-    """Rows with their occurrence, in order, and the lines that contradict the one before.
+    """Number each row's occurrence, and return the lines that contradict the one before.
 
-    A rank that has an epoch twice began anew where its epochs go back. Rows of one rank and epoch
-    that follow each other for unlike GPUs are one epoch, with the readings of each.
+    If a rank has an epoch twice, it restarted where its epochs go back. Consecutive rows of one
+    rank and epoch for different GPUs are one epoch with the readings of each.
     """
     of_rank: dict[int, list[tuple[int, EpochRow]]] = defaultdict(list)
     for number, row in rows:
@@ -159,7 +159,7 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
     for number, all_cells in cells_of:
         cells = all_cells[n_more:]
         if all_cells == headings:
-            continue  # the header again: a second training was appended
+            continue  # a repeated header, because a second training was appended
         n_cells = len(cells)
         while n_cells > len(headings) and not cells[n_cells - 1]:
             n_cells -= 1  # a delimiter ends the line
@@ -168,7 +168,7 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
             skipped.append((number, f"{len(cells)} of {len(headings)} columns"))
             continue
         if is_cut and number == lines[-1][0]:
-            # The last field of a line without an end may be cut short and still look like a number.
+            # The last field of an incomplete line may be truncated and still be a number.
             cells[-1] = ""
         row = _row(cells, columns)
         if row is None:
@@ -187,7 +187,7 @@ def parse_epoch_csv(text: str, path: Path) -> tuple[list[EpochRow], list[str]]:
 
 
 def _n_index_columns(headings: list[str], cells_of: list[list[str]]) -> int:
-    """1 where every line begins with a number of its own, which has no heading (R writes such)."""
+    """1 if every line begins with a row number without a heading, as R writes; else 0."""
     lengths = {len(cells) for cells in cells_of if cells != headings}
     if lengths != {len(headings) + 1} or all(not cells[-1] for cells in cells_of):
         return 0

@@ -1,4 +1,4 @@
-"""Writes imported logs as runs: `imported-<name>/`, replaced whole when imported again."""
+"""Write imported logs as runs `imported-<name>/`; a new import replaces them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Problems = list[tuple[Path, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportFacts:
-    """Facts that logs lack and that the user gives.
+    """Facts that logs lack and the user supplies.
 
     Attributes:
         epoch_samples: samples of the whole data set.
-        weak_share: share of it that each device trains in an epoch, in a weak scaling log.
-        device_kind, device_memory: for logs that name no GPU and have no CSV of equally many
-            GPUs beside them.
+        weak_share: share of the data set that each device trains per epoch, for weak scaling logs.
+        device_kind, device_memory: for logs that name no GPU and have no CSV of as many GPUs in
+            the same directory.
     """
 
     model: str = "vit_b_16"
@@ -57,13 +57,13 @@ class ImportFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """The device of each rank, by rank: index on its host, kind, memory in bytes."""
+    """Device of each rank: index on its host, kind, memory in bytes."""
 
     by_rank: tuple[tuple[int, str, int], ...]
 
 
 def _logs(paths: Iterable[Path], problems: Problems) -> list[Path]:
-    """Files to read: those named, and in directories those with a log's suffix."""
+    """Files to read: the given files, and files with a log's suffix in given directories."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -82,7 +82,7 @@ def _read(path: Path) -> str:
 
 
 def _run_names(paths: Sequence[Path]) -> dict[Path, str]:
-    """A directory name for each file; files of one name get their folder's before it."""
+    """A directory name for each file; files of equal names are prefixed by their folder's."""
     stems = Counter(path.stem for path in paths)
     names = {}
     for path in paths:
@@ -97,7 +97,7 @@ def _n_gpus_named(path: Path) -> int | None:
 
 
 def _origin(times: Iterable[tuple[datetime | None, float]]) -> datetime | None:
-    """When the first interval began, from ends and lengths."""
+    """Start of the first interval, from ends and lengths."""
     return min((at - timedelta(seconds=length) for at, length in times if at), default=None)
 
 
@@ -106,7 +106,7 @@ def _seconds(at: datetime | None, origin: datetime | None) -> float | None:
 
 
 def _cluster(devices: DeviceFacts) -> Cluster:
-    """Ranks with the same device index sit on nodes of their own, others share one."""
+    """Place ranks with equal device indices on different nodes; others share one."""
     indices = [index for index, _, _ in devices.by_rank]
     is_shared = len(indices) > 1 and len(set(indices)) == len(indices)
     made = [
@@ -172,7 +172,7 @@ def _config(path: Path, facts: ImportFacts, n_ranks: int, **more: Any) -> dict[s
 
 
 def _write(into: Path, header: RunHeader, records: dict[int, list[Record]]) -> Path:
-    """Write a run whole; records first, so that a header never stands without them."""
+    """Write a run; records first, so that a header never exists without them."""
     run_dir = into / header.run_id
     run_dir.mkdir(parents=True, exist_ok=True)
     for rank, of_rank in records.items():
@@ -197,7 +197,7 @@ def _csv_devices(
             by_rank.setdefault(row.rank, (row.device_id, kind, int(memory)))
     given = _given_device(facts)
     missing = set(range(n_ranks)) - {row.rank for row in rows}
-    if len({device[1:] for device in by_rank.values()}) == 1:  # a rank without a line has the same
+    if len({device[1:] for device in by_rank.values()}) == 1:  # missing ranks have it too
         _, kind, memory = next(iter(by_rank.values()))
         are_indexed = all(index == rank for rank, (index, _, _) in by_rank.items())
         by_rank |= {rank: (rank if are_indexed else 0, kind, memory) for rank in missing}
@@ -211,7 +211,7 @@ def _csv_devices(
 
 
 def _n_ranks(rows: Sequence[EpochRow], path: Path, problems: Problems) -> int:
-    """By the ranks and the file's name; ranks without a line are named."""
+    """Number of ranks, from the rows and the file's name; reports ranks without a line."""
     seen = {row.rank for row in rows}
     n_ranks = max(max(seen) + 1, _n_gpus_named(path) or 1)
     missing = sorted(set(range(n_ranks)) - seen)
@@ -249,7 +249,7 @@ def _epoch_records(
 
 
 def _share_records(steps: set[int], n_samples: float) -> list[Record]:
-    """Samples of a rank without a line, because the job's samples are those of all ranks."""
+    """Samples of a rank without a line, because the job's samples count over all ranks."""
     return [Sample(metric="n_samples", value=n_samples, step=step) for step in sorted(steps)]
 
 
@@ -289,7 +289,7 @@ def _import_csv(
 
 
 def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Record]:
-    """Spans end where their line was written, or follow each other when lines have no time."""
+    """Spans end at their line's time; without times they follow each other."""
     records: list[Record] = []
     reached_s = 0.0
     for index, line in enumerate(steps):
@@ -313,7 +313,7 @@ def _step_records(steps: Sequence[StepLine], origin: datetime | None) -> list[Re
 
 
 def _sibling_devices(path: Path, n_ranks: int, facts: ImportFacts) -> DeviceFacts:
-    """GPUs of a log that names none: as given, or from a CSV of as many in the same directory."""
+    """GPUs of a log that names none: given, or from a CSV of as many in the same directory."""
     given = _given_device(facts)
     if given:
         return DeviceFacts(by_rank=tuple((0, *given) for _ in range(n_ranks)))
@@ -345,7 +345,7 @@ def _import_deepspeed(
     n_micro = accumulation(steps)
     config = _config(path, facts, n_ranks)
     if n_micro > 1:
-        # A device trains its batch in each of them; all are one step of the optimizer.
+        # A device trains its batch in each micro-step; all are one step of the optimizer.
         config |= {"accumulation": n_micro, "global_batch": config["global_batch"] * n_micro}
     header = _header(name, 0, config, devices, origin, max(ends, default=None))
     records = {rank: _step_records(lines, origin) for rank, lines in sorted(by_rank.items())}
@@ -355,9 +355,9 @@ def _import_deepspeed(
 def import_logs(
     paths: Iterable[Path], into: Path, facts: ImportFacts
 ) -> tuple[list[Path], Problems]:
-    """Import files and directories; returns the written runs, and the skipped files with reasons.
+    """Import files and directories; returns the written runs, and skipped files with reasons.
 
-    A file that cannot be used never stops the others.
+    An unusable file does not stop the others.
     """
     problems: Problems = []
     logs = _logs(paths, problems)

@@ -13,17 +13,17 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Colours and movements of the cursor; parameters are few.
+# Terminal colours and cursor movements; their parameters are short.
 _ESCAPE = re.compile("\x1b(?:\\[[0-?]{0,32}[ -/]{0,4}[@-~]|[@-Z\\\\^_])")
 _N_NAMED = 3
-# Two readings of a comma: 1,234.5 or 1,5. Three digits behind the only one could be either.
+# A comma groups thousands (1,234.5) or is decimal (1,5); three digits after one are ambiguous.
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,(?:[0-9]{1,2}|[0-9]{4,9})")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3}){1,6}\.[0-9]{1,9}")
 _THOUSAND_POINTS = re.compile(r"[+-]?[0-9]{1,3}(?:\.[0-9]{3}){1,6},[0-9]{1,9}")
 
 
 def decode(data: bytes) -> str:
-    """UTF-8, or UTF-16 by its mark or by its zero bytes; a wrong byte spoils its line only."""
+    """Decode UTF-8, or UTF-16 by its mark or zero bytes; a wrong byte affects only its line."""
     for mark, codec in _MARKS:
         if data.startswith(mark):
             return data.decode(codec, errors="replace")
@@ -40,8 +40,8 @@ def plain(line: str) -> str:
 
 
 def read_number(text: str, at_least: float = 0.0, at_most: float = 1e12) -> float | None:
-    """A number with a decimal point or comma, groups of thousands allowed where both stand; None
-    for any other text, for ambiguous text (`1,234`), and beyond the bounds."""
+    """A number with a decimal point or comma, with groups of thousands if it has both; None for
+    any other text, for ambiguous text (`1,234`), and out of bounds."""
     text = text.strip()
     if len(text) > 40:
         return None
@@ -55,7 +55,7 @@ def read_number(text: str, at_least: float = 0.0, at_most: float = 1e12) -> floa
 
 
 def group(skipped: list[tuple[int, str]]) -> list[str]:
-    """One line for each reason: the first lines that it holds for, and how many more there are."""
+    """One line per reason: its first lines, and the number of others."""
     counts = Counter(reason for _, reason in skipped)
     shown: Counter[str] = Counter()
     problems: dict[tuple[str, int], str] = {}
@@ -72,6 +72,6 @@ def group(skipped: list[tuple[int, str]]) -> list[str]:
 
 
 def most_common(skipped: list[tuple[int, str]]) -> str:
-    """The reason that most lines were skipped for, with their number."""
+    """The most common reason of skipping, with its number of lines."""
     (reason, count), *_ = Counter(reason for _, reason in skipped).most_common(1)
     return f"{count} lines: {reason}"
