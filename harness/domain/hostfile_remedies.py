@@ -28,7 +28,7 @@ def explain_name(name: str, options: str) -> str:
     for explain in (_marked, _colon, _user, _bracket, _list, _dot, _underscore, _quoted):
         if (text := explain(name, _slots(options))) is not None:
             return f"{shorten(name)} is not a host name or address; {text}"
-    if (text := _turned(name, options)) is not None:
+    if (text := _swapped(name, options)) is not None:
         return f"{shorten(name)} is not a host name or address; {text}"
     return (
         f"{shorten(name)} is not a host name or address of letters, digits, `-` and `.`: write one "
@@ -123,7 +123,7 @@ def _quoted(name: str, slots: str) -> str | None:
     return f"it has quotes: write `{bare} {slots}`"
 
 
-def _turned(name: str, options: str) -> str | None:
+def _swapped(name: str, options: str) -> str | None:
     """`slots=2 node1`, and `rank0=node1` of a rankfile."""
     key, sign, value = name.partition("=")
     other = options.strip()

@@ -295,19 +295,19 @@ def _matching_dims(
     """
     found = {dim: dim for dim in producer_shape if dim in shape}
     dims = list(output_sizes(operator, shape))
-    theirs = list(producer_shape)
+    producer_dims = list(producer_shape)
     if operator.kind == "embedding":
         # An embedding bag has as many dims as its input, because it sums over the last one.
-        matched = dims[:-1] if len(theirs) == len(dims) - 1 else [SAMPLE]
-        found = {b: a for a, b in zip(matched, theirs, strict=False)}
+        matched = dims[:-1] if len(producer_dims) == len(dims) - 1 else [SAMPLE]
+        found = {b: a for a, b in zip(matched, producer_dims, strict=False)}
     elif operator.kind in _POINTWISE and operator.shape:
-        found = dict(zip(reversed(theirs), reversed(dims), strict=False))
-    if SAMPLE in theirs:
+        found = dict(zip(reversed(producer_dims), reversed(dims), strict=False))
+    if SAMPLE in producer_dims:
         found.pop(SAMPLE, None)
         if SAMPLE in shape:
             found[SAMPLE] = SAMPLE
-    if CONTRACTION in shape and theirs and theirs[-1] != SAMPLE:
-        found[theirs[-1]] = CONTRACTION
+    if CONTRACTION in shape and producer_dims and producer_dims[-1] != SAMPLE:
+        found[producer_dims[-1]] = CONTRACTION
     return found
 
 

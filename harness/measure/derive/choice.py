@@ -76,7 +76,7 @@ def cell_summary(
     failed = failed or {}
     chosen = min(strategies, key=lambda judged: (judged.predicted_s, -judged.measured_s))
     faster = {name: step_s for name, step_s in failed.items() if step_s <= chosen.predicted_s}
-    doomed = min(faster, key=faster.__getitem__, default=None)
+    fastest_failed = min(faster, key=faster.__getitem__, default=None)
     best = min(strategies, key=lambda judged: judged.measured_s)
     return CellSummary(
         n_strategies=len(strategies),
@@ -87,7 +87,7 @@ def cell_summary(
             [judged.predicted_s for judged in strategies],
             [judged.measured_s for judged in strategies],
         ),
-        chosen=doomed or chosen.name,
+        chosen=fastest_failed or chosen.name,
         best=best.name,
-        regret=None if doomed else chosen.measured_s / best.measured_s - 1,
+        regret=None if fastest_failed else chosen.measured_s / best.measured_s - 1,
     )

@@ -254,7 +254,7 @@ def _slowest_ranks(run: Run, labels: tuple[object, ...]) -> dict[int, int]:
     }
 
 
-def _of_slowest(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
+def _slowest_s(run: Run, metric: str, labels: tuple[object, ...]) -> list[float]:
     """The slowest rank's value in each iteration, so that the parts sum to its time."""
     values = _by_iteration(run, metric, labels)
     slowest = _slowest_ranks(run, labels)
@@ -304,7 +304,7 @@ def with_efficiency(
 
 
 def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
-    times = _of_slowest(run, "summa_s", labels)
+    times = _slowest_s(run, "summa_s", labels)
     if not times:
         return None
     time = summarize(times, shortest=0)
@@ -318,9 +318,9 @@ def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
         k=k,
         n_ranks=n_ranks,
         time=time,
-        compute_s=_median(_of_slowest(run, "summa_compute_s", labels)),
-        communication_s=_median(_of_slowest(run, "summa_communication_s", labels)),
-        exposed_communication_s=_median(_of_slowest(run, "summa_exposed_communication_s", labels)),
+        compute_s=_median(_slowest_s(run, "summa_compute_s", labels)),
+        communication_s=_median(_slowest_s(run, "summa_communication_s", labels)),
+        exposed_communication_s=_median(_slowest_s(run, "summa_exposed_communication_s", labels)),
         flops_per_s=rate,
         efficiency=None,
     )

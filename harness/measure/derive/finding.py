@@ -14,7 +14,7 @@ from harness.measure.statistics import verdict
 from harness.units import format_bytes
 
 MOST_REPEATS = 100  # most repeats that the sentence advises
-_MOST = 2  # most strategies that are named as no gain, and as failed
+_N_NAMED = 2  # most strategies that are named as no gain, and as failed
 
 
 def strategy_finding(rows: Sequence[StrategyRow]) -> str:
@@ -24,16 +24,16 @@ def strategy_finding(rows: Sequence[StrategyRow]) -> str:
         rows: one of `strategy_tables`.
     """
     finding = _Finding(rows)
-    failures = _first(finding.failures(), "failed")
+    failures = _limited(finding.failures(), "failed")
     if not any(row.step_s for row in rows):
         return f"No strategy has a result: {'; '.join(failures)}."
-    losses = _first(finding.losses(), "are no gain")
+    losses = _limited(finding.losses(), "are no gain")
     return "; ".join([finding.lead(), *losses, *failures]) + "."
 
 
-def _first(clauses: list[str], rest: str) -> list[str]:
-    n_more = len(clauses) - _MOST
-    return clauses[:_MOST] + ([f"{n_more} more {rest}"] if n_more > 0 else [])
+def _limited(clauses: list[str], rest: str) -> list[str]:
+    n_more = len(clauses) - _N_NAMED
+    return clauses[:_N_NAMED] + ([f"{n_more} more {rest}"] if n_more > 0 else [])
 
 
 class _Finding:

@@ -10,7 +10,7 @@ from harness.measure.derive.spans import samples_of
 from harness.measure.store import Run
 
 # Above this share a step is longer by more than the usual difference between repeats.
-_TOO_MUCH = 0.02
+_TOLERATED = 0.02
 
 
 def stolen_shares(run: Run) -> dict[str, float]:
@@ -35,12 +35,12 @@ def warnings_of_shares(shares_of_runs: Iterable[tuple[Headed, Mapping[str, float
         for run, shares in shares_of_runs
         if run.header.status == "ok" and shares
     ]
-    disturbed = [one for one in known if one[0][1] > _TOO_MUCH]
+    disturbed = [one for one in known if one[0][1] > _TOLERATED]
     if not disturbed:
         return []
     (host, share), run_id = max(disturbed, key=lambda one: one[0][1])
     return [
-        f"in {len(disturbed)} of {len(known)} runs a hypervisor gave more than {_TOO_MUCH:.0%} of "
+        f"in {len(disturbed)} of {len(known)} runs a hypervisor gave more than {_TOLERATED:.0%} of "
         f"a host's processor time to other guests (most: {share:.0%} on {host} in {run_id}): their "
         "times are longer and vary more, repeat them on a quieter machine"
     ]

@@ -102,8 +102,8 @@ def idle_shares(records: Iterable[Record]) -> dict[int, float]:
     Empty for a rank that never computes.
     """
     windows = StepWindows(Records.of(records).columns)
-    working_s = windows.working_s(windows.are_of(COMPUTE_KINDS))
-    counts = windows.have(windows.are_of(COMPUTING)) & (windows.step_s > 0)
+    working_s = windows.working_s(windows.mask_of(COMPUTE_KINDS))
+    counts = windows.steps_with(windows.mask_of(COMPUTING)) & (windows.step_s > 0)
     shares = 1 - working_s[counts] / windows.step_s[counts]
     return dict(zip(windows.steps[counts].tolist(), shares.tolist(), strict=True))
 

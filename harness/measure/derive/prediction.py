@@ -230,12 +230,12 @@ def measured_parts(run: Run, times: Mapping[int, float]) -> dict[int, dict[str, 
 def _measured_parts_of(records: Sequence[Record], wanted: np.ndarray) -> dict[str, float]:
     """Parts of one rank, mean over the wanted steps; empty if it computes in none."""
     windows = StepWindows(Records.of(records).columns)
-    computing, optimizer = windows.are_of(COMPUTING), windows.are_of(("optimizer",))
-    counts = windows.have(computing) & np.isin(windows.steps, wanted)
+    computing, optimizer = windows.mask_of(COMPUTING), windows.mask_of(("optimizer",))
+    counts = windows.steps_with(computing) & np.isin(windows.steps, wanted)
     if not counts.any():
         return {}
     compute_s, optimizer_s = windows.working_s(computing), windows.working_s(optimizer)
-    active_s = windows.covered_s(windows.are_of((*COMPUTE_KINDS, "communication")))
+    active_s = windows.covered_s(windows.mask_of((*COMPUTE_KINDS, "communication")))
     no_sync_s = _no_sync_s(records)
     columns = {
         "compute": compute_s,

@@ -56,15 +56,15 @@ class EfficiencyRow:
         return (self.point.work / self.point.time_s) / (self.baseline.work / self.baseline.time_s)
 
 
-def _held(point: ScalingPoint, scaling: Scaling) -> float:
+def _work(point: ScalingPoint, scaling: Scaling) -> float:
     return point.work if scaling == "strong" else point.work / point.n_devices
 
 
 def _equal_work(points: Iterable[ScalingPoint], scaling: Scaling) -> list[list[ScalingPoint]]:
     """Groups of points whose constant work is within TOLERANCE of the group's smallest."""
     groups: list[list[ScalingPoint]] = []
-    for point in sorted(points, key=lambda point: _held(point, scaling)):
-        if groups and _held(point, scaling) <= (1 + TOLERANCE) * _held(groups[-1][0], scaling):
+    for point in sorted(points, key=lambda point: _work(point, scaling)):
+        if groups and _work(point, scaling) <= (1 + TOLERANCE) * _work(groups[-1][0], scaling):
             groups[-1].append(point)
         else:
             groups.append([point])

@@ -115,11 +115,11 @@ class StepWindows:
         self._start_s = np.clip(spans.start_s, begin_s, end_s)
         self._end_s = np.clip(spans.start_s + spans.duration_s, begin_s, end_s)
 
-    def are_of(self, kinds: Collection[str]) -> np.ndarray:
+    def mask_of(self, kinds: Collection[str]) -> np.ndarray:
         """Mask of the spans of some kinds."""
         return np.isin(self._spans.kind, [KIND_CODES[kind] for kind in kinds])
 
-    def have(self, chosen: np.ndarray) -> np.ndarray:
+    def steps_with(self, chosen: np.ndarray) -> np.ndarray:
         """Mask of the finished steps with any of the chosen spans."""
         found = self._number[chosen & (self._number >= 0)]
         has_any: np.ndarray = np.bincount(found, minlength=len(self.steps)) > 0
@@ -206,8 +206,8 @@ def phase_table(records: Iterable[Record]) -> PhaseTable:
     """Break down every finished step of one rank, in order; unfinished ones lack a `step` span."""
     windows = StepWindows(Records.of(records).columns)
     named = [kind for kind in PHASES if kind not in ("exposed_communication", "other")]
-    phases = {kind: windows.covered_s(windows.are_of((kind,))) for kind in named}
-    communication, compute = windows.are_of(("communication",)), windows.are_of(COMPUTE_KINDS)
+    phases = {kind: windows.covered_s(windows.mask_of((kind,))) for kind in named}
+    communication, compute = windows.mask_of(("communication",)), windows.mask_of(COMPUTE_KINDS)
     exposed_s = windows.covered_s(communication | compute) - windows.covered_s(compute)
     phases["exposed_communication"] = exposed_s
     phases["other"] = np.clip(windows.step_s - _sum(phases.values()), 0, None)

@@ -155,12 +155,12 @@ class Costs:
         forward, backward, output = np.zeros(n), np.zeros(n), np.zeros(n)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
-        shown = self._shown(op)
+        output_dims = self._output_dims(op)
         for block, device in zip(self.blocks(op, plan), plan.devices, strict=True):
             seconds = self.times.block_s(op, block, device)
             forward[device] += seconds.forward_s
             backward[device] += seconds.backward_s
-            output[device] += per_element * volume(tuple(block[k] for k in shown))
+            output[device] += per_element * volume(tuple(block[k] for k in output_dims))
             active[device] = True
         slices = self._slices(operator, op, plan)
         weight, shared = np.zeros(n), np.zeros(n)
@@ -170,7 +170,7 @@ class Costs:
                 shared[list(devices)] += n_bytes
         return OperatorCosts(active, forward, backward, output, weight, shared, slices)
 
-    def _shown(self, op: int) -> list[int]:
+    def _output_dims(self, op: int) -> list[int]:
         """Positions of the dims that the output has (not partial dims)."""
         operator = self.graph.operators[op]
         return [k for k, dim in enumerate(self.shapes[op]) if not is_partial(operator, dim)]
@@ -209,10 +209,10 @@ class Costs:
         return regions.setdefault((block, copies), len(regions))
 
     def _find_wants(self, producer: int, consumer: int, a: OperatorPlan, b: OperatorPlan) -> Wants:
-        shown = self._shown(producer)
-        held = np.array([[block[k] for k in shown] for block in self.blocks(producer, a)])
+        output_dims = self._output_dims(producer)
+        held = np.array([[block[k] for k in output_dims] for block in self.blocks(producer, a)])
         dims = list(self.shapes[producer])
-        shape = {dims[k]: self.shapes[producer][dims[k]] for k in shown}
+        shape = {dims[k]: self.shapes[producer][dims[k]] for k in output_dims}
         operator = self.graph.operators[consumer]
         name = self.graph.operators[producer].name
         maker = self.graph.operators[producer]

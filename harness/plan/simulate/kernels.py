@@ -16,7 +16,7 @@ from numba import njit
 
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
-from harness.plan.simulate.processors import load_hosts, loaded_end, remaining_load, takes_computing
+from harness.plan.simulate.processors import has_overhead, load_hosts, loaded_end, remaining_load
 from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
 
 
@@ -179,7 +179,7 @@ def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     waits = n_waits.copy()
     free, busy = np.zeros(work.n_resources), np.zeros(work.n_resources)
     holder = np.full(work.n_resources, NONE, np.int64)
-    is_timed = takes_computing(work)
+    is_timed = has_overhead(work)
     n_devices = len(work.node_of)
     running = np.full(n_devices, NONE, np.int64)
     end_of, load = np.zeros(n_devices), np.zeros(n_devices)

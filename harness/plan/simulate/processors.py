@@ -16,7 +16,7 @@ from harness.plan.simulate.work import reduce_of
 
 
 @njit(cache=True)
-def takes_computing(work: Any) -> bool:
+def has_overhead(work: Any) -> bool:
     """Whether communication has overhead on any device."""
     return bool(work.host_s_per_byte.max() > 0)
 

@@ -291,8 +291,8 @@ def _moved_bytes(simulation: Simulation) -> float:
     out, n_microbatches = simulation.outcome, simulation.strategy.n_microbatches
     n_edges, n_compute = len(out.edge_bytes), 4 * n_microbatches * len(out.rows)
     start = out.start[n_compute : n_compute + 2 * n_microbatches * n_edges]
-    took_place = ~np.isnan(start.reshape(2 * n_microbatches, n_edges))
-    return float((took_place * out.edge_bytes).sum())
+    exists = ~np.isnan(start.reshape(2 * n_microbatches, n_edges))
+    return float((exists * out.edge_bytes).sum())
 
 
 def _rate(simulation: Simulation, resource: int) -> float:

@@ -238,25 +238,25 @@ class Trial:
         weights = tables.weight_bytes.sum(axis=0)
         optimizer = weights * np.asarray(simulator.options.optimizer_s_per_byte) / simulator.speeds
         begin: Floats = np.zeros(tables.n_devices)
-        ran = _run(lowered, begin)
+        found = _run(lowered, begin)
         if len(self.stages) > 1:
             works = lowered.work.first >= 0
-            done = ran.device_end_s + optimizer
+            done = found.device_end_s + optimizer
             begin = np.where(works, done - done[works].min(), 0.0)
-            ran = _run(lowered, begin)
+            found = _run(lowered, begin)
         static = weights * (2 + simulator.options.n_optimizer_states)
         edges = lowered.edges
         return Outcome(
-            step_s=float((ran.device_end_s + optimizer - begin).max()),
+            step_s=float((found.device_end_s + optimizer - begin).max()),
             device_begin_s=begin,
             memory_bytes=static + lowered.peak,
             static_bytes=static,
-            device_end_s=ran.device_end_s,
+            device_end_s=found.device_end_s,
             optimizer_s=optimizer,
-            start=ran.start,
-            finish=ran.finish,
-            cause=ran.cause,
-            busy=ran.busy,
+            start=found.start,
+            finish=found.finish,
+            cause=found.cause,
+            busy=found.busy,
             rows=lowered.rows,
             seconds=lowered.work.seconds,
             edge_source=edges.source,
@@ -268,7 +268,7 @@ class Trial:
         )
 
 
-class _Ran(NamedTuple):
+class _EventTimes(NamedTuple):
     """Arrays of `Outcome` from one run of the event loop."""
 
     start: Floats
@@ -278,7 +278,7 @@ class _Ran(NamedTuple):
     device_end_s: Floats
 
 
-def _run(lowered: Lowered, begin: Floats) -> _Ran:
+def _run(lowered: Lowered, begin: Floats) -> _EventTimes:
     """Run the events with given start times of devices."""
     from harness.plan.simulate import kernels
 
@@ -287,7 +287,7 @@ def _run(lowered: Lowered, begin: Floats) -> _Ran:
     )
     ends = np.maximum(begin, _device_ends(lowered.last, finish, lowered.buckets))
     assert not np.isnan(ends).any(), "a device waits for ever: the schedule has a cycle"
-    return _Ran(start, finish, cause, busy, ends)
+    return _EventTimes(start, finish, cause, busy, ends)
 
 
 def _device_ends(last: Ints, finish: Floats, buckets: Buckets) -> Floats:
