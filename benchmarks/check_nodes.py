@@ -1,11 +1,11 @@
-"""How long a node check takes: 32 nodes against 5, each with three broken ones.
+"""Compare the duration of a node check of 32 nodes with one of 5, each with three faulty nodes.
 
     python benchmarks/check_nodes.py [--repeats N] [--large N] [--json]
 
-Builds both virtual clusters (needs root) and breaks the same three nodes of each: one powered
-off, one with another host key, one that hangs. Checks them in turn, verifies every verdict, and
-compares the durations; a hung host may cost its timeout, once. `--healthy` leaves them whole:
-then there is no timeout to wait for, and on one machine the ratio is that of the work.
+Builds both virtual clusters (needs root) and injects faults into the same three nodes of each: one
+off, one with a wrong host key, one that hangs. Checks both in turn, verifies every verdict, and
+compares the durations; the hung host may cost its timeout once. With `--healthy` there are no
+faults and no timeouts, so on one machine the ratio is that of the work.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from comparison import compare, show
 _ROOT = Path(__file__).resolve().parents[1]
 _FAULTS = {1: "off", 3: "wrong-key", 4: "hang"}
 _BROKEN_CHECK = {1: "port", 3: "login", 4: "login"}
-# The load is this machine's own; the source may change under a benchmark that takes minutes.
+# Skipped, because all nodes share this machine's load, and the source may change meanwhile.
 _SKIPPED = "cpu,env"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A virtual cluster of this program's own."""
+    """A virtual cluster that this program builds and removes."""
 
     name: str
     n_nodes: int
@@ -47,7 +47,7 @@ class Cluster:
             self.call("fault", str(index), "--kind", kind).check_returncode()
 
     def check(self, timeout_s: float) -> dict[str, Any]:
-        """The check's JSON, from node 0."""
+        """Run the check on node 0; returns its JSON."""
         script = str(_ROOT / "setup" / "check_nodes.sh")
         hostfile = str(self.hosts_dir / f"virtual-{self.name}.txt")
         flags = ["--json", "--skip", _SKIPPED, "--timeout", f"{timeout_s}s"]
@@ -59,7 +59,7 @@ class Cluster:
 
 
 def mistakes(document: dict[str, Any], faults: dict[int, str]) -> list[str]:
-    """Verdicts that are wrong: a fault not found, or a healthy node that is not OK."""
+    """Wrong verdicts: an undetected fault, or a healthy node that is not OK."""
     wrong = []
     for index, host in enumerate(document["hosts"]):
         statuses = {f["check"]: f["status"] for f in host["findings"]}
@@ -75,7 +75,7 @@ def mistakes(document: dict[str, Any], faults: dict[int, str]) -> list[str]:
 def measure(
     clusters: list[Cluster], faults: dict[int, str], *, n_repeats: int, timeout_s: float
 ) -> dict[str, list[float]]:
-    """Durations by cluster, checked in turn."""
+    """Check the clusters in turn; returns the durations by cluster."""
     durations_s: dict[str, list[float]] = {cluster.name: [] for cluster in clusters}
     for _ in range(n_repeats):
         for cluster in clusters:

@@ -1,4 +1,4 @@
-"""What the programs here share: finding MPI, and what they print, one object per comparison."""
+"""Shared by the programs in this folder: finding MPI, and output as one object per comparison."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from harness.runtime.ranks.host import code_commit, cpu_model
 
 
 def find_mpi() -> None:
-    """A relocatable Open MPI tells its prefix to the ranks beside mpirun only; see entry.sh."""
+    """Set the prefix of a relocatable Open MPI on ranks of other hosts than mpirun's (entry.sh)."""
     if "PMIX_INSTALL_PREFIX" in os.environ:
         os.environ.setdefault("OPAL_PREFIX", os.environ["PMIX_INSTALL_PREFIX"])
 
 
 def machine() -> str:
-    """This host in words: its GPU, or its processor."""
+    """A description of this host: its GPU, or its processor."""
     import torch
 
     if torch.cuda.is_available():
@@ -34,7 +34,7 @@ def compare(
     """Median ratio of pairs that were measured in turn, with its 99 % interval.
 
     Args:
-        place: what was measured on, when it is not this host alone.
+        place: the cluster, if the measurement used more than this host.
     """
     ratio = paired_ratio(ours, theirs)
     return {
@@ -50,7 +50,7 @@ def compare(
 
 
 def show(comparisons: Sequence[dict[str, object]], *, as_json: bool) -> None:
-    """Print the comparisons: a line each."""
+    """Print the comparisons, one per line."""
     if as_json:
         for comparison in comparisons:
             print(json.dumps(comparison), flush=True)

@@ -1,15 +1,15 @@
-"""Is what DDP trains what one device trains? The largest difference of any parameter.
+"""Compare the parameters trained by DDP with those trained on one device.
 
     python benchmarks/ddp_equivalence.py --models lenet alexnet --ranks 2 3 5
     python benchmarks/ddp_equivalence.py --dtype fp64
 
-Starts the train workload by the real mpirun, `single` and `ddp` on the same global batches, an
-uneven last one among them, and compares the models that they write. The ratio is that largest
-difference over the tolerance, so at most 1 is equal. Dropout is off, since each rank draws masks of
-its own, and batch normalisation frozen, since its local statistics are another model by definition.
+Starts the train workload by the real mpirun, `single` and `ddp` on the same global batches, with an
+uneven last one, and compares the models that they write. The ratio is the largest difference of a
+parameter over the tolerance, so at most 1 counts as equal. Dropout is off, because each rank draws
+its own masks; batch normalisation is frozen, because local statistics make a different model.
 
-In fp64 the same models train from the same weights on the same samples (double_models.py): what
-summing in another order can do there is 2^29 times smaller, what a wrong algorithm does is not.
+In fp64 the same models train from the same weights on the same samples (double_models.py): effects
+of the order of sums are 2^29 times smaller there, effects of a wrong algorithm are not.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ _TOLERANCES = {"fp32": 1e-5, "fp64": 1e-10}
 @dataclass(frozen=True, kw_only=True)
 class Options:
     models: tuple[str, ...] = ("lenet", "alexnet", "resnet18", "vit_b_16", "dlrm")
-    """Any models of the train workload."""
+    """Models of the train workload."""
     ranks: tuple[int, ...] = (2, 3, 5)
     """Numbers of ranks, on this host."""
     steps: int = 20
     """Optimizer steps."""
     batch: int = 13
-    """Global batch."""
+    """Samples of the global batch."""
     n_samples: int = 35
-    """Samples of an epoch; no multiple of the batch, so that the last batch is uneven."""
+    """Samples of an epoch; not a multiple of the batch size, so that the last batch is uneven."""
     image_size: int = 64
     """Side of the images (28 for lenet)."""
     learning_rate: float = 0.01
-    """Of sgd with momentum 0.9."""
+    """Learning rate of SGD with momentum 0.9."""
     dtype: Literal["fp32", "fp64"] = "fp32"
-    """Precision of everything that is trained."""
+    """Precision of the training: fp32 or fp64."""
     tolerance: float = 0.0
-    """Largest difference that summing in another order may make; 0 is 1e-5, in fp64 1e-10."""
+    """Tolerated difference, by the order of sums; 0 means 1e-5, in fp64 1e-10."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per comparison."""
 
 
 def train(model: str, options: Options, results: Path) -> dict[int, Path]:
-    """The written model by number of ranks; 1 is training on a single device."""
+    """Train; returns the model files by number of ranks; 1 is training on a single device."""
     mpirun = Path(sys.executable).with_name("mpirun")
     size = {"lenet": 28, "dlrm": 0}.get(model, options.image_size)
     name = f"double_models:{model}" if options.dtype == "fp64" else model
@@ -86,7 +86,7 @@ def train(model: str, options: Options, results: Path) -> dict[int, Path]:
 
 
 def difference(one: Path, many: Path) -> tuple[float, int]:
-    """Largest absolute difference of a parameter, and the number of parameters."""
+    """Largest absolute difference of any parameter, and the number of parameters."""
     ours, theirs = load_file(one), load_file(many)
     largest = max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
     return largest, sum(tensor.numel() for tensor in ours.values())
@@ -117,7 +117,7 @@ def compare_models(model: str, options: Options) -> list[dict[str, object]]:
 
 
 def main(options: Options) -> int:
-    """Compare every model on every number of ranks; 1 when any is not equal."""
+    """Compare all models on all numbers of ranks; returns 1 if any differs."""
     is_unequal = False
     for model in options.models:
         comparisons = compare_models(model, options)

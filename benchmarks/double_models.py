@@ -1,7 +1,7 @@
 """The train workload's models in float64: factories for `--model double_models:alexnet`.
 
-Weights and samples are those of float32, widened, so that both precisions train from the same
-start; loss, gradients and updates are of 64 bits.
+Weights and samples are float32 values converted to float64, so that both precisions start equally;
+loss, gradients and updates have 64 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.runtime.models import MODELS, ModelOptions, Task, build_task, fit_o
 
 
 class Widened(nn.Module):
-    """A model of float64 that takes inputs of float32."""
+    """A float64 model with float32 inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Widened(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class DoubleTask(Task):
-    """A task whose loss is not narrowed to float32."""
+    """A task whose loss stays float64."""
 
     def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss == "cross_entropy":
@@ -50,7 +50,7 @@ def _build(name: str, image_size: int = 0) -> Task:
 
 
 def __getattr__(name: str) -> Callable[..., Task]:
-    """Every name of MODELS is a factory here."""
+    """Return a factory for any name in MODELS."""
     if name not in MODELS:
         raise AttributeError(name)
     return partial(_build, name)

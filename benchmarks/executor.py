@@ -1,4 +1,4 @@
-"""The executor against stock PyTorch: the same steps of the same model, in turn.
+"""Compare steps of the executor with steps of stock PyTorch on the same model, in turn.
 
     mpirun -np 2 python benchmarks/executor.py --json      ddp, pipelines, tensor parallel
     python benchmarks/executor.py --json                   one device
@@ -12,11 +12,11 @@
 | tensor | DTensor's parallelize_module by columns, then rows | 0.97 |
 | single | a plain loop | 0.98 |
 
-Both sides start from the same weights, are fed the same batches in the same processes on one thread
-each, and run a block of steps in turn, again and again; both are built anew some times, since where
-memory happens to lie makes one or the other faster. The ratio is their time over ours, of a
-block on the slowest rank. Before that their losses must agree for a few steps. `cpu_ratio` compares
-CPU seconds of all ranks, which other programs on the machine disturb less.
+Both sides start from the same weights, get the same batches in the same processes on one thread
+each, and run blocks of steps in turn. Both are rebuilt several times, because memory addresses
+affect their speed. The ratio is their time over ours, of a block on the slowest rank. Before
+timing, their losses must agree for a few steps. `cpu_ratio` compares CPU seconds of all ranks,
+which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from harness.runtime.ranks.rendezvous import join_process_group, meet
 from harness.runtime.ranks.world import World
 
 _N_CHECKED = 3
-# Sums in another order differ by some 1e-7 of a loss near 2, a hundred times as much a step later.
+# The order of sums changes a loss near 2 by some 1e-7, and a hundred times that one step later.
 _TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     only: str = ""
-    """Cases whose names contain this."""
+    """Run only cases whose names contain this."""
     pairs: int = 40
-    """Blocks of each side."""
+    """Blocks of steps of each side."""
     builds: int = 5
-    """How often both sides are built anew: where memory lies makes one or the other faster."""
+    """Number of times that both sides are built, because memory addresses affect their speed."""
     block_s: float = 0.25
-    """About how long a block takes."""
+    """Approximate duration of a block."""
     quick: bool = False
     """Smoke test: a few cases, two short blocks each."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -70,20 +70,20 @@ class Options:
 
 @dataclass
 class Blocks:
-    """What one side's blocks took."""
+    """Times of one side's blocks."""
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
 
 
 def settle(world: World) -> None:
-    """Wait for what a GPU has queued."""
+    """Wait for queued work on a GPU."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 
 
 def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
-    """Wall seconds of the slowest rank and CPU seconds of all, for a block of steps."""
+    """Time a block of steps; returns wall seconds of the slowest rank and CPU seconds of all."""
     dist.barrier()
     settle(world)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
@@ -97,10 +97,10 @@ def timed(side: Side, n_steps: int, world: World) -> tuple[float, float]:
 
 
 def loss_difference(sides: list[Side], world: World) -> float:
-    """Train each side a few steps; the largest difference between losses, relative to ours.
+    """Train each side a few steps; returns the largest difference of losses, relative to ours.
 
     Raises:
-        VerificationError: the sides do not train the same.
+        VerificationError: the losses differ.
     """
     curves = []
     for side in sides:
@@ -125,19 +125,19 @@ def take_turns(
     world: World,
     randomness: random.Random,
 ) -> None:
-    """Add blocks of each side, in an order that is equal on every rank."""
+    """Time blocks of the sides in turn, in the same order on all ranks."""
     order = list(sides)
     for pair in range(n_pairs + 1):
         randomness.shuffle(order)
         for side in order:
             wall_s, cpu_s = timed(side, n_steps, world)
-            if pair:  # the first one warms up
+            if pair:  # the first pair warms up
                 found[side.name].wall_s.append(wall_s / n_steps)
                 found[side.name].cpu_s.append(cpu_s / n_steps)
 
 
 def measure(case: Case, options: Options, world: World) -> list[dict[str, object]]:
-    """Compare ours with every other side."""
+    """Compare the executor with all other sides."""
     n_builds = 1 if options.quick else options.builds
     n_pairs = 2 if options.quick else math.ceil(options.pairs / n_builds)
     found: defaultdict[str, Blocks] = defaultdict(Blocks)
@@ -149,8 +149,8 @@ def measure(case: Case, options: Options, world: World) -> list[dict[str, object
         step_s = min(timed(side, 2, world)[0] for side in sides) / 2
         n_steps = max(1, round((0.0 if options.quick else options.block_s) / step_s))
         take_turns(sides, found, n_pairs, n_steps, world, random.Random(build))
-        del sides  # before others are built
-        gc.collect()  # both hold themselves by cycles
+        del sides  # before the next ones are built
+        gc.collect()  # because both have reference cycles
     ours = found.pop(name)
     return [
         _compared(f"{case.name}: {other} over {name}", case.bar, theirs, ours)

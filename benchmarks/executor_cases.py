@@ -1,4 +1,4 @@
-"""The cases of benchmarks/executor.py: a strategy of ours, and who else trains the same."""
+"""The cases of benchmarks/executor.py: a strategy, and the stock engines that train it too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Case:
     """One strategy on one model.
 
     Attributes:
-        bar: what their time over ours should reach.
-        sides: ours first.
+        bar: required ratio of their time over ours.
+        sides: the executor first.
     """
 
     group: str
@@ -43,7 +43,7 @@ class Case:
 
 
 def cases(world: World) -> Iterator[Case]:
-    """Those that this many ranks can run."""
+    """The cases for this number of ranks."""
     if world.size == 1:
         for model in ("vit_small", "resnet18"):
             yield _data_parallel(world, model, "single", 0.98)
@@ -110,7 +110,7 @@ def _tensor(world: World, n_blocks: int) -> Case:
 
 
 def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:
-    """CPU seconds of each child's forward and backward: the median over all that are like it."""
+    """CPU seconds of each child's forward and backward, as the median over children like it."""
     likes: list[str] = []
     times: defaultdict[str, list[float]] = defaultdict(list)
     for child in model.children():
@@ -126,7 +126,7 @@ def child_times(model: nn.Module, example: torch.Tensor) -> list[float]:
 
 
 def operators_of(captured: Captured, children: Sequence[Sequence[int]]) -> list[list[str]]:
-    """The operators of each stage; one without a module belongs to the child before it."""
+    """The operators of each stage; one without a module belongs to the previous child."""
     stage_of = {child: stage for stage, own in enumerate(children) for child in own}
     found: list[list[str]] = [[] for _ in children]
     stage = 0
@@ -141,7 +141,7 @@ def operators_of(captured: Captured, children: Sequence[Sequence[int]]) -> list[
 
 
 def tensor_strategy(graph: Graph, batch: int, n_ranks: int) -> Strategy:
-    """Wide layers by features, narrow ones by contraction, what follows those all devices do."""
+    """Cut wide layers by features, narrow ones by contraction; replicate operators after those."""
     devices = list(range(n_ranks))
     plans: dict[str, OperatorPlan] = {}
     dim = REPLICA

@@ -1,12 +1,12 @@
-"""Does the executor train what one device trains? Random valid strategies over all models.
+"""Compare training by random valid strategies of the executor with training on one device.
 
     python benchmarks/executor_equivalence.py --cases 300 --seed 0 --output results.json
 
-Each case draws a model (narrow, the real topology), a strategy (any cuts, any devices, any stages
-and schedule) and how it is trained, on 1 to 5 ranks over gloo, and compares three steps with plain
-PyTorch on one device: the loss of each step, every gradient, and the parameters and buffers at the
-end. Replicas must be bit-equal. Prints the worst difference by model, schedule and number of ranks,
-and writes every case; one that is not equal is printed so that it can be run again:
+Each case is a random model (real topology, narrow layers), strategy (any partitions, devices,
+stages and schedule) and training setup on 1 to 5 ranks over gloo. Three steps are compared with
+plain PyTorch on one device: the loss of each step, every gradient, and the parameters and buffers
+at the end. Replicas must be bit-equal. Prints the largest difference by model, schedule and number
+of ranks, writes all cases, and prints each unequal case, which can be run again:
 
     python benchmarks/executor_equivalence.py --case-file case.json --shrink
 """
@@ -34,25 +34,25 @@ from equivalence_shrink import shrink
 @dataclass(frozen=True, kw_only=True)
 class Options:
     cases: int = 300
-    """How many random cases."""
+    """Number of random cases."""
     seed: int = 0
-    """What they are drawn from."""
+    """Seed of the random cases."""
     only: tuple[int, ...] = ()
-    """Run these cases of the series alone."""
+    """Run only these cases, by number in the series."""
     models: tuple[str, ...] = ()
-    """Run the cases of these models alone."""
+    """Run only cases of these models."""
     ranks: tuple[int, ...] = ()
-    """Run the cases on these numbers of ranks alone."""
+    """Run only cases on these numbers of ranks."""
     case_file: Path | None = None
-    """Run this case (as printed for one that is not equal) instead of a series."""
+    """Run this case, as printed for an unequal one, rather than a series."""
     shrink: bool = False
-    """Make each case that is not equal as small as it can be."""
+    """Reduce each unequal case to a minimal one."""
     output: Path | None = None
-    """Write all findings here, as JSON."""
+    """Write all findings to this file, as JSON."""
 
 
 def wanted_cases(options: Options) -> list[Case]:
-    """The cases to run, those on equally many ranks together."""
+    """The selected cases, grouped by number of ranks."""
     if options.case_file is not None:
         return [msgspec.json.decode(options.case_file.read_bytes(), type=Case)]
     indices = options.only or range(options.cases)
@@ -66,7 +66,7 @@ def wanted_cases(options: Options) -> list[Case]:
 
 
 def _cell(findings: list[Finding]) -> str:
-    """The worst difference of some cases over float64, and how many of them are equal."""
+    """Largest difference of some cases, and the number of equal ones."""
     if not findings:
         return ""
     n_equal = sum(finding.is_equal for finding in findings)
@@ -76,7 +76,7 @@ def _cell(findings: list[Finding]) -> str:
 
 
 def table(findings: list[Finding]) -> str:
-    """Worst relative difference and equal cases, by model and schedule, and number of ranks."""
+    """Largest relative difference and number of equal cases, by model, schedule and ranks."""
     sizes = sorted({finding.case.n_ranks for finding in findings})
     rows: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
@@ -92,7 +92,7 @@ def table(findings: list[Finding]) -> str:
 
 
 def summary(findings: list[Finding], duration_s: float) -> dict[str, object]:
-    """What is written beside the cases."""
+    """Summary of all cases for the output file."""
     exact = [f for f in findings if f.worst is not None and f.case.dtype == "float64"]
     return {
         "n_cases": len(findings),
@@ -140,7 +140,7 @@ def _report(finding: Finding, options: Options, ranks: RanksBySize) -> None:
 
 
 def run(options: Options) -> list[Finding]:
-    """Carry out all cases, printing those that are not equal as they come."""
+    """Run all cases; prints unequal ones at once."""
     findings = []
     cases = wanted_cases(options)
     with RanksBySize() as ranks:
@@ -155,8 +155,8 @@ def run(options: Options) -> list[Finding]:
 
 
 def main(options: Options) -> int:
-    """Run, print the table, write; 1 when any case is not equal."""
-    logging.getLogger("harness").setLevel(logging.ERROR)  # operators that are gathered, by name
+    """Run all cases, print and write the results; returns 1 if any case is unequal."""
+    logging.getLogger("harness").setLevel(logging.ERROR)  # hides names of gathered operators
     start = time.perf_counter()
     findings = run(options)
     facts = summary(findings, time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""What benchmarks/executor.py trains: models of the table and small ones, chains, MLPs."""
+"""Models for benchmarks/executor.py: models of the MODELS table, small ones, chains, MLPs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IMAGE = InputSpec(name="images", shape=(3, 64, 64))
 
 
 def vit_small() -> nn.Module:
-    """ViT-S/16 on images of 64 pixels, half as deep."""
+    """ViT-S/16 for images of 64 pixels, with half of the layers."""
     model: nn.Module = import_torchvision("models").VisionTransformer(
         image_size=64, patch_size=16, num_layers=6, num_heads=6, hidden_dim=384, mlp_dim=1536,
         num_classes=_N_CLASSES,
@@ -22,7 +22,7 @@ def vit_small() -> nn.Module:
 
 
 def whole(name: str) -> Task:
-    """A model as its author wrote it, without dropout, equal on every rank."""
+    """A model as its author wrote it, but without dropout; equal on all ranks."""
     if name == "vit_small":
         torch.manual_seed(1)
         return Task(model=vit_small(), inputs=(_IMAGE,), n_classes=_N_CLASSES)
@@ -57,18 +57,18 @@ _CHAINS = {"alexnet": _alexnet, "resnet18": _resnet18, "mlp": _mlp}
 
 
 def chain(name: str) -> Task:
-    """A model as a sequence of children, so that both sides can cut it at the same places."""
+    """A model as a sequence of children, so that both sides can split it equally."""
     torch.manual_seed(1)
     model = _CHAINS[name]()
     for layer in model.modules():
         if isinstance(layer, nn.ReLU):
-            layer.inplace = False  # a stage may begin with it, on a leaf
+            layer.inplace = False  # a stage may begin with this layer, on a leaf tensor
     spec = InputSpec(name="features", shape=(512,)) if name == "mlp" else _IMAGE
     return Task(model=model, inputs=(spec,), n_classes=_N_CLASSES)
 
 
 def tensor_mlp(n_blocks: int, width: int = 480) -> Task:
-    """Pairs of layers that widen and narrow again, as in a transformer."""
+    """Pairs of a widening and a narrowing layer, as in a transformer."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
     for block in range(n_blocks):

@@ -1,4 +1,4 @@
-"""The two sides of each comparison in benchmarks/executor.py: our executor, and stock PyTorch."""
+"""The sides of each comparison in benchmarks/executor.py: the executor, and stock PyTorch."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ _N_BATCHES = 4
 
 
 class Side(Protocol):
-    """Trains step by step; all ranks call it alike."""
+    """Trains step by step; all ranks must call it in the same order."""
 
     name: str
 
     def step(self) -> Tensor:
-        """One optimizer step; this rank's part of the global batch's mean loss."""
+        """Run one optimizer step; returns this rank's part of the global batch's mean loss."""
         ...
 
     def rest(self) -> None:
-        """Called between blocks, outside of what is timed."""
+        """Called between timed blocks."""
         ...
 
 
 def own_copy(task: Task, world: World) -> Task:
-    """A task of one's own on this rank's device."""
+    """A deep copy of a task on this rank's device."""
     own = copy.deepcopy(task)
     return replace(own, model=own.model.to(world.device))
 
 
 def batches(task: Task, n: int, positions: Sequence[int], world: World) -> Iterator[Batch]:
-    """The same few global batches of `n` samples for everybody, cut to some positions, for ever."""
+    """Cycle through a few global batches of `n` samples, restricted to these positions."""
     generator = torch.Generator().manual_seed(0)
     made: list[Batch] = []
     index = torch.tensor(list(positions), dtype=torch.int64)
@@ -72,7 +72,7 @@ def batches(task: Task, n: int, positions: Sequence[int], world: World) -> Itera
 
 
 def share_of(n: int, world: World) -> range:
-    """The samples of a rank, data parallel."""
+    """Positions of this rank's samples in data parallelism."""
     each = n // world.size
     return range(world.rank * each, (world.rank + 1) * each)
 
@@ -119,7 +119,7 @@ class StockDdp:
 
 
 class Bare:
-    """A loop as one would write it: DistributedDataParallel on several ranks, a model on one."""
+    """A hand-written loop, with DistributedDataParallel if there are several ranks."""
 
     def __init__(self, task: Task, world: World, batch: int) -> None:
         self.name = "DistributedDataParallel" if world.size > 1 else "plain PyTorch"
@@ -229,7 +229,7 @@ class StockTensor:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach() * self._is_counted  # every rank has all of it
+        return loss.detach() * self._is_counted  # all ranks have the whole loss
 
     def rest(self) -> None:
         pass

@@ -1,11 +1,11 @@
-"""Faults injected into runs on a virtual cluster of three nodes: how each launch ends.
+"""Inject faults into runs on a virtual cluster of three nodes, and report how each launch ends.
 
     python benchmarks/faults.py [--quick] [--only NAME...] [--json] [--name CLUSTER]
     python benchmarks/faults.py --table FILE.jsonl >docs/faults.md
 
-Needs root. Each fault has a cluster of its own, a run that is under way, an injection, and a run
-after it. A row says how long mpirun took to end, what the user saw, what run.json says, what was
-recorded and what was left running; `problems` lists what is not as stated. Exit code 1 if any is.
+Needs root. Builds a cluster for each fault, starts a run, injects the fault, and starts another
+run. A row has the time until mpirun ends, its last output, the outcome in run.json, numbers of
+records, and remaining processes; `problems` lists deviations. Exit code 1 if there are any.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harness.runtime.ranks.host import code_commit
 _LIMITS = {"--run-timeout-s": RUN_S, "--collective-timeout-s": COLLECTIVE_S}
 _HEARTBEAT = "--heartbeat-timeout-s"
 _START_S = 240.0
-# Beyond the stated limit: polls, goodbyes, tables, and a machine that others use.
+# Added to each limit for polling, shutdown, tables, and other load on the machine.
 _GRACE_S = 20.0
 _ABANDON_S = 60.0
 _LEFT_S = 10.0
@@ -43,7 +43,7 @@ _SCREEN_LINES = 60
 
 
 def _limits() -> list[str]:
-    """Short timeouts, as far as this harness has them."""
+    """Flags of short timeouts, as far as this version of the harness has them."""
     flags = [word for flag, s in _LIMITS.items() for word in (flag, str(s))]
     if _HEARTBEAT.lstrip("-").replace("-", "_") in (ROOT / "harness/launch.py").read_text():
         flags += [_HEARTBEAT, str(HEARTBEAT_S)]
@@ -51,7 +51,7 @@ def _limits() -> list[str]:
 
 
 class Trial:
-    """One fault, from the cluster's start to the run after it."""
+    """The trial of one fault, from building the cluster to the next run."""
 
     def __init__(
         self, fault: Fault, cluster: Cluster, prepared: Path | None, *, is_quick: bool
@@ -64,7 +64,7 @@ class Trial:
             cluster=cluster, trigger=self._work / "trigger", results=self._work / "results"
         )
 
-    def carry_out(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Inject the fault; returns its row."""
         try:
             self._build()
@@ -93,7 +93,7 @@ class Trial:
         return self.cluster.seen_by(0, self.bed.results)
 
     def _run_dir(self) -> Path | None:
-        """The run that the fault strikes; only one that is new has no end."""
+        """Directory of the run that the fault strikes: the latest one that was not prepared."""
         found = sorted(self._seen_results.glob(f"*-{self.fault.workload}-*"))
         before = {path.name for path in self._prepared.iterdir()} if self._prepared else set()
         return next((path for path in reversed(found) if path.name not in before), None)
@@ -118,11 +118,11 @@ class Trial:
         except subprocess.TimeoutExpired:
             code = None
         row = {
-            "name": fault.name, "what": fault.what, "workload": " ".join(_short(fault.words)),
+            "name": fault.name, "what": fault.title, "workload": " ".join(_short(fault.words)),
             "limit": fault.limit, "limit_s": fault.limit_s, "is_struck": is_struck,
             "time_s": round(time.monotonic() - start_s, 1), "exit_code": code,
         }  # fmt: skip
-        # mpirun is on the first node; where that is cut off, it can reach no other.
+        # mpirun is on the first node, so if that is cut off, it can reach no other.
         cut_off = [] if not fault.cuts_off else [fault.node] if fault.node else [1, 2]
         reachable = [n for n in range(N_NODES) if n not in cut_off]
         row["left_s"], row["left_running"] = self._left(reachable)
@@ -137,7 +137,7 @@ class Trial:
         return row
 
     def _strike(self, launch: subprocess.Popen[bytes]) -> bool:
-        """Inject once the run is under way; returns whether it came to that."""
+        """Wait until the run has records, then inject the fault; False if the run ended before."""
         deadline_s = time.monotonic() + _START_S
         while not self._is_under_way():
             if launch.poll() is not None or time.monotonic() > deadline_s:
@@ -148,7 +148,7 @@ class Trial:
         return True
 
     def _left(self, nodes: Sequence[int]) -> tuple[float, list[str]]:
-        """How long processes stayed on some nodes, and which are still there."""
+        """Wait for the processes on these nodes to end; returns seconds, and remaining ones."""
 
         def found() -> list[str]:
             return [f"{self.cluster.host(n)}: {words}" for n in nodes
@@ -172,7 +172,7 @@ class Trial:
         return row | {"kept": self._kept(run_dir)}
 
     def _kept(self, run_dir: Path) -> dict[str, list[int]]:
-        """By rank: records that are whole, and lines that are not."""
+        """Numbers of readable records and of broken lines, by rank."""
         kept = {}
         for rank in range(N_NODES):
             own = self.cluster.seen_by(rank, self.bed.results) / run_dir.name
@@ -184,10 +184,10 @@ class Trial:
         return kept
 
     def _run_again(self) -> str:
-        """How a short run on the same cluster ends, with the results of before."""
+        """Start a short run on the same cluster and results directory; returns its outcome."""
         self.bed.trigger.unlink(missing_ok=True)
         if self.fault.flags or self.fault.name.startswith("sshd"):
-            self.cluster.up()  # its limits, or the sshd that was killed, were the fault
+            self.cluster.up()  # because its limits or its killed sshd were the fault
         log = self._work / "next"
         launch = self._start(train("ddp", "--steps", "3", "--resume"), log)
         try:
@@ -200,13 +200,13 @@ class Trial:
 
 
 def _short(words: Sequence[str]) -> list[str]:
-    """What tells a command from the others."""
+    """Workload and strategy of a command line."""
     strategy = [words[words.index("--strategy") + 1]] if "--strategy" in words else []
     return [words[0], *strategy]
 
 
 def problems(fault: Fault, cluster: Cluster, row: dict[str, Any]) -> list[str]:
-    """What is not as stated."""
+    """Deviations of a row from the fault's expected outcome."""
     if not row["is_struck"]:
         return ["the run did not get to the injection"]
     found = []
@@ -221,8 +221,8 @@ def problems(fault: Fault, cluster: Cluster, row: dict[str, Any]) -> list[str]:
         found.append(f"status {row['status']}, not {fault.statuses[0]}")
     host = [] if fault.node is None else [re.escape(cluster.host(fault.node))]
     if fault.statuses != (None,):
-        told = host if fault.is_named else []
-        absent = [words for words in (*told, *fault.reason) if not re.search(words, row["reason"])]
+        named = host if fault.is_named else []
+        absent = [words for words in (*named, *fault.reason) if not re.search(words, row["reason"])]
         found += [f"the reason does not say {words!r}" for words in absent]
     seen = "\n".join(row["message"])
     absent = [words for words in (*host, *fault.message) if not re.search(words, seen)]
@@ -237,7 +237,7 @@ def problems(fault: Fault, cluster: Cluster, row: dict[str, Any]) -> list[str]:
 
 
 def prepare(cluster: Cluster, directory: Path) -> Path:
-    """Measure links and operators once: what the planned strategies build on."""
+    """Measure links and operators once, for planned strategies; returns the results directory."""
     results = directory / "prepared"
     results.mkdir()
     cluster.up()
@@ -262,7 +262,7 @@ def _chosen(args: argparse.Namespace) -> list[Fault]:
 
 
 def _needs_plans(fault: Fault) -> bool:
-    """Whether links and operators are to be known before the fault's own run."""
+    """Whether the fault's run needs measured links and operators."""
     is_planned = _short(fault.words)[-1] in ("pipeline", "searched", "search")
     return is_planned and not fault.before
 
@@ -290,7 +290,7 @@ afterwards. The next run is one on the same hosts. This page is made by
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of docs that shows rows."""
+    """The text of docs/faults.md."""
     commits = ", ".join(dict.fromkeys(row["commit"].removesuffix("-dirty") for row in rows))
     lines = [_PAGE.format(
         run=RUN_S, collective=COLLECTIVE_S, heartbeat=HEARTBEAT_S, grace=_GRACE_S,
@@ -312,12 +312,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Inject the chosen faults, a row each."""
+    """Inject the selected faults and print one row for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one object per fault")
-    parser.add_argument("--quick", action="store_true", help="the most telling, without runs after")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults alone")
-    parser.add_argument("--name", default="faults", help="of the virtual cluster")
+    parser.add_argument("--quick", action="store_true", help="a selection, without next runs")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these faults")
+    parser.add_argument("--name", default="faults", help="name of the virtual cluster")
     parser.add_argument("--table", type=Path, help="print docs/faults.md from these rows")
     args = parser.parse_args()
     if args.table:
@@ -328,10 +328,10 @@ def main() -> int:
         cluster = Cluster(args.name, Path(directory))
         prepared: Path | None = None
         for number, fault in enumerate(chosen, start=1):
-            print(f"[{number}/{len(chosen)}] {fault.name}: {fault.what}", file=sys.stderr)
+            print(f"[{number}/{len(chosen)}] {fault.name}: {fault.title}", file=sys.stderr)
             if _needs_plans(fault):
                 prepared = prepared or prepare(cluster, Path(directory))
-            row = Trial(fault, cluster, prepared, is_quick=args.quick).carry_out()
+            row = Trial(fault, cluster, prepared, is_quick=args.quick).run()
             n_wrong += bool(row["problems"])
             print(_say(row), file=sys.stderr, flush=True)
             row |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(),

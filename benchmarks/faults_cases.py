@@ -1,4 +1,4 @@
-"""Every fault that is injected: into what, how, and how the launch must end."""
+"""The table of faults: target, injection, and expected outcome of the launch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from faults_cluster import ROOT, Cluster
 
 HEARTBEAT_S, COLLECTIVE_S, RUN_S = 15.0, 20.0, 90.0
-# What a process that ends takes to be noticed, told to all and waited for on a busy machine.
+# Time on a busy machine to detect that a process has ended, report it to all ranks, and shut down.
 AT_ONCE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bed:
-    """What a fault is injected into.
+    """The target of an injection.
 
     Attributes:
         trigger: a file that the user's model reads (`faults_model.py`).
-        results: as the nodes see it.
+        results: results directory, by its path on the nodes.
         launch: mpirun; None before it is started.
     """
 
@@ -42,23 +42,23 @@ class Fault:
 
     Attributes:
         words: the workload's command line.
-        limit_s: the launch ends this long after the injection, by `limit`.
-        node: the one that it strikes; the message must name its host.
-        is_named: whether the reason must name it, too.
-        before: whether it is there before mpirun starts.
-        reason: what run.json must say besides, as regular expressions.
-        message: what the user must see besides.
-        statuses: of which run.json has one; None stands for no run.json.
-        exit_codes: of mpirun; empty for any but 0.
-        cuts_off: whether the node cannot be reached until it is healed.
+        limit_s: the launch must end within this time after the injection, because of `limit`.
+        node: the target; the message must name its host.
+        is_named: whether run.json's reason must name the host too.
+        before: inject before mpirun starts.
+        reason: regular expressions that run.json's reason must match.
+        message: regular expressions that the output must match.
+        statuses: accepted statuses in run.json; None stands for no run.json.
+        exit_codes: accepted exit codes of mpirun; empty: any but 0.
+        cuts_off: whether the node is unreachable until healed.
         flags: of the virtual cluster.
-        private: nodes with a small disk of their own under results.
-        at: the workload whose run it strikes; the last of a command's by default.
+        private: nodes with a separate small disk for results.
+        at: the workload whose run is struck; default: that of the command.
         is_quick: part of --quick.
     """
 
     name: str
-    what: str
+    title: str
     words: tuple[str, ...]
     inject: Act
     limit_s: float
@@ -83,7 +83,7 @@ class Fault:
 
 
 def train(strategy: str, *more: str) -> tuple[str, ...]:
-    """Steps of the user's model without end."""
+    """The command line of an endless training of the user's model."""
     model = ("--model", "benchmarks.faults_model:model", "--image-size", "8", "--n-classes", "3")
     steps = ("--batch-size", "12", "--steps", "1000000", "--warm-up", "1", "--no-sync-steps", "0")
     return ("train", *model, *steps, "--strategy", strategy, *more)
@@ -131,11 +131,11 @@ def _model(fault: str, rank: int = 1) -> Act:
 
 
 def _nothing(bed: Bed) -> None:
-    """The cluster itself is the fault."""
+    """No injection, because the cluster's limits are the fault."""
 
 
 def _kill_sshd(node: int) -> Act:
-    """End a node's sshd and its sessions; the ranks go on."""
+    """Kill a node's sshd and its sessions, but no rank."""
 
     def act(bed: Bed) -> None:
         cluster = bed.cluster
@@ -166,7 +166,7 @@ def _empty(node: int) -> Act:
 
 
 def _hide(node: int, program: str) -> Act:
-    """Put an empty file in place of a program of the environment, on one node alone."""
+    """Replace a program of the environment by an empty file, on one node only."""
 
     def act(bed: Bed) -> None:
         path = (ROOT / ".venv/bin" / program).resolve()
@@ -199,28 +199,28 @@ def _cut(workload: str, words: tuple[str, ...], *, node: int = 1, is_quick: bool
     where = "rank 0's node" if node == 0 else "a node"
     return Fault(
         name=f"cut-{workload}" if node else f"cut-first-{workload}",
-        what=f"the link of {where} is cut for good", words=words, node=node if node else None,
+        title=f"the link of {where} is cut for good", words=words, node=node if node else None,
         inject=_fault("cut", node), heal=_fault("heal", node), limit_s=HEARTBEAT_S,
         limit="heartbeat", reason=_SILENT, statuses=("timeout",), cuts_off=True,
         is_quick=is_quick,
     )  # fmt: skip
 
 
-def _stopped(name: str, what: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
+def _stopped(name: str, title: str, words: tuple[str, ...], *, is_quick: bool = False) -> Fault:
     return Fault(
-        name=name, what=what, words=words, inject=_signal_first(signal.SIGSTOP),
+        name=name, title=title, words=words, inject=_signal_first(signal.SIGSTOP),
         heal=_continue, limit_s=HEARTBEAT_S, limit="heartbeat", reason=(r"rank 1\b",),
         statuses=("timeout", "crash"),
         is_quick=is_quick,
     )  # fmt: skip
 
 
-def _broken(name: str, what: str, act: Act, *reason: str, limit_s: float = AT_ONCE_S,
+def _broken(name: str, title: str, act: Act, *reason: str, limit_s: float = AT_ONCE_S,
             limit: str = "at once", statuses: tuple[str, ...] = ("crash",),
             **more: object) -> Fault:  # fmt: skip
     """A fault of one rank's training process."""
     return Fault(
-        name=name, what=what, words=more.pop("words", DDP), inject=act, limit_s=limit_s,
+        name=name, title=title, words=more.pop("words", DDP), inject=act, limit_s=limit_s,
         limit=limit, reason=(r"rank 1\b", *reason), statuses=statuses, **more,
     )  # type: ignore[arg-type]  # fmt: skip
 
@@ -235,18 +235,18 @@ FAULTS = [
     _cut("search", SEARCH),
     _cut("ddp", DDP, node=0, is_quick=True),
     Fault(
-        name="cut-and-back", what="the link of a node is cut for 4 s",
+        name="cut-and-back", title="the link of a node is cut for 4 s",
         words=train("ddp", "--steps", "50"),
         inject=_cut_for_a_while, limit_s=RUN_S, limit="run timeout", statuses=("ok",),
         exit_codes=(0,), node=None,
     ),
     Fault(
-        name="frozen-host", what="every process of a host stops", words=DDP,
+        name="frozen-host", title="every process of a host stops", words=DDP,
         inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
         reason=_SILENT, statuses=("timeout",), cuts_off=True,
     ),
     Fault(
-        name="frozen-host-links", what="every process of a host stops", words=LINKS,
+        name="frozen-host-links", title="every process of a host stops", words=LINKS,
         inject=_fault("freeze"), heal=_fault("heal"), limit_s=HEARTBEAT_S, limit="heartbeat",
         reason=_SILENT, statuses=("timeout",), cuts_off=True, is_quick=False,
     ),
@@ -260,21 +260,21 @@ FAULTS = [
             limit_s=COLLECTIVE_S, limit="collective timeout", words=train("pipeline"),
             is_quick=False),
     Fault(
-        name="first-killed", what="a rank's first process is killed", words=DDP,
+        name="first-killed", title="a rank's first process is killed", words=DDP,
         inject=_signal_first(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
         reason=(r"rank 1\b", "SIGKILL|signal 9"),
     ),
     Fault(
-        name="first-killed-rank0", what="rank 0's first process is killed", words=DDP, node=0,
+        name="first-killed-rank0", title="rank 0's first process is killed", words=DDP, node=0,
         inject=_signal_first(signal.SIGKILL, 0), limit_s=AT_ONCE_S, limit="at once",
     ),
     Fault(
-        name="agent-stopped", what="a rank's agent is stopped", words=DDP,
+        name="agent-stopped", title="a rank's agent is stopped", words=DDP,
         inject=_signal_agent(signal.SIGSTOP), heal=_continue, limit_s=HEARTBEAT_S,
         limit="heartbeat", reason=_SILENT, statuses=("timeout",), is_quick=False,
     ),
     Fault(
-        name="agent-killed", what="a rank's agent is killed", words=DDP,
+        name="agent-killed", title="a rank's agent is killed", words=DDP,
         inject=_signal_agent(signal.SIGKILL), limit_s=AT_ONCE_S, limit="at once",
         reason=(r"rank 1\b", "killed"), is_quick=False,
     ),
@@ -284,7 +284,7 @@ FAULTS = [
     _broken("exits", "a rank's training process leaves by os._exit(3)", _model("exit"),
             "exit code 3"),
     Fault(
-        name="nan", what="a rank's part of the loss becomes NaN",
+        name="nan", title="a rank's part of the loss becomes NaN",
         words=train("ddp", "--steps", "40"), inject=_model("nan"), limit_s=RUN_S,
         limit="run timeout", statuses=("invalid",), reason=("the loss is nan",), node=None,
     ),
@@ -292,54 +292,54 @@ FAULTS = [
             _model("memory"), "memory", statuses=("oom",), limit_s=30.0, exit_codes=(0,),
             limit="as long as filling takes", flags=("--memory", "4GiB,1536MiB,4GiB")),
     Fault(
-        name="sshd-killed", what="sshd of a host and its sessions are killed during a run",
+        name="sshd-killed", title="sshd of a host and its sessions are killed during a run",
         words=DDP, inject=_kill_sshd(1), limit_s=AT_ONCE_S, limit="at once", message=_CHECK,
         is_named=False,
     ),
     Fault(
-        name="sshd-dead", what="sshd of a host is dead before the launch", words=DDP,
+        name="sshd-dead", title="sshd of a host is dead before the launch", words=DDP,
         inject=_kill_sshd(1), before=True, limit_s=20.0, limit="connection refused",
         statuses=(None,), message=_CHECK,
     ),
     Fault(
-        name="host-cut-before", what="a host cannot be reached at the launch", words=DDP,
+        name="host-cut-before", title="a host cannot be reached at the launch", words=DDP,
         inject=_fault("cut"), heal=_fault("heal"), before=True, limit_s=25.0,
         limit="ssh's ConnectTimeout", statuses=(None,), message=_CHECK, cuts_off=True,
     ),
     Fault(
-        name="python-missing", what="one host has no Python in its environment", words=DDP,
+        name="python-missing", title="one host has no Python in its environment", words=DDP,
         inject=_hide(1, "python"), heal=_show(1, "python"), before=True, limit_s=30.0,
         limit="start-up", statuses=(None,), message=("install.sh",),
     ),
     Fault(
-        name="orted-missing", what="one host has no MPI daemon", words=DDP,
+        name="orted-missing", title="one host has no MPI daemon", words=DDP,
         inject=_hide(1, "orted"), heal=_show(1, "orted"), before=True, limit_s=20.0,
         limit="start-up", statuses=(None,), message=_CHECK,
     ),
     Fault(
-        name="disk-full-rank0", what="rank 0's disk fills up while records are written",
+        name="disk-full-rank0", title="rank 0's disk fills up while records are written",
         words=DDP, inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=AT_ONCE_S,
         limit="at once", reason=("No space left on device",),
         message=("No space left on device",),
     ),
     Fault(
-        name="disk-full", what="another rank's disk fills up", words=DDP, inject=_fill(1),
+        name="disk-full", title="another rank's disk fills up", words=DDP, inject=_fill(1),
         heal=_empty(1), private=(1,), limit_s=AT_ONCE_S, limit="at once",
         reason=("No space left on device",), message=("No space left on device",),
     ),
     Fault(
-        name="disk-full-links", what="rank 0's disk fills up during links", words=LINKS,
+        name="disk-full-links", title="rank 0's disk fills up during links", words=LINKS,
         inject=_fill(0), heal=_empty(0), private=(0,), node=0, limit_s=RUN_S,
         limit="run timeout", reason=("No space left on device",),
         message=("No space left on device",), is_quick=False,
     ),
     Fault(
-        name="memory-small", what="a node has 150 MiB, too few for a rank's first process",
+        name="memory-small", title="a node has 150 MiB, too few for a rank's first process",
         words=DDP, inject=_nothing, before=True, flags=("--memory", "4GiB,150MiB,4GiB"),
         limit_s=45.0, limit="start-up", statuses=("oom",), message=("memory",),
     ),
     Fault(
-        name="memory-profile", what="nodes of 900 MiB profile a pipeline of AlexNet",
+        name="memory-profile", title="nodes of 900 MiB profile a pipeline of AlexNet",
         words=("train", "--model", "alexnet", "--strategy", "pipeline", "--batch-size", "64",
                "--steps", "3"),
         inject=_nothing, before=True, flags=("--memory", "900MiB"), limit_s=300.0,
@@ -347,16 +347,16 @@ FAULTS = [
         at="profile", is_quick=False,
     ),
     Fault(
-        name="ctrl-c", what="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),
+        name="ctrl-c", title="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),
         limit_s=AT_ONCE_S, limit="at once", reason=("interrupted",), node=None,
     ),
     Fault(
-        name="sigterm", what="SIGTERM to mpirun", words=DDP,
+        name="sigterm", title="SIGTERM to mpirun", words=DDP,
         inject=_signal_mpirun(signal.SIGTERM), limit_s=AT_ONCE_S, limit="at once",
         reason=("interrupted",), node=None,
     ),
     Fault(
-        name="header-removed", what="run.json is deleted during the run",
+        name="header-removed", title="run.json is deleted during the run",
         words=train("ddp", "--steps", "40"), inject=_remove_header, limit_s=RUN_S,
         limit="run timeout", statuses=("ok",), exit_codes=(0,), node=None,
     ),

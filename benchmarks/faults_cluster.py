@@ -1,4 +1,4 @@
-"""A virtual cluster of three nodes to inject faults into: its processes, links and disks."""
+"""A virtual cluster of three nodes, the target of faults: its processes, links and disks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGENT = "harness/runtime/agent"
 
 
 class Cluster:
-    """Nodes of this program's own, one rank on each."""
+    """A virtual cluster that this program builds and removes, with one rank per node."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Cluster:
         return ["bash", script, command, "--name", self.name, *words]
 
     def call(self, command: str, *words: str) -> str:
-        """Run one of the cluster's commands to its end."""
+        """Run a command of setup/virtual_cluster.sh and wait for it."""
         done = subprocess.run(
             self.argv(command, *words), capture_output=True, text=True, check=False, timeout=120
         )
@@ -59,7 +59,7 @@ class Cluster:
     def start(
         self, words: Iterable[str], log: Path, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start mpirun on the first node, in a process group of its own; `log` gets its words."""
+        """Start mpirun on the first node, in a new process group; its output goes to `log`."""
         mpirun = ["mpirun", "-np", str(N_NODES), "--hostfile", str(self.hostfile)]
         mpirun += [word for name in variables for word in ("-x", name)]
         with log.open("wb") as output:
@@ -70,20 +70,20 @@ class Cluster:
             )  # fmt: skip
 
     def sshd(self, node: int) -> int:
-        """The pid of a node's sshd, dead or alive."""
+        """The pid of a node's sshd, which may have ended."""
         return int(self.place.pid_file(self.host(node)).read_text().split()[0])
 
     def pids(self, node: int) -> set[int]:
-        """All processes of a node but its sshd."""
+        """All processes of a node except its sshd."""
         found = processes.in_namespaces([self.place.namespace(self.host(node))])
         return found - {self.sshd(node)}
 
     def first_process(self, rank: int) -> int:
-        """The process that a rank's agent started, and which starts those of its runs."""
+        """A rank's first process, which its agent started, and which starts those of its runs."""
         return self._find(rank, is_agent=False)
 
     def agent(self, rank: int) -> int:
-        """The process that mpirun started on a rank's node."""
+        """A rank's agent, which mpirun started."""
         return self._find(rank, is_agent=True)
 
     def _find(self, rank: int, *, is_agent: bool) -> int:
@@ -96,7 +96,7 @@ class Cluster:
         raise RuntimeError(f"rank {rank} has no {'agent' if is_agent else 'first process'}")
 
     def training_process(self, rank: int) -> int:
-        """The process that the fork server of a rank's first process made for the run."""
+        """A rank's process for the current run, made by the fork server of its first process."""
         first = psutil.Process(self.first_process(rank))
         for child in first.children():
             for grandchild in child.children():
@@ -104,7 +104,7 @@ class Cluster:
         raise RuntimeError(f"rank {rank} has no training process")
 
     def describe(self, pids: Iterable[int]) -> list[str]:
-        """Processes in words, without sessions of sshd and those that have ended."""
+        """Descriptions of processes, except sessions of sshd and processes that have ended."""
         words = []
         for pid in sorted(pids):
             with contextlib.suppress(psutil.Error):
@@ -115,17 +115,17 @@ class Cluster:
         return words
 
     def in_node(self, node: int, *words: str) -> None:
-        """Run a command in a node's mount namespace, where what it mounts is seen by it alone."""
+        """Run a command in a node's mount namespace, so that its mounts are visible only there."""
         command = ["nsenter", f"--target={self.sshd(node)}", "--mount", "--", *words]
         subprocess.run(command, check=True, timeout=60, capture_output=True)
 
     def seen_by(self, node: int, path: Path) -> Path:
-        """A path as a node sees it."""
+        """A path by which this machine reads a node's file."""
         return Path(f"/proc/{self.sshd(node)}/root") / path.relative_to("/")
 
 
 def wait_until_gone(find: object, timeout_s: float) -> float:
-    """Wait until a callable names no process; returns the seconds it took, or inf."""
+    """Wait until a callable returns no process; returns the elapsed seconds, or inf."""
     assert callable(find)
     start_s = time.monotonic()
     while time.monotonic() - start_s < timeout_s:
@@ -136,7 +136,7 @@ def wait_until_gone(find: object, timeout_s: float) -> float:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a launch that does not end."""
+    """Kill the process group of a launch."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

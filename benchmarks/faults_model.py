@@ -1,6 +1,6 @@
-"""A user's model of three layers, which fails on one rank as soon as a file says so.
+"""A user's model of three layers, which fails on one rank once a trigger file exists.
 
-The file that FAULT_TRIGGER names holds a fault and a rank, such as `sleep 1`.
+FAULT_TRIGGER is the path of that file, which contains a fault and a rank, such as `sleep 1`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _fail(fault: str, x: Tensor) -> Tensor:
 
 @fx.wrap
 def troubled(x: Tensor) -> Tensor:
-    """Pass the values on until the file is there."""
+    """Return the input, or fail if the trigger file exists."""
     trigger = Path(os.environ["FAULT_TRIGGER"])
     if x.device.type != "meta" and trigger.exists():
         fault, rank = trigger.read_text().split()
@@ -41,7 +41,7 @@ def troubled(x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Linear layers with what fails behind each."""
+    """Linear layers, each followed by `troubled`."""
 
     def __init__(self, n_features: int, n_classes: int) -> None:
         super().__init__()
@@ -57,5 +57,5 @@ class Model(nn.Module):
 
 
 def model(n_classes: int, n_channels: int, image_size: int) -> Model:
-    """Build it for images of any size."""
+    """Build the model for images of any size."""
     return Model(n_channels * image_size**2, n_classes)

@@ -1,4 +1,4 @@
-"""The readers of the harness, each with valid files: what `fuzz_readers.py` and the tests break."""
+"""The readers of the harness, each with valid files to mutate, for `fuzz_readers.py` and tests."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Reader:
     """One reader.
 
     Attributes:
-        seeds: makes its valid files.
-        read: reads one, with a folder to work in; raises HarnessError.
+        seeds: returns valid files.
+        read: reads a file, in a working folder; raises HarnessError.
     """
 
     seeds: Callable[[], list[bytes]]
@@ -150,7 +150,7 @@ def _strategy(data: bytes, _: Path) -> None:
 
 
 def _file(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
-    """A reader of a path."""
+    """A reader of bytes, which writes them to a file and passes its path."""
 
     def read_it(data: bytes, folder: Path) -> object:
         path = folder / name
@@ -177,8 +177,8 @@ def _converted(path: Path) -> None:
 
 def _quantities(text: str) -> None:
     for line in text.splitlines()[:8]:
-        value, _, what = line.rpartition(" ")
-        {"bytes": parse_bytes, "rate": parse_bandwidth}.get(what, parse_duration)(value)
+        value, _, kind = line.rpartition(" ")
+        {"bytes": parse_bytes, "rate": parse_bandwidth}.get(kind, parse_duration)(value)
 
 
 def _flags(text: str) -> None:
@@ -199,7 +199,7 @@ def _environment(text: str) -> None:
 
 
 def _settings(path: Path) -> None:
-    """As entry.sh reads it; bash itself refuses by exit code 2 and one line."""
+    """Read settings by entry.sh, which refuses by exit code 2 and one line."""
     function = re.search(
         r"^read_settings\(\) \{$.*?^\}$", (_ROOT / "entry.sh").read_text(), re.DOTALL | re.MULTILINE
     )
@@ -270,7 +270,7 @@ def _virtual_seeds() -> list[bytes]:
 
 
 def _run(name: str) -> Callable[[bytes, Path], object]:
-    """A file of a run's directory, beside the others as they were."""
+    """A reader of one file of a run's directory, with the other files unchanged."""
     sample = _ROOT / "results" / "sample-train-single-r0"
 
     def read(data: bytes, folder: Path) -> None:

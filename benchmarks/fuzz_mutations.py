@@ -1,6 +1,6 @@
-"""What becomes of a valid file in transport, in editors, and at the hands of people: mutations.
+"""Mutate valid files as transfers, editors and people may damage them.
 
-`mutate` draws one to three changes; all draws come from the generator that is passed in.
+`mutate` applies one to three random changes, drawn from the generator that is passed in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 Change = Callable[[Random, bytes], bytes]
 
-# What stands in place of a number or a word.
+# Replacements of a number or a word.
 ODD = [
     b"0", b"-1", b"1e308", b"1e-320", b"1e400", b"1e300", b"1000000000000", b"9" * 300, b"1" * 5000,
     "²".encode(), "١٢".encode(), b"nan", b"inf", b"1_0", b"0x10", b"null", b"true", b"[]", b"{}",
@@ -140,7 +140,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _json(random: Random, data: bytes) -> bytes:
-    """A change of type or value that leaves JSON whole; other files get another change."""
+    """Change a type or value in valid JSON; other files get another change."""
     try:
         value = json.loads(data)
         places = _places(value)
@@ -171,7 +171,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 def mutate(random: Random, data: bytes) -> bytes:
-    """A file after one to three changes; what has become large is changed in simple ways only."""
+    """Apply one to three changes to a file; only simple ones if it has become large."""
     for _ in range(random.choice((1, 1, 2, 3))):
         change = random.choice(CHANGES)
         is_large = len(data) > _MOST and change in (_lines, _json, _recode)

@@ -1,12 +1,12 @@
-"""Whether every reader answers broken files with its own one-line error, in time and memory.
+"""Test that every reader refuses broken files with a one-line error, in bounded time and memory.
 
     python benchmarks/fuzz_readers.py [--cases N] [--only READER ...] [--seed S] [--keep DIR]
                                       [--json]
 
-Each reader (`fuzz_cases.READERS`) gets mutations of valid files (`fuzz_mutations`), in a process of
-its own. A mutation is read, or refused by a HarnessError of one line. Anything else escapes: other
-exceptions, a second of processor time, or 200 MiB above what the process held before. The exit code
-is 1 when one escaped; `--keep` writes it to a file. A seed gives the same mutations every time.
+Each reader (`fuzz_cases.READERS`) gets mutations of valid files (`fuzz_mutations`), in a separate
+process. It must accept a mutation, or refuse it by a HarnessError of one line. Anything else is an
+escape: other exceptions, over a second of processor time, or over 200 MiB of additional memory. The
+exit code is 1 if one escaped; `--keep` writes it to a file. Equal seeds give equal mutations.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HANG_CPU_S, _HANG_S = 5, 60
 
 @dataclass(frozen=True)
 class Reading:
-    """What became of one mutation; `escape` is empty where it did not escape."""
+    """Outcome of one mutation; `escape` is empty if the reader accepted or refused it."""
 
     escape: str
     was_read: bool
@@ -52,12 +52,12 @@ class Reading:
 
 @dataclass
 class Tally:
-    """What became of a reader's mutations.
+    """Outcomes of all mutations of a reader.
 
     Attributes:
-        worst_s: processor seconds of the slowest.
-        worst_mib: what the process held at most beyond what it held before a mutation.
-        escapes: kind of escape, by how many there were.
+        worst_s: processor seconds of the slowest mutation.
+        worst_mib: largest additional memory of the process for a mutation.
+        escapes: number of escapes by kind.
     """
 
     reader: str
@@ -81,7 +81,7 @@ class Tally:
 
 
 class Hang(BaseException):
-    """A mutation took too long, by the processor's time or by the clock."""
+    """A mutation took too much processor time or wall time."""
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -94,25 +94,25 @@ def _set_limits(cpu_s: float, wall_s: float) -> None:
 
 
 def catch_hangs() -> None:
-    """Let the limits raise `Hang`, in the main thread."""
+    """Raise `Hang` in the main thread when a limit is exceeded."""
     signal.signal(signal.SIGALRM, _stop)
     signal.signal(signal.SIGPROF, _stop)
 
 
 def begin_peak() -> float:
-    """Begin to note what this process holds at most; returns what it holds now, in MiB."""
+    """Reset this process's peak of memory; returns its current memory in MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_mib()
 
 
 def peak_mib() -> float:
-    """What this process has held at most since `begin_peak`."""
+    """Peak of memory of this process since `begin_peak`, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def read(reader: Reader, data: bytes, folder: Path) -> Reading:
-    """Read a mutation."""
+    """Read a mutation under limits of time; returns the outcome."""
     began_s, before_mib = time.process_time(), begin_peak()
     _set_limits(_HANG_CPU_S, _HANG_S)
     try:
@@ -135,12 +135,12 @@ def read(reader: Reader, data: bytes, folder: Path) -> Reading:
 
 
 def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
-    """Read so many mutations of a reader's files."""
+    """Read `n_cases` mutations of a reader's files."""
     reader, random, tally = READERS[name], Random(f"{seed} {name}"), Tally(name)
     catch_hangs()
     with tempfile.TemporaryDirectory() as folder:
         seeds = reader.seeds()
-        for data in seeds:  # what is imported and built at first is no reader's memory
+        for data in seeds:  # excludes imports and caches from the reader's memory
             reader.read(data, Path(folder))
         for case in range(n_cases):
             data = mutate(random, random.choice(seeds))
@@ -152,7 +152,7 @@ def fuzz(name: str, n_cases: int, seed: int, keep: Path | None) -> Tally:
 
 
 def tallies(names: list[str], arguments: argparse.Namespace) -> Iterator[Tally]:
-    """Each reader in a process of its own, whose peak of memory is the reader's."""
+    """Run each reader in a new process, so that the peak of memory is the reader's."""
     for name in names:
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
             call = pool.submit(fuzz, name, arguments.cases, arguments.seed, arguments.keep)
@@ -173,7 +173,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 1 when a mutation escaped."""
+    """Fuzz the selected readers; returns the exit code, 1 if there was an escape."""
     arguments = parse(argv)
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""send/recv bandwidth and all_reduce busbw against what iperf3 reads on the same link.
+"""Compare send/recv bandwidth and all-reduce bus bandwidth with iperf3 on the same link.
 
-Start it like a workload; ranks 0 and 1 measure the link between them, all ranks the all_reduce:
+Start it like a workload; ranks 0 and 1 measure the link between them, all ranks the all-reduce:
 
     mpirun -np 5 --hostfile hosts/virtual.txt .venv/bin/python benchmarks/links_vs_iperf.py
 
-iperf3 and the messages take turns in one run, with nothing else on the link. Rates are goodput
-one way: of iperf3 the receiver's, of messages n_bytes over the median one-way time.
+iperf3 and the messages alternate in one run, with no other traffic on the link. Rates are goodput
+in one direction: the receiver's by iperf3, and n_bytes over the median one-way time of messages.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class Options:
     pairs: int = 8
     """How often each is measured."""
     seconds: float = 2.0
-    """How long each iperf3, and about how long the messages of each turn."""
+    """Duration of each iperf3 measurement, and approximately of the messages of each turn."""
     size: str = "16MiB"
-    """Size of the messages and of the all_reduce."""
+    """Size of the messages and of the all-reduce."""
     iperf_port: int = 5201
     """Free port on the second host."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON object a line."""
+    """Print one JSON object per line."""
 
 
 @contextmanager
 def iperf_server(port: int) -> Iterator[None]:
-    """A server on this host for as long as the context is open.
+    """Run an iperf3 server on this host until the context closes.
 
     Raises:
-        EnvironmentSetupError: there is no iperf3, or it cannot listen.
+        EnvironmentSetupError: iperf3 is missing, or cannot listen.
     """
     program = shutil.which("iperf3")
     if program is None:
@@ -85,10 +85,10 @@ def iperf_server(port: int) -> Iterator[None]:
 
 
 def iperf_bytes_per_s(address: str, port: int, seconds: float) -> float:
-    """What the receiver got per second.
+    """The receiver's rate by iperf3.
 
     Raises:
-        EnvironmentSetupError: iperf3 failed; its own words.
+        EnvironmentSetupError: iperf3 failed; has its message.
     """
     command = ["iperf3", "--client", address, "--port", str(port), "--time", str(round(seconds))]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
@@ -99,7 +99,7 @@ def iperf_bytes_per_s(address: str, port: int, seconds: float) -> float:
 
 
 def message_bytes_per_s(transport: Transport, n_bytes: int, budget: Budget) -> float:
-    """Goodput from rank 0 to rank 1 by the links workload's own code; 0 on the other ranks."""
+    """Goodput from rank 0 to rank 1 by the code of the links workload; 0 on other ranks."""
     if transport.rank > 1:
         return 0.0
     times = time_pair((0, 1), [n_bytes], transport, budget).transfers
@@ -107,7 +107,7 @@ def message_bytes_per_s(transport: Transport, n_bytes: int, budget: Budget) -> f
 
 
 def busbw_bytes_per_s(transport: Transport, n_bytes: int, world: World, n: int) -> float:
-    """Of all_reduce over all ranks, from the median of the slowest rank's times."""
+    """Bus bandwidth of an all-reduce over all ranks, by the slowest rank's median time."""
     trial = make_trial("all_reduce", n_bytes, transport)
     times = maximum_over_ranks(time_trial(trial, transport, n + 1), world)[1:]
     trial.check()
@@ -115,7 +115,7 @@ def busbw_bytes_per_s(transport: Transport, n_bytes: int, world: World, n: int) 
 
 
 def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[str, list[float]]:
-    """All series in turn; complete on rank 0. Every rank must call it."""
+    """Measure all series in turn; all ranks must call it, and rank 0 gets the complete series."""
     world, n_bytes = meeting.world, parse_bytes(options.size)
     transports: list[Transport] = [TorchTransport.of(world, clock_for(world.device))]
     if world.mpi is not None:
@@ -137,7 +137,7 @@ def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[st
     )
     series: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(options.pairs):
-        # iperf3 stays beside each of the others, before it and after it in turn.
+        # iperf3 alternately precedes and follows the others, so that it is always adjacent.
         for name in list(works) if turn % 2 == 0 else reversed(list(works)):
             dist.barrier()
             series[name].append(works[name]())
@@ -145,7 +145,7 @@ def measure(options: Options, meeting: Meeting, addresses: list[str]) -> dict[st
 
 
 def report(options: Options, world: World, series: dict[str, list[float]]) -> None:
-    """Print every series over iperf3's; rank 0 only."""
+    """Print the ratio of every series to iperf3's; rank 0 only."""
     if not options.as_json:
         for name, rates in series.items():
             print(f"{name:20} {format_bandwidth(median(rates))}")
@@ -181,7 +181,7 @@ def main(options: Options) -> None:
 
 
 def end_all_ranks(code: int) -> NoReturn:
-    """Leave; under mpirun take the other ranks along, which would wait for this one."""
+    """End this rank, and under mpirun all others, which would wait for it."""
     if "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     sys.exit(code)
@@ -189,7 +189,7 @@ def end_all_ranks(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     find_mpi()
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks give way
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks must not spin
     try:
         main(tyro.cli(Options, description=__doc__))
     except HarnessError as error:

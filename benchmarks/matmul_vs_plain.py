@@ -1,9 +1,9 @@
-"""The matmul workload's time of a product against a plain timed loop of torch.matmul.
+"""Compare the matmul workload's time of a product with a plain timed loop of torch.matmul.
 
-Both are taken in turn, at the same size and dtype (by default bf16 8192 on a GPU, fp32 1024 on a
-CPU); the ratio is ours over plain, of median times. The plain loop runs hot. Where the operands
-fit in the last cache, which the workload empties before each product, the plain loop empties it
-too, else the two would differ by design.
+Both are measured in turn, at the same size and dtype (by default bf16 8192 on a GPU, fp32 1024 on a
+CPU); the ratio is the workload's median time over the plain loop's. The plain loop runs hot. If the
+operands fit in the last-level cache, which the workload flushes before each product, the plain loop
+flushes it too, because the two would otherwise differ by design.
 
     .venv/bin/python benchmarks/matmul_vs_plain.py --size 4096 --json
 """
@@ -30,19 +30,19 @@ from harness.workloads.matmul.product import torch_dtype
 @dataclass(frozen=True, kw_only=True)
 class Options:
     size: int = 0
-    """Rows of the square product; 0 is 8192 on a GPU, 1024 on a CPU."""
+    """Rows of the square matrices; 0 means 8192 on a GPU, 1024 on a CPU."""
     dtype: str = ""
-    """fp32, tf32, bf16 or fp16; empty is bf16 on a GPU, fp32 on a CPU."""
+    """fp32, tf32, bf16 or fp16; empty means bf16 on a GPU, fp32 on a CPU."""
     pairs: int = 11
-    """How often both are measured."""
+    """Number of measurements of each."""
     samples: int = 20
-    """Products of each measurement."""
+    """Products per measurement."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object."""
 
 
 def plain_time(size: int, dtype: str, device: torch.device, n: int, is_cold: bool) -> float:
-    """Median seconds of torch.matmul, as one would write it by hand."""
+    """Median seconds of torch.matmul in a hand-written loop."""
     a = torch.randn(size, size, device=device, dtype=torch_dtype(dtype))
     b = torch.randn(size, size, device=device, dtype=torch_dtype(dtype))
     cache = torch.empty(last_cache_bytes(device), dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ def _event_time(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def harness_time(size: int, dtype: str, device: torch.device, n: int) -> float:
-    """Median seconds of the same product by the workload's own code."""
+    """Median seconds of the same product by the workload's code."""
     budget = Budget(time_s=1e-9, n_min=n, n_warm_up=3)
     durations, _ = time_product(size, dtype, device, clock_for(device), budget)
     return median(durations)
@@ -86,7 +86,7 @@ def main(options: Options) -> None:
     plain: list[float] = []
     with precision_of(dtype):
         for pair in range(options.pairs):
-            # Each goes first in turn, so that a drift of clocks favours neither.
+            # They alternate in going first, so that a drift of clocks favours neither.
             for is_ours in (True, False) if pair % 2 == 0 else (False, True):
                 if is_ours:
                     ours.append(harness_time(size, dtype, device, options.samples))

@@ -1,20 +1,20 @@
-"""Do models as users write them train right by every strategy, or are they refused?
+"""Test that each strategy trains users' models correctly or refuses them.
 
     python benchmarks/model_zoo.py --json
     python benchmarks/model_zoo.py --only no_grad_branch roll_batch --strategies ddp 1f1b
 
 The zoo (tests/runtime/executor/zoo) has small models with one construct each: contexts, autograd
 functions, hooks, operators that mix samples, buffers, outputs, control flow. Each is trained for
-four steps by one device in plain PyTorch, and by the executor's ddp, tensor, hybrid, 1F1B, zero
+four steps by plain PyTorch on one device, and by the executor's ddp, tensor, hybrid, 1F1B, zero
 bubble, interleaved and some random strategies over gloo. One line per model and strategy:
 
-    ok        losses, gradients, parameters and buffers are those of one device (1e-9 in float64)
+    ok        losses, gradients, parameters and buffers equal those of one device (1e-9 in float64)
     refused   an error of one line, on all ranks
-    random    it trained, and draws numbers of its own, so that no two trainings are equal
-    wrong     trained to something else, or trained what one device refuses
-    crash     any other exception, an exception of some ranks alone, or no end
+    random    trained, but the model draws random numbers, so that trainings differ
+    wrong     a different result, or a result although one device refuses
+    crash     any other exception, an exception on some ranks only, or a hang
 
-Exits with 1 where any is wrong or crashes.
+Exits with 1 if any is wrong or crashes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from equivalence_training import merged
 from zoo import ZOO
 from zoo.training import BATCH, Refusal, ZooCase, strategies_of, train_on_ranks, train_single
 
-# Rounding of 16 bits falls otherwise where a sum is cut. So does it on one device that adds up
-# microbatches: twice as far from the model is still the model.
+# A sum that is split rounds differently in 16 bits. Microbatches on one device have the same
+# effect, so twice that difference is still equal.
 _ROUNDINGS = 2.0
 _SPLITS = ([BATCH // 2] * 2, [BATCH // 4] * 4)
 
@@ -58,26 +58,26 @@ _SPLITS = ([BATCH // 2] * 2, [BATCH // 4] * 4)
 @dataclass(frozen=True, kw_only=True)
 class Options:
     only: tuple[str, ...] = ()
-    """Models; all by default."""
+    """Models of the zoo; all by default."""
     strategies: tuple[str, ...] = ()
     """Names of strategies, such as ddp or 1f1b; all by default."""
     ranks: int = 2
     """Ranks of the well-known strategies."""
     random: int = 3
-    """Random strategies of each model, on 2, 3 and 4 ranks."""
+    """Number of random strategies per model, on 2, 3 and 4 ranks."""
     seed: int = 0
-    """What weights, samples and random strategies are drawn from."""
+    """Seed of weights, samples and random strategies."""
     timeout_s: float = 60.0
-    """How long a strategy may take."""
+    """Time limit of a strategy."""
     json: bool = False
-    """Print an object for each model and strategy, and one for all."""
+    """Print a JSON object for each model and strategy, and one for all."""
 
 
 Row = dict[str, Any]
 
 
 def _single(case: ZooCase, sizes: list[int]) -> Trace | str:
-    """What one device trains, or why it cannot."""
+    """Train on one device; returns the trace, or the error."""
     try:
         return train_single(case, sizes)
     except Exception as error:
@@ -85,7 +85,7 @@ def _single(case: ZooCase, sizes: list[int]) -> Trace | str:
 
 
 def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
-    """How a training compares with that of one device."""
+    """Compare a training with that on one device."""
     wanted = _single(case, sizes)
     row: Row = {"loss": found.losses[-1]}
     if isinstance(wanted, str):
@@ -107,7 +107,7 @@ def _judged(case: ZooCase, found: Trace, sizes: list[int]) -> Row:
 
 
 def _with_nil_gradients(wanted: Trace, found: Trace) -> Trace:
-    """A gradient that plain PyTorch leaves out is nil: an update by it is none."""
+    """Treat a gradient that plain PyTorch leaves out as zero."""
     gradients = [
         {**{name: torch.zeros_like(g) for name, g in there.items()}, **own}
         for own, there in zip(wanted.gradients, found.gradients, strict=True)
@@ -165,7 +165,7 @@ def _rows_of(name: str, ranks: RanksBySize, options: Options) -> Iterator[Row]:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    """A row for each model and strategy, as they come."""
+    """Yield a row for each model and strategy."""
     unknown = set(options.only) - set(ZOO)
     if unknown:
         sys.exit(f"no model {min(unknown)!r} in the zoo: choose of {', '.join(ZOO)}")
@@ -186,7 +186,7 @@ def _text(row: Row) -> str:
 
 
 def main(options: Options) -> int:
-    """Train, print; 1 when anything is wrong or crashed."""
+    """Train and print; returns 1 if anything is wrong or crashed."""
     logging.getLogger("harness").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     start_s = time.perf_counter()

@@ -1,13 +1,13 @@
-"""What measuring costs: instrumented training steps against the same loop bare, in turn.
+"""Measure the overhead of recording: instrumented and bare training steps in turn.
 
     python benchmarks/overhead.py --model resnet18 --image-size 64 --json
     mpirun -np 2 python benchmarks/overhead.py --model lenet --batch 512
 
-Both train the same model on the same batches in the same processes, a block of steps each, again
-and again. The instrumented loop is the train workload's, with its marks, bucket hook, counters,
-device readings and files; the bare one is what one would write by hand. Two ratios of each pair of
-blocks: of their wall time, and of the processor time that the process took with all its threads,
-which other programs on the machine hardly change. Both are the maximum over ranks.
+Both train the same model on the same batches in the same processes, in alternating blocks of steps.
+The instrumented loop is the train workload's, with its marks, bucket hook, counters, device
+readings and files; the bare one is hand-written. Each pair of blocks gives two ratios: of wall
+time, and of processor time of the process with all its threads, which other programs on the machine
+hardly affect. Both are the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from harness.workloads.train.setup import Training, make_task, prepare
 @dataclass(frozen=True, kw_only=True)
 class Options:
     model: str = "resnet18"
-    """Any model of the train workload."""
+    """Model of the train workload."""
     image_size: int = 64
-    """Side of the images; 0 is the model's own."""
+    """Side of the images; 0 means the model's default."""
     batch: int = 32
-    """Samples of each rank in a step."""
+    """Samples per rank and step."""
     dtype: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
     pairs: int = 400
-    """Blocks of each kind. Many short ones bound the ratio closer than few long ones: what disturbs
-    a machine for a while falls on both blocks of a pair."""
+    """Blocks of each kind. Many short ones give a narrower interval than few long ones, because a
+    disturbance then affects both blocks of a pair."""
     block_s: float = 0.3
-    """About how long a block takes, at least a step; each has a device reading of its own."""
+    """Approximate duration of a block, at least one step; each block has its own device reading."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object."""
 
 
 class BareLoop:
-    """A training loop as one would write it, over the same samples."""
+    """A hand-written training loop over the same samples."""
 
     def __init__(self, case: TrainCase, training: Training, world: World) -> None:
         self._task = make_task(case)
@@ -96,7 +96,7 @@ class BareLoop:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of a block took on the rank that took most."""
+    """Time per step of a block, as the maximum over ranks."""
 
     wall_s: float
     cpu_s: float
@@ -113,7 +113,7 @@ def cost_of(run: Callable[[int], None], n_steps: int, world: World) -> Cost:
 
 
 def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, Cost]]:
-    """Costs of a step, instrumented and bare, of blocks taken in turn."""
+    """Run blocks in turn; returns the costs of a step, instrumented and bare, of each pair."""
     case = TrainCase(
         model=options.model,
         image_size=options.image_size,
@@ -149,7 +149,7 @@ def measure(options: Options, world: World, run_dir: Path) -> list[tuple[Cost, C
 
 
 def compare_costs(name: str, pairs: list[tuple[float, float]]) -> dict[str, object]:
-    """The comparison, its name with the seconds of a bare step and what instruments add to it."""
+    """The comparison; its name includes the seconds of a bare step and the added ones."""
     bare_s = statistics.median(bare for _, bare in pairs)
     added = compare("", [ours - bare + bare_s for ours, bare in pairs], [bare_s] * len(pairs))
     low_us, middle_us, high_us = (

@@ -1,14 +1,14 @@
-"""Do phases sum to the step, and do both readings of exposed communication agree?
+"""Check that phases sum to the step, and that two estimates of exposed communication agree.
 
     mpirun -np 5 --hostfile hosts/virtual.txt ./entry.sh train --strategy ddp --steps 30 \\
         --no-sync-steps 30 --repeats 5 --results RESULTS
     python benchmarks/phases.py RESULTS
 
-Reads the train runs of a results directory; each comparison pairs readings of one run:
-the sum of a step's phases over its wall time (a pair a step), and exposed communication by the
-union of spans over the median step less the median step without synchronisation (a pair a repeat).
-The second differs by nature where communication slows the compute beside it: so that is added in
-a third comparison, from the compute of the steps with and without synchronisation.
+Reads the train runs of a results directory; each comparison pairs values of one run: the sum of a
+step's phases over its wall time (one pair per step), and exposed communication by the union of
+spans over the median step minus the median step without synchronisation (one pair per repeat). The
+second ratio differs from 1 if communication slows concurrent computing. A third comparison
+therefore adds this contention, from computing in steps with and without synchronisation.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from harness.measure.store import Run, read_results
 @dataclass(frozen=True, kw_only=True)
 class Options:
     results: tyro.conf.Positional[Path]
-    """A directory of results with train runs of ddp."""
+    """Results directory with train runs of ddp."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per comparison."""
 
 
 def place(run: Run) -> str:
-    """Where the runs ran, in words."""
+    """A description of the machines of a run."""
     cluster = run.header.cluster
     node = cluster.nodes[0]
     nic = f", {node.nic_bytes_per_s * 8e-9:g} Gbit/s" if node.nic_bytes_per_s else ""
@@ -49,7 +49,7 @@ def phase_sums(runs: list[Run]) -> tuple[list[float], list[float]]:
 
 
 def exposed_readings(runs: list[Run]) -> tuple[list[float], list[float], list[float]]:
-    """Exposed communication by spans, by difference, and slowed compute, all by run."""
+    """By run: exposed communication by spans, by difference, and contention."""
     summaries = [training_summary(run) for run in runs]
     found = [
         (s.exposed_communication_s, s.no_sync_exposed_s, s.slowed_compute_s)

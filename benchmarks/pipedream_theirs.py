@@ -1,10 +1,10 @@
-"""Run PipeDream's own optimizer on a profile and print the CPU seconds that it takes.
+"""Run PipeDream's own optimizer on a profile and print its CPU seconds.
 
     python benchmarks/pipedream_theirs.py CHECKOUT PROFILE --machines 4 --bandwidth 1e9
 
-CHECKOUT is a clone of https://github.com/msr-fiddle/pipedream. What is timed begins when its
-optimizer has read the profile, as for ours. `--compress` merges parallel branches first, by
-PipeDream's own function: without, it does not end on inception_v3.
+CHECKOUT is a clone of https://github.com/msr-fiddle/pipedream. The timer starts after its optimizer
+has read the profile, as for this harness' planner. `--compress` first merges parallel branches by
+PipeDream's own function, without which the optimizer does not end on inception_v3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _graph_class(checkout: Path) -> Any:
     sys.path[:0] = [str(checkout), str(checkout / "optimizer")]
     with contextlib.suppress(ImportError):
         import graphviz  # noqa: F401
-    sys.modules.setdefault("graphviz", types.ModuleType("graphviz"))  # it would only draw
+    sys.modules.setdefault("graphviz", types.ModuleType("graphviz"))  # only used for drawings
     import graph
 
     return graph.Graph

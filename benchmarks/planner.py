@@ -1,9 +1,9 @@
-"""All that the planner must show, section by section.
+"""Run the benchmarks of the planner, section by section.
 
     python benchmarks/planner.py [--quick] [--json] [--pipedream CLONE] [SECTION ...]
 
-A section is a program planner_<section>.py beside this one, and can be run alone; each runs in a
-process of its own, so that neither compiled code nor peak memory carries over.
+A section is a program planner_<section>.py in this folder, which also runs by itself. Each section
+runs in a separate process, so that they share neither compiled code nor peak memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def sections() -> dict[str, Path]:
-    """Programs by section; modules without a main are shared by them."""
+    """Programs by section; excludes shared modules, which have no main."""
     return {
         path.stem.removeprefix("planner_"): path
         for path in sorted(HERE.glob("planner_*.py"))
@@ -40,7 +40,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown section {unknown[0]!r}: use {', '.join(found)}")
     flags = [flag for flag in ("--quick", "--json") if getattr(args, flag[2:])]
-    # A clone that is not installed works too.
+    # So that a clone works without installation.
     env = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"}
     failed = []
     for name in args.section or found:

@@ -1,4 +1,4 @@
-"""Random small planning problems whose every strategy can be enumerated."""
+"""Random planning problems, small enough to enumerate all strategies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 8
 
 
 def random_graph(rng: random.Random, n_ops: int) -> Graph:
-    """Layers of which each reads one or two of the three before it: branches and joins."""
+    """Layers that each read one or two of the three previous ones, with branches and joins."""
     operators = [
         Operator(
             name="x", kind="input", shape={"sample": BATCH, "feature": 4}, activation_bytes=128
@@ -43,7 +43,7 @@ def random_graph(rng: random.Random, n_ops: int) -> Graph:
 
 
 def random_cluster(rng: random.Random, n_devices: int) -> Cluster:
-    """Nodes of one or two unlike devices, unlike links in both directions, slow interfaces."""
+    """Nodes with one or two different devices, asymmetric links, and slow NICs."""
     nodes: list[Node] = []
     left = n_devices
     while left:
@@ -77,7 +77,7 @@ def random_cluster(rng: random.Random, n_devices: int) -> Cluster:
 
 
 def random_request(seed: int, *, n_ops: int, n_devices: int) -> PlanRequest:
-    """One problem; equal seeds give equal problems."""
+    """A random problem; equal seeds give equal problems."""
     rng = random.Random(seed)
     graph = random_graph(rng, n_ops)
     points = [
@@ -100,9 +100,9 @@ def random_request(seed: int, *, n_ops: int, n_devices: int) -> PlanRequest:
 
 
 def enumerated_step_s(request: PlanRequest) -> tuple[float, float]:
-    """The least step of all strategies without microbatches, and how many there are.
+    """The minimum step of all strategies without microbatches, and the number of strategies.
 
-    The step is infinite when none fits into memory.
+    The step is infinite if no strategy fits into memory.
     """
     assert request.graph is not None
     assert request.profile is not None

@@ -1,4 +1,4 @@
-"""What the planner's programs print of ratios that no interval of a median suits."""
+"""Output of planner benchmarks for ratios that have no interval of a median."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.runtime.ranks.host import code_commit
 
 
 def compare_extremes(name: str, ratios: Sequence[float], **more: object) -> dict[str, object]:
-    """Median of ratios of unlike cases, or of too few for an interval of 99 %, and their ends.
+    """Median, minimum and maximum of ratios of different cases, or of too few for an interval.
 
     Args:
         more: further fields of the object.

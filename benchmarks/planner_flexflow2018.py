@@ -1,12 +1,12 @@
-"""Search FlexFlow's 2018 cost model on its AlexNet, beside the best listed figures.
+"""Search with FlexFlow's 2018 cost model on its AlexNet, and compare with published figures.
 
     python benchmarks/planner_flexflow2018.py [--seeds 20] [--json] [--quick]
 
-Prints, per topology: data parallel (must equal the published digits), the worst and best step over
-all seeds against the best listed, and proposals per second of CPU against the best listed, with
-the early refusal by a lower bound and without it (then every proposal is simulated to its end).
-Compilation is done before anything is timed. The rate is judged in pairs: each seed's against the
-listed figure, which was taken on one core of another day.
+Prints for each topology: data parallelism (must equal the published digits), the worst and best
+step over all seeds against the best published one, and proposals per CPU second against the best
+published rate, with and without early rejection by a lower bound (without it, every proposal is
+simulated completely). Compilation is not timed. The rate of each seed is compared with the
+published figure, which was measured on one core at another time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FULL = 8  # searches without the bound: the fewest pairs with an interval of 99 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """The best listed figures of a topology, and how many times their rate is asked."""
+    """The best published figures of a topology, and the required multiple of their rate."""
 
     n_nodes: int
     n_devices: int
@@ -72,8 +72,8 @@ class Trial:
     """One seed's search.
 
     Attributes:
-        n_tasks: of the best plan: parts and transfers.
-        n_bounded: proposals refused before their simulation's end.
+        n_tasks: number of parts and transfers of the best plan.
+        n_bounded: number of proposals rejected before the end of their simulation.
     """
 
     best_ms: float
@@ -88,7 +88,7 @@ class Trial:
 
 
 def run_trial(problem: LayerProblem, seed: int, budget: int, *, use_bound: bool) -> Trial:
-    """Search once, and cost the result task by task in plain Python."""
+    """Search once, and simulate the result in plain Python, task by task."""
     tables = build_tables(problem)
     start = encode(problem.data_parallel(), problem.machine.n_devices)
     chain = new_chain(tables, start, seed)
@@ -106,7 +106,7 @@ def run_trial(problem: LayerProblem, seed: int, budget: int, *, use_bound: bool)
 
 
 def search(chain: MarkovChain, budget: int, *, use_bound: bool) -> None:
-    """The rounds of the planner, with or without early refusal."""
+    """Run the planner's rounds, with or without early rejection."""
     for round_, size, temperature in schedule(budget):
         if temperature == HOT and round_ > 0:
             restart(chain, chain.best.copy())
@@ -114,9 +114,9 @@ def search(chain: MarkovChain, budget: int, *, use_bound: bool) -> None:
 
 
 def run_topology(listed: Listed, n_seeds: int, budget: int) -> list[dict[str, object]]:
-    """Run all seeds of a topology; print its lines; return the comparisons."""
+    """Run all seeds of a topology and print its lines; returns the comparisons."""
     problem = LayerProblem(Machine(listed.n_nodes, listed.n_devices))
-    run_trial(problem, 0, 10, use_bound=True)  # compiles or loads
+    run_trial(problem, 0, 10, use_bound=True)  # compiles or loads compiled code
     data_parallel = f"{step_ms(problem, problem.data_parallel()):.3f}"
     is_right = data_parallel == (listed.data_parallel_ms or data_parallel)
     trials = [run_trial(problem, seed, budget, use_bound=True) for seed in range(n_seeds)]

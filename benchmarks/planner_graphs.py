@@ -1,4 +1,4 @@
-"""Generated PipeDream profiles with many branches, of the size of the largest published ones."""
+"""Generate PipeDream profiles with many branches, as large as the largest published ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class _Writer:
-    """Collects the nodes and edges of one graph.txt."""
+    """Builds the nodes and edges of one graph.txt."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -19,7 +19,7 @@ class _Writer:
         return len(self._nodes)
 
     def add(self, producers: list[int]) -> int:
-        """Append a node with drawn times and sizes; returns its number."""
+        """Append a node with random times and sizes; returns its number."""
         number, rng = len(self._nodes), self.rng
         forward_ms = rng.uniform(0.05, 3)
         self._nodes.append(
@@ -36,7 +36,7 @@ class _Writer:
 
 
 def modules(n_nodes: int, width: int, *, skips: bool, seed: int) -> str:
-    """Inception-like modules of up to `width` branches; with skips, NASNet-like ones."""
+    """Modules with up to `width` branches, like Inception, or with skips like NASNet."""
     graph = _Writer(seed)
     rng = graph.rng
     heads = [graph.add([])]
@@ -56,7 +56,7 @@ def modules(n_nodes: int, width: int, *, skips: bool, seed: int) -> str:
 
 
 def towers(n_nodes: int, n_branches: int, *, seed: int) -> str:
-    """Branches that run side by side from the first node to the last one."""
+    """Parallel branches from the first node to the last one."""
     graph = _Writer(seed)
     first = graph.add([])
     ends = []
@@ -70,7 +70,7 @@ def towers(n_nodes: int, n_branches: int, *, seed: int) -> str:
 
 
 def tangle(n_nodes: int, reach: int, *, seed: int) -> str:
-    """Every node reads up to three of the `reach` before it."""
+    """A graph in which every node reads up to three of the previous `reach` nodes."""
     graph = _Writer(seed)
     graph.add([])
     while graph.n_nodes < n_nodes:

@@ -1,14 +1,14 @@
-"""Plans by PipeDream's formula: speed-up, CPU time and memory, against PipeDream's optimizer.
+"""Compare plans by PipeDream's formula with PipeDream's optimizer: speed-up, CPU time, memory.
 
     python benchmarks/planner_pipedream.py [--profiles DIR] [--repeats 5] [--quick] [--json]
-    python benchmarks/planner_pipedream.py --pipedream CHECKOUT    times its optimizer too, in turn
+    python benchmarks/planner_pipedream.py --pipedream CHECKOUT    also times its optimizer, in turn
 
-Every search is a process of its own, the command line that a user types. CPU seconds are
-`search_cpu_s` (docs/plan.md), the median of the repeats. PipeDream's are those of its
-optimizer alone: measured in turn with ours, given a clone of its repository; else as they were
-read once on one core of the same kind of machine, whose speed may have been another. "bound" is
-the target: a tenth of PipeDream's CPU seconds where it takes over one, or 10 s and 1 GiB for
-inception_v3 and 60 s and 2 GiB for the large graphs, which PipeDream cannot plan.
+Every search runs in a separate process, by a user's command line. CPU seconds are the median of
+`search_cpu_s` (docs/plan.md) over the repeats. PipeDream's are those of its optimizer alone: with a
+clone of its repository they are measured in turn with ours, else taken from an earlier measurement
+on one core of the same kind of machine, perhaps of another speed. "bound" is the target: a tenth of
+PipeDream's CPU seconds if it takes more than one, else 10 s and 1 GiB for inception_v3 and 60 s and
+2 GiB for the large graphs, which PipeDream cannot plan.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class Listed:
-    """What PipeDream's optimizer does: speed-up to the digits known, CPU seconds if over one."""
+    """Results of PipeDream's optimizer: speed-up in its known digits, CPU seconds if over one."""
 
     speedup: float | None
     cpu_s: float | None = None
 
     def n_repeats(self, most: int) -> int:
-        """As many as take some ten seconds, or one."""
+        """Number of repeats that take about ten seconds, at least one."""
         return 0 if self.cpu_s is None else max(1, min(most, int(10 / self.cpu_s)))
 
 
@@ -85,10 +85,10 @@ def plan(profile: Path, setting: Setting) -> dict[str, float]:
 
 
 def theirs(checkout: Path, profile: Path, setting: Setting) -> float:
-    """CPU seconds of PipeDream's optimizer, in a process of its own."""
+    """CPU seconds of PipeDream's optimizer, run in a separate process."""
     flags = ["--machines", *setting.topology.split("x"), "--bandwidth"]
     flags += setting.bandwidth.split(",")
-    if profile.stem == "inception_v3":  # it does not end without
+    if profile.stem == "inception_v3":  # does not end without --compress
         flags.append("--compress")
     script = Path(__file__).with_name("pipedream_theirs.py")
     command = [sys.executable, str(script), str(checkout), str(profile), *flags]
@@ -124,7 +124,7 @@ class Row:
 
     @property
     def is_met(self) -> bool:
-        # Listed speed-ups have two digits: ours is rounded to as many before it is compared.
+        # Listed speed-ups have two digits, so ours is rounded before the comparison.
         fast = self.listed.speedup is None or round(self.speedup, 2) >= self.listed.speedup
         most_bytes = GIB if self.name == "inception_v3" else 2 * GIB
         return fast and self.median_cpu_s <= self.bound_s and self.peak_bytes < most_bytes
@@ -156,7 +156,7 @@ def measure(
     repeats: int,
     checkout: Path | None = None,
 ) -> Row:
-    """Ours and, where it takes over a second, PipeDream's, in turn."""
+    """Measure ours and, if it takes over a second, PipeDream's, in turn."""
     results, theirs_s = [], []
     n_theirs = 0 if checkout is None else listed.n_repeats(repeats)
     for k in range(repeats):
@@ -175,14 +175,14 @@ def measure(
 
 
 def comparisons(row: Row) -> list[dict[str, object]]:
-    """Speed-up, ours over PipeDream's; and CPU seconds, PipeDream's over ours."""
+    """Ratios of speed-up, ours over PipeDream's, and of CPU seconds, PipeDream's over ours."""
     found: list[dict[str, object]] = []
     where = f"pipedream {row.name} on {row.setting}"
     if row.listed.speedup is not None:
         name = f"{where}, speed-up, ours over PipeDream's"
         found.append(compare_extremes(name, [row.speedup / row.listed.speedup]))
     if row.pipedream_cpu_s is not None:
-        # Each of ours with the one of theirs that was next to it, as far as there are.
+        # Pair each measurement of ours with the adjacent one of theirs, if any.
         their_s = [*row.theirs_s, *[row.pipedream_cpu_s] * len(row.cpu_s)]
         ratios = [a / b for a, b in zip(their_s, row.cpu_s, strict=False)]
         name = f"{where}, CPU time, PipeDream's over ours"
@@ -192,7 +192,7 @@ def comparisons(row: Row) -> list[dict[str, object]]:
 
 
 def run(profiles: Path, repeats: int, *, quick: bool, checkout: Path | None = None) -> list[Row]:
-    """All rows: published profiles where they are, then the generated graphs."""
+    """All rows: published profiles if available, then generated graphs."""
     rows = []
     for name, listed in LISTED.items():
         path = profiles / f"{name}.txt"

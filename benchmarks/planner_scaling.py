@@ -1,8 +1,8 @@
 """Predict data-parallel epochs on a cluster from epochs on one GPU of each kind.
 
-A step is the GPU's own (from its single-GPU epochs) plus an all-reduce of all parameters, which
-the simulator prices on the cluster's links and interfaces; the slowest GPU paces all. An epoch is
-its number of steps. With `balanced`, samples go in proportion to the GPUs' speed instead.
+A step is the slowest GPU's step (from its single-GPU epochs) plus an all-reduce of all parameters,
+which the simulator predicts for the cluster's links and NICs. An epoch is the sum of its steps.
+With `balanced`, each GPU gets samples in proportion to its speed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ONE_BUCKET = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained.
+    """A training setup.
 
     Attributes:
-        parameter_bytes: of all gradients that are all-reduced each step.
+        parameter_bytes: of all gradients that are all-reduced in each step.
         batch_per_device: samples per GPU and step.
-        sample_s: seconds per sample on one GPU alone, all phases, by kind of device.
+        sample_s: seconds per sample on a single GPU, all phases, by kind of device.
         overlap: whether the engine synchronises during the backward pass (DeepSpeed's ZeRO-0
-            does it afterwards).
+            does so afterwards).
     """
 
     parameter_bytes: int
@@ -61,7 +61,7 @@ class EpochPrediction:
 def predict_epoch(
     cluster: Cluster, training: Training, *, samples: int, balanced: bool = False
 ) -> EpochPrediction:
-    """Predict an epoch of so many samples over all devices of a cluster.
+    """Predict an epoch on all devices of a cluster.
 
     Raises:
         PlanError: a kind of device has no measured single-GPU time.
@@ -107,7 +107,7 @@ def _profile(cluster: Cluster, training: Training, batch: int) -> Profile:
                 f"there is no single-GPU time of {kind!r}, only of {', '.join(training.sample_s)}: "
                 "measure one, or give the device a measured kind and its speed relative to that"
             )
-        # A third forward, two thirds backward; the sum is what was measured.
+        # The measured sum is split into a third forward and two thirds backward.
         seconds = training.sample_s[kind] * batch
         points.append(
             Measurement(
@@ -141,10 +141,10 @@ def ethernet_cluster(
     latency_s: float = 50e-6,
     speeds: Sequence[float] | None = None,
 ) -> Cluster:
-    """One GPU per node, every pair joined at the speed of the slower interface.
+    """A cluster with one GPU per node and links at the speed of the slower NIC.
 
     Args:
-        nic_bytes_per_s: of every node, or of each.
+        nic_bytes_per_s: of all nodes, or a sequence with one per node.
     """
     n = len(kinds)
     rates = (
@@ -184,13 +184,13 @@ def ethernet_cluster(
 def implied_bandwidth(
     prediction: EpochPrediction, measured_epoch_s: float, wire_bytes: float
 ) -> float:
-    """Bytes/s each way at which the all-reduce would explain a measured epoch; infinite if none."""
+    """Bytes/s per direction at which the all-reduce explains a measured epoch; inf if none does."""
     exposed = measured_epoch_s / prediction.n_steps - prediction.compute_s
     return wire_bytes / exposed if exposed > 0 else math.inf
 
 
 def ring_bytes(parameter_bytes: int, n: int) -> float:
-    """What each of n ranks sends in a ring all-reduce: 2 (n - 1) / n of the buffer."""
+    """Bytes that each of n ranks sends in a ring all-reduce: 2 (n - 1) / n of the buffer."""
     return 2 * (n - 1) / n * parameter_bytes
 
 
@@ -200,8 +200,8 @@ class EpochLog:
 
     Attributes:
         epoch_s: median over epochs of the slowest rank's seconds.
-        spread: how far the epoch that differs most is from that, relatively.
-        kinds: of the GPU of each rank.
+        spread: largest relative difference of an epoch from the median.
+        kinds: kind of GPU of each rank.
     """
 
     epoch_s: float
@@ -210,10 +210,10 @@ class EpochLog:
 
 
 def read_epoch_log(path: Path) -> EpochLog:
-    """Read a per-epoch CSV; a rank's line may be missing from an epoch, the others stand for it.
+    """Read a per-epoch CSV; if an epoch lacks a rank's line, the other ranks determine it.
 
     Raises:
-        ResultsError: it is none.
+        ResultsError: not such a file.
     """
     rows, _ = parse_epoch_csv(path.read_text(), path)
     slowest: dict[tuple[int, int], float] = {}
@@ -233,7 +233,7 @@ def read_all_reduce_s(path: Path) -> float:
     """Median seconds of a step's all-reduce in DeepSpeed's log.
 
     Raises:
-        ResultsError: it has no step line.
+        ResultsError: the log has no step line.
     """
     steps, _ = parse_deepspeed_log(path.read_text(), path)
     return statistics.median(step.allreduce_s for step in steps if step.allreduce_s is not None)

@@ -1,15 +1,15 @@
-"""What the simulator's planner shows: oracle, delta, DLRM, the measured cluster.
+"""Benchmark the planner under the simulator: oracle, delta, DLRM, scaling.
 
     python benchmarks/planner_simulator.py [oracle delta dlrm scaling] [--json] [--quick]
 
-oracle    searches (without enumeration) against the enumeration of all strategies, on random small
-          problems with branches, unlike devices and links, and memory limits: ratio of step times
-delta     changing one operator in a kept trial against simulating from nothing: results must be
-          equal, and the ratio of CPU times is printed
+oracle    ratio of step times: searches (without enumeration) over the optimum by enumeration, on
+          random small problems with branches, different devices and links, and memory limits
+delta     ratio of CPU times: changing one operator in an existing simulation over a new simulation;
+          the results must be equal
 dlrm      8 tables of 1000000 x 64, MLPs 64-512-512-64 and 576-1024-1024-1024-1, batch 1024, on 4
-          devices of 12 GB: the plan found, against data parallel and tables on devices
-scaling   epochs on 2 and 3 GPUs predicted from 1-GPU epochs, beside what was measured (needs the
-          logs, --logs), and the same call for a cluster with a slower GPU and a 1 Gbit/s link
+          devices of 12 GB: the plan found, compared with data parallelism and tables on devices
+scaling   predictions of epochs on 2 and 3 GPUs from 1-GPU epochs, compared with measurements (needs
+          the logs, --logs), and for a cluster with a slower GPU and a 1 Gbit/s link
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ P100_12GB = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)  # data sh
 
 
 class Report:
-    """Collects comparisons; prints tables unless JSON is asked for."""
+    """Collects comparisons; prints tables unless the output is JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -81,7 +81,7 @@ class Report:
 
 
 def run_oracle(report: Report, *, quick: bool) -> None:
-    """At least 200 cases in full."""
+    """Run the oracle section, with at least 200 cases unless quick."""
     n_seeds = 5 if quick else 110
     ratios, n_unfit, n_larger = [], 0, 0.0
     for seed in range(n_seeds):
@@ -110,9 +110,9 @@ def run_oracle(report: Report, *, quick: bool) -> None:
 
 
 def run_delta(report: Report, *, quick: bool) -> None:
-    """Random moves on a convolution-free chain of 40 layers, 8 devices.
+    """Run the delta section: random moves on a chain of 40 linear layers, 8 devices.
 
-    CPU seconds, so that what else runs on the machine counts little.
+    Compares CPU seconds, which other programs on the machine hardly affect.
     """
     n_moves = 100 if quick else 2000
     request = random_request(1, n_ops=40, n_devices=8)
@@ -151,7 +151,7 @@ def _check_equal(delta: Outcome, full: Outcome) -> None:
 
 
 def run_dlrm(report: Report, *, quick: bool) -> None:
-    """Four devices in one node, and four nodes on 10 Gbit/s."""
+    """Run the DLRM section: four devices in one node, and four nodes at 10 Gbit/s."""
     graph = dlrm_graph(DlrmFlags())
     profile = roofline_profile(
         graph, {"P100 12 GB": P100_12GB}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)
@@ -189,7 +189,7 @@ def run_dlrm(report: Report, *, quick: bool) -> None:
 
 
 def run_scaling(report: Report, *, logs: Path) -> None:
-    """Predictions at the line rate, and at the rate that the step log shows."""
+    """Run the scaling section: predictions at the line rate, and at the rate in the step log."""
     if not logs.is_dir():
         report.say(f"scaling: skipped, {logs} is not here\n")
         return
@@ -239,7 +239,7 @@ def run_scaling(report: Report, *, logs: Path) -> None:
         rows,
     )  # fmt: skip
     report.say(
-        f"  What explains the error at the line rate: the measured epochs imply "
+        f"  Cause of the error at the line rate: the measured epochs imply "
         f"{min(implied_rates):.0%} to {max(implied_rates):.0%} of it,\n  and the step log, a "
         f"measurement of its own, {wire / TEN_GBIT:.0%}: the rest is the protocol's. The epochs "
         f"themselves spread by the\n  last column (largest against median).\n"
@@ -255,7 +255,7 @@ def _predict(
 
 
 def _unlike(report: Report, training: Training) -> None:
-    """The same call for clusters that nobody has measured."""
+    """Predict epochs on clusters without measurements."""
     kind = next(iter(training.sample_s))
     rows = []
     for name, speeds, rates in (

@@ -1,12 +1,12 @@
-"""How long the figures and the report of many runs take, and how much memory.
+"""Measure time and memory for the figures and the report of many runs.
 
     python benchmarks/plot_scale.py --json
     python benchmarks/plot_scale.py --runs 50 --profile plot.prof
 
-Writes runs in the shape of the committed samples (half by ddp, half by a planned pipeline, in cases
-of ten repeats; per rank and step a `step` span and spans of data, forward, backward, communication
-and optimizer), draws them by `python -m harness.plot` in a process of its own, and prints its wall
-time, its processor time, its peak of memory with its workers, and the time of each part.
+Writes runs like the committed samples (half by ddp, half by a planned pipeline, in cases of ten
+repeats; per rank and step a `step` span and spans of data, forward, backward, communication and
+optimizer), draws them by `python -m harness.plot` in a separate process, and prints its wall time,
+processor time, peak of memory including workers, and the time of each part.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PLAN_FILES = ("strategy.json", "prediction.json")
 @dataclass(frozen=True, kw_only=True)
 class Options:
     runs: int = 1000
-    """Runs to draw."""
+    """Number of runs."""
     steps: int = 200
-    """Steps of each run."""
+    """Steps per run."""
     ranks: int = 5
-    """Ranks of each run, at most five."""
+    """Ranks per run, at most five."""
     seed: int = 0
-    """Of the durations."""
+    """Seed of the durations."""
     directory: str = ""
-    """Where to write them; empty for a temporary directory that is removed."""
+    """Directory of the runs; empty: a temporary directory."""
     profile: str = ""
     """File for cProfile's statistics."""
     json: bool = False
@@ -57,7 +57,7 @@ class Options:
 
 
 def spans_of_step(strategy: str, rank: int, s: int, at: float, part: list[float]) -> list[str]:
-    """Lines of one step of one rank; `part` are the seconds of its five phases."""
+    """Record lines of one step of one rank; `part` has the seconds of its five phases."""
     of_pass, transfer = "", ',"name":"bucket0"'
     if strategy == "pipeline":
         of_pass = f',"stage":{rank},"microbatch":0'
@@ -69,7 +69,7 @@ def spans_of_step(strategy: str, rank: int, s: int, at: float, part: list[float]
         *(("backward", of_pass), ("optimizer", "")),
     )
     for (kind, fields), length in zip(kinds, part, strict=True):
-        # A bucket is reduced beside backward, half of it hidden.
+        # A bucket is all-reduced during backward, half of it hidden.
         whole = length * (1.5 if "bucket0" in fields else 1.0)
         lines.append(
             f'{{"type":"span","kind":"{kind}","start_s":{at:.9f},"duration_s":{whole:.9f}'
@@ -111,20 +111,20 @@ def write_run(root: Path, number: int, options: Options, source: random.Random) 
 
 
 def watch(process: psutil.Popen) -> int:
-    """Wait for the end; the peak of the memory of it and its workers, shared pages counted once."""
+    """Wait for a process; returns its peak of memory with workers, shared pages counted once."""
     peak_bytes = 0
     while process.poll() is None:
         try:
             every = [process, *process.children(recursive=True)]
             peak_bytes = max(peak_bytes, sum(one.memory_full_info().pss for one in every))
-        except psutil.Error:  # one has just ended
+        except psutil.Error:  # a worker has just ended
             continue
         time.sleep(0.2)
     return peak_bytes
 
 
 def draw(root: Path, options: Options) -> dict[str, Any]:
-    """Draw all runs in a process of its own; what it took."""
+    """Draw all runs in a separate process; returns its time and memory."""
     profiled = ["-m", "cProfile", "-o", options.profile] if options.profile else []
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, *profiled, "-m", "harness.plot", str(root), "--out", out]
@@ -151,7 +151,7 @@ def draw(root: Path, options: Options) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Write the runs, draw them, print what that took."""
+    """Write the runs, draw them, and print time and memory."""
     source = random.Random(options.seed)
     temporary = None if options.directory else tempfile.TemporaryDirectory()
     root = Path(options.directory or (temporary.name if temporary else ""))

@@ -2,7 +2,7 @@
 
     python benchmarks/readings.py >docs/readings.md
 
-Lines of a file are in the order in which they were read, so the last one of a name is the latest.
+Lines of a file are in order of time, so the last line of a name is the latest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COUNTS = """
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a file of figures, by its name without the ending."""
+    """The rows of a file of figures, by its name without suffix."""
     lines = (FIGURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -59,7 +59,7 @@ def latest(rows: Iterable[Row], key: str) -> list[Row]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; bars within a cell become slashes."""
+    """A Markdown table; bars within a cell become slashes."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 

@@ -1,29 +1,28 @@
-"""Is what the search finds worth it, and are its predictions true? Cells on the virtual cluster.
+"""Compare searched plans with strategies chosen by hand, and predictions with measurements.
 
     python benchmarks/searched.py --work WORK                  all cells; as root
     python benchmarks/searched.py --work WORK --cells alexnet-3x100mbit
-    python benchmarks/searched.py --work WORK --summary        of the cells that are done
+    python benchmarks/searched.py --work WORK --summary        of finished cells
 
-A cell is a model on a virtual cluster (searched_cells.py). Links and operators are measured, then
-the train workload trains the model as single, ddp (torch's own), pipelines (1F1B and interleaved,
-with the microbatches that are predicted to be fastest and with four for each rank, or as many as
-there are samples for), tensor, hybrid and searched, each beside its prediction: that they train the
-same is judged by these runs. Then their engines train in turn in the same processes
-(searched_steps.py): a step is the median over those rounds, and a ratio of steps that of their
-ratios, round by round. What was chosen by hand and found by the search alike trains once. Per cell:
+A cell is a model on a virtual cluster (searched_cells.py). After measuring links and operators, the
+train workload trains the model as single, ddp (torch's), pipelines (1F1B and interleaved, with the
+number of microbatches predicted to be fastest, and with four per rank or fewer if the batch is
+small), tensor, hybrid and searched, each with its prediction. These runs show whether all train the
+same. Then their engines train in turn in the same processes (searched_steps.py): a step is the
+median over these rounds, and a ratio of steps is the median of the ratios of the rounds. A
+hand-chosen plan that equals the searched one trains once. Results of a cell:
 
     gain        best hand-chosen step / searched step; at least 0.98
     over ddp    ddp step / searched step; at least 1.5 with slow links and many parameters
     error       predicted / measured step - 1, by strategy; median of all |error| at most 10 %
-    order       Spearman's correlation of predicted and measured steps; at least 0.95; beside it,
-                of pairs whose ratio over rounds has an interval without 1, those in order
-    regret      measured step of what is predicted to be fastest / fastest measured - 1; at most 3 %
-    same        the loss of every step is that of single, to a relative 1e-3; where rounding keeps
-                fp32 from it, the strategy trains in float64 too (searched_double.py), and losses
-                and gradients are those of one device to 1e-9
+    order       Spearman's correlation of predicted and measured steps; at least 0.95; also the
+                pairs in order, among those whose ratio over rounds has an interval without 1
+    regret      measured step of the predicted fastest / fastest measured - 1; at most 3 %
+    same        the loss of every step equals that of single, to a relative 1e-3; if rounding in
+                fp32 prevents this, the strategy also trains in float64 (searched_double.py), where
+                losses and gradients must equal those of one device to 1e-9
 
-WORK keeps everything that was measured; a finished cell is only
-judged again. Profiles are shared by the cells.
+WORK keeps all measurements, so that a finished cell is only judged again. Cells share profiles.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ _STRATEGIES = ("single", "ddp", "pipeline", "tensor", "hybrid", "searched")
 @dataclass(frozen=True, kw_only=True)
 class Options:
     work: Path = Path("/tmp/searched")
-    """Where everything measured is kept; a second call goes on there."""
+    """Directory of all measurements; a second call resumes."""
     cells: tuple[str, ...] = ()
-    """Names of cells; all when not given."""
+    """Names of cells; default: all."""
     steps: int = 4
     """Steps of a run."""
     seconds: float = 120.0
-    """How long those near the fastest are trained in turn, after three rounds of all."""
+    """Time for rounds of the strategies near the fastest, after three rounds of all."""
     quick: bool = False
-    """Two cells only."""
+    """Measure two cells only."""
     again: bool = False
-    """Measure cells that are done once more, their links too."""
+    """Measure finished cells again, including their links."""
     summary: bool = False
-    """Measure nothing, judge what is there."""
+    """Judge finished cells, without measuring."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON object per cell and one for all."""
 
@@ -83,7 +82,7 @@ def call(*command: str) -> str:
     """Run a command from the root of the project.
 
     Raises:
-        SystemExit: it failed; with what it printed.
+        SystemExit: the command failed; has its output.
     """
     done = subprocess.run(
         command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
@@ -94,7 +93,7 @@ def call(*command: str) -> str:
 
 
 class Cluster:
-    """The virtual cluster of the cell that is measured; another cell's place replaces it."""
+    """The virtual cluster of the current cell; rebuilt for a cell on another cluster."""
 
     def __init__(self) -> None:
         self._cell: Cell | None = None
@@ -107,7 +106,7 @@ class Cluster:
             call("bash", "setup/virtual_cluster.sh", "down", "--name", _CLUSTER)
 
     def build(self, cell: Cell) -> None:
-        """Make the nodes and links of a cell's place, unless they stand."""
+        """Build a cell's virtual cluster unless it exists."""
         place = cell.place
         if self._cell is None or self._cell.place != place:
             self._cell = cell
@@ -122,7 +121,7 @@ class Cluster:
         self.start(cell, "./entry.sh", *flags, "--results", str(results))
 
     def start(self, cell: Cell, *command: str) -> str:
-        """Start a program's ranks, one on each node; what they print."""
+        """Run a program on one rank per node; returns its output."""
         return call(
             "bash", "setup/virtual_cluster.sh", "run", "--name", _CLUSTER, "--",
             "mpirun", "-np", str(len(cell.place.cpu)),
@@ -131,7 +130,7 @@ class Cluster:
 
 
 def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
-    """Measure links and operators where that is missing, then train by every strategy."""
+    """Measure links and operators if missing, then train by every strategy."""
     results = (options.work / cell.place.name).resolve()
     results.mkdir(parents=True, exist_ok=True)
     if options.again or not (results / "cluster.json").exists():
@@ -149,7 +148,7 @@ def train(cell: Cell, cluster: Cluster, options: Options) -> dict[str, Path]:
 
 
 def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Options) -> Measured:
-    """Take turns of each run that ended ok."""
+    """Train the successful runs' engines in turn; returns `found` with their steps."""
     runs = {name: Path(path) for name, path in found.runs.items()}
     twice = same_as_searched(runs)
     ok = {
@@ -175,7 +174,7 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
 
 
 def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[str]) -> Measured:
-    """Train some strategies in float64, and what one device does."""
+    """Train these strategies and one device in float64; returns `found` with differences."""
     paths = {name: Path(found.runs[name]) for name in ("single", *names)}
     told = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_double", *map(str, paths.values())
@@ -187,7 +186,7 @@ def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[s
 
 
 def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
-    """Measure a cell, or what an earlier call has not measured of it; keeps what it has."""
+    """Measure a cell, except for measurements that an earlier call has kept."""
     kept = options.work / f"measured-{cell.name}.json"
     found = Measured(runs={}, steps_s={})
     if kept.exists() and not options.again:
@@ -212,7 +211,7 @@ def measure(cell: Cell, cluster: Cluster, options: Options) -> Measured:
 
 
 def _profile(cell: Cell, cluster: Cluster, results: Path, work: Path) -> None:
-    """Measure what no cell has measured before: a profile holds for a kind of device."""
+    """Profile a model unless another cell has: profiles hold for a kind of device."""
     for path in work.glob(f"profile-*{cell.model.name}*.json"):
         shutil.copy(path, results)
     flags = ("--min-samples", "6", "--rounds", "6", "--time-budget-s", "0.2", "--warm-up", "1")

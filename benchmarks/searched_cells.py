@@ -9,7 +9,7 @@ _MODULE = "benchmarks.searched_models"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained, as flags of the train and profile workloads."""
+    """A model, as flags of the train and profile workloads."""
 
     name: str
     batch: int
@@ -18,7 +18,7 @@ class Model:
     @property
     def workload_flags(self) -> tuple[str, ...]:
         name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
-        # With masks and statistics of its own each strategy would train another model.
+        # Otherwise strategies would differ in dropout masks and batch statistics.
         alike = ("--dropout", "0", "--batch-norm", "frozen")
         return ("--model", name, *alike, *self.flags, "--batch-size", str(self.batch))
 
@@ -44,8 +44,8 @@ class Place:
     """A virtual cluster; nodes beyond the first have equal links.
 
     Attributes:
-        cpu: cores' worth of time, one for each node.
-        bandwidth: of each node's link.
+        cpu: CPU quota in cores, one value per node.
+        bandwidth: of the nodes' links.
     """
 
     cpu: tuple[float, ...]
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A model at a place."""
+    """A model on a virtual cluster."""
 
     model: Model
     place: Place
@@ -70,17 +70,17 @@ class Cell:
 
     @property
     def most_microbatches(self) -> int:
-        """Four for each rank, or fewer where the batch has not as many samples."""
+        """Four per rank, or fewer if the batch is smaller."""
         n_ranks = len(self.place.cpu)
         return min(4, self.model.batch // n_ranks) * n_ranks
 
     @property
     def must_beat_ddp(self) -> bool:
-        """Slow links and many parameters: there DDP is not what one should use."""
+        """Whether links are slow and parameters many, which is unfavourable for DDP."""
         return self.place.bandwidth == "100mbit" and self.model.name in ("alexnet", "vgg16", "dlrm")
 
 
-# 0.3 of a core for each node: five of them leave half a core of two to everything else.
+# 0.3 of a core per node: five nodes leave half a core of two for everything else.
 _SHARE = 0.3
 _UNLIKE = (_SHARE, _SHARE, _SHARE / 2)
 
@@ -89,20 +89,20 @@ def _cells(places: list[Place], models: list[str]) -> list[Cell]:
     return [Cell(model=MODELS[name], place=place) for place in places for name in models]
 
 
-def _alike(n: int, bandwidth: str) -> Place:
+def _uniform(n: int, bandwidth: str) -> Place:
     return Place(cpu=(_SHARE,) * n, bandwidth=bandwidth)
 
 
 CELLS = {
     cell.name: cell
     for cell in (
-        *_cells([_alike(3, "100mbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
-        *_cells([_alike(3, "1gbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
+        *_cells([_uniform(3, "100mbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
+        *_cells([_uniform(3, "1gbit")], ["alexnet", "dlrm", "vgg16", "resnet18", "vit"]),
         *_cells([Place(cpu=_UNLIKE, bandwidth="1gbit")], ["alexnet", "vit"]),
         *_cells([Place(cpu=_UNLIKE, bandwidth="100mbit")], ["alexnet", "dlrm"]),
-        *_cells([_alike(2, "100mbit"), _alike(5, "1gbit")], ["alexnet", "dlrm", "vit"]),
-        *_cells([_alike(2, "1gbit"), _alike(5, "100mbit")], ["vgg16", "resnet18"]),
-        *_cells([_alike(4, "1gbit"), _alike(4, "100mbit")], ["alexnet", "vit"]),
+        *_cells([_uniform(2, "100mbit"), _uniform(5, "1gbit")], ["alexnet", "dlrm", "vit"]),
+        *_cells([_uniform(2, "1gbit"), _uniform(5, "100mbit")], ["vgg16", "resnet18"]),
+        *_cells([_uniform(4, "1gbit"), _uniform(4, "100mbit")], ["alexnet", "vit"]),
     )
 }
 QUICK = ("alexnet-3x100mbit", "vit-3x1gbit")

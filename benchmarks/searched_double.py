@@ -1,13 +1,12 @@
-"""Do plans train what one device trains? Some steps in float64; started by `searched.py`.
+"""Compare plans with one device by some steps in float64; started by `searched.py`.
 
     mpirun -np 3 ... python -m benchmarks.searched_double SINGLE_RUN RUN ...
 
-Where rounding puts one unit on the other side of ReLU's kink, fp32 changes a gradient by percents
-and the losses of later steps by tenths of a percent, and says nothing of the algorithm. In float64
-two right trainings agree to twelve digits or more. The model, the samples and the strategy are
-those of the runs. Rank 0 prints `{run, loss_difference, gradient_difference}` for each RUN: over
-all steps the largest difference from plain PyTorch on one device, relative to the loss, and to a
-parameter's largest gradient.
+If rounding in fp32 moves one unit across ReLU's kink, a gradient changes by percents and the losses
+of later steps by tenths of a percent, although the algorithm is correct. In float64 two correct
+trainings agree to at least twelve digits. Model, samples and strategy are those of the runs. Rank 0
+prints `{run, loss_difference, gradient_difference}` for each RUN: the largest difference over all
+steps from plain PyTorch on one device, relative to the loss, and to a parameter's largest gradient.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ _N_STEPS = 4
 @dataclass(frozen=True, kw_only=True)
 class Options:
     single: Annotated[Path, tyro.conf.Positional]
-    """Directory of the run on one device, whose samples are taken."""
+    """Directory of the run on one device, which determines the samples."""
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories of training runs by the executor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step's loss, and gradients by parameter."""
+    """Loss of a step, and its gradients by parameter."""
 
     loss: float
     gradients: dict[str, Tensor]
 
     def difference(self, other: Step) -> tuple[float, float]:
-        """Of loss and gradients, relative to the other's."""
+        """Largest differences of loss and gradients, relative to the other step's."""
         gradients = [
             float((self.gradients[name] - expected).abs().max() / expected.abs().max())
             for name, expected in other.gradients.items()
@@ -81,7 +80,7 @@ def widened_task(case: TrainCase, world: World) -> DoubleTask:
 
 
 def whole_batches(case: TrainCase, world: World) -> list[Batch]:
-    """The first global batches of the run on one device, in float64; equal on every rank."""
+    """The first global batches of the run on one device, in float64; equal on all ranks."""
     first = replace(world, rank=0, size=1, local_rank=0, local_size=1)
     source = iter(prepare(case, first, Recorder(clock_for(world.device))).batches)
     found = [next(source) for _ in range(_N_STEPS)]
@@ -94,7 +93,7 @@ def whole_batches(case: TrainCase, world: World) -> list[Batch]:
 
 
 def train_on_one_device(case: TrainCase, batches: list[Batch], world: World) -> Iterator[Step]:
-    """As one device trains, in plain PyTorch."""
+    """Train on one device in plain PyTorch; yields the steps."""
     task = widened_task(case, world)
     optimizer = make_optimizer(task.model, case.optimizer_options(), world.device)
     for batch in batches:
@@ -111,9 +110,9 @@ def train_on_one_device(case: TrainCase, batches: list[Batch], world: World) -> 
 
 
 def train_by_strategy(run_dir: Path, batches: list[Batch], world: World) -> Iterator[Step]:
-    """As the run's strategy trains; all ranks must go through it."""
+    """Train by the run's strategy; yields the steps. All ranks must iterate."""
     case, strategy = read_case(run_dir), Strategy.load(run_dir / STRATEGY_FILE)
-    # fp32 means no autocast: parameters stay what they are.
+    # fp32 means no autocast, so parameters stay float64.
     options = EngineOptions(dtype="fp32", optimizer=case.optimizer_options())
     task, plan = widened_task(case, world), ExecutorPlan(strategy=strategy)
     engine = ExecutorEngine(task, world, Recorder(clock_for(world.device)), options, plan)
@@ -134,7 +133,7 @@ def main(options: Options) -> None:
         for run_dir in options.runs:
             steps = train_by_strategy(run_dir, batches, world)
             found = [one.difference(other) for one, other in zip(steps, expected, strict=True)]
-            loss, gradient = np.max(found, axis=0).tolist()  # NaN if any is
+            loss, gradient = np.max(found, axis=0).tolist()  # NaN if any value is
             if world.is_first:
                 differences = {"loss_difference": loss, "gradient_difference": gradient}
                 print(json.dumps({"run": run_dir.name, **differences}), flush=True)

@@ -1,4 +1,4 @@
-"""What a cell of `searched.py` shows: steps beside predictions, and whether all train the same."""
+"""Judge a cell of `searched.py`: steps against predictions, and equality of trainings."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from harness.measure.derive.training import step_times
 from harness.measure.statistics import paired_ratio
 from harness.measure.store import Run, read_header, read_results
 
-# Sums in another order: over ten steps of fp32 the losses of all models agree to 1e-5 or better,
-# while a lost gradient changes them by percents.
+# The order of sums changes the losses of ten steps in fp32 by at most 1e-5 for all models, whereas
+# a lost gradient changes them by percents.
 _LOSS_TOLERANCE = 1e-3
 _DOUBLE_TOLERANCE = 1e-9
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """A finished cell, as kept.
+    """Measurements of a finished cell, as stored.
 
     Attributes:
-        runs: directories of its runs, by strategy, those that failed included.
-        steps_s: seconds of a step in turn with the others, by strategy and round.
-        double: largest difference from one device in float64, by strategy, of those that fp32
-            leaves open.
-        stolen_share: of the processors' time in turn, what a hypervisor gave to other guests.
+        runs: directories of its runs by strategy, including failed ones.
+        steps_s: seconds of a step, measured in turn, by strategy and round.
+        double: largest difference from one device in float64, by strategy, for those on which fp32
+            is inconclusive.
+        stolen_share: share of processor time that a hypervisor gave to other guests.
     """
 
     runs: dict[str, str]
@@ -52,10 +52,10 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
-    """The training runs among new directories of results, by strategy.
+    """The training runs among new run directories, by strategy.
 
-    Flags that made the same plan by hand count as one strategy, so that none is compared with
-    itself: the one whose microbatches were left to the simulator.
+    Of hand-chosen runs with equal plans only one is kept, that with microbatches by the simulator,
+    so that no plan is compared with itself.
     """
     found: dict[str, Path] = {}
     plans: list[Strategy] = []
@@ -74,7 +74,7 @@ def strategies_of(directories: Iterable[Path]) -> dict[str, Path]:
 
 
 def plan_of(directory: Path) -> Strategy | None:
-    """What a run trains, whatever it is called; None where that is no plan."""
+    """The plan of a run without its name; None if it has none."""
     path = directory / STRATEGY_FILE
     if not path.exists():
         return None
@@ -82,9 +82,9 @@ def plan_of(directory: Path) -> Strategy | None:
 
 
 def same_as_searched(runs: dict[str, Path]) -> set[str]:
-    """Hand-chosen strategies that are the very plan that the search found, on the same engine.
+    """Hand-chosen strategies that equal the searched plan and use the same engine.
 
-    Both names of it are one program: it trains in turn once, and is ranked once.
+    Such a plan is measured in turn once, and ranked once.
     """
     plan = plan_of(runs["searched"]) if "searched" in runs else None
     return {
@@ -106,12 +106,12 @@ def losses(run: Run) -> list[float]:
 
 
 def largest(differences: Iterable[float]) -> float:
-    """The largest; NaN if any is, which `max` may pass over."""
+    """The largest value; NaN if any value is, which `max` may miss."""
     return float(np.max(list(differences)))
 
 
 def loss_differences(runs: dict[str, Run]) -> dict[str, float]:
-    """By strategy, the largest relative difference of a step's loss from that of one device."""
+    """The largest relative difference of a step's loss from that of one device, by strategy."""
     reference = losses(runs["single"])
     return {
         name: largest(
@@ -124,7 +124,7 @@ def loss_differences(runs: dict[str, Run]) -> dict[str, float]:
 
 
 def left_open(found: Measured) -> list[str]:
-    """The executor's strategies whose losses in fp32 are not those of one device."""
+    """The executor's strategies whose losses in fp32 differ from those of one device."""
     runs = {name: _read_run(Path(path)) for name, path in found.runs.items()}
     if "single" not in found.steps_s:
         return []
@@ -136,7 +136,7 @@ def left_open(found: Measured) -> list[str]:
 
 
 def trains_the_same(differences: dict[str, float], double: dict[str, float]) -> bool:
-    """Whether every strategy's losses are those of one device, in float64 where fp32 says no."""
+    """Whether all strategies' losses equal those of one device, in float64 if not in fp32."""
     return all(
         difference <= _LOSS_TOLERANCE or double.get(name, math.inf) <= _DOUBLE_TOLERANCE
         for name, difference in differences.items()
@@ -147,15 +147,15 @@ def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> d
     """Predicted and measured step of one strategy.
 
     Args:
-        steps_s: by round, the first rounds only where it is slow.
-        searched_s: of what the search found, by round.
+        steps_s: by round; a slow strategy has only the first rounds.
+        searched_s: steps of the searched plan, by round.
     """
     if run.header.status != "ok":
         return {"status": run.header.status, "reason": run.header.reason.splitlines()[0]}
     prediction = read_prediction(run.path)
     assert prediction is not None, "every run is told to predict"
     predicted = predicted_run(run, prediction)
-    # Rounds are disturbed alike: what a strategy takes is told by its ratio to another.
+    # A disturbance affects all strategies of a round, so ratios are more reliable than seconds.
     ratio = paired_ratio(steps_s, searched_s[: len(steps_s)])
     measured_s = median(searched_s) * ratio.ratio
     return {
@@ -172,7 +172,7 @@ def judge_strategy(run: Run, steps_s: list[float], searched_s: list[float]) -> d
     }
 
 
-def told_apart(steps_s: dict[str, list[float]]) -> list[tuple[str, str]]:
+def distinct_pairs(steps_s: dict[str, list[float]]) -> list[tuple[str, str]]:
     """(faster, slower) of each pair of strategies whose ratio's interval over rounds excludes 1."""
     found: list[tuple[str, str]] = []
     for a, b in itertools.combinations(steps_s, 2):
@@ -188,10 +188,10 @@ def told_apart(steps_s: dict[str, list[float]]) -> list[tuple[str, str]]:
 def judge_order(
     strategies: dict[str, dict[str, Any]], apart: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """How well predictions order a cell's strategies, and what their choice costs.
+    """Rank correlation of predicted and measured steps, and regret of the predicted choice.
 
     Args:
-        apart: (faster, slower), as `told_apart` finds them.
+        apart: (faster, slower) pairs from `distinct_pairs`.
     """
     judged = [
         Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
@@ -209,10 +209,10 @@ def judge_order(
 
 
 def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
-    """A finished cell's line.
+    """The result of a finished cell.
 
     Raises:
-        SystemExit: single or searched did not end ok, to which all others are compared.
+        SystemExit: single or searched failed, with which all others are compared.
     """
     found = strategies_of(map(Path, measured.runs.values()))
     runs = {name: _read_run(path) for name, path in found.items()}
@@ -236,7 +236,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
     twice = same_as_searched(found)
     ok = {name: s for name, s in ok.items() if name not in twice}
     differences = loss_differences(runs)
-    apart = told_apart({name: measured.steps_s[name] for name in ok})
+    apart = distinct_pairs({name: measured.steps_s[name] for name in ok})
     return {
         "cell": cell.name,
         "gain": ratios[best],
@@ -261,7 +261,7 @@ def judge(cell: Cell, measured: Measured) -> dict[str, Any]:
 
 
 def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all cells: how many meet each bar, and the median error."""
+    """Over all cells: the number that meet each bar, and the median error."""
     ok = [
         s
         for line in lines
@@ -288,7 +288,7 @@ def judge_all(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text(line: dict[str, Any]) -> str:
-    """A cell's line for reading."""
+    """A cell's result as a line of text."""
     over = "-" if line["over_ddp"] is None else f"{line['over_ddp']:.2f}"
     order = "-" if line["rank_correlation"] is None else f"{line['rank_correlation']:.2f}"
     head = (

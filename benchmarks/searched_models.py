@@ -1,8 +1,8 @@
 """Reduced models for `searched.py`: factories for `--model benchmarks.searched_models:alexnet`.
 
-Each keeps what makes its full model hard or easy to spread: alexnet and vgg16 hold most parameters
-in a few linear layers behind convolutions, vit computes much for each parameter. Convolutions and
-layers are those of torchvision; only widths, depths and image sizes are smaller.
+Each keeps the property that decides how well its full model parallelizes: alexnet and vgg16 have
+most parameters in a few linear layers after convolutions, vit has much computation per parameter.
+Layers are those of torchvision, with smaller widths, depths and images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _classifier(n_inputs: int, n_classes: int) -> nn.Sequential:
 
 
 def _with_classifier(features: nn.Module, side: int, n_channels: int, n_classes: int) -> nn.Module:
-    """As torchvision's, whose own classifiers are large enough to take seconds to draw."""
+    """A model like torchvision's, with a small classifier: drawing the full one takes seconds."""
     parts: dict[str, nn.Module] = {
         "features": features,
         "avgpool": nn.AdaptiveAvgPool2d((side, side)),
@@ -61,7 +61,7 @@ def alexnet(n_classes: int = 10) -> nn.Module:
 
 def vgg16(n_classes: int = 10) -> nn.Module:
     """17 million parameters, of which 14 in the first two linear layers; its convolutions have less
-    than half of their channels."""
+    than half of VGG16's channels."""
     vgg = import_torchvision("models.vgg")
     plan = (24, 24, "M", 48, 48, "M", 96, 96, 96, "M", 192, 192, 192, "M", 256, 256, 256, "M")
     return _with_classifier(vgg.make_layers(plan), 7, 256, n_classes)

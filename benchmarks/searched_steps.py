@@ -1,15 +1,14 @@
-"""Steps of several training runs, in turn in the same processes; started by `searched.py`.
+"""Time steps of several training runs in turn in the same processes; started by `searched.py`.
 
     mpirun -np 3 ... python -m benchmarks.searched_steps RUN_DIRECTORY ...
 
-A machine whose speed drifts by 15 % within seconds says little when one run follows another. Here
-the runs' engines live side by side, as the runs had them (single and ddp are torch's, all others
-the executor's under the run's strategy.json), and train a block of steps each in a random order,
-again and again, after one that is not timed: in a run too a step begins on some ranks before the
-last one has ended on others. Rank 0 prints for each run `{run, steps_s}`: seconds of a
-step on the slowest rank, by round. Runs that take twice as long as the fastest or more are measured
-in the first rounds only, which the given time does not count: it is for those that are near each
-other.
+Runs in sequence are hard to compare on a machine whose speed drifts by 15 % within seconds. This
+program therefore builds the runs' engines side by side (torch's for single and ddp, else the
+executor with the run's strategy.json), and repeatedly trains a block of steps of each, in random
+order. Each block begins with a step that is not timed, because in a run, too, ranks begin a step
+before others have ended the previous one. Rank 0 prints `{run, steps_s}` for each run: seconds of a
+step on the slowest rank, by round. Runs that take at least twice as long as the fastest are
+measured only in the first rounds, which do not count towards the given time.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ class Options:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Directories of training runs."""
     seconds: float = 100.0
-    """No round begins this long after the first three, but for the least of five."""
+    """Time after the first three rounds until which rounds begin; at least five rounds run."""
 
 
 def read_case(run_dir: Path) -> TrainCase:
-    """What a training run was told."""
+    """The case of a training run."""
     config = read_header(run_dir).config
     return msgspec.convert(config, TrainCase, dec_hook=lambda kind, value: kind(value))
 
 
 @contextmanager
 def joined_world(name: str) -> Iterator[World]:
-    """The ranks that mpirun started, in one process group; all must enter and leave it."""
+    """Join the ranks of mpirun in a process group; all ranks must enter and leave."""
     find_mpi()
     meeting = meet(read_launch(os.environ), os.environ)
     torch.set_num_threads(meeting.world.n_threads)
@@ -81,8 +80,8 @@ def joined_world(name: str) -> Iterator[World]:
 
 
 def leave() -> NoReturn:
-    """End the process without the interpreter's clean-up: a thread of gloo's that still releases a
-    tensor then aborts."""
+    """End the process without the interpreter's clean-up, during which a gloo thread that still
+    releases a tensor aborts."""
     from mpi4py import MPI
 
     sys.stdout.flush()
@@ -91,7 +90,7 @@ def leave() -> NoReturn:
 
 
 class Stepper:
-    """One run's engine on this rank; all ranks call it alike."""
+    """One run's engine on this rank; all ranks must call it in the same order."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
         case = read_case(run_dir)
@@ -102,16 +101,16 @@ class Stepper:
             planned = Planned(strategy=strategy, predicted_step_s=None, flops=(0.0,) * world.size)
         is_single = case.strategy == "single"
         self._training: Training | None = None
-        if world.is_first or not is_single:  # else this rank stands by
+        if world.is_first or not is_single:  # other ranks idle for `single`
             own = replace(world, size=1, local_size=1) if is_single else world
             self._training = prepare(case, own, self._recorder, planned)
             plan = self._training.plan
             self._share = Share(n_local=plan.n_fed(world.rank), n_global=plan.global_batch)
-        wait_for_all(world)  # ranks take unlike time to build their parts
+        wait_for_all(world)  # because build times differ
         self._world = world
 
     def block(self, n_steps: int) -> float:
-        """Seconds of a step on the slowest rank, where one more came first, after all have met."""
+        """Time steps after a barrier and an untimed step; returns the slowest rank's seconds."""
         dist.barrier()
         self._train(1)
         start_s = time.perf_counter()
@@ -129,7 +128,7 @@ class Stepper:
 
 
 def measure(steppers: list[Stepper], options: Options, world: World) -> list[list[float]]:
-    """Seconds of a step of each run, by round; all ranks must call it."""
+    """Measure all runs in turn; returns seconds of a step by run and round. All ranks call it."""
     steps: list[list[float]] = [[] for _ in steppers]
     for stepper in steppers:
         stepper.block(1)  # warms up

@@ -85,7 +85,7 @@ def test_only_pairs_that_rounds_tell_apart_have_an_order(judging):
     rounds = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9]
     slower = [2.0, 2.3, 1.9, 2.0, 2.3, 1.9]
     steps = {"a": rounds, "b": slower, "like a": rounds[::-1], "slow": [5.0, 5.5]}
-    found = judging.told_apart(steps)
+    found = judging.distinct_pairs(steps)
     assert sorted(found) == [
         ("a", "b"), ("a", "slow"), ("b", "slow"), ("like a", "b"), ("like a", "slow")
     ]  # fmt: skip
