@@ -227,9 +227,9 @@ def _shard_seeds() -> list[bytes]:
         "optimizer m 0:4,0:2 w": torch.ones(4, 2),
         "optimizer step - w": torch.tensor(3.0),
     }
-    told = {"format": "state shards 1", "ranks": "1", "step": "3"}
-    told |= {"names": json.dumps({"w": "w"}), "parameters": json.dumps(["w"])}
-    return [save(tensors, metadata=told)]
+    metadata = {"format": "state shards 1", "ranks": "1", "step": "3"}
+    metadata |= {"names": json.dumps({"w": "w"}), "parameters": json.dumps(["w"])}
+    return [save(tensors, metadata=metadata)]
 
 
 def _clicks(path: Path) -> None:

@@ -180,9 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     n_escaped = 0
     for tally in tallies(arguments.only or list(READERS), arguments):
         n_escaped += tally.n_escaped
-        told: dict[str, Any] = asdict(tally)
-        told |= {"seed": arguments.seed, "machine": machine(), "commit": code_commit()}
-        print(json.dumps(told) if arguments.json else _line(tally), flush=True)
+        row: dict[str, Any] = asdict(tally)
+        row |= {"seed": arguments.seed, "machine": machine(), "commit": code_commit()}
+        print(json.dumps(row) if arguments.json else _line(tally), flush=True)
     return 1 if n_escaped else 0
 
 

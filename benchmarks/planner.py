@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("section", nargs="*", help=f"default: all of {', '.join(found)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and seeds")
     parser.add_argument("--json", action="store_true", help="one object per comparison")
-    parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time beside ours")
+    parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time it too")
     args = parser.parse_args()
     unknown = [name for name in args.section if name not in found]
     if unknown:

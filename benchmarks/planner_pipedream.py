@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of graph.txt files")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one repeat, one generated graph")
-    parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time beside ours")
+    parser.add_argument("--pipedream", type=Path, help="a clone of PipeDream, to time it too")
     parser.add_argument("--json", action="store_true", help="one object per comparison")
     args = parser.parse_args()
     repeats = 1 if args.quick else args.repeats

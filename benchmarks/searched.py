@@ -157,12 +157,12 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
         if read_header(path).status == "ok" and name not in twice
     }
     stolen_before_s, before_s = processor_seconds()
-    told = cluster.start(
+    output = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_steps",
         "--seconds", str(options.seconds), *map(str, ok.values()),
     )  # fmt: skip
     stolen_s, all_s = processor_seconds()
-    lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
     steps = {line["run"]: line["steps_s"] for line in lines}
     measured = {name: steps[path.name] for name, path in ok.items()}
     measured |= {name: measured["searched"] for name in twice if "searched" in measured}
@@ -176,10 +176,10 @@ def train_in_turn(cell: Cell, cluster: Cluster, found: Measured, options: Option
 def train_in_double(cell: Cell, cluster: Cluster, found: Measured, names: list[str]) -> Measured:
     """Train these strategies and one device in float64; returns `found` with differences."""
     paths = {name: Path(found.runs[name]) for name in ("single", *names)}
-    told = cluster.start(
+    output = cluster.start(
         cell, ".venv/bin/python", "-m", "benchmarks.searched_double", *map(str, paths.values())
     )
-    lines = [json.loads(line) for line in told.splitlines() if line.startswith('{"run"')]
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"run"')]
     differences = ("loss_difference", "gradient_difference")
     worst = {line["run"]: largest(line[name] for name in differences) for line in lines}
     return msgspec.structs.replace(found, double={name: worst[paths[name].name] for name in names})

@@ -19,8 +19,8 @@ class Model:
     def workload_flags(self) -> tuple[str, ...]:
         name = self.name if self.name in ("resnet18", "dlrm") else f"{_MODULE}:{self.name}"
         # Otherwise strategies would differ in dropout masks and batch statistics.
-        alike = ("--dropout", "0", "--batch-norm", "frozen")
-        return ("--model", name, *alike, *self.flags, "--batch-size", str(self.batch))
+        comparable = ("--dropout", "0", "--batch-norm", "frozen")
+        return ("--model", name, *comparable, *self.flags, "--batch-size", str(self.batch))
 
 
 def _images(side: int) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ class Place:
 
     @property
     def name(self) -> str:
-        alike = "" if len(set(self.cpu)) == 1 else "-unlike"
-        return f"{len(self.cpu)}x{self.bandwidth}{alike}"
+        suffix = "" if len(set(self.cpu)) == 1 else "-unlike"
+        return f"{len(self.cpu)}x{self.bandwidth}{suffix}"
 
 
 @dataclass(frozen=True, kw_only=True)
