@@ -30,7 +30,7 @@ class Agent:
         self.has_ended = False
         self._child = child
         self._refusal = refusal
-        self._last_word = ""
+        self._last_line = ""
 
     async def send(self, message: dict[str, object]) -> None:
         if not (self._refusal or self.has_ended):
@@ -52,15 +52,15 @@ class Agent:
                 with contextlib.suppress(ValueError):
                     return dict(json.loads(line))
             elif line.strip():
-                self._last_word = line.strip()
-        raise AgentError(self._last_word or "it ended without a word")
+                self._last_line = line.strip()
+        raise AgentError(self._last_line or "it ended without output")
 
     async def _read_line(self) -> str:
         try:
             return await self._child.read_line()
         except EOFError:
             await self._child.settle(1.0)
-            self._last_word = ssh.last_line(self._child.errors) or "the connection ended"
+            self._last_line = ssh.last_line(self._child.errors) or "the connection ended"
             return ENDED
 
     async def finish(self) -> None:

@@ -164,7 +164,7 @@ def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
         ("os", {"hostname": "n0"}, Status.WARN, "calls itself n0, as n0 does"),
         ("cpu", {"quota_cores": 0.5}, Status.OK, "8 cores, limited to 0.5, AMD EPYC"),
         ("cpu", {"load_1min": 4.1}, Status.WARN, "load 4.1 on 8 cores"),
-        ("cpu", {"n_cores": None}, Status.UNKNOWN, "did not say"),
+        ("cpu", {"n_cores": None}, Status.UNKNOWN, "did not report"),
         ("memory", {"memory_available_bytes": GIB}, Status.WARN, "only 1 GiB free"),
         ("memory", {"memory_limit_bytes": 2**28}, Status.CRITICAL, "256 MiB free of 256 MiB"),
         ("disk", {"disks": ()}, Status.UNKNOWN, "df does not answer"),
@@ -349,7 +349,7 @@ def test_a_failing_job_is_pinned_on_the_host_that_fails_alone(hosts) -> None:
     (other,) = cluster.judge("mpi", 0, hello=hello)
     assert (other.status, other.detail) == (
         Status.UNKNOWN,
-        "starts alone, but the whole job fails on n1",
+        "one rank starts, but the whole job fails on n1",
     )
 
 

@@ -133,7 +133,7 @@ def _explain_login(report: HostReport) -> tuple[str, str]:
         ),
     }
     fallback = (
-        f"ssh fails: {probe.login_detail or 'without a word'}",
+        f"ssh fails: {probe.login_detail or 'no message'}",
         f"ssh -v {name} true",
     )
     return table.get(probe.login, fallback)

@@ -102,7 +102,7 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
         return [critical(f"no rank starts: {hello.culprits[report.name]}", remedy)]
     if hello.error and hello.culprits:
         culprits = ", ".join(hello.culprits)
-        return [unknown(f"starts alone, but the whole job fails on {culprits}", "see there")]
+        return [unknown(f"one rank starts, but the whole job fails on {culprits}", "see there")]
     if hello.error:
         command = f"mpirun -np {len(hello.hosts)} --host {','.join(hello.hosts)} hostname"
         return [critical(f"the job over {len(hello.hosts)} hosts fails: {hello.error}", command)]

@@ -55,7 +55,7 @@ def _judge_failure(report: HostReport) -> Verdict:
     if _has_no_card(gpu):
         return warn(
             f"no NVIDIA card on the bus, yet nvidia-smi is installed: {gpu.smi_error}",
-            f"nothing, if {report.name} shall have none; else {remedy}",
+            f"nothing, if {report.name} is to have none; else {remedy}",
         )
     status = f" (status {gpu.smi_returncode})" if gpu.smi_returncode else ""
     return critical(f"nvidia-smi: {gpu.smi_error}{status}", remedy)
