@@ -49,7 +49,7 @@ from harness.runtime.executor.transport.groups import Groups
 from harness.runtime.executor.transport.messages import find_messages, shared_sums
 from harness.runtime.executor.transport.moves import Moves
 from harness.runtime.executor.transport.partial_sums import norm_reducer
-from harness.runtime.executor.transport.rehearsal import is_needed, rehearse
+from harness.runtime.executor.transport.priming import is_needed, prime
 from harness.runtime.faithfulness.comparison import hold_alike
 from harness.runtime.models.task import Task
 from harness.runtime.ranks.world import World
@@ -118,7 +118,7 @@ class ExecutorEngine:
         self.weights.release_others(captured.module)
         self.weights.release_others(task.model)  # if capture copied its weights
         self.keep_gradients = False
-        self.is_rehearsal_due = is_needed(world)
+        self.is_priming_due = is_needed(world)
         self._gradients: dict[WeightSlice, Tensor] = {}
 
     # Building
@@ -256,8 +256,8 @@ class ExecutorEngine:
         if is_muted != self._channels.is_muted:
             self.flush()
         batch = self._fetch(fetch)
-        if self.is_rehearsal_due:
-            self._rehearse(batch)
+        if self.is_priming_due:
+            self._prime(batch)
         self._channels.is_muted = is_muted
         self._n_updates = 0
         if self._stash is None:
@@ -274,11 +274,12 @@ class ExecutorEngine:
         return self._loss()
 
     def _run(self, batch: Batch | None) -> None:
-        self._runner.run(self._timetable.step(), self._feed.deal(batch), self._timetable.n_streamed)
+        actions, flights = self._timetable.step(), self._feed.split(batch)
+        self._runner.run(actions, flights, self._timetable.n_streamed)
         self._phases.end()
 
-    def _rehearse(self, batch: Batch | None) -> None:
-        """Run a step without communication or update; see the module `rehearsal`."""
+    def _prime(self, batch: Batch | None) -> None:
+        """Run a step without communication or update; see the module `priming`."""
 
         def step() -> None:
             self._sync.start_step(is_muted=True)
@@ -287,8 +288,8 @@ class ExecutorEngine:
             self._runner.forget()
 
         with without_gradient_hooks(self._captured.module):
-            rehearse(step, self._channels, self.weights, self._runner.buffers())
-        self.is_rehearsal_due = False
+            prime(step, self._channels, self.weights, self._runner.buffers())
+        self.is_priming_due = False
 
     def flush(self) -> None:
         """Finish microbatches in flight after asynchronous steps; all ranks must call it.
@@ -308,7 +309,7 @@ class ExecutorEngine:
         self._phases.end()
 
     def _update(self) -> None:
-        if self.is_rehearsal_due:
+        if self.is_priming_due:
             return
         trained = self.weights.trainable()
         self._hooks.run(trained)

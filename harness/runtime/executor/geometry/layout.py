@@ -207,7 +207,7 @@ class Layout:
         if sizes == tuple(shown.values()):
             return shown
         twice = sizes if self._at_twice is None else self._at_twice.tensors[node].shape
-        growing = [k for k, (now, then) in enumerate(zip(sizes, twice, strict=True)) if then > now]
+        growing = [k for k, (a, b) in enumerate(zip(sizes, twice, strict=True)) if b > a]
         return {SAMPLE if growing == [k] else f"dim{k}": size for k, size in enumerate(sizes)}
 
     def region(self, node: fx.Node, part: Part) -> Block:
@@ -345,13 +345,13 @@ def check_samples(layout: Layout, meta: MetaModel) -> None:
                 f"{layout.samples} samples alone: read the batch size from the input (-1, "
                 "x.shape[0]) where it is written out, or give every device the whole batch"
             )
-        now, then = layout.values.tensors[node].shape, more.tensors[node].shape
+        shape, doubled = layout.values.tensors[node].shape, more.tensors[node].shape
         names = list(layout.value_shape(node))
         at = names.index(SAMPLE) if SAMPLE in names else None
-        if at is None or then[at] != 2 * now[at]:
+        if at is None or doubled[at] != 2 * shape[at]:
             raise ModelError(
-                f"operator {name!r} is cut by samples, but its output {now} does not grow with "
-                f"them (twice as many give {then}): leave it whole, on one device"
+                f"operator {name!r} is cut by samples, but its output {shape} does not grow with "
+                f"them (twice as many give {doubled}): leave it whole, on one device"
             )
 
 

@@ -35,8 +35,8 @@ class Values:
     """The outputs of a captured model's nodes for one batch size.
 
     Attributes:
-        tensors: of nodes that return a tensor.
-        constants: of nodes that return no tensors, but such as a size.
+        tensors: outputs that are a tensor.
+        constants: outputs without tensors, such as a size.
         writes: the buffer that a node's module changes; batch and instance norms excluded.
     """
 
@@ -78,7 +78,7 @@ def _summary(value: Any) -> Any:
 
 
 class MetaModel:
-    """A copy of a captured model on the meta device, which infers its values."""
+    """A copy of a captured model on the meta device, which infers shapes and dtypes."""
 
     def __init__(
         self, captured: Captured, inputs: tuple[InputSpec, ...], device: torch.device

@@ -34,7 +34,7 @@ class Joining:
         """
         if self.n_microbatches == 1 or _is_called_again(self._layout, path):
             return False
-        largest = max(_fed_bytes(self._layout, part) for part in self._layout.parts[operator])
+        largest = max(_io_bytes(self._layout, part) for part in self._layout.parts[operator])
         return is_worth_joining(module, self.n_microbatches * largest)
 
     def calls(self, path: str) -> list[Call]:
@@ -53,7 +53,7 @@ def _is_called_again(layout: Layout, path: str) -> bool:
     return len(set(devices)) < len(devices)
 
 
-def _fed_bytes(layout: Layout, part: Part) -> int:
+def _io_bytes(layout: Layout, part: Part) -> int:
     """Bytes of a task's inputs and outputs."""
     regions = [(want.value, want.block) for _, want in layout.reads(part)]
     node = layout.captured.nodes[part.operator]

@@ -30,7 +30,7 @@ from harness.runtime.executor.program.program import (
     TargetKey,
     WantKey,
 )
-from harness.runtime.executor.shards.assemble import Kept, RegionMap, Relative, assembled
+from harness.runtime.executor.shards.assemble import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
 from harness.runtime.executor.shards.dropout import RandomState
 from harness.runtime.executor.shards.forms import (
@@ -92,7 +92,7 @@ class DeviceTasks:
         buffers: memory for gradients of large weights.
         immediate: computes gradients of large linear layers; None if autograd does.
         joining: decides which weight gradients join microbatches.
-        joined: pending joined gradients by stage; other devices' inputs are sent first.
+        joined: queues of joined gradients by stage, computed after other gradients are sent.
     """
 
     task: Task
@@ -249,7 +249,7 @@ class SegmentBuilder:
             self._operator_of[path] = part.operator
         if self._must_copy(part, node, arguments):
             emitted = out_of_place(self._graph, emitted, self._owned)
-        self._keep(part, node, emitted, is_gathered=is_gathered)
+        self._register(part, node, emitted, is_gathered=is_gathered)
 
     def _tensor(self, name: str, piece: WeightSlice) -> fx.Node:
         """A node for a parameter or constant of the model."""
@@ -274,7 +274,7 @@ class SegmentBuilder:
         n_tasks = sum(p.device == part.device for p in self._layout.parts[part.operator])
         return is_read or len(given.users) > 1 or n_tasks > 1
 
-    def _keep(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
+    def _register(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
         """Register the values of a task; of a tuple, the elements that have readers."""
         if node in self._layout.values.tensors:
             self._name(part, node, emitted, is_gathered=is_gathered)
@@ -290,10 +290,10 @@ class SegmentBuilder:
 
     def _name(self, part: Part, node: fx.Node, emitted: fx.Node, *, is_gathered: bool) -> None:
         if is_gathered:
-            emitted = self._kept(part, node, emitted)
+            emitted = self._cropped(part, node, emitted)
         self.values[PartKey(node.name, part.operator, part.index)] = emitted
 
-    def _kept(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
+    def _cropped(self, part: Part, node: fx.Node, emitted: fx.Node) -> fx.Node:
         """Crop a gathered task's output to its block; of a partial sum, all but the first are 0."""
         layout = self._layout
         computed = Part(part.operator, part.index, part.device, part.stage, layout.computed(part))
@@ -305,8 +305,8 @@ class SegmentBuilder:
             if dim not in shown
         )
         region = layout.region(node, part)
-        kept = Kept(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
-        return self._call(f"{part.operator}.kept", kept, (emitted,))
+        crop = Crop(Relative.of(region, layout.region(node, computed)), is_zero=not is_first)
+        return self._call(f"{part.operator}.crop", crop, (emitted,))
 
     def _region(self, want: Want) -> fx.Node:
         """The node of this graph for a want."""

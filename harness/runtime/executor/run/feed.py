@@ -28,7 +28,7 @@ class Feed:
         self._input_names = input_names
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
 
-    def deal(self, batch: Batch | None) -> list[Flight]:
+    def split(self, batch: Batch | None) -> list[Flight]:
         """Make one flight for each microbatch.
 
         Args:

@@ -355,7 +355,7 @@ class Runner:
         if fetch.returns_summed:
             number = self._number(microbatch)
             self._sums.start(gradient.contiguous(), fetch, number, is_backward=True)
-        for in_want, held in fetch.kept:
+        for in_want, held in fetch.local_parts:
             flight.add_gradient(*held, in_want.of_tensor(gradient))
 
 

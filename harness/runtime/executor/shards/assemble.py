@@ -40,7 +40,7 @@ class RegionMap:
     target: Relative
 
 
-class Kept(nn.Module):
+class Crop(nn.Module):
     """Crops a region of a tensor; `is_zero` sets it to 0, because another part adds the value."""
 
     def __init__(self, region: Relative, *, is_zero: bool) -> None:
@@ -48,8 +48,8 @@ class Kept(nn.Module):
         self._region, self._is_zero = region, is_zero
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self._region.of_tensor(x)
-        return kept * 0 if self._is_zero else kept
+        cropped = self._region.of_tensor(x)
+        return cropped * 0 if self._is_zero else cropped
 
 
 class _Cut(nn.Module):

@@ -138,7 +138,7 @@ class _Chooser:
         node = self._captured.nodes.get(name)
         if node is None:
             return "native"
-        _check_is_of_its_devices(name, node, self._captured.module)
+        _check_is_not_synchronised(name, node, self._captured.module)
         partition = self._strategy.operators[name].partition
         has_copies = n_replicas(partition) > 1
         if has_copies:
@@ -146,7 +146,7 @@ class _Chooser:
         if self._plan.dropout == "exact" or has_copies:  # copies need equal masks
             if is_dropout(node, self._captured.module):
                 return "dropout"
-            _check_draws_nothing(name, node, self._captured.module)
+            _check_is_deterministic(name, node, self._captured.module)
         if self._needs_global_statistics(name):
             # Two tasks on one device would deadlock in the same all-reduce.
             devices = self._strategy.operators[name].devices
@@ -218,7 +218,7 @@ def _warn(chosen: Forms) -> None:
         )  # fmt: skip
 
 
-def _check_draws_nothing(name: str, node: fx.Node, root: nn.Module) -> None:
+def _check_is_deterministic(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse other random operators than dropout, because blocks cannot repeat their numbers."""
     if draws_random(node, root):
         module = _module_of(node, root)
@@ -240,7 +240,7 @@ def _check_has_no_weights(name: str, node: fx.Node, root: nn.Module) -> None:
         )
 
 
-def _check_is_of_its_devices(name: str, node: fx.Node, root: nn.Module) -> None:
+def _check_is_not_synchronised(name: str, node: fx.Node, root: nn.Module) -> None:
     """Refuse a batch norm that communicates with all ranks, not only with its devices."""
     if isinstance(_module_of(node, root), nn.SyncBatchNorm):
         raise ModelError(

@@ -124,7 +124,7 @@ Place = tuple[int, int]  # stage, position of a segment
 def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     """The messages of a layout; equal on every rank."""
     drafts = {device: draft_segments(forms, device) for device in range(n_devices)}
-    before = {
+    waiting = {
         want.number: _Waiting((stage, position), forms.layout.position[draft.parts[0].operator])
         for by_stage in drafts.values()
         for stage, segments in by_stage.items()
@@ -136,9 +136,9 @@ def find_messages(forms: Forms, n_devices: int) -> list[Message]:
     for by_stage in drafts.values():
         for segments in by_stage.values():
             for leaving in _leaving(forms.layout, segments, summed):
-                groups[(*leaving.key, *before[leaving.send.want.number].place)].append(leaving)
+                groups[(*leaving.key, *waiting[leaving.send.want.number].place)].append(leaving)
     return [
-        _message(forms.layout, number, pieces, before)
+        _message(forms.layout, number, pieces, waiting)
         for number, pieces in enumerate(groups.values())
     ]
 
@@ -177,11 +177,10 @@ def _leaving(
 
 
 def _message(
-    layout: Layout, number: int, pieces: list[_Piece], before: Mapping[int, _Waiting]
+    layout: Layout, number: int, pieces: list[_Piece], waiting: Mapping[int, _Waiting]
 ) -> Message:
     first = pieces[0].send
-    waiting = before[first.want.number]
-    stage, position = waiting.place
+    (stage, position), first_operator = waiting[first.want.number]
     return Message(
         number=number,
         source=first.piece.part.device,
@@ -191,7 +190,7 @@ def _message(
         after=pieces[-1].after,
         last=layout.position[pieces[-1].send.piece.part.operator],
         before=position,
-        first=waiting.first,
+        first=first_operator,
         dtype=layout.tensor(first.want.value).dtype,
         entries=_entries(layout, [one.send for one in pieces if one.send.goes]),
         returning=_entries(

@@ -65,7 +65,7 @@ class Fetch:
         goes_summed, returns_summed: whether the all-reduce sums the value, or its gradient.
         placements: the pieces that it consists of; empty if it is all-reduced.
         is_whole: one placement covers it.
-        kept: the parts of this device that receive its gradient; empty if that is all-reduced.
+        local_parts: parts of this device that receive its gradient; empty if that is all-reduced.
     """
 
     want: Want
@@ -77,7 +77,7 @@ class Fetch:
     goes_summed: bool
     returns_summed: bool
     placements: tuple[Placement, ...]
-    kept: tuple[LocalPart, ...]
+    local_parts: tuple[LocalPart, ...]
 
     @cached_property
     def is_whole(self) -> bool:
@@ -178,7 +178,7 @@ class Moves:
             goes_summed=total.goes,
             returns_summed=total.returns,
             placements=() if total.goes else tuple(self._placements(want)),
-            kept=()
+            local_parts=()
             if total.returns
             else tuple(
                 LocalPart(Relative.of(piece.region, want.block), self._held(want, piece))
@@ -220,7 +220,7 @@ class Moves:
 
 
 def _returns_before(message: Message) -> tuple[int, int, int]:
-    """The sort key of messages by the sending of their gradients: the last segment sends first.
+    """Sort key for the order in which gradients are sent: those of the last segment first.
 
     Several tasks of one operator may each begin a segment, so its position alone is ambiguous.
     """

@@ -1,11 +1,11 @@
-"""A warm-up step without communication or update, before the first real step.
+"""Prime the GPU by a step without communication or update, before the first real step.
 
 Under NCCL a receive that is posted ahead occupies the GPU until its message arrives. An operation
 that synchronizes the whole GPU then deadlocks, because the sender may wait for this rank. The first
 call of a convolution synchronizes (cuDNN tries its algorithms), as does the first call of a kernel
-(it is loaded), and an allocator without free memory. The rehearsal makes these first calls:
+(it is loaded), and an allocator without free memory. Priming makes these first calls:
 
-    rehearsal, muted: forward | backward         step: post receives | forward | backward | ...
+    priming, muted: forward | backward         step: post receives | forward | backward | ...
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_needed(world: World) -> bool:
     return world.backend == "nccl" and world.size > 1
 
 
-def rehearse(
+def prime(
     step: Callable[[], None], channels: Channels, weights: nn.Module, written: Iterable[Tensor]
 ) -> None:
     """Run a step without messages; ranks do not wait for each other.
