@@ -175,7 +175,7 @@ class RankAgent:
             case "left":
                 self._has_left = True
                 if self._peers is not None:
-                    self._peers.tell({"left": True})
+                    self._peers.notify({"left": True})
 
     def _meet(self, message: Message, connection: socket.socket, now_s: float) -> None:
         rank, hostnames, token = message["rank"], message["hostnames"], message["token"]
@@ -202,7 +202,7 @@ class RankAgent:
         if isinstance(self._peers, Hub):
             self._peers.add_fault(fault, now_s + grace_s)
         elif self._peers is not None:
-            self._peers.tell(fault.message(grace_s=grace_s))
+            self._peers.notify(fault.message(grace_s=grace_s))
 
     # Signals and the end of the program.
 
@@ -213,7 +213,7 @@ class RankAgent:
             if number in _ENDING and self._end_by_s is None:
                 self._end_by_s = now_s + _TIME_TO_END_S
                 if self._peers is not None:
-                    self._peers.tell({"left": True})
+                    self._peers.notify({"left": True})
 
     def _reap(self, now_s: float) -> None:
         """Read the program's state; reap orphans, because the agent is their subreaper."""
@@ -244,7 +244,7 @@ class RankAgent:
             self._report(fault, 0.0, now_s)
             self._await_end(now_s + _TIME_TO_CLOSE_S)
         elif isinstance(self._peers, Hub):
-            self._peers.tell(fault.message())
+            self._peers.notify(fault.message())
         if code < 0:
             self._print_error(fault)
         return self._leave(code, fault.status, fault.reason)
@@ -253,7 +253,7 @@ class RankAgent:
         if self._run is not None:
             self._run.close(status, self._pending(reason), time.monotonic())
         if code != 0:
-            family.kill_below(os.getpid())
+            family.kill_descendants(os.getpid())
         return code
 
     def _pending(self, reason: str) -> str:
@@ -332,12 +332,12 @@ class RankAgent:
     def _end(self, fault: Fault) -> int:
         """End this rank; on rank 0, end the launch on every reachable host."""
         if isinstance(self._peers, Hub):
-            self._peers.tell(fault.message())
+            self._peers.notify(fault.message())
         family.send([self._pid, *family.descendants(self._pid)], signal.SIGKILL)
         self._print_error(fault)
         if self._run is not None:
             self._run.close(fault.status, fault.reason, time.monotonic())
-        family.kill_below(os.getpid())
+        family.kill_descendants(os.getpid())
         if self._is_openmpi:
             family.end_launcher(fault.silent_hosts)
             if fault.silent_hosts:

@@ -14,7 +14,7 @@ _LAUNCHERS = ("mpirun", "orterun", "mpiexec", "prterun")
 _DAEMONS = (*_LAUNCHERS, "orted", "prted", "hydra_pmi_proxy", "slurmstepd")
 _POLL_S = 0.1
 # mpirun ends by itself in a second or two, unless it waits for a silent host.
-_PATIENCE_S = 5.0
+_EXIT_TIMEOUT_S = 5.0
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -62,7 +62,7 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def kill_below(pid: int) -> None:
+def kill_descendants(pid: int) -> None:
     """Kill all descendants of a process, including stopped ones and new ones.
 
     Python's resource trackers, which clean up shared memory after the others and end by themselves,
@@ -95,12 +95,12 @@ def _launcher_above(pid: int) -> int | None:
 
 
 def _is_running(pid: int, name: str) -> bool:
-    return name_of(pid) == name  # of a zombie it is empty
+    return name_of(pid) == name  # a zombie's name is empty
 
 
-def _has_ended(pid: int, name: str, patience_s: float) -> bool:
+def _has_ended(pid: int, name: str, timeout_s: float) -> bool:
     """Wait for a process to end; return whether it did in time."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while _is_running(pid, name):
         if time.monotonic() > deadline_s:
             return False
@@ -130,13 +130,13 @@ def end_launcher(silent_hosts: Sequence[str]) -> None:
 
 def _end_launcher(pid: int, silent_hosts: Sequence[str]) -> None:
     name = name_of(pid)
-    patience_s = _PATIENCE_S
+    timeout_s = _EXIT_TIMEOUT_S
     if name in _LAUNCHERS:
         if silent_hosts:
             send(_connections(pid, silent_hosts), signal.SIGTERM)
     else:
-        patience_s *= 3  # a daemon ends with its mpirun
-    if _has_ended(pid, name, patience_s):
+        timeout_s *= 3  # a daemon ends with its mpirun
+    if _has_ended(pid, name, timeout_s):
         return
     connections = _connections(pid, ())
     send([pid], signal.SIGKILL)

@@ -55,7 +55,7 @@ class Peers(Protocol):
         """Send a heartbeat; it may be dropped."""
         ...
 
-    def tell(self, message: Message) -> None:
+    def notify(self, message: Message) -> None:
         """Send a message that must arrive."""
         ...
 
@@ -168,7 +168,7 @@ class Hub:
         for wire in self._wires.values():
             wire.send({"beat": 1}, is_urgent=False)
 
-    def tell(self, message: Message) -> None:
+    def notify(self, message: Message) -> None:
         for wire in self._wires.values():
             wire.send(message)
 
@@ -249,7 +249,7 @@ class Spoke:
     def beat(self, state: Message) -> None:
         self._wire.send({"state": state}, is_urgent=False)
 
-    def tell(self, message: Message) -> None:
+    def notify(self, message: Message) -> None:
         self._has_left = self._has_left or bool(message.get("left"))
         self._wire.send(message)
 

@@ -12,7 +12,7 @@ from harness.measure.heartbeat import Heartbeat
 from harness.measure.run_files import HEADER_FILE, RESERVE_FILE
 
 # A hanging file server must not keep the launch from ending.
-_PATIENCE_S = 10.0
+_WRITE_TIMEOUT_S = 10.0
 
 
 class OpenRun:
@@ -29,11 +29,11 @@ class OpenRun:
         self._heartbeat.stop()
 
     def close(self, status: str, reason: str, now_s: float) -> None:
-        """Close the row unless it is closed; give up after `_PATIENCE_S` on a hanging disk."""
+        """Close the row unless it is closed; give up after `_WRITE_TIMEOUT_S` on a hanging disk."""
         arguments = (status, reason, now_s - self._start_s)
         writer = threading.Thread(target=self._write, args=arguments, daemon=True)
         writer.start()
-        writer.join(_PATIENCE_S)
+        writer.join(_WRITE_TIMEOUT_S)
 
     def _write(self, status: str, reason: str, duration_s: float) -> None:
         with contextlib.suppress(OSError, ValueError):

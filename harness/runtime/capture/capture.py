@@ -38,7 +38,7 @@ from harness.runtime.tracing.mixing import SampleMixing
 from harness.runtime.tracing.patches import has_gradient_hooks
 from harness.runtime.tracing.refusals import refusal
 from harness.runtime.tracing.trace import trace
-from harness.runtime.tracing.writes import settle
+from harness.runtime.tracing.writes import replace_in_place_writes
 
 _log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ def _capture(task: Task, batch: int, name: str) -> Captured:
     )
     module = trace(task.model, examples)
     with torch.device("meta"):  # for tensors that modules create
-        settle(module, examples)
+        replace_in_place_writes(module, examples)
         measured = run_on_meta(module, examples)
         at_twice, mixing = shapes_at_twice(module, examples), SampleMixing(module, examples)
         builder = _Builder(module, measured, at_twice, mixing, batch)

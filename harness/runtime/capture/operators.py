@@ -160,7 +160,7 @@ def _kind_of_name(name: str, n_tensors: int) -> str:
 
 
 def is_known(kind: str, name: str) -> bool:
-    """Whether the planner knows an operator's behaviour; of kind `other`, only the reshapes'."""
+    """Whether the planner knows an operator; of kind `other` it knows the reshapes only."""
     return kind != "other" or name in _RESHAPES
 
 

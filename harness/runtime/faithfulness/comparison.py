@@ -76,11 +76,11 @@ class _Side:
             parameter.grad = None
         loss = loss_of(self._call(batch), batch)
         loss.backward()
-        nil = keep(torch.zeros(1, dtype=torch.float64))
+        zero = keep(torch.zeros(1, dtype=torch.float64))
         tensors = {"loss": keep(loss)}
         for name, parameter in parameters.items():
             gradient, parameter.grad = parameter.grad, None
-            tensors[f"gradient of {name}"] = nil if gradient is None else keep(gradient)
+            tensors[f"gradient of {name}"] = zero if gradient is None else keep(gradient)
         tensors |= {f"buffer {name}": keep(b) for name, b in self._buffers().items()}
         return TrainedBatch(float(loss.detach()), tensors, RandomSources().digests())
 
@@ -166,13 +166,13 @@ class _Comparison:
 
     def run(self) -> None:
         before = fingerprint(self._task.model)
-        batches, wanted = self._train_model()
+        batches, expected = self._train_model()
         if not torch.equal(before, fingerprint(self._task.model)):
             raise ModelError(
                 f"the forward of {self._name} writes its own parameters, which a graph cannot: "
                 "write them between steps, or train it by --engine torch, which needs no plan"
             )
-        if not is_equal(self._train_graph(batches), wanted):
+        if not is_equal(self._train_graph(batches), expected):
             self._explain(batches)
 
     # Running
@@ -198,9 +198,9 @@ class _Comparison:
     def _reason(self, error: Exception, samples: int) -> str:
         message, outputs = f"{type(error).__name__}: {first_line(error)[:_LONGEST]}", self._outputs
         if isinstance(outputs, Tensor) and len(outputs.shape) == 2 and len(outputs) == samples:
-            return f"{message}): mend its forward first"
+            return f"{message}): fix its forward first"
         if outputs is None:
-            return f"{message}): mend its forward first"
+            return f"{message}): fix its forward first"
         given = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         return (
             f"{message}): its forward returns {given} for {samples} samples, let it return a "
@@ -240,31 +240,31 @@ class _Comparison:
 
     def _explain(self, batches: Sequence[Batch]) -> None:
         """Return if the difference is rounding or recomputation; else raise ModelError."""
-        wanted = self._train(self._model, batches, keep=values_of)
+        expected = self._train(self._model, batches, keep=values_of)
         again = self._train(self._model, batches, keep=values_of)
         found = self._train_graph(batches, keep=values_of)
-        noise = difference_of(again, wanted)
-        if again[-1].random != wanted[-1].random or not noise < 0.1:
+        noise = difference_of(again, expected)
+        if again[-1].random != expected[-1].random or not noise < 0.1:
             raise ModelError(
                 f"{self._name} gives another result each time it starts from the same weights and "
                 "random numbers: draw from torch's default generator alone"
             )
-        drawn = [k for k, v in wanted[-1].random.items() if found[-1].random[k] != v]
-        difference = difference_of(found, wanted)
+        drawn = [k for k, v in expected[-1].random.items() if found[-1].random[k] != v]
+        difference = difference_of(found, expected)
         tolerance = max(10 * noise, rounding_of(self._task.model, self._precision.dtype))
         exact = None if drawn else self._difference_in_float64(batches)
         is_rounding = difference <= tolerance if exact is None else exact <= EXACT
-        if not drawn and (is_rounding or self._is_recomputation(batches[0], found, wanted)):
+        if not drawn and (is_rounding or self._is_recomputation(batches[0], found, expected)):
             return
-        self._refuse(batches, found, wanted, drawn)
+        self._refuse(batches, found, expected, drawn)
 
     def _is_recomputation(
-        self, batch: Batch, found: list[TrainedBatch], wanted: list[TrainedBatch]
+        self, batch: Batch, found: list[TrainedBatch], expected: list[TrainedBatch]
     ) -> bool:
         """Whether only running statistics differ because torch.utils.checkpoint, which runs layers
         again in backward, makes the model update them twice and the graph once."""
         model = self._task.model
-        names = names_beyond(found, wanted)
+        names = names_beyond(found, expected)
         if not names or not all(name.startswith("buffer ") for name in names):
             return False
         paths = {name.removeprefix("buffer ").rpartition(".")[0] for name in names}
@@ -294,10 +294,10 @@ class _Comparison:
         try:
             with in_float64(self._task.model, self._captured.module):
                 with Narrowing() as narrowing:
-                    wanted = self._train(self._model, wide, project, values_of)
-                if narrowing.is_met:
+                    expected = self._train(self._model, wide, project, values_of)
+                if narrowing.is_detected:
                     return None
-                return difference_of(self._train_graph(wide, project, values_of), wanted)
+                return difference_of(self._train_graph(wide, project, values_of), expected)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -307,7 +307,7 @@ class _Comparison:
         self,
         batches: Sequence[Batch],
         found: list[TrainedBatch],
-        wanted: list[TrainedBatch],
+        expected: list[TrainedBatch],
         drawn: Sequence[str],
     ) -> None:
         sides = self._task.model, self._captured.module
@@ -316,9 +316,9 @@ class _Comparison:
         if drawn:
             summary = f"the graph does not draw the random numbers that the model does ({drawn[0]})"
         else:
-            k, name = first_beyond(found, wanted)
+            k, name = first_beyond(found, expected)
             samples = len(batches[k].targets)
-            a, b = found[k], wanted[k]
+            a, b = found[k], expected[k]
             summary = f"with {samples} samples its {name} differs"
             if name == "loss":
                 summary += f" ({a.loss:.6g}, not {b.loss:.6g})"

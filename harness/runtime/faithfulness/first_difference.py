@@ -119,31 +119,31 @@ class _Recording(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         has_gradient, has_autocast = self._contexts()
         if function_name(func) == "register_hook":
-            self._note("a hook on a tensor", _user_frame())
+            self._add_construct("a hook on a tensor", _user_frame())
         if (has_gradient, has_autocast) != self._outer:
-            self._note_context(is_autocast=has_autocast != self._outer[1])
+            self._add_context(is_autocast=has_autocast != self._outer[1])
         for tensor in _tensors(result):
             self.results.add(tensor)
         return result
 
-    def note_output(self, module: nn.Module, given: Any, result: Any) -> None:
+    def add_output(self, module: nn.Module, given: Any, result: Any) -> None:
         """Keep a module's result, because an autograd function's result bypasses this mode."""
         with torch._C.DisableTorchFunction():  # the fingerprint's calls are not the model's
             for tensor in _tensors(result):
                 self.results.add(tensor)
 
-    def _note_context(self, *, is_autocast: bool) -> None:
+    def _add_context(self, *, is_autocast: bool) -> None:
         frame = _user_frame()
         if frame is None:
             return
         if frame.f_code.co_varnames[:1] == ("ctx",):
-            self._note(
+            self._add_construct(
                 f"the autograd function {frame.f_code.co_qualname.rpartition('.')[0]}", frame
             )
         else:
-            self._note("autocast" if is_autocast else "torch.no_grad or the like", frame)
+            self._add_construct("autocast" if is_autocast else "torch.no_grad or the like", frame)
 
-    def _note(self, construct: str, frame: FrameType | None) -> None:
+    def _add_construct(self, construct: str, frame: FrameType | None) -> None:
         """Keep a construct with the first place that uses it."""
         self.constructs.setdefault(construct, f"{construct}{_place(frame)}")
 
@@ -201,7 +201,7 @@ def find_first_difference(
 
 def _record(task: Task, batch: Batch) -> _Recording:
     recording = _Recording(batch.targets.device)
-    handle = nn.modules.module.register_module_forward_hook(recording.note_output)
+    handle = nn.modules.module.register_module_forward_hook(recording.add_output)
     try:
         with recording:
             outputs = task.model(*batch.inputs)

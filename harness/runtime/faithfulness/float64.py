@@ -21,7 +21,7 @@ class Narrowing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_met = False
+        self.is_detected = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class Narrowing(TorchFunctionMode):
         is_narrow = isinstance(result, Tensor) and result.dtype in (
             torch.float32, torch.bfloat16, torch.float16,
         )  # fmt: skip
-        self.is_met |= is_narrow or torch.is_autocast_enabled(_device_type(result))
+        self.is_detected |= is_narrow or torch.is_autocast_enabled(_device_type(result))
         return result
 
 

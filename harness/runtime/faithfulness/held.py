@@ -74,7 +74,7 @@ def _read(path: Path) -> dict[str, str]:
     try:
         return _HeldGraphs.load(path).models if path.is_file() else {}
     except (HarnessError, OSError) as error:
-        _log.info("held graphs are forgotten: %s", error)
+        _log.info("the file of held graphs is ignored: %s", error)
         return {}
 
 

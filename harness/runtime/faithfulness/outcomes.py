@@ -57,18 +57,18 @@ def rounding_of(model: nn.Module, dtype: str) -> float:
     return max((_ROUNDED[dtype] for dtype in dtypes), default=EXACT)
 
 
-def is_equal(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> bool:
+def is_equal(found: list[TrainedBatch], expected: list[TrainedBatch]) -> bool:
     """Whether all bits and random states are equal."""
     return all(
         a.random == b.random and all(torch.equal(a.tensors[k], b.tensors[k]) for k in b.tensors)
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(found, expected, strict=True)
     )
 
 
 def _differences(
-    found: list[TrainedBatch], wanted: list[TrainedBatch]
+    found: list[TrainedBatch], expected: list[TrainedBatch]
 ) -> Iterator[tuple[float, int, str]]:
-    for k, (a, b) in enumerate(zip(found, wanted, strict=True)):
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
         for kind in ("loss", "gradient", "buffer"):
             names = [name for name in b.tensors if name.startswith(kind)]
             model_wide = max((_largest(b.tensors[name]) for name in names), default=0.0)
@@ -88,23 +88,23 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return math.inf if math.isnan(distance) else distance
 
 
-def difference_of(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> float:
+def difference_of(found: list[TrainedBatch], expected: list[TrainedBatch]) -> float:
     """The largest relative difference over all tensors."""
-    return max(difference for difference, _, _ in _differences(found, wanted))
+    return max(difference for difference, _, _ in _differences(found, expected))
 
 
-def first_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> tuple[int, str]:
+def first_beyond(found: list[TrainedBatch], expected: list[TrainedBatch]) -> tuple[int, str]:
     """Batch and name of the first tensor beyond rounding; else of the one that differs most."""
-    differences = list(_differences(found, wanted))
+    differences = list(_differences(found, expected))
     beyond = [one for one in differences if one[0] > _ROUNDED[torch.float32]]
     _, k, name = beyond[0] if beyond else max(differences)
     return k, name
 
 
-def names_beyond(found: list[TrainedBatch], wanted: list[TrainedBatch]) -> set[str]:
+def names_beyond(found: list[TrainedBatch], expected: list[TrainedBatch]) -> set[str]:
     """Names of all tensors that differ beyond rounding."""
     limit = _ROUNDED[torch.float32]
-    return {name for distance, _, name in _differences(found, wanted) if distance > limit}
+    return {name for distance, _, name in _differences(found, expected) if distance > limit}
 
 
 def _largest(tensor: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Run functions on rank 0 for all ranks, and a barrier without a timeout."""
+"""Run a function on rank 0 and broadcast its result; a barrier for work of any length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.errors import HarnessError
 from harness.runtime.ranks.gather import error_class, gather_bytes
 from harness.runtime.ranks.world import World
 
-_PATIENCE = timedelta(days=1)
+_BARRIER_TIMEOUT = timedelta(days=1)
 
 T = TypeVar("T")
 
@@ -70,6 +70,6 @@ def wait_for_all(world: World) -> None:
     ranks must call it."""
     if world.size == 1:
         return
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=_BARRIER_TIMEOUT)
     dist.barrier(group)
     dist.destroy_process_group(group)

@@ -27,7 +27,7 @@ def _now_s(clock: HostClock) -> float:
     return clock.seconds_at(time.perf_counter_ns())
 
 
-def _answer(world: World, clock: HostClock) -> None:
+def _answer_pings(world: World, clock: HostClock) -> None:
     """On rank 0: answer each peer's pings with this clock's reading."""
     reading = torch.zeros(1, dtype=torch.float64, device=world.wire)
     for peer in range(1, world.size):
@@ -38,7 +38,7 @@ def _answer(world: World, clock: HostClock) -> None:
             dist.send(torch.full_like(reading, _now_s(clock)), dst=peer)
 
 
-def _ask(world: World, clock: HostClock) -> tuple[float, float]:
+def _ping(world: World, clock: HostClock) -> tuple[float, float]:
     reading = torch.zeros(1, dtype=torch.float64, device=world.wire)
     trips = []
     for _ in range(_N_ROUND_TRIPS):
@@ -58,6 +58,6 @@ def measure_clock_offset(world: World, clock: HostClock) -> tuple[float, float]:
     if world.size == 1 or dist.get_world_size() == 1:
         return 0.0, 0.0
     if world.rank == 0:
-        _answer(world, clock)
+        _answer_pings(world, clock)
         return 0.0, 0.0
-    return _ask(world, clock)
+    return _ping(world, clock)

@@ -24,7 +24,7 @@ _POLL = timedelta(seconds=20)
 _CHUNK_BYTES = 1 << 20
 
 
-def _by_store(
+def _explain_lost_store(
     method: Callable[Concatenate[Control, P], T],
 ) -> Callable[Concatenate[Control, P], T]:
     """Turn a lost connection into a LaunchError, because the store runs on rank 0."""
@@ -36,7 +36,7 @@ def _by_store(
         except dist.DistNetworkError as error:
             raise LaunchError(
                 f"rank {self.rank} lost rank 0, which has ended or cannot be reached "
-                f"({first_line(error)}): look at what rank 0 said last"
+                f"({first_line(error)}): see rank 0's last output"
             ) from None
 
     return call
@@ -63,7 +63,7 @@ class Control:
                 continue
             return bytes(self.store.get(key))
 
-    @_by_store
+    @_explain_lost_store
     def gather(self, name: str, value: T, type_: Any = Any) -> list[T]:
         """Every rank's value, by rank; blocks without a timeout until all have called it."""
         key = self._key(name)
@@ -73,7 +73,7 @@ class Control:
             for rank in range(self.size)
         ]
 
-    @_by_store
+    @_explain_lost_store
     def broadcast(self, name: str, value: T, type_: Any = Any) -> T:
         """Rank 0's value on every rank; ignores the argument on other ranks."""
         key = self._key(name)
@@ -82,7 +82,7 @@ class Control:
         decoded: T = msgspec.json.decode(self._wait(key), type=type_)
         return decoded
 
-    @_by_store
+    @_explain_lost_store
     def send_to_first(self, name: str, data: bytes | None) -> dict[int, bytes]:
         """Send bytes to rank 0, which returns them by rank; None sends nothing."""
         key = self._key(name)
@@ -103,7 +103,7 @@ class Control:
                     self.store.delete_key(k)
         return received
 
-    @_by_store
+    @_explain_lost_store
     def leave(self) -> None:
         """End the exchange; rank 0, which serves the store, waits until all ranks have left."""
         self.store.set(f"left/{self.rank}", "1")
@@ -111,12 +111,12 @@ class Control:
             for rank in range(self.size):
                 self._wait(f"left/{rank}")
 
-    @_by_store
+    @_explain_lost_store
     def report_failure(self, run: str, reason: str) -> None:
         """Report to all ranks that this rank has failed in a run; the first report is kept."""
         self.store.compare_set(f"failure/{run}", "", f"{self.rank} {reason}")
 
-    @_by_store
+    @_explain_lost_store
     def read_failure(self, run: str) -> str | None:
         """`<rank> <reason>` of the first failure of a run, or None."""
         key = f"failure/{run}"

@@ -20,7 +20,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A rank's number and its host's, as the launcher sets them.
+    """A rank's number among all ranks and on its host, as the launcher sets them.
 
     Attributes:
         launcher: openmpi, mpich, torchrun, slurm or none.

@@ -19,9 +19,9 @@ def _tensor(values: Sequence[float], world: World) -> torch.Tensor:
 def gather_numbers(value: float, world: World) -> list[float]:
     """Every rank's number, by rank."""
     mine = _tensor([value], world)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
-    return [float(number) for number in torch.cat(everyone).tolist()]
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    return [float(number) for number in torch.cat(gathered).tolist()]
 
 
 def maximum_over_ranks(values: Sequence[float], world: World) -> list[float]:
@@ -63,6 +63,6 @@ def gather_bytes(data: bytes, world: World) -> list[bytes]:
     mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=world.wire)
     if data:
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(everyone, mine)
-    return [bytes(part[:n].cpu().numpy()) for part, n in zip(everyone, sizes, strict=True)]
+    gathered = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(gathered, mine)
+    return [bytes(part[:n].cpu().numpy()) for part, n in zip(gathered, sizes, strict=True)]

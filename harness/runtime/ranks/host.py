@@ -131,7 +131,7 @@ def _list_gpus() -> list[Gpu]:
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:  # in some containers, or with shortened UUIDs
-        _log.info("NVML does not tell the GPUs' names (%s): asking CUDA", error)
+        _log.info("NVML cannot read the GPUs' names (%s): asking CUDA", error)
         return [_gpu_by_cuda(index) for index in range(n_gpus)]
 
 

@@ -108,7 +108,7 @@ def _child(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Conne
     sys.stdout.flush()
 
 
-def _died(exit_code: int | None, oom_kills_before: int) -> Ending:
+def _failed_ending(exit_code: int | None, oom_kills_before: int) -> Ending:
     if exit_code is not None and exit_code < 0:
         killer = signal.Signals(-exit_code)
         if killer == signal.SIGKILL and n_oom_kills() > oom_kills_before:
@@ -170,7 +170,7 @@ def _watch(
                 value = reader.recv()
             except EOFError:
                 process.join()
-                return replace(_died(process.exitcode, kills), standstill=standstill)
+                return replace(_failed_ending(process.exitcode, kills), standstill=standstill)
             process.join()
             return Ending(status="ok", value=value, standstill=standstill)
         if reached is not None:

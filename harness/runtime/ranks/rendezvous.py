@@ -87,30 +87,30 @@ def connect_store(address: str, port: int, prefix: str) -> Store:
     return PrefixStore(prefix, _connect(address, port))
 
 
-def _meet_over_mpi(comm: Any, facts: HostFacts, wanted: str) -> tuple[Any, str, int]:
+def _connect_over_mpi(comm: Any, facts: HostFacts, requested: str) -> tuple[Any, str, int]:
     """Start rank 0's store and broadcast its address by MPI."""
     gathered = comm.allgather(msgspec.json.encode(facts))
-    everyone = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
+    all_facts = [msgspec.json.decode(data, type=HostFacts) for data in gathered]
     mine = choose_interface(
-        0, [f.hostname for f in everyone], [f.interfaces for f in everyone], wanted
+        0, [f.hostname for f in all_facts], [f.interfaces for f in all_facts], requested
     )
     if mine is None:
-        raise _no_interface(everyone[0], wanted)
+        raise _no_interface(all_facts[0], requested)
     store = _serve(mine.address) if comm.rank == 0 else None
-    place = f"{mine.address} {store.port}" if store else ""
-    address, port = comm.bcast(place, root=0).split()
+    endpoint = f"{mine.address} {store.port}" if store else ""
+    address, port = comm.bcast(endpoint, root=0).split()
     return store or _connect(address, int(port)), address, int(port)
 
 
-def _no_interface(host: HostFacts, wanted: str) -> LaunchError:
-    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if wanted else "set GLOO_SOCKET_IFNAME"
+def _no_interface(host: HostFacts, requested: str) -> LaunchError:
+    remedy = "unset GLOO_SOCKET_IFNAME, or set it" if requested else "set GLOO_SOCKET_IFNAME"
     return LaunchError(
-        f"{host.hostname} has no interface {wanted and wanted + ' '}that reaches the other hosts "
-        f"(it has {_names(host.interfaces)}): {remedy} to the right one"
+        f"{host.hostname} has no interface {requested and requested + ' '}that reaches the other "
+        f"hosts (it has {_names(host.interfaces)}): {remedy} to the right one"
     )
 
 
-def _meet_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
+def _connect_at_master(launch: Launch, environ: Mapping[str, str]) -> tuple[Any, str, int]:
     """Connect to the store at MASTER_ADDR, which torchrun's agent or rank 0 serves."""
     address, port = read_address(environ), read_port(environ)
     has_agent_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -202,14 +202,14 @@ def _check_versions(facts: list[HostFacts]) -> None:
     _log.debug("versions agree on %d ranks", len(facts))
 
 
-def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str) -> World:
+def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, requested: str) -> World:
     hostnames = [fact.hostname for fact in facts]
     mine = facts[launch.rank]
     same_host = [k for k, name in enumerate(hostnames) if name == mine.hostname]
     local_rank, local_size = same_host.index(launch.rank), len(same_host)
-    interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], wanted)
+    interface = choose_interface(launch.rank, hostnames, [f.interfaces for f in facts], requested)
     if interface is None:
-        raise _no_interface(mine, wanted)
+        raise _no_interface(mine, requested)
     driven = _driven_gpus(facts, hostnames)
     backend, reason = _choose_backend(facts, driven)
     gpu = driven[launch.rank]
@@ -238,17 +238,17 @@ def _build_world(launch: Launch, facts: list[HostFacts], comm: Any, wanted: str)
 
 
 def _connect_agents(
-    channel: Channel, control: Control, facts: list[HostFacts], wanted: str, limit_s: float
+    channel: Channel, control: Control, facts: list[HostFacts], requested: str, limit_s: float
 ) -> None:
     """Connect the agents: rank 0's gets a listening socket, the others' a connection to it."""
     hostnames = [fact.hostname for fact in facts]
-    interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], wanted)
+    interface = choose_interface(0, hostnames, [fact.interfaces for fact in facts], requested)
     assert interface is not None, "_build_world checked it"
-    place, listener = ("", 0, ""), None
+    endpoint, listener = ("", 0, ""), None
     if control.rank == 0:
         listener = socket.create_server((interface.address, 0), backlog=control.size)
-        place = (interface.address, listener.getsockname()[1], secrets.token_hex(16))
-    address, port, token = control.broadcast("agent", place, tuple[str, int, str])
+        endpoint = (interface.address, listener.getsockname()[1], secrets.token_hex(16))
+    address, port, token = control.broadcast("agent", endpoint, tuple[str, int, str])
     if not channel.has_agent:
         return
     try:
@@ -274,25 +274,25 @@ def meet(
     """
     channel = Channel.from_environment()
     facts = describe_host()
-    wanted = environ.get("GLOO_SOCKET_IFNAME", "")
+    requested = environ.get("GLOO_SOCKET_IFNAME", "")
     comm = _mpi_world(launch) if launch.has_mpi else None
     if comm is not None:
-        store, address, port = _meet_over_mpi(comm, facts, wanted)
+        store, address, port = _connect_over_mpi(comm, facts, requested)
     elif launch.launcher == "none":
         store = _serve("127.0.0.1")
         address, port = "127.0.0.1", store.port
     else:
-        place = _slurm_master(environ) if launch.launcher == "slurm" else environ
-        store, address, port = _meet_at_master(launch, place)
+        variables = _slurm_master(environ) if launch.launcher == "slurm" else environ
+        store, address, port = _connect_at_master(launch, variables)
     control = Control(store, launch.rank, launch.size)
-    everyone = control.gather("facts", facts, HostFacts)
-    world = _build_world(launch, everyone, comm, wanted)
+    all_facts = control.gather("facts", facts, HostFacts)
+    world = _build_world(launch, all_facts, comm, requested)
     if launch.size > 1:
-        _connect_agents(channel, control, everyone, wanted, heartbeat_timeout_s)
+        _connect_agents(channel, control, all_facts, requested, heartbeat_timeout_s)
     if launch.rank == 0:
-        _check_versions(everyone)
+        _check_versions(all_facts)
     return Meeting(
-        world=world, control=control, channel=channel, address=address, port=port, facts=everyone
+        world=world, control=control, channel=channel, address=address, port=port, facts=all_facts
     )
 
 

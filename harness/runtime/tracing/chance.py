@@ -9,21 +9,21 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from harness.runtime.tracing.constructs import LostError
+from harness.runtime.tracing.constructs import ConstructError
 
 
 @contextmanager
-def nothing_drawn() -> Iterator[None]:
+def no_random_draws() -> Iterator[None]:
     """Refuse random draws in the block, such as those that choose which layers run.
 
     Raises:
-        LostError: a number was drawn by PyTorch, NumPy or Python.
+        ConstructError: a number was drawn by PyTorch, NumPy or Python.
     """
     before = _states()
     yield
     drawn = [name for name, state in _states().items() if state != before[name]]
     if drawn:
-        raise LostError(
+        raise ConstructError(
             f"forward draws random numbers ({drawn[0]}) that decide what is computed, such as "
             "which layers run, or whose shape does not depend on the input: a graph would keep one "
             "draw; draw by functions of the input (torch.rand_like, F.dropout)"

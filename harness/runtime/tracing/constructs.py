@@ -24,7 +24,7 @@ _VIEWS = (
 )  # fmt: skip
 
 
-class LostError(ModelError):
+class ConstructError(ModelError):
     """The model uses a construct that a graph cannot represent."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from harness.errors import ModelError
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.tracing import patches
-from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, LostError
+from harness.runtime.tracing.constructs import AUTOCAST, NO_GRAD, WRITES, WRITTEN, ConstructError
 from harness.runtime.tracing.regions import AutocastRegion
 
 _AUTOCAST_REGION = "wrap_with_autocast"
@@ -32,35 +32,35 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
     sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
     _refuse_hooks(model)
-    with _nothing_lost(), patches.grad_mode_kept():
+    with _no_dropped_constructs(), patches.grad_mode_kept():
         exported = torch.export.export(
             copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
         )
     module: fx.GraphModule = exported.module()
     _check_batch_is_open(model, module)
     _inline_regions(module)
-    _note_writes(module)
+    _mark_writes(module)
     _register_constants(module)
     _unflatten_output(module)
-    _follow_the_input(module)
+    _use_input_device(module)
     return module
 
 
 def _refuse_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if patches.has_backward_hooks(module):
-            raise LostError(f"module {path!r} has backward hooks, which torch.export drops")
+            raise ConstructError(f"module {path!r} has backward hooks, which torch.export drops")
 
 
 @contextmanager
-def _nothing_lost() -> Iterator[None]:
+def _no_dropped_constructs() -> Iterator[None]:
     """Refuse constructs whose effect on backward torch.export drops without an error."""
 
     def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-        raise LostError(f"torch.export drops the backward of {function.__name__}")
+        raise ConstructError(f"torch.export drops the backward of {function.__name__}")
 
     def register_hook(tensor: Tensor, hook: Any) -> Any:
-        raise LostError("torch.export drops hooks on tensors (register_hook)")
+        raise ConstructError("torch.export drops hooks on tensors (register_hook)")
 
     with (
         patches.autograd_functions(apply),
@@ -69,7 +69,7 @@ def _nothing_lost() -> Iterator[None]:
         yield
 
 
-def _note_writes(module: fx.GraphModule) -> None:
+def _mark_writes(module: fx.GraphModule) -> None:
     """Mark the nodes that write buffers."""
     modules = dict(module.named_modules())
     written: set[str] = set()
@@ -152,7 +152,7 @@ def _unflatten_output(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _follow_the_input(module: fx.GraphModule) -> None:
+def _use_input_device(module: fx.GraphModule) -> None:
     """Create tensors on the input's device, because an export fixes that of its examples."""
     first, *others = module.graph.find_nodes(op="placeholder")
     last = [first, *others][-1]

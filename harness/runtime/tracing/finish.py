@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from harness.runtime.executor.shards.inplace import works_in_place
 from harness.runtime.models.outputs import choose_logits, named_outputs
-from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, LostError
+from harness.runtime.tracing.constructs import HOOKS, IS_DATA, NO_GRAD, ConstructError
 from harness.runtime.tracing.functions import GradientHooks, detach
 
 # Names of values that the executor adds.
@@ -27,7 +27,7 @@ def finish(
         has_gradient: whether a node's value requires a gradient; None: unknown.
 
     Raises:
-        LostError: the model uses a construct that the graph cannot represent.
+        ConstructError: the model uses a construct that the graph cannot represent.
     """
     modules = dict(model.named_modules())
     _return_logits(graph)
@@ -84,13 +84,13 @@ def _check_in_place(
     """Refuse in-place changes that autograd does not track."""
     if changed.meta.get(IS_DATA):
         owner = changed.args[0]
-        raise LostError(
+        raise ConstructError(
             f"forward changes the data of {owner} in place: change a copy (clone) of it"
         )
     if node.meta.get(NO_GRAD) and has_gradient is not None and has_gradient(changed):
-        raise LostError(
-            f"forward changes {changed.name} in place under no_grad, which its gradient does not "
-            "know of: change a copy (clone) of it"
+        raise ConstructError(
+            f"forward changes {changed.name} in place under no_grad, which autograd does not "
+            "track: change a copy (clone) of it"
         )
 
 

@@ -7,7 +7,7 @@ import re
 from harness.errors import HarnessError, ModelError, first_line
 from harness.inputs import one_line
 from harness.runtime.ranks.failures import users_line
-from harness.runtime.tracing.constructs import LostError
+from harness.runtime.tracing.constructs import ConstructError
 
 _REMEDY = "or train it by --engine torch, which needs no plan"
 _LONGEST = 100  # characters quoted from PyTorch's message
@@ -66,7 +66,7 @@ def refusal(name: str, *reasons: Exception) -> ModelError:
         reasons: the error of each way to capture it; the last that names a construct counts.
     """
     for error in reversed(reasons):
-        if isinstance(error, LostError):
+        if isinstance(error, ConstructError):
             return _error(name, first_line(error), error, "")
         for pattern, construct, remedy in _CONSTRUCTS:
             if re.search(pattern, str(error)):

@@ -88,12 +88,12 @@ class AutocastModule(nn.Module):
         self.module, self.region = module, region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def call(tensors: Any, held: dict[str, Tensor]) -> Any:
+        def call(tensors: Any, weights: dict[str, Tensor]) -> Any:
             args, kwargs = tensors
-            return functional_call(self.module, held, args, kwargs)
+            return functional_call(self.module, weights, args, kwargs)
 
         if not _is_meta((args, kwargs)):
             with self.region.enter():
                 return self.module(*args, **kwargs)
-        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return _in_region(self.region, call, (args, kwargs), held)
+        weights = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return _in_region(self.region, call, (args, kwargs), weights)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from harness.runtime.executor.shards.inplace import out_of_place, works_in_place
-from harness.runtime.tracing.constructs import LostError, is_view
+from harness.runtime.tracing.constructs import ConstructError, is_view
 from harness.runtime.tracing.functions import ReadBuffer, WriteBuffer, copied
 from harness.runtime.tracing.patches import replaced
 
@@ -90,7 +90,7 @@ class States:
     def _assign(self, module: nn.Module, name: str, value: fx.Proxy) -> None:
         path = f"{self._tracer.path_of_module(module)}.{name}".lstrip(".")
         if not isinstance(module._buffers.get(name), Tensor):
-            raise LostError(
+            raise ConstructError(
                 f"forward assigns {path!r}, which is a parameter or has no value before: make it a "
                 "buffer that has one"
             )
@@ -106,7 +106,7 @@ class States:
             if value is before:
                 self._values[name] = after
 
-    def note(self, node: fx.Node) -> None:
+    def record(self, node: fx.Node) -> None:
         """Record a node that writes a buffer in place; make it out of place if the graph passes
         the buffer's value on."""
         source = node.args[0] if node.args else None
@@ -116,7 +116,7 @@ class States:
         if not is_item and not works_in_place(node, self._modules):
             return
         if source.op == "get_attr":
-            self._note_write(str(source.target))
+            self._record_write(str(source.target))
         elif source in self._values.values():
             if node.op == "call_method" and node.target in _COPYING:
                 copying: Any = _COPYING[str(node.target)]
@@ -125,11 +125,13 @@ class States:
                 out_of_place(self._tracer.graph, node, self._modules)
             self.replace(source, node)
         elif (name := self._viewed(source)) is not None:
-            raise LostError(f"forward changes a view of the buffer {name!r} in place: assign to it")
+            raise ConstructError(
+                f"forward changes a view of the buffer {name!r} in place: assign to it"
+            )
 
-    def _note_write(self, name: str) -> None:
+    def _record_write(self, name: str) -> None:
         if name in {known for known, _ in self._tracer.root.named_parameters()}:
-            raise LostError(f"forward changes the parameter {name!r} in place")
+            raise ConstructError(f"forward changes the parameter {name!r} in place")
         if name in self._by_id.values():
             self.writes[name] = self._tracer.module_path
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from harness.errors import HarnessError, first_line
 from harness.runtime.tracing.autocast import keep_regions
-from harness.runtime.tracing.chance import nothing_drawn
-from harness.runtime.tracing.constructs import WRITTEN, LostError
+from harness.runtime.tracing.chance import no_random_draws
+from harness.runtime.tracing.constructs import WRITTEN, ConstructError
 from harness.runtime.tracing.export import export
 from harness.runtime.tracing.finish import finish
 from harness.runtime.tracing.refusals import refusal
@@ -40,7 +40,7 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     while True:
         tracer = ModelTracer(whole, states, len(examples))
         try:
-            with nothing_drawn():
+            with no_random_draws():
                 graph = tracer.trace(model)
             if not tracer.states.writes:
                 finish(graph, model, tracer.has_gradient)
@@ -52,11 +52,11 @@ def trace(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
                 states[name] = _place(model, name, path)
             whole |= set(states.values()) - {""}
             continue
-        if isinstance(reason, HarnessError) and not isinstance(reason, LostError):
+        if isinstance(reason, HarnessError) and not isinstance(reason, ConstructError):
             raise reason
-        if exported is None and not isinstance(reason, LostError):
+        if exported is None and not isinstance(reason, ConstructError):
             try:
-                with nothing_drawn():
+                with no_random_draws():
                     module = export(model, examples)
                 finish(module.graph, module)
                 keep_regions(module)
@@ -81,8 +81,8 @@ def _module(model: nn.Module, graph: fx.Graph, states: Collection[str]) -> fx.Gr
 
 
 def _place(model: nn.Module, buffer: str, writer: str) -> str:
-    """The innermost module that owns and writes a buffer, to be kept whole; empty if it is too
-    large a part of the model, so that the graph passes the buffer's values on."""
+    """The innermost module that contains a buffer and its writer, to be kept whole; empty if it is
+    too large a part of the model, so that the graph passes the buffer's values on."""
     steps = zip(buffer.split(".")[:-1], writer.split("."), strict=False)
     place = ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], steps))
     n_inside = sum(p.numel() for p in model.get_submodule(place).parameters())

@@ -20,7 +20,7 @@ from harness.runtime.tracing.constructs import (
     HOOKS,
     IS_DATA,
     NO_GRAD,
-    LostError,
+    ConstructError,
     is_view,
 )
 from harness.runtime.tracing.functions import CustomFunction, GradientHook, detach, with_items
@@ -60,7 +60,7 @@ class ModelProxy(fx.Proxy):
     def register_hook(self, hook: GradientHook) -> HookHandle:
         """Record a hook on this tensor's gradient."""
         if self.node.op == "get_attr":
-            raise LostError(
+            raise ConstructError(
                 f"forward calls register_hook on {self.node.target!r}, which adds a hook in every "
                 "step: register it once, where the model is made"
             )
@@ -89,7 +89,9 @@ class ModelProxy(fx.Proxy):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        raise LostError("forward sets requires_grad of a tensor: detach() it, or compute on it")
+        raise ConstructError(
+            "forward sets requires_grad of a tensor: detach() it, or compute on it"
+        )
 
     @property
     def data(self) -> fx.Proxy:
@@ -100,7 +102,7 @@ class ModelProxy(fx.Proxy):
 
     @data.setter
     def data(self, value: Any) -> None:
-        raise LostError("forward assigns the data of a tensor, of which no graph knows")
+        raise ConstructError("forward assigns the data of a tensor, which a graph cannot represent")
 
 
 class ModelTracer(fx.Tracer):
@@ -146,7 +148,7 @@ class ModelTracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         if (kind, node.target) in _DIFFERENTIATIONS:
-            raise LostError(
+            raise ConstructError(
                 f"forward calls {_DIFFERENTIATIONS[kind, node.target]}, which differentiates "
                 "across operators: put all that it differentiates into a module of its own"
             )
@@ -154,7 +156,7 @@ class ModelTracer(fx.Tracer):
             node.meta[NO_GRAD] = True
         if kind in CALLS and self._regions.innermost is not None:
             node.meta[AUTOCAST] = self._regions.innermost
-        self.states.note(node)
+        self.states.record(node)
         return node
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -205,7 +207,7 @@ class ModelTracer(fx.Tracer):
         fixed: dict[int, Any] = {}
         for position, argument in enumerate(args):
             if _has_module(argument):
-                raise LostError(
+                raise ConstructError(
                     f"the autograd function {function.__name__} is given a module, whose weights "
                     "no operator holds: call the module outside of it"
                 )

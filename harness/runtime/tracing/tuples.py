@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from harness.errors import ModelError
 
 
-def spread_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
+def split_tuples(module: fx.GraphModule, values: dict[fx.Node, Any]) -> bool:
     """Rewrite a traced model; return whether it changed.
 
     Args:

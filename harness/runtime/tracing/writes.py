@@ -26,7 +26,7 @@ from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.capture.operators import function_name
 from harness.runtime.executor.shards.inplace import COPIES, copying_call, works_in_place
 from harness.runtime.tracing.functions import OpaqueFunction
-from harness.runtime.tracing.tuples import check_sizes, spread_tuples
+from harness.runtime.tracing.tuples import check_sizes, split_tuples
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Memory:
             if storage == written and self.place[node] < self.place[writer]
         ]
 
-    def late(self, writer: fx.Node, alias: fx.Node) -> list[fx.Node]:
+    def late_readers(self, writer: fx.Node, alias: fx.Node) -> list[fx.Node]:
         """Readers of an alias after the writer; reads of its size or dtype do not count."""
         return [
             user
@@ -164,7 +164,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def settle(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
+def replace_in_place_writes(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
     """Rewrite a traced model so that no operator reads a tensor that another changed in place, and
     operators take tensors instead of tuples.
 
@@ -176,11 +176,11 @@ def settle(module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
     """
     memory = _Memory(module, examples)
     check_sizes(memory.values)
-    if spread_tuples(module, memory.values):
+    if split_tuples(module, memory.values):
         module.recompile()
     while True:
         memory = _Memory(module, examples)
-        if not any(_settle(module, memory, writer) for writer in memory.writers()):
+        if not any(_rewire_readers(module, memory, writer) for writer in memory.writers()):
             break
     for writer in memory.writers():
         if not _is_shared(memory, writer):
@@ -206,17 +206,19 @@ def _is_shared(memory: _Memory, writer: fx.Node) -> bool:
     return bool(others)
 
 
-def _settle(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> bool:
+def _rewire_readers(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> bool:
     """Rewire the late readers of one writer's target; return whether there were any."""
-    late = {a: users for a in memory.aliases(writer) if (users := memory.late(writer, a))}
-    if not late:
+    readers = {
+        a: users for a in memory.aliases(writer) if (users := memory.late_readers(writer, a))
+    }
+    if not readers:
         return False
     target = memory.target(writer)
     _work_out_of_place(module, memory, writer)
     base = new = writer
-    if any(not memory.is_whole(alias, target) for alias in late):
-        base = _put(module, memory, target, new)
-    for alias, users in late.items():
+    if any(not memory.is_whole(alias, target) for alias in readers):
+        base = _updated_base(module, memory, target, new)
+    for alias, users in readers.items():
         is_same = memory.is_whole(alias, target)
         source = new if is_same else _replay(module, memory, alias, base)
         for user in users:
@@ -224,10 +226,10 @@ def _settle(module: fx.GraphModule, memory: _Memory, writer: fx.Node) -> bool:
     return True
 
 
-def _refused(writer: fx.Node, target: fx.Node) -> ModelError:
+def _error(writer: fx.Node, target: fx.Node) -> ModelError:
     return ModelError(
         f"operator {writer.name} ({function_name(writer.target)}) changes {target.name} in place, "
-        "which others read, in a way that its name does not tell: compute a new tensor there"
+        "which others read, and has no known out-of-place form: compute a new tensor instead"
     )
 
 
@@ -238,7 +240,7 @@ def _work_out_of_place(module: fx.GraphModule, memory: _Memory, writer: fx.Node)
         return
     is_first = bool(writer.args) and writer.args[0] is memory.target(writer)
     if not is_first or not works_in_place(writer, dict(module.named_modules())):
-        raise _refused(writer, memory.target(writer))
+        raise _error(writer, memory.target(writer))
     if writer.op == "call_module":
         _copy_module(module, writer)
     elif writer.kwargs.get("inplace"):
@@ -255,7 +257,9 @@ def _copy_module(module: fx.GraphModule, writer: fx.Node) -> None:
     writer.target = path
 
 
-def _put(module: fx.GraphModule, memory: _Memory, target: fx.Node, value: fx.Node) -> fx.Node:
+def _updated_base(
+    module: fx.GraphModule, memory: _Memory, target: fx.Node, value: fx.Node
+) -> fx.Node:
     """A node for the base tensor in which the view `target` has the new value."""
     base, *chain = memory.chain(target)
     if not chain:

@@ -98,7 +98,7 @@ def test_a_connection_that_closes_without_a_goodbye_is_a_killed_agent():
 def test_a_rank_that_has_left_may_close_its_connection():
     star = Star()
     star.beat(1.0)
-    star.spokes[3].tell({"left": True})
+    star.spokes[3].notify({"left": True})
     star.spokes[3]._wire.close()
     time.sleep(0.05)
     star.hub.receive(2.0)
@@ -110,7 +110,7 @@ def test_a_rank_that_has_left_may_close_its_connection():
 def test_a_hub_that_closes_ends_the_others_unless_they_have_left():
     star = Star()
     star.beat(1.0)
-    star.spokes[1].tell({"left": True})
+    star.spokes[1].notify({"left": True})
     for wire in star.hub.wires():
         wire.close()
     time.sleep(0.05)
@@ -125,7 +125,7 @@ def test_a_hub_that_closes_ends_the_others_unless_they_have_left():
 def test_the_end_reaches_everyone_with_the_hosts_that_do_not_answer():
     star = Star()
     star.beat(1.0)
-    star.hub.tell(Fault("crash", "rank 1 (b): killed", ("b",), 137).message())
+    star.hub.notify(Fault("crash", "rank 1 (b): killed", ("b",), 137).message())
     time.sleep(0.05)
     for spoke in star.spokes.values():
         spoke.receive(1.0)
@@ -136,7 +136,7 @@ def test_a_fault_that_a_rank_reports_waits_for_its_grace():
     star = Star()
     star.beat(1.0)
     fault = Fault("oom", "rank 2 (b): memory", exit_code=137)
-    star.spokes[2].tell(fault.message(grace_s=3.0))
+    star.spokes[2].notify(fault.message(grace_s=3.0))
     time.sleep(0.05)
     star.hub.receive(2.0)
     assert star.hub.judge(4.0) is None

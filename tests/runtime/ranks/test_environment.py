@@ -134,16 +134,16 @@ def test_a_rank_that_cannot_meet_the_others_does_not_run_alone():
 
 
 def test_a_place_to_meet_that_cannot_be_is_said_at_once():
-    from harness.runtime.ranks.rendezvous import _meet_at_master
+    from harness.runtime.ranks.rendezvous import _connect_at_master
 
     nowhere = {**TORCHRUN, "MASTER_ADDR": "no-such-host.invalid"}
     with pytest.raises(LaunchError, match=r"MASTER_ADDR is no-such-host\.invalid, which"):
-        _meet_at_master(read_launch(nowhere), nowhere)
+        _connect_at_master(read_launch(nowhere), nowhere)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         first = {**TORCHRUN, "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         with pytest.raises(LaunchError, match=rf"rank 0 cannot serve .* MASTER_PORT {port}"):
-            _meet_at_master(read_launch(first), first)
+            _connect_at_master(read_launch(first), first)
 
 
 _NAMES = sorted({*OPENMPI, *MPICH, *TORCHRUN, *SLURM, "SLURM_NODEID", "SLURM_NTASKS_PER_NODE"})

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from harness.errors import ModelError
 from harness.runtime.executor.shards.inplace import COPIES
-from harness.runtime.tracing.writes import settle
+from harness.runtime.tracing.writes import replace_in_place_writes
 
 
 def traced(function, *modules):
@@ -78,7 +78,7 @@ def test_the_values_are_those_of_the_model(function):
     module = traced(function)
     x = torch.randn(6, 8)
     wanted = copy.deepcopy(module)(x.clone())
-    settle(module, (x,))
+    replace_in_place_writes(module, (x,))
     assert torch.allclose(module(x.clone()), wanted)
 
 
@@ -105,21 +105,21 @@ def test_operators_may_run_anywhere_once_each_has_copies_of_its_own(function):
     module = traced(function)
     x = torch.randn(6, 8)
     wanted = copy.deepcopy(module)(x.clone())
-    settle(module, (x,))
+    replace_in_place_writes(module, (x,))
     assert torch.allclose(run_on_copies(module, x.clone()), wanted)
 
 
 def test_what_works_in_place_on_its_own_goes_on_doing_so():
     module = traced(chained)
     before = str(module.graph)
-    settle(module, (torch.randn(6, 8),))
+    replace_in_place_writes(module, (torch.randn(6, 8),))
     assert str(module.graph) == before
     assert not any(COPIES in node.meta for node in module.graph.nodes)
 
 
 def test_a_module_that_shares_memory_with_others_is_to_work_on_a_copy():
     module = traced(module_on_a_view)
-    settle(module, (torch.randn(6, 8),))
+    replace_in_place_writes(module, (torch.randn(6, 8),))
     (relu,) = module.graph.find_nodes(op="call_module", target="relu")
     assert relu.meta[COPIES]
 
@@ -138,7 +138,7 @@ def test_a_function_that_changes_its_input_unsaid_is_refused():
 
     module = traced(function)
     with pytest.raises(ModelError, match=r"scribble \(scribble\) changes mul in place, which othe"):
-        settle(module, (torch.randn(6, 8),))
+        replace_in_place_writes(module, (torch.randn(6, 8),))
 
 
 def test_tensors_of_a_tuple_are_handed_on_one_by_one():
@@ -155,7 +155,7 @@ def test_tensors_of_a_tuple_are_handed_on_one_by_one():
     module = fx.symbolic_trace(Model())
     x = torch.randn(3, 5, 4)
     wanted = module(x)
-    settle(module, (x,))
+    replace_in_place_writes(module, (x,))
     assert torch.equal(module(x), wanted)
     values = {}
 
@@ -173,4 +173,4 @@ def test_tensors_of_a_tuple_are_handed_on_one_by_one():
 def test_a_tensor_without_elements_is_refused():
     module = traced(lambda model, x: torch.cat([x, x[:, 8:]], 1))
     with pytest.raises(ModelError, match=r"getitem gives a tensor without elements, of shape"):
-        settle(module, (torch.randn(6, 8),))
+        replace_in_place_writes(module, (torch.randn(6, 8),))
