@@ -87,11 +87,11 @@ def refuse_old_spelling(words: Sequence[str], renamed: Mapping[str, str]) -> Non
     """Refuse a flag by its old spelling.
 
     Args:
-        words: of a command line.
-        renamed: the new spelling of each.
+        words: words of a command line.
+        renamed: new spelling by old one.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: names both spellings.
     """
     for word in words:
         flag = word.partition("=")[0].replace("_", "-")

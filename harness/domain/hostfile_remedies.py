@@ -110,9 +110,9 @@ def _underscore(name: str, slots: str) -> str | None:
 
 def _marked(name: str, _: str) -> str | None:
     if name.startswith(_NO_COMMENTS):
-        return "it stands before no host: write comments as `# ...`"
+        return "it looks like a comment: write comments as `# ...`"
     if name.startswith(("+", "^")):
-        return "it stands for no host by itself: write the name of one, like `node1 slots=1`"
+        return "it does not name one host: write the name of a host, like `node1 slots=1`"
     return None
 
 
@@ -130,7 +130,7 @@ def _swapped(name: str, options: str) -> str | None:
     if sign and key in _SLOTS and re.fullmatch(_NAME, other, re.ASCII):
         return f"the host's name comes first: write `{other} {_slots(name)}`"
     if sign and key.startswith("rank") and re.fullmatch(_NAME, value, re.ASCII):
-        return f"it is of no hostfile: write `{value} slots=1`"
+        return f"it is a line of a rankfile: write `{value} slots=1`"
     return None
 
 

@@ -144,7 +144,7 @@ def may_have_copies(operator: Operator) -> bool:
     """Whether several devices may compute the same block: only if there are no weights to sync.
 
     Kinds with weights may not, even without bytes: a second user of tied weights counts none. An
-    operator that draws random numbers on each device may not either; an unknown function might.
+    operator that draws random numbers may not either, nor an unknown function, which might do so.
     """
     is_free = operator.parameter_bytes == 0 and has_tasks(operator)
     is_repeatable = operator.attrs.get("is_repeatable") is not False

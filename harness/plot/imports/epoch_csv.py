@@ -30,7 +30,7 @@ _MOST_RANKS = 16384
 _MOST_EPOCHS = 10**7
 _MOST_S = 1e9
 
-# Ranks without a line are kept, as far as they are not many times those that have one.
+# The largest accepted rank is _SPARE_RANKS + _MOST_RANKS_PER_RANK x the number of ranks with lines.
 _SPARE_RANKS, _MOST_RANKS_PER_RANK = 1000, 10
 
 NO_NUMBER = "rank, epoch or time is not a number"
