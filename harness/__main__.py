@@ -141,10 +141,10 @@ def _print_tables(runs: list[Any]) -> None:
     from harness.workloads import WORKLOADS, load_workload
 
     for name in dict.fromkeys(run.header.workload for run in runs):
-        mine = [run for run in runs if run.header.workload == name]
-        table = load_workload(name).table(mine)
+        found = [run for run in runs if run.header.workload == name]
+        table = load_workload(name).table(found)
         print(f"\n{name}: {WORKLOADS[name]}\n{table}", flush=True)
-        for warning in stolen_warnings(mine):
+        for warning in stolen_warnings(found):
             print(f"warning: {warning}", flush=True)
 
 

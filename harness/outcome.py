@@ -33,13 +33,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worst(outcomes: list[Outcome], hostnames: list[str]) -> tuple[Status, str]:
-    """Return the run's status and the reason, with the rank and host that failed first.
+    """Return the run's status and the reason, with the rank and host that most likely caused it.
 
     A rank with its own failure comes before ranks that waited for others. Of the waiting ranks,
     one that waited for a rank which itself waited for none comes first. The reason of a second
     failed rank is added if it differs, because a rank that dies silently leaves the explanation
     to its peers; it is left out if the first rank raised an exception and the second only waited.
-    If all failed ranks waited, a rank without progress comes first: a stopped one, else the last.
+    If all failed ranks waited, a stopped rank comes first, or the one behind all others.
     """
     severities = [_SEVERITY.index(outcome.status) for outcome in outcomes]
     status = outcomes[severities.index(max(severities))].status

@@ -79,7 +79,7 @@ def test_an_old_spelling_names_the_new_one(words, now):
 @pytest.mark.parametrize("workload", ["links", "matmul"])
 def test_ranks_must_not_wait_longer_for_a_sample_than_for_a_collective(workload):
     words = [workload, "--time-budget-s", "30", "--collective-timeout-s", "20"]
-    with pytest.raises(ConfigError, match=r"--time-budget-s 30 is longer .* 20: lower the one"):
+    with pytest.raises(ConfigError, match=r"--time-budget-s 30 is longer .* 20: lower the first"):
         main(words)
 
 

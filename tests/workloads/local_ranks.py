@@ -158,35 +158,35 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
     """Run matmul where rank 1 takes three times as long as a collective may."""
     from harness.workloads.matmul import workload as matmul
 
-    measure = matmul._measure_alone
+    measure = matmul._measure_device
 
     def slowly(config: Any, context: Context) -> Any:
         time.sleep(3 * context.world.rank)
         return measure(config, context)
 
-    matmul._measure_alone = slowly
+    matmul._measure_device = slowly
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
     try:
         return matmul.run_matmul(config, context)
     finally:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
-        matmul._measure_alone = measure
+        matmul._measure_device = measure
 
 
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     """Distribute one product whose block on rank 1 is spoiled; returns the error's text."""
     from harness.errors import VerificationError
-    from harness.workloads.matmul.scaling import Point, _Part, measure_point
+    from harness.workloads.matmul.scaling import Point, _RankPart, measure_point
 
-    multiply = _Part.multiply
+    multiply = _RankPart.multiply
 
-    def spoil(self: _Part, repeat: int) -> float:
+    def spoil(self: _RankPart, repeat: int) -> float:
         duration_s = multiply(self, repeat)
         if context.world.rank == 1:
             self._summa.c[-1, -1] += 0.1
         return duration_s
 
-    _Part.multiply = spoil  # type: ignore[method-assign]
+    _RankPart.multiply = spoil  # type: ignore[method-assign]
     try:
         measure_point(Point(scaling="strong", n_ranks=2, size=64), "fp32", [1.0, 1.0], context, 1)
     except VerificationError as error:

@@ -10,7 +10,7 @@ from harness.measure.statistics import verdict
 from harness.workloads import load_workload
 from harness.workloads.common.contract import config_json
 from harness.workloads.comparison import comparison
-from harness.workloads.planning.files import is_whole
+from harness.workloads.planning.files import is_complete
 from harness.workloads.train.search_config import search_config_of
 
 
@@ -30,7 +30,7 @@ def test_the_runs_of_training_need_nothing_that_the_comparison_has_not_made(n_ra
     for case in cases["train"]:
         for need in load_workload("train").needs(case):
             assert need.name in parts
-    assert is_whole(config_json(parts["links"]))
+    assert is_complete(config_json(parts["links"]))
     (profile,) = cases["profile"]
     wanted = config_json(search_config_of(searched).profile_config())
     same = {"model", "batch_size", "image_size", "n_classes", "n_channels", "dropout", "dtype"}

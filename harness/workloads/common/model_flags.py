@@ -46,7 +46,7 @@ class ModelFlags(DlrmFlags):
                 f"--dropout {self.dropout} is a probability: give 0 or more, and below 1"
             )
 
-    def asked_options(self) -> ModelOptions:
+    def given_options(self) -> ModelOptions:
         """Options as given; `fit_options` fills the missing ones in from the model and the data."""
         return ModelOptions(
             n_classes=self.n_classes or 0,

@@ -73,7 +73,7 @@ def _nic_bytes_per_s(node: Node, links: list[Link]) -> float | None:
     return max(between, default=None)
 
 
-def _places(header: RunHeader) -> list[tuple[str, str]]:
+def _signatures(header: RunHeader) -> list[tuple[str, str]]:
     return [(info.hostname, info.device_kind) for info in header.ranks]
 
 
@@ -89,7 +89,7 @@ def measured_flops(results: Path, header: RunHeader) -> list[dict[str, float]]:
         except ResultsError:
             continue
         is_usable = other.workload == "matmul" and other.status == "ok"
-        if is_usable and _places(other) == _places(header):
+        if is_usable and _signatures(other) == _signatures(header):
             newest = max(newest or ("", path), (other.start_utc, path))
     rates: list[dict[str, float]] = [{} for _ in header.ranks]
     if newest is None:

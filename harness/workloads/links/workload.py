@@ -22,7 +22,7 @@ from harness.workloads.links.operations import OPERATIONS, TorchTransport, Trans
 from harness.workloads.links.overhead import measure_overhead
 from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links.table import links_text
-from harness.workloads.planning.files import CLUSTER_FILE, is_whole
+from harness.workloads.planning.files import CLUSTER_FILE, is_complete
 
 _LARGEST_BYTES = 8 << 30
 _LONGEST_S = 0.5
@@ -178,7 +178,7 @@ def _write_cluster(
     written, shared = [context.run_dir / CLUSTER_FILE], results / CLUSTER_FILE
     if config.cluster_file is not None:
         written.append(config.cluster_file)
-    elif pairs and (is_whole(asdict(config)) or not shared.exists()):
+    elif pairs and (is_complete(asdict(config)) or not shared.exists()):
         written.append(shared)
     write_cluster(cluster, written)
 

@@ -47,7 +47,7 @@ class MatmulConfig:
     min_samples: int = 5
     """Minimum number of samples of each product."""
     in_turn: bool = False
-    """Measure one rank after another, because ranks share a host's memory bandwidth or power."""
+    """Measure one rank after another; use it if ranks share a host's memory bandwidth or power."""
     scaling: Literal["both", "strong", "weak", "none"] = "both"
     """Distribute one product over 1, 2, ... all ranks. strong: the same size on any number; weak:
     a size that keeps the FLOPs per rank; none: skip it."""

@@ -24,11 +24,9 @@ from harness.measure.store import read_header, write_atomically
 
 CLUSTER_FILE = "cluster.json"
 
-Place = tuple[str, float | None, str]
 
-
-def places(cluster: Cluster) -> list[Place]:
-    """Host, NIC speed and kind of each device: two launches with equal places use equal devices."""
+def _signatures(cluster: Cluster) -> list[tuple[str, float | None, str]]:
+    """Host, NIC speed and kind of each device, which identify it across launches."""
     return [
         (node.name, node.nic_bytes_per_s, device.kind)
         for node in cluster.nodes
@@ -47,9 +45,10 @@ def find_failure(results: Path, workload: str, wanted: dict[str, Any], cluster: 
     Returns:
         One line, such as `profile failed: REASON`; empty if it did not fail or none has ended.
     """
-    n = cluster.n_devices
+    devices = _signatures(cluster)
     for header, _ in _runs(results, workload):
-        if not _has_settings(header, wanted) or places(header.cluster)[:n] != places(cluster):
+        found = _signatures(header.cluster)[: len(devices)]
+        if found != devices or not _has_settings(header, wanted):
             continue
         if header.status == "ok":
             return ""
@@ -88,7 +87,7 @@ def first_devices(cluster: Cluster, n: int) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes, links=links)
 
 
-def is_whole(config: dict[str, Any]) -> bool:
+def is_complete(config: dict[str, Any]) -> bool:
     """Whether a links run measured all sizes and all-reduce, over the transport of training."""
     is_narrow = config.get("sizes") or config.get("pair_sizes")
     is_of_training = config.get("transport") != "mpi"
@@ -107,7 +106,7 @@ def find_cluster(results: Path, wanted: Cluster) -> Cluster | None:
     """
     n = wanted.n_devices
     for header, path in finished_runs(results, "links"):
-        if places(header.cluster)[:n] != places(wanted) or not is_whole(header.config):
+        if _signatures(header.cluster)[:n] != _signatures(wanted) or not is_complete(header.config):
             continue
         try:
             return first_devices(Cluster.load(path / CLUSTER_FILE), n)
@@ -197,7 +196,7 @@ def find_search(
         commit: commit of the code that must have planned it; None accepts any.
     """
     for header, path in finished_runs(results, "search"):
-        if header.config != config or places(header.cluster) != places(cluster):
+        if header.config != config or _signatures(header.cluster) != _signatures(cluster):
             continue
         if commit not in (None, header.commit):
             continue

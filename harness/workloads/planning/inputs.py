@@ -23,7 +23,7 @@ from harness.runtime.faithfulness.held import hold_once
 from harness.runtime.models import Task, build_task, fit_options
 from harness.workloads.common.model_flags import flag_words
 from harness.workloads.planning.files import find_cluster, find_failure
-from harness.workloads.planning.needs import profiled_of
+from harness.workloads.planning.needs import profile_settings
 from harness.workloads.planning.profile_config import ProfileConfig
 from harness.workloads.planning.search_config import SearchConfig
 
@@ -114,7 +114,7 @@ def read_inputs(search_config: SearchConfig, run_dir: Path) -> Inputs:
     path = config.path(results)
     profile = Profile.load(path) if path.is_file() else None
     if profile is None or not _knows(profile, search_config, graph, cluster):
-        failure = find_failure(results, "profile", profiled_of(config), header.cluster)
+        failure = find_failure(results, "profile", profile_settings(config), header.cluster)
         raise PlanError(
             failure
             or f"{path} does not hold every operator of {search_config.model} and the "

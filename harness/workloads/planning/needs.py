@@ -29,7 +29,7 @@ def links_need() -> Need:
     return Need(name="links", config={}, is_met=is_met)
 
 
-def profiled_of(config: ProfileConfig) -> dict[str, Any]:
+def profile_settings(config: ProfileConfig) -> dict[str, Any]:
     """The settings that two profile runs must share to measure the same operators."""
     return {name: value for name, value in config_json(config).items() if name not in _EFFORT_FLAGS}
 
@@ -41,7 +41,7 @@ def profile_need(search_config: SearchConfig, n_parts: int = 1) -> Need:
         n_parts: a further number of parts that the batch is cut into (microbatches).
     """
     config = search_config.profile_config(n_parts)
-    wanted = profiled_of(config)
+    wanted = profile_settings(config)
 
     def is_met(results: Path, cluster: Cluster) -> bool:
         file = config.path(results)

@@ -57,13 +57,13 @@ class ProfileConfig(ModelFlags):
             ModelError: the model is unknown or does not accept the options.
         """
         return fit_options(
-            self.model, replace(self.asked_options(), n_channels=self.n_channels or 0)
+            self.model, replace(self.given_options(), n_channels=self.n_channels or 0)
         )
 
     def optimizer_options(self) -> OptimizerOptions:
         return OptimizerOptions(name=self.optimizer, momentum=self.momentum)
 
-    def of_a_device(self) -> ProfileConfig:
+    def with_local_norms(self) -> ProfileConfig:
         """Replace global batch norm by local: one device takes equally long for either."""
         return replace(self, batch_norm="local") if self.batch_norm == "global" else self
 
@@ -124,4 +124,4 @@ def profile_cases(config: ProfileConfig, n_ranks: int) -> list[ProfileConfig]:
             f"--shards {wrong[0]} must be between 1 and --batch-size {config.batch_size}: a part "
             "needs a sample"
         )
-    return [replace(config.of_a_device(), **fitted_flags(config.model_options()))]
+    return [replace(config.with_local_norms(), **fitted_flags(config.model_options()))]

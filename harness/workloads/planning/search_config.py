@@ -73,7 +73,7 @@ class SearchConfig(SearchFlags, ModelFlags):
             **shared_flags(self, ProfileConfig),
             shards=() if n_parts in usual else tuple(sorted((*usual, n_parts))),
         )
-        return config.of_a_device()
+        return config.with_local_norms()
 
     def simulator_options(
         self,

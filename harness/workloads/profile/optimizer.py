@@ -20,7 +20,7 @@ _MIN_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Updated:
+class TimedParameters:
     """Parameters that an optimizer is timed on.
 
     Attributes:
@@ -33,7 +33,7 @@ class Updated:
     n_between: float
 
     @classmethod
-    def of(cls, graph: Graph, n_devices: int) -> Updated:
+    def of(cls, graph: Graph, n_devices: int) -> TimedParameters:
         """Collect the parameters of a model that is trained on `n_devices` devices."""
         sizes, total = [], 0
         for operator in graph.operators:
@@ -48,17 +48,17 @@ class Updated:
 
 
 def optimizer_s_per_byte(
-    updated: Updated, options: OptimizerOptions, device: torch.device
+    timed: TimedParameters, options: OptimizerOptions, device: torch.device
 ) -> float:
     """Measure the mean seconds of an optimizer step per byte of parameters.
 
     Caches are flushed before each step, as training does: with hot caches, a step over ViT's 7 MB
     took a quarter of the time.
     """
-    if not updated.sizes:
+    if not timed.sizes:
         return 0.0
     model = nn.ParameterList(
-        nn.Parameter(torch.zeros(max(1, n_bytes // 4), device=device)) for n_bytes in updated.sizes
+        nn.Parameter(torch.zeros(max(1, n_bytes // 4), device=device)) for n_bytes in timed.sizes
     )
     for parameter in model:
         parameter.grad = torch.zeros_like(parameter)
@@ -68,7 +68,7 @@ def optimizer_s_per_byte(
     optimizer.step()  # allocates the optimizer's state
     n_steps, steps_s, begin_s, start_s = 0, 0.0, clock(), time.perf_counter()
     while n_steps < _MIN_STEPS or time.perf_counter() - start_s < _MIN_TIME_S:
-        flush(updated.n_between)
+        flush(timed.n_between)
         _settle(device)
         before_s = clock()
         optimizer.step()
@@ -76,7 +76,7 @@ def optimizer_s_per_byte(
         steps_s += clock() - before_s
         n_steps += 1
     ratio = (time.perf_counter() - start_s) / (clock() - begin_s)
-    return steps_s * ratio / n_steps / sum(updated.sizes)
+    return steps_s * ratio / n_steps / sum(timed.sizes)
 
 
 def _settle(device: torch.device) -> None:

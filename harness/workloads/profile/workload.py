@@ -29,7 +29,7 @@ from harness.workloads.common.contract import Workload
 from harness.workloads.planning.profile_config import ProfileConfig, check_profile, profile_cases
 from harness.workloads.planning.profile_points import Point, points_of
 from harness.workloads.profile.measure import DTYPE_NAMES, PointMeasurer
-from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
+from harness.workloads.profile.optimizer import TimedParameters, optimizer_s_per_byte
 from harness.workloads.profile.step import StepSampler, gather_steps
 from harness.workloads.profile.store import (
     fit_errors,
@@ -47,7 +47,7 @@ _N_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sharing:
+class _KindGroup:
     """Kinds of all ranks' devices, and this rank's index among the `n_ranks` of its kind."""
 
     kinds: list[str]
@@ -55,7 +55,7 @@ class _Sharing:
     n_ranks: int
 
     @classmethod
-    def of(cls, context: Context) -> _Sharing:
+    def of(cls, context: Context) -> _KindGroup:
         world = context.world
         kinds = [kind.decode() for kind in gather_bytes(world.device_kind.encode(), world)]
         same = [rank for rank, kind in enumerate(kinds) if kind == world.device_kind]
@@ -70,7 +70,7 @@ class _Profiler:
         self._context = context
         self._dtype = DTYPE_NAMES[config.dtype]
         self._path = config.path(context.run_dir.parent)
-        self._sharing = _Sharing.of(context)
+        self._group = _KindGroup.of(context)
         self._kind = context.world.device_kind
         self._task, self._captured = _prepare(config, context)
         _check_graph(self._task, self._captured, config, context)
@@ -118,13 +118,13 @@ class _Profiler:
 
     def _time_optimizer(self) -> None:
         """Time an optimizer step on every device if the file lacks it for any kind."""
-        kinds, options = self._sharing.kinds, self._config.optimizer_options()
+        kinds, options = self._group.kinds, self._config.optimizer_options()
         if all(self.profile.optimizer_s_per_byte(kind, options.variant) for kind in kinds):
             return
         world, recorder = self._context.world, self._context.recorder
         self._context.progress.update("optimizer", 0, 1, self._config.optimizer)
-        updated = Updated.of(self.graph, world.size)
-        rate = optimizer_s_per_byte(updated, options, world.device)
+        timed = TimedParameters.of(self.graph, world.size)
+        rate = optimizer_s_per_byte(timed, options, world.device)
         recorder.sample("optimizer_s_per_byte", rate)
         wait_for_all(world)
         rates = gather_numbers(rate, world)
@@ -135,7 +135,7 @@ class _Profiler:
         missing = missing_points(
             self.profile, self._kind, self._dtype, points, self._config.min_samples
         )
-        return missing[self._sharing.index :: self._sharing.n_ranks]
+        return missing[self._group.index :: self._group.n_ranks]
 
     def _gather(self, found: list[Measurement]) -> None:
         """Gather all ranks' measurements into the profile."""
@@ -177,7 +177,7 @@ class _Profiler:
         world = self._context.world
         wait_for_all(world)
         measured = {} if steps is None else steps.seconds
-        seconds = gather_steps(measured, self._sharing.kinds, world)
+        seconds = gather_steps(measured, self._group.kinds, world)
         self.profile = with_whole_steps(self.profile, self.graph, self._dtype, seconds)
         self._write()
         if world.is_first:
@@ -189,7 +189,7 @@ class _Profiler:
             if step.graph_hash == graph_hash and step.dtype == self._dtype:
                 labels: dict[str, Any] = {"device_kind": step.device_kind, "batch": step.batch}
                 recorder.sample("profile_calibration", step.calibration, **labels)
-        for kind in dict.fromkeys(self._sharing.kinds):
+        for kind in dict.fromkeys(self._group.kinds):
             errors = fit_errors(self.profile, self.graph, kind, self._dtype)
             for key, error in errors.items():
                 recorder.sample("profile_fit_error", error, device_kind=kind, signature=key)

@@ -261,7 +261,7 @@ def train_cases(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
             f"--predict cannot simulate deepspeed ({' '.join(config.strategy)}): drop --predict"
         )
     entry = entry_for(config.data, config.model)
-    fit_options(config.model, combinations[0].asked_options(), entry.image_size, entry.n_channels)
+    fit_options(config.model, combinations[0].given_options(), entry.image_size, entry.n_channels)
     order = random.Random(config.seed)
     cases: list[TrainCase] = []
     for _ in range(config.repeats):

@@ -74,7 +74,7 @@ class TrainSettings(SearchFlags, ModelFlags):
     device's."""
     predict: bool = False
     """Predict the steps of single and ddp too: measure links and operators first if results do not
-    hold them. Other strategies are always predicted."""
+    hold them. All other strategies of the executor are always predicted."""
     bucket_mib: float = 25.0
     """MiB of gradients in a bucket, which is all-reduced as a whole. With 25, DDP's default, its
     first bucket is smaller so that communication starts early."""

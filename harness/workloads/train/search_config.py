@@ -20,7 +20,7 @@ def search_config_of(case: TrainCase) -> SearchConfig:
         ModelError, DataError: the model does not accept the data, or the data are missing.
     """
     entry = entry_for(case.data, case.model)
-    options = case.asked_options()
+    options = case.given_options()
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(case.data_dir))
     fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)

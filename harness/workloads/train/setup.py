@@ -90,7 +90,7 @@ def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Mod
 def make_task(case: TrainCase) -> Task:
     """Build the model of a run on the current default device; equal on every rank."""
     entry = entry_for(case.data, case.model)
-    options = case.asked_options()
+    options = case.given_options()
     if not options.n_classes:
         options = replace(options, n_classes=entry.n_classes(case.data_dir))
     fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)

@@ -6,17 +6,17 @@ import torch
 from harness.runtime.capture.capture import capture_model
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.workloads.profile import optimizer as plan_optimizer
-from harness.workloads.profile.optimizer import Updated, optimizer_s_per_byte
+from harness.workloads.profile.optimizer import TimedParameters, optimizer_s_per_byte
 
 
 def test_parameters_gradients_and_a_part_of_the_outputs_pass_between_two_steps():
     graph = capture_model("lenet", 8)
     parameters = sum(operator.parameter_bytes for operator in graph.operators)
     outputs = sum(operator.activation_bytes for operator in graph.operators)
-    updated = Updated.of(graph, 2)
-    assert sum(updated.sizes) == parameters
-    assert len(updated.sizes) == 5
-    assert updated.n_between == pytest.approx(2 * parameters + outputs / 2)
+    timed = TimedParameters.of(graph, 2)
+    assert sum(timed.sizes) == parameters
+    assert len(timed.sizes) == 5
+    assert timed.n_between == pytest.approx(2 * parameters + outputs / 2)
 
 
 def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(monkeypatch):
@@ -32,13 +32,13 @@ def test_what_a_step_goes_through_passes_through_the_cache_before_each_update(mo
     monkeypatch.setattr(plan_optimizer, "CacheFlush", Flush)
     monkeypatch.setattr(plan_optimizer, "_MIN_TIME_S", 0.0)
     seconds = optimizer_s_per_byte(
-        Updated([4000, 8000], 7e6), OptimizerOptions(learning_rate=0.1), torch.device("cpu")
+        TimedParameters([4000, 8000], 7e6), OptimizerOptions(learning_rate=0.1), torch.device("cpu")
     )
     assert flushed == [7e6] * 3
     assert seconds > 0
 
 
 def test_a_model_without_parameters_has_nothing_to_update():
-    nothing = Updated([], 1.0)
+    nothing = TimedParameters([], 1.0)
     options = OptimizerOptions(learning_rate=0.1)
     assert optimizer_s_per_byte(nothing, options, torch.device("cpu")) == 0.0
