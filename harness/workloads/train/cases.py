@@ -147,7 +147,7 @@ def _check_pipeline(case: TrainCase) -> None:
                 f"--asynchronous follows 1f1b, not --schedule {case.schedule}: drop one of them"
             )
         if case.recompute:
-            raise ConfigError("--asynchronous does not support --recompute: drop one of them")
+            raise ConfigError("--asynchronous does not support recomputation: drop --recompute")
     if case.strategy == "pipeline":
         _check_flow(case)
     if case.microbatches is not None and case.microbatches > case.batch:

@@ -110,7 +110,7 @@ def test_a_per_device_batch_grows_with_the_ranks():
             {"memory": "12GB", "strategy": ("plan.json",)},
             "--memory 12GB is for --strategy searched",
         ),
-        ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed (zero1)"),
+        ({"predict": True, "strategy": ("zero1",)}, "--predict cannot simulate deepspeed"),
         ({"search_seconds": 0.0}, "--search-seconds 0.0"),
         ({"memory": "much"}, "size 'much'"),
         ({"engine": "horovod"}, "no engine 'horovod'"),
