@@ -44,13 +44,13 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, PlanError
 from harness.measure.text import table
 from harness.plan.describe import describe_strategy
-from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
+from harness.plan.dlrm_graph import DlrmSizes, dlrm_graph
 from harness.plan.portfolio import plan as plan_with_simulator
 from harness.plan.request import PlanRequest
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.plan.search.space import Space
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.simulator import Outcome, Simulator, Trial
+from harness.plan.simulate.simulator import EventTimes, Simulator, Trial
 from harness.units import format_bandwidth, format_duration
 
 LOGS = Path(__file__).parents[2] / "shared" / "data" / "tesla_logs"
@@ -145,14 +145,14 @@ def run_delta(report: Report, *, quick: bool) -> None:
     report.add(compare("delta / full", delta_s, full_s))
 
 
-def _check_equal(delta: Outcome, full: Outcome) -> None:
+def _check_equal(delta: EventTimes, full: EventTimes) -> None:
     if delta.step_s != full.step_s or (delta.memory_bytes != full.memory_bytes).any():
         raise PlanError(f"{delta.step_s} s is not the full simulation's {full.step_s} s")
 
 
 def run_dlrm(report: Report, *, quick: bool) -> None:
     """Run the DLRM section: four devices in one node, and four nodes at 10 Gbit/s."""
-    graph = dlrm_graph(DlrmFlags())
+    graph = dlrm_graph(DlrmSizes())
     profile = roofline_profile(
         graph, {"P100 12 GB": P100_12GB}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)
     )

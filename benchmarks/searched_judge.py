@@ -22,7 +22,7 @@ from harness.domain.prediction import STRATEGY_FILE
 from harness.domain.record import Sample
 from harness.domain.strategy import Strategy
 from harness.measure.derive import training_summary
-from harness.measure.derive.choice import Judged, cell_summary
+from harness.measure.derive.choice import RankedStrategy, cell_summary
 from harness.measure.derive.prediction import predicted_run, read_prediction
 from harness.measure.derive.training import step_times
 from harness.measure.statistics import paired_ratio
@@ -194,7 +194,7 @@ def judge_order(
         apart: (faster, slower) pairs from `distinct_pairs`.
     """
     judged = [
-        Judged(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
+        RankedStrategy(name=name, predicted_s=s["predicted_s"], measured_s=s["measured_s"])
         for name, s in strategies.items()
     ]
     summary = cell_summary(judged)

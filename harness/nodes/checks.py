@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.errors import ConfigError
-from harness.nodes.findings import Finding, Status, Verdict
+from harness.nodes.findings import Finding, Judgement, Status
 from harness.nodes.judge.access import (
     judge_clock,
     judge_login,
@@ -21,7 +21,7 @@ from harness.nodes.judge.machine import judge_cpu, judge_disk, judge_memory, jud
 from harness.nodes.survey import HostReport, Survey
 from harness.nodes.talk import ALLREDUCE, MPI, TCP
 
-Judge = Callable[[HostReport, Survey], list[Verdict]]
+Judge = Callable[[HostReport, Survey], list[Judgement]]
 
 
 @dataclass(frozen=True)

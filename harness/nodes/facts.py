@@ -16,7 +16,7 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interface:
+class InterfaceFacts:
     """A network interface.
 
     Attributes:
@@ -68,7 +68,7 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class SmiGpu:
     """One GPU as nvidia-smi describes it.
 
     Attributes:
@@ -134,7 +134,7 @@ class GpuFacts:
     n_attached: int | None = None
     driver: str = ""
     cuda: str = ""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[SmiGpu, ...] = ()
     torch: TorchCuda | None = None
     torch_error: str = ""
 
@@ -167,7 +167,7 @@ class Facts:
     memory_available_bytes: int | None = None
     memory_limit_bytes: int | None = None
     disks: tuple[Disk, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[InterfaceFacts, ...] = ()
     routes: tuple[Route, ...] = ()
     own_addresses: tuple[str, ...] = ()
     run_interface: str = ""
@@ -200,7 +200,7 @@ class Facts:
         return tuple(route for route in self.routes if not route.is_local)
 
     @property
-    def cluster_interface(self) -> Interface | None:
+    def cluster_interface(self) -> InterfaceFacts | None:
         """The interface of runs, else of most routes; None if no route is known."""
         names = [self.run_interface or route.interface for route in self.peer_routes]
         by_name = {interface.name: interface for interface in self.interfaces}

@@ -39,7 +39,7 @@ class Finding:
     follows: bool = False
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """A finding without its host and check."""
 
     status: Status
@@ -47,20 +47,20 @@ class Verdict(NamedTuple):
     remedy: str = ""
 
 
-def ok(detail: str) -> Verdict:
-    return Verdict(Status.OK, detail)
+def ok(detail: str) -> Judgement:
+    return Judgement(Status.OK, detail)
 
 
-def warn(detail: str, remedy: str) -> Verdict:
-    return Verdict(Status.WARN, detail, remedy)
+def warn(detail: str, remedy: str) -> Judgement:
+    return Judgement(Status.WARN, detail, remedy)
 
 
-def critical(detail: str, remedy: str) -> Verdict:
-    return Verdict(Status.CRITICAL, detail, remedy)
+def critical(detail: str, remedy: str) -> Judgement:
+    return Judgement(Status.CRITICAL, detail, remedy)
 
 
-def unknown(detail: str, remedy: str) -> Verdict:
-    return Verdict(Status.UNKNOWN, detail, remedy)
+def unknown(detail: str, remedy: str) -> Judgement:
+    return Judgement(Status.UNKNOWN, detail, remedy)
 
 
 def worst(statuses: Iterable[Status]) -> Status:

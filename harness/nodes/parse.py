@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.inputs import find_int, find_number
-from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PythonFacts, Route
 from harness.nodes.parse_gpu import parse_gpus
 
 _SECTION = re.compile(r"^@harness:(\w+)$")
@@ -151,7 +151,7 @@ def parse_disks(lines: Iterable[str]) -> tuple[Disk, ...]:
     return tuple(disks.values())
 
 
-def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
+def parse_interfaces(sections: Sections) -> tuple[InterfaceFacts, ...]:
     """All interfaces in /proc/net/dev, with details from `ip` and /sys."""
     links = {m[1]: m for line in sections["links"].lines if (m := _LINK.match(line))}
     networks: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ def parse_interfaces(sections: Sections) -> tuple[Interface, ...]:
         kind, speed, duplex = sys.get(name, ["virtual", "-", "-"])
         link = links.get(name)
         interfaces.append(
-            Interface(
+            InterfaceFacts(
                 name=name,
                 networks=tuple(networks.get(name, ())),
                 is_up=_is_up(link[2].split(",")) if link else True,

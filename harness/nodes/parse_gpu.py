@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from harness.inputs import find_int, find_number
-from harness.nodes.facts import Gpu, GpuFacts, GpuProcess, TorchCuda
+from harness.nodes.facts import GpuFacts, GpuProcess, SmiGpu, TorchCuda
 
 _MOST_MIB = 10**9
 BROKEN = "broken XML"
@@ -136,12 +136,12 @@ def _gpu(
     element: ElementTree.Element | None,
     users: Mapping[str, str],
     capabilities: Mapping[str, tuple[int, int]],
-) -> Gpu:
+) -> SmiGpu:
     if element is None:
-        return Gpu(index=index, name=name, errors=((BROKEN, ("all",)),))
+        return SmiGpu(index=index, name=name, errors=((BROKEN, ("all",)),))
     uuid = element.findtext("uuid", "")
     utilization = _quantity(element.findtext("utilization/gpu_util"))
-    return Gpu(
+    return SmiGpu(
         index=index,
         name=name,
         uuid=uuid,

@@ -68,7 +68,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clock:
+class ProbedClock:
     """A host's clock minus this machine's; the true offset lies within +- error_s."""
 
     offset_s: float
@@ -102,7 +102,7 @@ class Probe:
     login: Login = Login.UNTRIED
     login_detail: str = ""
     key_file: str = ""
-    clock: Clock | None = None
+    clock: ProbedClock | None = None
     text: str = ""
     is_complete: bool = False
     duration_s: float = 0.0
@@ -274,7 +274,7 @@ async def _enter(session: Session, found: Probe, order: Order, deadline_s: float
 async def _ask(session: Session, found: Probe, order: Order, deadline_s: float) -> Probe:
     child = session.child
     lines: list[str] = []
-    clock: Clock | None = None
+    clock: ProbedClock | None = None
     is_complete = False
     with contextlib.suppress(TimeoutError, EOFError):
         async with asyncio.timeout_at(deadline_s):
@@ -297,9 +297,9 @@ def _explain_end(session: Session) -> tuple[Login, str]:
     return problem, detail
 
 
-async def _read_clock(child: processes.Child) -> Clock | None:
+async def _read_clock(child: processes.Child) -> ProbedClock | None:
     """Read the host's clock several times and keep the reading with the shortest round trip."""
-    best: Clock | None = None
+    best: ProbedClock | None = None
     for _ in range(_N_CLOCK_READINGS):
         before_s = time.time()
         start_s = time.monotonic()
@@ -317,7 +317,7 @@ async def _read_clock(child: processes.Child) -> Clock | None:
             remote_s = float(answer)
         else:  # BusyBox gives whole seconds only
             remote_s, error_s = whole + 0.5, error_s + 0.5
-        reading = Clock(offset_s=remote_s - (before_s + half_s), error_s=error_s)
+        reading = ProbedClock(offset_s=remote_s - (before_s + half_s), error_s=error_s)
         if best is None or reading.error_s < best.error_s:
             best = reading
     return best

@@ -18,7 +18,7 @@ _MOST_TABLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class DlrmFlags:
+class DlrmSizes:
     """Sizes of the model.
 
     Attributes:
@@ -59,7 +59,7 @@ def _whole_numbers(text: str, separator: str, flag: str, example: str) -> tuple[
     return numbers
 
 
-def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
+def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmSizes:
     """Read sizes as DLRM's own command line writes them, the tables as NUMBERxROWSxCOLUMNS.
 
     Raises:
@@ -75,7 +75,7 @@ def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
     n_tables, rows, dim = sizes
     if n_tables > _MOST_TABLES:
         raise ConfigError(f"--dlrm-tables {tables!r} names more than {_MOST_TABLES} tables")
-    return DlrmFlags(
+    return DlrmSizes(
         n_tables=n_tables,
         rows=rows,
         dim=dim,
@@ -85,7 +85,7 @@ def parse_dlrm(tables: str, bottom: str, top: str, batch: int) -> DlrmFlags:
     )
 
 
-def dlrm_graph(flags: DlrmFlags) -> Graph:
+def dlrm_graph(flags: DlrmSizes) -> Graph:
     """The operators, with FLOPs and bytes of the whole batch."""
     operators = [_tensor("dense", "input", [], flags.bottom[0], flags.batch)]
     operators += _mlp("bottom", "dense", flags.bottom, flags.batch, last="relu")

@@ -37,7 +37,7 @@ UNLABELLED = ("source", "samples_per_epoch", "repeats", "results", "run_name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class RepeatGroup:
     """Repeats of one configuration on one cluster with one status.
 
     Attributes:
@@ -71,7 +71,7 @@ class Case:
 class TrainingCase:
     """A training case with the numbers of each of its repeats; `label` is unique for its model."""
 
-    case: Case
+    case: RepeatGroup
     label: str
     summaries: tuple[TrainingSummary, ...]
 
@@ -234,7 +234,7 @@ class Catalog:
         self._identities = {id(run): cluster_identity(run) for run in self.runs}
         self._labels = cluster_labels(self.runs)
 
-    def is_failed_pipeline(self, case: Case) -> bool:
+    def is_failed_pipeline(self, case: RepeatGroup) -> bool:
         """Whether pipelines were planned of a case that is not ok."""
         return not case.is_ok and any(run.is_planned_pipeline for run in case.runs)
 
@@ -247,7 +247,7 @@ class Catalog:
         """The run's distributed products against the measured peaks of all runs."""
         return with_efficiency(run.distributed, run.header.ranks, self.peaks)
 
-    def cases(self, workload: str) -> list[Case]:
+    def cases(self, workload: str) -> list[RepeatGroup]:
         """Cases of one workload, by cluster and then in order of their first run."""
         groups: dict[tuple[str, str, str], list[RunNumbers]] = defaultdict(list)
         for run in self.runs:
@@ -255,7 +255,7 @@ class Catalog:
                 identity = self._identities[id(run)]
                 groups[self._labels[identity], run.header.key, run.header.status].append(run)
         cases = [
-            Case(workload=workload, cluster=cluster, status=status, runs=tuple(runs))
+            RepeatGroup(workload=workload, cluster=cluster, status=status, runs=tuple(runs))
             for (cluster, _, status), runs in groups.items()
         ]
         return sorted(cases, key=lambda case: (case.n_devices, case.cluster))

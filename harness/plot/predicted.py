@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from harness.measure.derive import Judged, PredictedRun
+from harness.measure.derive import PredictedRun, RankedStrategy
 from harness.plot.catalog import Catalog, TrainingCase
 from harness.plot.cells import cells
 from harness.plot.numbers import RunNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedRepeat:
     """One run with its prediction; `repeat` is its place among the case's repeats."""
 
     run: RunNumbers
@@ -26,10 +26,10 @@ class PlannedCase:
     """A training case and those of its repeats that were predicted: at least one."""
 
     training: TrainingCase
-    repeats: tuple[Planned, ...]
+    repeats: tuple[PlannedRepeat, ...]
 
     @property
-    def first(self) -> Planned:
+    def first(self) -> PlannedRepeat:
         return self.repeats[0]
 
     @property
@@ -37,12 +37,12 @@ class PlannedCase:
         """Median over the repeats."""
         return median(repeat.compared.predicted_s for repeat in self.repeats)
 
-    def judged(self) -> Judged | None:
+    def judged(self) -> RankedStrategy | None:
         """Medians over the repeats that were measured; None when none was."""
         known = [r.compared for r in self.repeats if r.compared.measured is not None]
         if not known:
             return None
-        return Judged(
+        return RankedStrategy(
             name=self.training.label,
             predicted_s=median(compared.predicted_s for compared in known),
             measured_s=median(c.measured.median for c in known if c.measured is not None),
@@ -56,7 +56,7 @@ def planned_cases(catalog: Catalog) -> list[PlannedCase]:
         repeats = []
         for repeat, run in enumerate(training.case.runs):
             if run.predicted is not None:
-                repeats.append(Planned(run=run, repeat=repeat, compared=run.predicted))
+                repeats.append(PlannedRepeat(run=run, repeat=repeat, compared=run.predicted))
         if repeats:
             cases.append(PlannedCase(training=training, repeats=tuple(repeats)))
     return cases

@@ -11,10 +11,10 @@ import pytest
 from harness.domain.hostfile import Host
 from harness.nodes import ssh
 from harness.nodes.checks import judge_all
-from harness.nodes.facts import Disk, Facts, Interface, PythonFacts, Route
+from harness.nodes.facts import Disk, Facts, InterfaceFacts, PythonFacts, Route
 from harness.nodes.findings import Finding
 from harness.nodes.pairs import Connection, Pairs
-from harness.nodes.probe import Clock, Order, Probe
+from harness.nodes.probe import Order, Probe, ProbedClock
 from harness.nodes.survey import HostReport, Survey
 
 PACKAGES = {"torch": "2.13.0+cpu", "mpi4py": "4.1.2", "training-harness": "0.1.0"}
@@ -45,8 +45,8 @@ class Hosts:
             memory_available_bytes=30 * 2**30,
             disks=(Disk(path="/", mount="/", total_bytes=10**12, free_bytes=10**11),),
             interfaces=(
-                Interface(name="lo", networks=("127.0.0.1/8",), mtu_bytes=65536),
-                Interface(
+                InterfaceFacts(name="lo", networks=("127.0.0.1/8",), mtu_bytes=65536),
+                InterfaceFacts(
                     name="eth0",
                     networks=(f"{own}/24",),
                     kind="physical",
@@ -54,7 +54,7 @@ class Hosts:
                     duplex="full",
                     mtu_bytes=1500,
                 ),
-                Interface(name="docker0", networks=("172.17.0.1/16",), mtu_bytes=1500),
+                InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), mtu_bytes=1500),
             ),
             routes=tuple(
                 Route(address=f"10.0.0.{i + 1}", interface="eth0", source=own)
@@ -73,7 +73,7 @@ class Hosts:
             is_port_open=True,
             banner="SSH-2.0-OpenSSH_9.2",
             login=ssh.Login.OK,
-            clock=Clock(offset_s=0.001, error_s=0.002),
+            clock=ProbedClock(offset_s=0.001, error_s=0.002),
             is_complete=True,
             duration_s=0.5,
         )

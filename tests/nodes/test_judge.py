@@ -14,7 +14,7 @@ from harness.nodes.facts import Disk, PythonFacts, Route
 from harness.nodes.findings import Status, worst
 from harness.nodes.mpi import Hello
 from harness.nodes.pairs import Connection
-from harness.nodes.probe import Clock
+from harness.nodes.probe import ProbedClock
 from harness.nodes.ssh import Login, Target
 
 GIB = 2**30
@@ -152,7 +152,7 @@ def test_a_csh_is_a_warning_with_the_command_that_changes_it(hosts) -> None:
 def test_a_clock_counts_as_wrong_beyond_the_error_of_the_look(
     hosts, offset_s: float, error_s: float, status: Status
 ) -> None:
-    cluster = hosts(1).probe(0, clock=Clock(offset_s=offset_s, error_s=error_s))
+    cluster = hosts(1).probe(0, clock=ProbedClock(offset_s=offset_s, error_s=error_s))
     assert cluster.judge("clock", 0)[0].status is status
 
 

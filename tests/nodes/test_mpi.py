@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.nodes.facts import Facts, Interface, Route
+from harness.nodes.facts import Facts, InterfaceFacts, Route
 from harness.nodes.mpi import (
     Hello,
     common_network,
@@ -23,8 +23,8 @@ from harness.nodes.remote_text import remote_text
 def facts(address: str, *, prefix: int = 24) -> Facts:
     return Facts(
         interfaces=(
-            Interface(name="eth0", networks=(f"{address}/{prefix}", "fe80::1/64")),
-            Interface(name="docker0", networks=("172.17.0.1/16",)),
+            InterfaceFacts(name="eth0", networks=(f"{address}/{prefix}", "fe80::1/64")),
+            InterfaceFacts(name="docker0", networks=("172.17.0.1/16",)),
         ),
         routes=(Route(address="10.0.0.99", interface="eth0", source=address),),
     )

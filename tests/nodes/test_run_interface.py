@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.nodes.facts import Facts, Interface, Route
+from harness.nodes.facts import Facts, InterfaceFacts, Route
 from harness.nodes.findings import Status
 from harness.nodes.mpi import common_network
 from harness.nodes.parse import parse_facts
@@ -14,10 +14,10 @@ def _host(index: int, *, fast: str = "10.1.0") -> Facts:
     return Facts(
         hostname=f"n{index}",
         interfaces=(
-            Interface(name="lo", networks=("127.0.0.1/8",)),
-            Interface(name="eth0", networks=(f"10.0.0.{index}/24",), claimed_mbit_per_s=1000),
-            Interface(name="ib0", networks=(f"{fast}.{index}/24",), claimed_mbit_per_s=40000),
-            Interface(name="docker0", networks=("172.17.0.1/16",), claimed_mbit_per_s=10**5),
+            InterfaceFacts(name="lo", networks=("127.0.0.1/8",)),
+            InterfaceFacts(name="eth0", networks=(f"10.0.0.{index}/24",), claimed_mbit_per_s=1000),
+            InterfaceFacts(name="ib0", networks=(f"{fast}.{index}/24",), claimed_mbit_per_s=40000),
+            InterfaceFacts(name="docker0", networks=("172.17.0.1/16",), claimed_mbit_per_s=10**5),
         ),
         routes=(Route(address="10.0.0.99", interface="eth0", source=f"10.0.0.{index}"),),
     )

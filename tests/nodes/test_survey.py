@@ -24,7 +24,7 @@ import pytest
 from harness.nodes.__main__ import main
 from harness.nodes.agent import AgentError
 from harness.nodes.allreduce import Reduction, get_ready, run_allreduce
-from harness.nodes.facts import Facts, Interface, Route
+from harness.nodes.facts import Facts, InterfaceFacts, Route
 from harness.nodes.pairs import Pairs, connect_pairs
 from harness.nodes.session import Session, open_session
 
@@ -191,7 +191,7 @@ def test_a_host_without_python_is_silent_and_the_rest_goes_on(fake_ssh: Path) ->
 
 
 def reduce_over(names: list[str], python: str, timeout_s: float) -> Reduction:
-    lo = Interface(name="lo", networks=("127.0.0.1/8",))
+    lo = InterfaceFacts(name="lo", networks=("127.0.0.1/8",))
     route = Route(address="127.0.0.1", interface="lo", source="127.0.0.1")
     facts = {name: Facts(interfaces=(lo,), routes=(route,)) for name in names}
 

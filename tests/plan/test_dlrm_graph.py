@@ -4,7 +4,7 @@ import pytest
 
 from harness.domain.cluster import Cluster
 from harness.errors import GraphError, PlanError
-from harness.plan.dlrm_graph import DlrmFlags, dlrm_graph
+from harness.plan.dlrm_graph import DlrmSizes, dlrm_graph
 from harness.plan.fit import OperatorTimes
 from harness.plan.formats.convert import strategy_from_entries
 from harness.plan.formats.flexflow import parse_console
@@ -22,7 +22,7 @@ P100 = DeviceRates(flops_per_s=9.3e12, memory_bytes_per_s=549e9)
 
 
 def test_the_graph_has_the_flags_sizes():
-    graph = dlrm_graph(DlrmFlags())
+    graph = dlrm_graph(DlrmSizes())
     kinds = [op.kind for op in graph.operators]
     assert (kinds.count("linear"), kinds.count("embedding"), kinds.count("cat")) == (7, 8, 1)
     tables = 8 * 1_000_000 * 64 * 4
@@ -42,7 +42,7 @@ def test_the_graph_has_the_flags_sizes():
 )
 def test_flags_that_disagree_are_refused(changes, message):
     with pytest.raises(GraphError, match=message):
-        DlrmFlags(**changes)
+        DlrmSizes(**changes)
 
 
 def test_roofline_takes_the_longer_of_flops_and_bytes():
@@ -54,7 +54,7 @@ def test_roofline_takes_the_longer_of_flops_and_bytes():
 
 
 def test_a_feature_shard_reads_all_its_input_and_half_the_weights():
-    graph = dlrm_graph(DlrmFlags())
+    graph = dlrm_graph(DlrmSizes())
     linear = next(op for op in graph.operators if op.name == "top1")
     slow_memory = DeviceRates(flops_per_s=1e30, memory_bytes_per_s=1.0, launch_s=0.0)
     read, weights, out = 1024 * 1024 * 4, linear.parameter_bytes, 1024 * 1024 * 4
@@ -69,7 +69,7 @@ def test_many_devices_have_few_numbers_of_parts():
 
 
 def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
-    graph = dlrm_graph(DlrmFlags())
+    graph = dlrm_graph(DlrmSizes())
     profile = roofline_profile(graph, {"P100": P100}, n_parts=likely_parts(512))
     assert len(profile.measurements) < 10_000
     linear = next(op for op in graph.operators if op.name == "top1")
@@ -83,7 +83,7 @@ def test_a_roofline_for_many_devices_is_short_and_right_between_its_points():
 
 
 def small_request():
-    flags = DlrmFlags(n_tables=8, rows=1_000_000, batch=1024)
+    flags = DlrmSizes(n_tables=8, rows=1_000_000, batch=1024)
     graph = dlrm_graph(flags)
     profile = roofline_profile(
         graph, {"P100": P100}, n_parts=range(1, 5), n_microbatches=(1, 2, 4, 8, 16)

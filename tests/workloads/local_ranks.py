@@ -176,7 +176,7 @@ def matmul_beside_a_slow_rank(config: Any, context: Context) -> dict[str, Any]:
 def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
     """Distribute one product whose block on rank 1 is spoiled; returns the error's text."""
     from harness.errors import VerificationError
-    from harness.workloads.matmul.scaling import Point, _RankPart, measure_point
+    from harness.workloads.matmul.scaling import DistributedProduct, _RankPart, measure_point
 
     multiply = _RankPart.multiply
 
@@ -188,7 +188,9 @@ def matmul_with_a_wrong_block(config: Any, context: Context) -> str:
 
     _RankPart.multiply = spoil  # type: ignore[method-assign]
     try:
-        measure_point(Point(scaling="strong", n_ranks=2, size=64), "fp32", [1.0, 1.0], context, 1)
+        measure_point(
+            DistributedProduct(scaling="strong", n_ranks=2, size=64), "fp32", [1.0, 1.0], context, 1
+        )
     except VerificationError as error:
         return str(error)
     return "no error"

@@ -6,7 +6,7 @@ docs/metrics.md.
 
 from __future__ import annotations
 
-from harness.measure.derive.choice import CellSummary, Judged, cell_summary
+from harness.measure.derive.choice import CellSummary, RankedStrategy, cell_summary
 from harness.measure.derive.devices import (
     MatmulRow,
     MemoryRow,
@@ -66,7 +66,6 @@ __all__ = [
     "ClockOffset",
     "CollectiveRow",
     "EfficiencyRow",
-    "Judged",
     "LinkMatrix",
     "MatmulRow",
     "MemoryPeak",
@@ -75,6 +74,7 @@ __all__ = [
     "PipelineSummary",
     "PredictedRun",
     "RankSummary",
+    "RankedStrategy",
     "ScalingPoint",
     "StageTimes",
     "StepPhases",

@@ -12,7 +12,7 @@ MIN_CORRELATED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class RankedStrategy:
     """One strategy of a cell: its predicted and its measured step."""
 
     name: str
@@ -59,7 +59,7 @@ def _spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def cell_summary(
-    strategies: Sequence[Judged], failed: Mapping[str, float] | None = None
+    strategies: Sequence[RankedStrategy], failed: Mapping[str, float] | None = None
 ) -> CellSummary:
     """Judge the predictions of one cell.
 

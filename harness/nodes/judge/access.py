@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from harness.inputs import shorten
-from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.findings import Judgement, critical, ok, unknown, warn
 from harness.nodes.ssh import Login
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_duration
@@ -17,7 +17,7 @@ CLOCK_CRITICAL_S = 5.0
 _POSIX_SHELLS = {"sh", "bash", "dash", "ash", "zsh", "ksh", "mksh"}
 
 
-def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_resolve(report: HostReport, survey: Survey) -> list[Judgement]:
     """The name resolves to an address on this machine."""
     probe = report.probe
     if probe.target is None:
@@ -45,7 +45,7 @@ def judge_resolve(report: HostReport, survey: Survey) -> list[Verdict]:
     return [ok(probe.addresses[0])]
 
 
-def judge_port(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_port(report: HostReport, survey: Survey) -> list[Judgement]:
     """The ssh port accepts connections."""
     probe = report.probe
     assert probe.target is not None
@@ -62,7 +62,7 @@ def judge_port(report: HostReport, survey: Survey) -> list[Verdict]:
     return [critical(probe.port_error, remedy)]
 
 
-def judge_login(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_login(report: HostReport, survey: Survey) -> list[Judgement]:
     """ssh logs in without a password to a host with a known key, and the probe completes."""
     probe = report.probe
     if not report.is_in:
@@ -149,7 +149,7 @@ def _known_name(report: HostReport) -> str:
     return shlex.quote(f"[{target.hostname}]:{target.port}")
 
 
-def judge_shell(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_shell(report: HostReport, survey: Survey) -> list[Judgement]:
     """The login shell is a POSIX shell, which mpirun and the harness' scripts require."""
     shell = report.facts.shell
     if not shell:
@@ -164,7 +164,7 @@ def judge_shell(report: HostReport, survey: Survey) -> list[Verdict]:
     ]
 
 
-def judge_clock(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_clock(report: HostReport, survey: Survey) -> list[Judgement]:
     """The clock agrees with this machine's, within the error of the measurement."""
     clock = report.probe.clock
     if clock is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.findings import Judgement, critical, ok, unknown, warn
 from harness.nodes.mpi import network_flags
 from harness.nodes.pairs import Connection, Pairs
 from harness.nodes.survey import HostReport, Survey
@@ -18,7 +18,7 @@ _REASONS = {
 }
 
 
-def judge_tcp(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_tcp(report: HostReport, survey: Survey) -> list[Judgement]:
     """This host can connect to every other one, on an arbitrary port."""
     pairs = survey.pairs
     if len(survey.reports) == 1:
@@ -43,7 +43,7 @@ def judge_tcp(report: HostReport, survey: Survey) -> list[Verdict]:
     return [ok(text + _without(survey, (*mine, report.name)))]
 
 
-def _excluded(report: HostReport, survey: Survey) -> Verdict | None:
+def _excluded(report: HostReport, survey: Survey) -> Judgement | None:
     if not report.probe.is_complete:
         return unknown("left out: its probe hung", "see login")
     if report.name in survey.late:
@@ -56,7 +56,7 @@ def _excluded(report: HostReport, survey: Survey) -> Verdict | None:
 
 def _explain_failures(
     name: str, mine: dict[str, Connection], failed: dict[str, Connection], pairs: Pairs
-) -> Verdict:
+) -> Judgement:
     reasons = [
         f"{target} ({_REASONS.get(c.error, c.error)}{': ' + c.detail if c.detail else ''})"
         for target, c in failed.items()
@@ -87,7 +87,7 @@ def _without(survey: Survey, hosts: tuple[str, ...]) -> str:
     return f"; without {', '.join(missing)}" if missing else ""
 
 
-def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_mpi(report: HostReport, survey: Survey) -> list[Judgement]:
     """mpirun starts a rank on this host, and the job has the expected size and machines."""
     hello = survey.hello
     if excluded := _excluded(report, survey):
@@ -109,7 +109,7 @@ def judge_mpi(report: HostReport, survey: Survey) -> list[Verdict]:
     return [*_judge_slots(report, survey), _judge_names(report, survey)]
 
 
-def _judge_slots(report: HostReport, survey: Survey) -> list[Verdict]:
+def _judge_slots(report: HostReport, survey: Survey) -> list[Judgement]:
     has_slots = report.probe.host.slots is not None
     if has_slots or len(survey.reports) == 1 or report.facts.n_cores == 1:
         return []
@@ -122,7 +122,7 @@ def _judge_slots(report: HostReport, survey: Survey) -> list[Verdict]:
     ]
 
 
-def _judge_names(report: HostReport, survey: Survey) -> Verdict:
+def _judge_names(report: HostReport, survey: Survey) -> Judgement:
     hello = survey.hello
     assert hello is not None
     n_ranks, n_expected = len(hello.names), len(hello.hosts)
@@ -150,7 +150,7 @@ def _judge_names(report: HostReport, survey: Survey) -> Verdict:
     return ok(text + _without(survey, hello.hosts))
 
 
-def judge_allreduce(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_allreduce(report: HostReport, survey: Survey) -> list[Judgement]:
     """torch.distributed sums over all hosts, with the correct sum on this one."""
     reduction = survey.reduction
     if excluded := _excluded(report, survey):
@@ -177,7 +177,7 @@ def judge_allreduce(report: HostReport, survey: Survey) -> list[Verdict]:
     return [ok(text + _without(survey, reduction.hosts))]
 
 
-def _explain_rank(report: HostReport, survey: Survey, error: str) -> Verdict:
+def _explain_rank(report: HostReport, survey: Survey, error: str) -> Judgement:
     assert survey.reduction is not None
     interface = report.facts.cluster_interface
     name = interface.name if interface else "the right interface"

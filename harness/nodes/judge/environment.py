@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from harness.nodes.facts import Facts
-from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.findings import Judgement, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 
 _REQUIRED = {"torch": "torch", "mpi4py": "mpi4py"}
 
 
-def judge_environment(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_environment(report: HostReport, survey: Survey) -> list[Judgement]:
     """The environment exists at the common path, is complete, and equals that of other hosts."""
     facts, path = report.facts, survey.order.env_dir
     remedy = f"bash setup/sync_env.sh {survey.order.hostfile}"
@@ -49,7 +49,7 @@ def versions(facts: Facts) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Verdict]:
+def _judge_versions(report: HostReport, survey: Survey, remedy: str) -> list[Judgement]:
     """Compare with the version that most hosts have, or in a tie the first host's."""
     verdicts = []
     for name, value in versions(report.facts).items():

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from harness.nodes.facts import Gpu, GpuFacts
-from harness.nodes.findings import Status, Verdict, critical, ok, unknown, warn
+from harness.nodes.facts import GpuFacts, SmiGpu
+from harness.nodes.findings import Judgement, Status, critical, ok, unknown, warn
 from harness.nodes.parse_gpu import BROKEN
 from harness.nodes.smi_failures import remedy_of
 from harness.nodes.survey import HostReport, Survey
@@ -31,7 +31,7 @@ _VITAL = re.compile(
 )
 
 
-def judge_gpu(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_gpu(report: HostReport, survey: Survey) -> list[Judgement]:
     """Every GPU works, is idle, cool and unthrottled, and has the same driver as the others."""
     gpu = report.facts.gpu
     if gpu.smi_error:
@@ -49,7 +49,7 @@ def _has_no_card(gpu: GpuFacts) -> bool:
     return not gpu.n_cards and bool(re.search(words, gpu.smi_error, re.IGNORECASE))
 
 
-def _judge_failure(report: HostReport) -> Verdict:
+def _judge_failure(report: HostReport) -> Judgement:
     gpu = report.facts.gpu
     remedy = remedy_of(f"{gpu.smi_error} status {gpu.smi_returncode}", report.name)
     if _has_no_card(gpu):
@@ -72,16 +72,16 @@ def describe_gpus(gpu: GpuFacts) -> str:
     return f"{names}, driver {gpu.driver}"
 
 
-def _describe_memory(gpu: Gpu) -> str:
+def _describe_memory(gpu: SmiGpu) -> str:
     n_bytes = gpu.memory_total_bytes
     return "with the host's memory" if n_bytes is None else format_bytes(n_bytes)
 
 
-def _has_clocks(gpu: Gpu) -> bool:
+def _has_clocks(gpu: SmiGpu) -> bool:
     return gpu.clock_mhz is not None and gpu.clock_max_mhz is not None
 
 
-def _judge_absence(report: HostReport, survey: Survey) -> Verdict:
+def _judge_absence(report: HostReport, survey: Survey) -> Judgement:
     gpu = report.facts.gpu
     if gpu.n_cards:
         return critical(
@@ -97,9 +97,9 @@ def _judge_absence(report: HostReport, survey: Survey) -> Verdict:
     )
 
 
-def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
+def _judge_one(report: HostReport, gpu: SmiGpu) -> list[Judgement]:
     name = f"GPU {gpu.index} ({gpu.name})"
-    verdicts: list[Verdict] = []
+    verdicts: list[Judgement] = []
     verdicts += _judge_errors(report, gpu, name)
     if any(one.status is Status.CRITICAL for one in verdicts):
         return verdicts
@@ -123,7 +123,7 @@ def _judge_one(report: HostReport, gpu: Gpu) -> list[Verdict]:
     return verdicts + _judge_users(report, gpu, name)
 
 
-def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+def _judge_errors(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]:
     """Verdicts on the fields that nvidia-smi could not read."""
     verdicts = []
     for words, fields in gpu.errors:
@@ -144,7 +144,7 @@ def _judge_errors(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
     return verdicts
 
 
-def _judge_memory(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+def _judge_memory(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]:
     """Verdicts on memory errors and on the recovery that the driver requests."""
     verdicts = []
     reset = f"ssh {report.name} sudo nvidia-smi --gpu-reset -i {gpu.index}"
@@ -168,7 +168,7 @@ def _judge_memory(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
     return verdicts
 
 
-def _judge_users(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
+def _judge_users(report: HostReport, gpu: SmiGpu, name: str) -> list[Judgement]:
     used = gpu.memory_used_bytes or 0
     busy = (gpu.utilization or 0.0) > BUSY_UTILIZATION
     if used <= IN_USE_BYTES and not busy:
@@ -187,7 +187,7 @@ def _judge_users(report: HostReport, gpu: Gpu, name: str) -> list[Verdict]:
     return [warn(text, f"{ask}: ssh {report.name} nvidia-smi")]
 
 
-def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
+def _judge_host(report: HostReport, survey: Survey) -> list[Judgement]:
     gpu, slots = report.facts.gpu, report.probe.host.slots
     verdicts = []
     n_missing = max(gpu.n_cards, gpu.n_attached or 0) - len(gpu.gpus)
@@ -212,7 +212,7 @@ def _judge_host(report: HostReport, survey: Survey) -> list[Verdict]:
     return verdicts
 
 
-def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Judgement]:
     """This torch build has code for each GPU; with --deep, a kernel gives the correct result."""
     facts = report.facts
     gpu = facts.gpu
@@ -240,7 +240,7 @@ def judge_torch_cuda(report: HostReport, survey: Survey) -> list[Verdict]:
     return _judge_build(report, version)
 
 
-def _judge_build(report: HostReport, version: str) -> list[Verdict]:
+def _judge_build(report: HostReport, version: str) -> list[Judgement]:
     gpu = report.facts.gpu
     torch = gpu.torch
     assert torch is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from harness.nodes.facts import Facts, Interface
-from harness.nodes.findings import Verdict, critical, ok, unknown, warn
+from harness.nodes.facts import Facts, InterfaceFacts
+from harness.nodes.findings import Judgement, critical, ok, unknown, warn
 from harness.nodes.survey import HostReport, Survey
 from harness.units import format_bytes
 
@@ -21,7 +21,7 @@ SPEED_WARN_MBIT_PER_S = 1000
 _NOT_REPORTED = "the host did not report it"
 
 
-def judge_os(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_os(report: HostReport, survey: Survey) -> list[Judgement]:
     """The host runs Linux on the same architecture as the others and is not listed twice."""
     facts = report.facts
     system, _, rest = facts.kernel.partition(" ")
@@ -60,7 +60,7 @@ def _majority(survey: Survey, value: object) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def judge_cpu(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_cpu(report: HostReport, survey: Survey) -> list[Judgement]:
     """The usable cores are idle."""
     facts = report.facts
     cores = facts.usable_cores
@@ -82,7 +82,7 @@ def judge_cpu(report: HostReport, survey: Survey) -> list[Verdict]:
     return [ok(text if load is None else f"{text}, load {load:.3g}")]
 
 
-def judge_memory(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_memory(report: HostReport, survey: Survey) -> list[Judgement]:
     """Enough memory is free."""
     facts = report.facts
     usable, available = facts.usable_memory_bytes, facts.memory_available_bytes
@@ -98,7 +98,7 @@ def judge_memory(report: HostReport, survey: Survey) -> list[Verdict]:
     return [ok(text)]
 
 
-def judge_disk(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_disk(report: HostReport, survey: Survey) -> list[Judgement]:
     """Enough space is free in the home directory, /tmp and /dev/shm."""
     verdicts = []
     for disk in report.facts.disks:
@@ -119,7 +119,7 @@ def judge_disk(report: HostReport, survey: Survey) -> list[Verdict]:
     return verdicts or [ok(", ".join(free) + " free")]
 
 
-def judge_nic(report: HostReport, survey: Survey) -> list[Verdict]:
+def judge_nic(report: HostReport, survey: Survey) -> list[Judgement]:
     """All other hosts are reached through one interface, as fast as theirs."""
     facts = report.facts
     if len(survey.reports) == 1:
@@ -141,7 +141,7 @@ def _others(report: HostReport, survey: Survey) -> str:
     return " ".join(other.name for other in survey.reports if other.name != report.name)
 
 
-def _describe(interface: Interface, facts: Facts) -> str:
+def _describe(interface: InterfaceFacts, facts: Facts) -> str:
     speed = interface.speed_mbit_per_s
     rate = f", {speed} Mbit/s" if speed else ", speed unknown"
     others = [
@@ -164,7 +164,7 @@ def _own_name(facts: Facts) -> str:
     )
 
 
-def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
+def _judge_routes(report: HostReport, interface: InterfaceFacts) -> list[Judgement]:
     facts = report.facts
     verdicts = []
     names = sorted({route.interface for route in facts.peer_routes})
@@ -179,7 +179,9 @@ def _judge_routes(report: HostReport, interface: Interface) -> list[Verdict]:
     return verdicts
 
 
-def _judge_interface(report: HostReport, interface: Interface, survey: Survey) -> list[Verdict]:
+def _judge_interface(
+    report: HostReport, interface: InterfaceFacts, survey: Survey
+) -> list[Judgement]:
     verdicts = []
     speed = interface.speed_mbit_per_s
     all_nics = [other.facts.cluster_interface for other in survey.answered]

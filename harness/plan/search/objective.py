@@ -17,7 +17,7 @@ from harness.plan.simulate.simulator import Simulator, Trial
 _PROGRESS_EVERY_S = 0.25
 
 
-class Judged(NamedTuple):
+class JudgedPlan(NamedTuple):
     """One proposal's step, and by which share of its memory the fullest device is too small."""
 
     step_s: float
@@ -116,7 +116,7 @@ class Objective:
         """Whether nothing fits yet, or something faster than the best does not."""
         return self.best is None or self._least_unfit_s < self.best.step_s
 
-    def judge(self, trial: Trial) -> Judged:
+    def judge(self, trial: Trial) -> JudgedPlan:
         """Simulate what the trial holds now."""
         began = time.monotonic()
         out = trial.outcome()
@@ -130,7 +130,7 @@ class Objective:
             self._least_unfit_s = min(self._least_unfit_s, out.step_s)
         self.judging_s += time.monotonic() - began
         self.tick()
-        return Judged(out.step_s, excess)
+        return JudgedPlan(out.step_s, excess)
 
     def tick(self) -> bool:
         """Show progress when it is time to; whether the request's time is used up."""

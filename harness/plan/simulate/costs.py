@@ -1,8 +1,8 @@
 """Costs of one operator's plan: seconds, bytes and weights on each of its devices.
 
 Each value depends on the plan of one operator (`OperatorCosts`), or on those of a producer and its
-consumers (`Wants`, `Transfers`), and is cached. So after a change of a plan, only the values that
-depend on it are computed again.
+consumers (`Wants`, `ProducerTransfers`), and is cached, so after a change of a plan only the values
+that depend on it are computed again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from harness.plan.simulate.block_times import BlockTimes
 from harness.plan.simulate.pieces import Pieces
 from harness.plan.simulate.transfers import (
     Floats,
+    ProducerTransfers,
     Reader,
     Shared,
     Sum,
-    Transfers,
     Wants,
     make_transfers,
     norm_sums,
@@ -98,7 +98,7 @@ class Costs:
         self.times = BlockTimes(graph, profile, cluster.devices, samples, self.shapes)
         self._operators: dict[object, OperatorCosts] = {}
         self._wants: dict[object, Wants] = {}
-        self._transfers: dict[object, Transfers] = {}
+        self._transfers: dict[object, ProducerTransfers] = {}
         self._regions: dict[int, dict[tuple[Block, tuple[int, ...]], int]] = {}
         self._blocks: dict[object, list[Block]] = {}
         self._keys: dict[int, tuple[OperatorPlan, PlanKey]] = {}
@@ -263,7 +263,7 @@ class Costs:
         readers: Sequence[tuple[int, int, OperatorPlan]],
         *,
         syncs_norms: bool,
-    ) -> Transfers:
+    ) -> ProducerTransfers:
         """Transfers and all-reduces of one operator's output.
 
         Args:

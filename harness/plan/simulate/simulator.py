@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EventTimes:
     """Result of the event loop for one of a sequence of steps, in arrays. Tasks are numbered as in
     `work`; times count from the first device's start.
 
@@ -226,7 +226,7 @@ class Trial:
 
         return lowering.lower(self.simulator, self.tables, self._current_flow())
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> EventTimes:
         """Run the events of a step.
 
         For a pipeline the result is the second of two steps. Each device begins it as soon as it
@@ -246,7 +246,7 @@ class Trial:
             found = _run(lowered, begin)
         static = weights * (2 + simulator.options.n_optimizer_states)
         edges = lowered.edges
-        return Outcome(
+        return EventTimes(
             step_s=float((found.device_end_s + optimizer - begin).max()),
             device_begin_s=begin,
             memory_bytes=static + lowered.peak,
@@ -269,7 +269,7 @@ class Trial:
 
 
 class _EventTimes(NamedTuple):
-    """Arrays of `Outcome` from one run of the event loop."""
+    """Arrays of `EventTimes` from one run of the event loop."""
 
     start: Floats
     finish: Floats
@@ -318,7 +318,7 @@ class Simulation:
 
     simulator: Simulator
     strategy: Strategy
-    outcome: Outcome
+    outcome: EventTimes
 
     @property
     def step_s(self) -> float:

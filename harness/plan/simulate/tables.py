@@ -18,7 +18,7 @@ from harness.domain.strategy import OperatorPlan, Stage
 from harness.plan.simulate.costs import Costs
 from harness.plan.simulate.network import Network
 from harness.plan.simulate.options import SimulatorOptions
-from harness.plan.simulate.transfers import Floats, Ints, Sum, Transfers
+from harness.plan.simulate.transfers import Floats, Ints, ProducerTransfers, Sum
 
 _PASS = {"forward": 0, "backward": 1, "weight": 2}
 
@@ -67,7 +67,7 @@ class Edges:
 
     Attributes:
         source, target: positions (operator * n_devices + device).
-        n_streamed: bytes of memory read and written at the receiver (see `Transfers`).
+        n_streamed: bytes of memory read and written at the receiver (see `ProducerTransfers`).
         goes, returns: whether the output is sent, and whether its gradient is sent back.
         index: number of the graph's edge.
     """
@@ -198,7 +198,7 @@ class Tables:
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
-    def _find_transfers(self, op: int) -> Transfers:
+    def _find_transfers(self, op: int) -> ProducerTransfers:
         plans = self.plans
         readers = [(e, c, plans[c]) for e, c in self._readers[op]]
         if len(readers) > 1:  # stages may run in another order than the list of operators

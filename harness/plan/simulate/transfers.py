@@ -138,7 +138,7 @@ class Sum(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Transfers:
+class ProducerTransfers:
     """Transfers and all-reduces that leave one producer.
 
     Attributes:
@@ -160,7 +160,7 @@ class Transfers:
 
 def make_transfers(
     producer: int, n_devices: int, readers: Sequence[Reader], sums: tuple[Sum, ...]
-) -> Transfers:
+) -> ProducerTransfers:
     """Merge the wants of the readers, first readers first.
 
     Args:
@@ -169,7 +169,7 @@ def make_transfers(
     nothing = np.zeros(0, dtype=np.int64)
     if any(not one.is_norm for one in sums) or not readers:
         none, no = np.zeros(0), np.zeros(0, dtype=np.bool_)
-        return Transfers(nothing, nothing, none, none, no, no, nothing, sums)
+        return ProducerTransfers(nothing, nothing, none, none, no, no, nothing, sums)
     parts = []
     seen = nothing
     for k, reader in enumerate(readers):
@@ -177,7 +177,7 @@ def make_transfers(
         parts.append((reader, reader.wants.moved(kept)))
         if k + 1 < len(readers):
             seen = np.concatenate([seen, reader.wants.keys])
-    return Transfers(
+    return ProducerTransfers(
         source=np.concatenate([moved.source + producer * n_devices for _, moved in parts]),
         target=np.concatenate([moved.target + r.operator * n_devices for r, moved in parts]),
         n_bytes=np.concatenate([moved.n_bytes for _, moved in parts]),

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive import nic_limit_bytes_per_s
 from harness.measure.statistics import summarize
-from harness.plot.catalog import Case, Catalog
+from harness.plot.catalog import Catalog, RepeatGroup
 from harness.plot.figure import Figure
 from harness.plot.style import (
     LIMIT,
@@ -47,7 +47,7 @@ COLUMNS = [
 ]
 
 
-def _rows(case: Case) -> list[dict[str, Any]]:
+def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     base: dict[str, Any] = {
         "label": case.cluster,
         "cluster": case.cluster,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from harness.plot.catalog import Case, Catalog
+from harness.plot.catalog import Catalog, RepeatGroup
 from harness.plot.figure import Figure
 from harness.plot.style import (
     MUTED,
@@ -45,7 +45,7 @@ MAX_HEIGHT_IN = 4.8  # a map is as wide as half a figure, however many its ranks
 MAX_TICKS = 20
 
 
-def _rows(case: Case) -> list[dict[str, Any]]:
+def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
         return [base]

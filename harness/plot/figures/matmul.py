@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from harness.measure.statistics import summarize
-from harness.plot.catalog import Case, Catalog, short_kind
+from harness.plot.catalog import Catalog, RepeatGroup, short_kind
 from harness.plot.figure import Figure
 from harness.plot.style import (
     FAILED,
@@ -47,7 +47,7 @@ RANK_IN = 0.5  # of height, for the bars and the name of a rank
 DTYPES = ("bf16", "fp16", "fp32", "fp64", "tf32")
 
 
-def _rows(case: Case) -> list[dict[str, Any]]:
+def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
         return [base]
@@ -58,7 +58,7 @@ def _rows(case: Case) -> list[dict[str, Any]]:
     return [base | _numbers(rows) for rows in groups.values()] + skipped_products(case)
 
 
-def skipped_products(case: Case) -> list[dict[str, Any]]:
+def skipped_products(case: RepeatGroup) -> list[dict[str, Any]]:
     """Products that a device could not do, each reason once with its ranks."""
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, dtype, size, reason in case.runs[0].skipped_products:

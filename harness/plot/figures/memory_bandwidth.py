@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive import MemoryRow
 from harness.measure.statistics import summarize
-from harness.plot.catalog import Case, Catalog, short_kind
+from harness.plot.catalog import Catalog, RepeatGroup, short_kind
 from harness.plot.figure import Figure
 from harness.plot.style import (
     SERIES,
@@ -41,7 +41,7 @@ COLUMNS = [
 COLOURS = {"copy": SERIES[0], "triad": SERIES[4]}
 
 
-def _rows(case: Case) -> list[dict[str, Any]]:
+def _rows(case: RepeatGroup) -> list[dict[str, Any]]:
     base = {"label": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
         return [base]

@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
-from harness.plot.predicted import Planned, PlannedCase, planned_cases
+from harness.plot.predicted import PlannedCase, PlannedRepeat, planned_cases
 from harness.plot.style import (
     FAILED,
     LIMIT,
@@ -55,7 +55,7 @@ NAME_PT = 9
 ROOM = 0.3  # of the figure's width, for a name next to its point
 
 
-def _row(case: PlannedCase, planned: Planned) -> dict[str, Any]:
+def _row(case: PlannedCase, planned: PlannedRepeat) -> dict[str, Any]:
     summary, compared = case.training.first, planned.compared
     row: dict[str, Any] = {
         "model": summary.model,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from harness.measure.derive import CellSummary, Judged, cell_summary
+from harness.measure.derive import CellSummary, RankedStrategy, cell_summary
 from harness.plot.catalog import Catalog
 from harness.plot.figure import Figure
 from harness.plot.predicted import PlannedCase, competing, planned_cases
@@ -66,7 +66,7 @@ def _name(case: PlannedCase, cell: str) -> str:
 
 
 def _row(
-    case: PlannedCase, judged: Judged | None, cell: str, summary: CellSummary
+    case: PlannedCase, judged: RankedStrategy | None, cell: str, summary: CellSummary
 ) -> dict[str, Any]:
     """Of a case that was not measured without numbers but the predicted one."""
     name = case.training.label

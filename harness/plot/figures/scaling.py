@@ -12,8 +12,8 @@ import pandas as pd
 from harness.measure.derive import EfficiencyRow, ScalingPoint, scaling_table
 from harness.measure.statistics import Summary
 from harness.plot.catalog import (
-    Case,
     Catalog,
+    RepeatGroup,
     TrainingCase,
     merged,
     short_kind,
@@ -52,18 +52,18 @@ COLUMNS = [
 ]
 
 
-def _first_kind(case: Case) -> str:
+def _first_kind(case: RepeatGroup) -> str:
     """Kind and cores of the first rank's device, which the run on one device used."""
     first = case.header.ranks[0] if case.header.ranks else None
     return f"{short_kind(first.device_kind)}/{first.n_cores:.2g}" if first else ""
 
 
-def _kinds(case: Case) -> dict[tuple[str, float], int]:
+def _kinds(case: RepeatGroup) -> dict[tuple[str, float], int]:
     """Number of devices of each kind and number of cores."""
     return Counter((short_kind(r.device_kind), round(r.n_cores, 2)) for r in case.header.ranks)
 
 
-def _device_words(case: Case) -> str:
+def _device_words(case: RepeatGroup) -> str:
     """The kind of all devices, or how many there are of each."""
     kinds = sorted(_kinds(case).items())
     if len(kinds) == 1:
@@ -71,7 +71,7 @@ def _device_words(case: Case) -> str:
     return " + ".join(f"{n} × {kind}" for (kind, _), n in kinds)
 
 
-def _network_words(case: Case) -> str:
+def _network_words(case: RepeatGroup) -> str:
     """The network between the devices; empty for one device or if it is unknown."""
     if case.n_devices == 1:
         return ""

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.measure.derive import SummaRow
 from harness.measure.statistics import summarize
-from harness.plot.catalog import Case, Catalog
+from harness.plot.catalog import Catalog, RepeatGroup
 from harness.plot.figure import Figure
 from harness.plot.style import (
     FAILED,
@@ -47,7 +47,7 @@ COLUMNS = [
 ]
 
 
-def _rows(case: Case, catalog: Catalog) -> list[dict[str, Any]]:
+def _rows(case: RepeatGroup, catalog: Catalog) -> list[dict[str, Any]]:
     base = {"cluster": case.cluster, "status": case.status, "reason": case.reason}
     if not case.is_ok:
         return [base | {"label": case.cluster}]

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from harness.domain.graph import Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.meta_run import (
-    Measured,
+    MetaResult,
     parameters_of,
     run_on_meta,
     tensors_in_order,
@@ -92,7 +92,7 @@ class _Builder:
     def __init__(
         self,
         module: fx.GraphModule,
-        measured: dict[fx.Node, Measured],
+        measured: dict[fx.Node, MetaResult],
         at_twice: dict[fx.Node, tuple[int, ...]],
         mixing: SampleMixing,
         batch: int,

@@ -13,7 +13,7 @@ from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
 
 
-class Measured:
+class MetaResult:
     """Value and FLOPs of one node, from a run on the meta device."""
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class _MetaRun(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.measured: dict[fx.Node, Measured] = {}
+        self.measured: dict[fx.Node, MetaResult] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "output", "get_attr"):
             value = super().run_node(n)
-            self.measured[n] = found = Measured()
+            self.measured[n] = found = MetaResult()
             found.value = value
             return value
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
-        found = Measured()
+        found = MetaResult()
         with FlopCounterMode(display=False) as forward:
             value = getattr(self, n.op)(n.target, args, kwargs)
         has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
@@ -69,7 +69,7 @@ class _MetaRun(fx.Interpreter):
         return value
 
 
-def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, Measured]:
+def run_on_meta(module: fx.GraphModule, examples: tuple[Tensor, ...]) -> dict[fx.Node, MetaResult]:
     """Run every node of a traced model on the meta device and return its value and FLOPs."""
     # Nodes of the copy correspond to the original's by position.
     meta = meta_copy(module)
@@ -101,7 +101,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return value
 
 
-def untrained(module: fx.GraphModule, measured: dict[fx.Node, Measured]) -> frozenset[str]:
+def untrained(module: fx.GraphModule, measured: dict[fx.Node, MetaResult]) -> frozenset[str]:
     """Names of used parameters that require a gradient but have no gradient path to the output."""
     live: set[fx.Node] = set()
     used: set[int] = set()

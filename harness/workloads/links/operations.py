@@ -120,7 +120,7 @@ def _sum_of_patterns(size: int, n: int, device: torch.device) -> torch.Tensor:
     return total
 
 
-class Trial(Protocol):
+class OperationTrial(Protocol):
     """One operation at one size; `reset` (before `run`) and `check` (after) are not timed."""
 
     n_bytes: int
@@ -264,7 +264,7 @@ def make_trial(operation: str, n_bytes: int, transport: Transport) -> Collective
     return _MAKE[operation](transport, n)
 
 
-def time_trial(trial: Trial, transport: Transport, n: int) -> list[float]:
+def time_trial(trial: OperationTrial, transport: Transport, n: int) -> list[float]:
     """Time n iterations on this rank, in seconds; all ranks must call it.
 
     An untimed barrier precedes each iteration, so that iterations do not overlap. An iteration's

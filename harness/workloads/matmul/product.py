@@ -100,7 +100,7 @@ def tolerance(dtype: str, k: int, n_accumulations: int = 1) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class ProductDeviation:
     """Error of a product against its float64 reference.
 
     Attributes:
@@ -145,7 +145,7 @@ def check_block(
     *,
     n_sampled: int = 4,
     n_accumulations: int = 1,
-) -> Check:
+) -> ProductDeviation:
     """Compare `n_sampled` rows and columns of a block of C = A B with float64.
 
     Costs (rows + columns) x k x n_sampled products instead of rows x columns x k. The operands are
@@ -159,7 +159,9 @@ def check_block(
     errors = [_error(product, r, c, origin, k, dtype) for r, c in parts if len(r) and len(c)]
     # max() would drop a NaN, which must fail the check.
     worst = torch.stack(errors).max().item() if errors else 0.0
-    return Check(error=worst, tolerance=tolerance(dtype, k, n_accumulations), dtype=dtype, k=k)
+    return ProductDeviation(
+        error=worst, tolerance=tolerance(dtype, k, n_accumulations), dtype=dtype, k=k
+    )
 
 
 def _strips(indices: torch.Tensor, k: int) -> Iterator[torch.Tensor]:

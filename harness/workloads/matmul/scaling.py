@@ -17,7 +17,7 @@ from harness.runtime.ranks.gather import gather_numbers
 from harness.runtime.ranks.world import World
 from harness.units import format_bytes
 from harness.workloads.matmul.local import precision_of
-from harness.workloads.matmul.product import Check, check_block, torch_dtype
+from harness.workloads.matmul.product import ProductDeviation, check_block, torch_dtype
 from harness.workloads.matmul.summa import Marks, Summa, split_square
 
 Scaling = Literal["strong", "weak"]
@@ -28,7 +28,7 @@ _N_PANELS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class DistributedProduct:
     """One distributed product."""
 
     scaling: Scaling
@@ -46,13 +46,16 @@ def rank_counts(size: int) -> list[int]:
     return sorted({*range(1, min(size, 8) + 1), *(p for p in powers if p < size), size})
 
 
-def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[Point]:
+def points_of(scaling: Scaling, size: int, counts: list[int]) -> list[DistributedProduct]:
     """Make the products: strong keeps the size, weak keeps the FLOPs per rank."""
     sizes = [size if scaling == "strong" else 2 * round(size * n ** (1 / 3) / 2) for n in counts]
-    return [Point(scaling=scaling, n_ranks=n, size=s) for n, s in zip(counts, sizes, strict=True)]
+    return [
+        DistributedProduct(scaling=scaling, n_ranks=n, size=s)
+        for n, s in zip(counts, sizes, strict=True)
+    ]
 
 
-def check_memory(points: list[Point], dtype: str, world: World) -> None:
+def check_memory(points: list[DistributedProduct], dtype: str, world: World) -> None:
     """Refuse products that do not fit on the smallest device; all ranks must call it.
 
     Raises:
@@ -70,7 +73,7 @@ def check_memory(points: list[Point], dtype: str, world: World) -> None:
 
 
 def measure_point(
-    point: Point, dtype: str, speeds: list[float], context: Context, n_repeats: int
+    point: DistributedProduct, dtype: str, speeds: list[float], context: Context, n_repeats: int
 ) -> dict[str, Any]:
     """Time, verify and record one distributed product; all ranks must call it.
 
@@ -113,7 +116,12 @@ class _RankPart:
     """This rank's part of one distributed product."""
 
     def __init__(
-        self, point: Point, dtype: str, speeds: list[float], context: Context, group: Any
+        self,
+        point: DistributedProduct,
+        dtype: str,
+        speeds: list[float],
+        context: Context,
+        group: Any,
     ) -> None:
         world = context.world
         self._point, self._dtype, self._context = point, dtype, context
@@ -142,7 +150,7 @@ class _RankPart:
             self._record(repeat, duration_s, compute, communication)
         return duration_s
 
-    def check(self) -> Check:
+    def check(self) -> ProductDeviation:
         size, n_panels = self._point.size, len(self._summa.panels)
         rows, columns = self._summa.block
         return check_block(
@@ -178,7 +186,9 @@ class _RankPart:
             recorder.add(span)
 
 
-def _require_everywhere(check: Check | None, point: Point, world: World) -> None:
+def _require_everywhere(
+    check: ProductDeviation | None, point: DistributedProduct, world: World
+) -> None:
     """Raise on all ranks if a block is wrong, because the others would wait for the failed one."""
     is_wrong = check is not None and not check.error <= check.tolerance
     wrong = [rank for rank, flag in enumerate(gather_numbers(float(is_wrong), world)) if flag]

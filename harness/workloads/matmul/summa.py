@@ -97,7 +97,7 @@ def cut_panels(blocks: Sequence[Block], size: int, width: int) -> list[Interval]
 
 
 @dataclass(frozen=True)
-class Piece:
+class PanelPiece:
     """Part of a panel that `source` holds and `target` needs; `part` indexes the whole matrix."""
 
     source: int
@@ -106,14 +106,14 @@ class Piece:
     part: Block
 
 
-def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[Piece]:
+def pieces_of(panel: Interval, blocks: Sequence[Block]) -> Iterator[PanelPiece]:
     """Yield the pieces of one panel, local ones included, in the same order on all ranks."""
     for target, (rows, columns) in enumerate(blocks):
         for source, held in enumerate(blocks):
             for matrix, needed in ((SEED_A, (rows, panel)), (SEED_B, (panel, columns))):
                 part = intersect(held, needed)
                 if part is not None:
-                    yield Piece(source, target, matrix, part)
+                    yield PanelPiece(source, target, matrix, part)
 
 
 def _view(tensor: torch.Tensor, origin: Block, part: Block) -> torch.Tensor:

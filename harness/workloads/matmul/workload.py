@@ -22,7 +22,7 @@ from harness.workloads.matmul.local import (
 )
 from harness.workloads.matmul.product import DTYPES
 from harness.workloads.matmul.scaling import (
-    Point,
+    DistributedProduct,
     check_memory,
     measure_point,
     points_of,
@@ -117,11 +117,11 @@ def _measure_device(
     return best, skipped, measure_memory(context, budget)
 
 
-def _points(config: MatmulConfig, world: World, has_gpus: bool) -> list[Point]:
+def _points(config: MatmulConfig, world: World, has_gpus: bool) -> list[DistributedProduct]:
     counts = rank_counts(world.size)
     strong = config.strong_size or (16384 if has_gpus else max(1536, 8 * world.size))
     weak = config.weak_size or (8192 if has_gpus else 1024)
-    points: list[Point] = []
+    points: list[DistributedProduct] = []
     if config.scaling in ("both", "strong"):
         points += points_of("strong", strong, counts)
     if config.scaling in ("both", "weak"):

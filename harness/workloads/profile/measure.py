@@ -30,7 +30,7 @@ from harness.runtime.profiling.timer import OperatorSamples, OpTimer
 from harness.runtime.profiling.verify import verify
 from harness.runtime.ranks.context import Context
 from harness.workloads.planning.profile_points import Point
-from harness.workloads.profile.part import Part, is_microbatch, stage_bounds
+from harness.workloads.profile.part import ModelPart, is_microbatch, stage_bounds
 from harness.workloads.profile.shard_call import ShardCall
 from harness.workloads.profile.step import make_inputs, make_targets
 
@@ -135,7 +135,7 @@ class PointMeasurer:
         )
         inputs = self._captured.module.graph.find_nodes(op="placeholder")
         fed = dict(zip(inputs, make_inputs(self._task, samples, device), strict=True))
-        whole = Part(steps, fed, 0, len(steps), n_stages, is_micro)
+        whole = ModelPart(steps, fed, 0, len(steps), n_stages, is_micro)
         try:
             for begin, end in stage_bounds(steps, graph, n_stages):
                 self._measure_part(whole.cut(begin, end), points)
@@ -144,7 +144,7 @@ class PointMeasurer:
             pending = [point for point in points if not self._is_done(point)]
             self._skip(pending, f"the model cannot be fed {samples} samples: {reason}")
 
-    def _measure_part(self, part: Part, points: list[Point]) -> None:
+    def _measure_part(self, part: ModelPart, points: list[Point]) -> None:
         """Measure the points of a part of the model; in halves if it does not fit into memory."""
         names = part.names
         pending = [p for p in points if p.operator in names and not self._is_done(p)]
@@ -165,7 +165,7 @@ class PointMeasurer:
         else:
             self._skip([point for point in pending if not self._is_done(point)], reason)
 
-    def _measure_subgraph(self, part: Part, points: list[Point]) -> None:
+    def _measure_subgraph(self, part: ModelPart, points: list[Point]) -> None:
         with self._precision.autocast():
             subgraph = part.subgraph()
         self._verify(subgraph, [p for p in points if _name(p) not in self._saved_bytes])
@@ -182,7 +182,7 @@ class PointMeasurer:
             self._record(point)
         self._context.flush()
 
-    def _time(self, wanted: dict[str, Point], subgraph: Subgraph, part: Part) -> None:
+    def _time(self, wanted: dict[str, Point], subgraph: Subgraph, part: ModelPart) -> None:
         """Time one point per operator, by the operator's name."""
         done = len(self._found.measurements) + len(self._found.skipped)
         self._context.progress.update("operators", done, self._n_points, next(iter(wanted)))

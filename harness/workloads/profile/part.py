@@ -31,7 +31,7 @@ def stage_bounds(steps: Sequence[Step], graph: Graph, n_stages: int) -> list[tup
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Consecutive steps of a model, with the model's inputs.
 
     Attributes:
@@ -54,10 +54,10 @@ class Part:
     def names(self) -> set[str]:
         return {step.name for step in self.steps[self.begin : self.end]}
 
-    def cut(self, begin: int, end: int) -> Part:
+    def cut(self, begin: int, end: int) -> ModelPart:
         return replace(self, begin=begin, end=end)
 
-    def halves(self) -> tuple[Part, Part]:
+    def halves(self) -> tuple[ModelPart, ModelPart]:
         middle = (self.begin + self.end) // 2
         return self.cut(self.begin, middle), self.cut(middle, self.end)
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from harness.measure.derive import Judged, cell_summary
+from harness.measure.derive import RankedStrategy, cell_summary
 
 
-def judged(*pairs: tuple[float, float]) -> list[Judged]:
+def judged(*pairs: tuple[float, float]) -> list[RankedStrategy]:
     """Strategies s0, s1, ... of (predicted, measured) seconds."""
     return [
-        Judged(name=f"s{i}", predicted_s=predicted, measured_s=measured)
+        RankedStrategy(name=f"s{i}", predicted_s=predicted, measured_s=measured)
         for i, (predicted, measured) in enumerate(pairs)
     ]
 

@@ -15,7 +15,7 @@ from harness.measure.derive import matmul_table, summa_table
 from harness.runtime.devices.sampling import Budget
 from harness.workloads.matmul import local as matmul_local
 from harness.workloads.matmul.local import check_peak, time_product, unsupported_reason
-from harness.workloads.matmul.scaling import Point, points_of, rank_counts
+from harness.workloads.matmul.scaling import DistributedProduct, points_of, rank_counts
 from harness.workloads.matmul.workload import MatmulConfig, matmul_cases, matmul_text, run_matmul
 
 CPU = torch.device("cpu")
@@ -65,8 +65,8 @@ def test_weak_scaling_keeps_the_work_of_each_rank():
 
 def test_strong_scaling_keeps_the_product():
     assert points_of("strong", 900, [1, 3]) == [
-        Point(scaling="strong", n_ranks=1, size=900),
-        Point(scaling="strong", n_ranks=3, size=900),
+        DistributedProduct(scaling="strong", n_ranks=1, size=900),
+        DistributedProduct(scaling="strong", n_ranks=3, size=900),
     ]
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.executor.shards.base import Given, Part, Shard
+from harness.runtime.executor.shards.base import Given, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region
 
 _ROLES = ("query", "key", "value")
@@ -29,7 +29,7 @@ class AttentionShard(Shard):
 
     def __init__(
         self,
-        part: Part,
+        part: ShardSpec,
         module: nn.MultiheadAttention,
         heads: Interval,
         roles: tuple[int, ...],
@@ -47,7 +47,12 @@ class AttentionShard(Shard):
         self.copy_slice(part, "out_bias", bias, (width,))
 
     def _copy_projection(
-        self, part: Part, module: nn.MultiheadAttention, role: str, position: int, rows: Interval
+        self,
+        part: ShardSpec,
+        module: nn.MultiheadAttention,
+        role: str,
+        position: int,
+        rows: Interval,
     ) -> None:
         shift = position * module.embed_dim
         stacked = rows[0] + shift, rows[1] + shift
@@ -78,7 +83,7 @@ class AttentionShard(Shard):
         return heads.transpose(1, 2)
 
 
-def make_attention(part: Part) -> AttentionShard | None:
+def make_attention(part: ShardSpec) -> AttentionShard | None:
     """nn.MultiheadAttention over whole sequences without masks, cut along heads and queries."""
     module = part.module
     if not isinstance(module, nn.MultiheadAttention) or not _is_plain(module):
@@ -106,7 +111,7 @@ def _is_plain(module: nn.MultiheadAttention) -> bool:
     return module.batch_first and not has_more
 
 
-def _roles(part: Part, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
+def _roles(part: ShardSpec, module: nn.MultiheadAttention) -> tuple[int, ...] | None:
     """Indices of the inputs that are query, key and value; None for a masked attention."""
     read = part.arguments()
     if read is None or len(part.wanted) != len(_ROLES):

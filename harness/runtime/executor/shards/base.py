@@ -44,7 +44,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ShardSpec:
     """One block of one operator: the specification of a shard.
 
     Attributes:
@@ -143,7 +143,11 @@ class Shard(nn.Module):
         self.sources: dict[str, WeightSlice] = {}
 
     def copy_slice(
-        self, part: Part, name: str, held: Held | None, intervals: Sequence[Interval] | None = None
+        self,
+        part: ShardSpec,
+        name: str,
+        held: Held | None,
+        intervals: Sequence[Interval] | None = None,
     ) -> None:
         """Copy a slice of a tensor of the model as a parameter or buffer; all by default."""
         if held is None:
@@ -163,7 +167,7 @@ class Shard(nn.Module):
 
 
 # Makes the shard of one part; None if the cut has none.
-Make = Callable[[Part], Shard | None]
+Make = Callable[[ShardSpec], Shard | None]
 
 
 def named_tensor(root: nn.Module, name: str) -> Tensor:

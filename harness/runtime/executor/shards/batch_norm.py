@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from harness.domain.graph import Operator
 from harness.domain.partition import Block
 from harness.errors import ModelError
-from harness.runtime.executor.shards.base import Part, Shard
+from harness.runtime.executor.shards.base import Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region
 
 # Sums a tensor over all devices that hold blocks of the same features; may work in place.
@@ -41,7 +41,7 @@ class BatchNormShard(Shard):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
-    def __init__(self, part: Part, module: _BatchNorm, inward: Region) -> None:
+    def __init__(self, part: ShardSpec, module: _BatchNorm, inward: Region) -> None:
         super().__init__()
         # Off if another task on the same device updates the same statistics.
         self.track_running_stats = True
@@ -89,7 +89,7 @@ class GlobalBatchNorm(BatchNormShard):
     """
 
     def __init__(
-        self, part: Part, module: _BatchNorm, inward: Region, *, n_values: int, reduce: Reduce
+        self, part: ShardSpec, module: _BatchNorm, inward: Region, *, n_values: int, reduce: Reduce
     ) -> None:
         super().__init__(part, module, inward)
         self._n_values, self.reduce = n_values, reduce
@@ -213,7 +213,7 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-def make_batch_norm_shard(part: Part) -> BatchNormShard | None:
+def make_batch_norm_shard(part: ShardSpec) -> BatchNormShard | None:
     """nn.BatchNorm1d or 2d by the block's own statistics."""
     if not isinstance(part.module, _BatchNorm) or len(part.wanted) != 1:
         return None
@@ -241,7 +241,7 @@ def make_batch_norm(
     Returns:
         None for a batch normalisation that is a function.
     """
-    part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=[])
+    part = ShardSpec(operator=operator, node=node, root=root, shape=shape, block=block, wanted=[])
     module = part.module
     if not isinstance(module, _BatchNorm):
         return None

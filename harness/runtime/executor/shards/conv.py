@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.executor.shards.base import Held, Part, Shard
+from harness.runtime.executor.shards.base import Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region, window
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -67,7 +67,9 @@ class ConvShard(Shard):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, part: Part, spec: ConvSpec, runs: list[_Run], padding: Pair, inward: Region):
+    def __init__(
+        self, part: ShardSpec, spec: ConvSpec, runs: list[_Run], padding: Pair, inward: Region
+    ):
         super().__init__()
         self._spec, self._runs, self._padding, self._inward = spec, runs, padding, inward
         filters = part.output[1]
@@ -103,7 +105,7 @@ class ConvShard(Shard):
         return self.compute(inputs, F.conv2d)
 
 
-def make_conv2d(part: Part) -> ConvShard | None:
+def make_conv2d(part: ShardSpec) -> ConvShard | None:
     """nn.Conv2d with zero padding, or F.conv2d, cut along any dims."""
     spec = _spec(part)
     if spec is None or len(part.wanted) != 1 or len(part.wanted[0].shape) != 4:
@@ -144,7 +146,7 @@ def pair(value: Any) -> Pair:
     return (int(value[0]), int(value[-1]))
 
 
-def _spec(part: Part) -> ConvSpec | None:
+def _spec(part: ShardSpec) -> ConvSpec | None:
     module = part.module
     if isinstance(module, nn.Conv2d):
         if module.padding_mode != "zeros":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.domain.partition import Interval
-from harness.runtime.executor.shards.base import Given, Held, Part, Shard
+from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region
 
 # Multiplies an input by weight and bias, as F.linear does.
@@ -27,7 +27,7 @@ class LinearShard(Shard):
     bias: nn.Parameter | None
 
     def __init__(
-        self, part: Part, weight: Held, bias: Held | None, summed: Interval, inward: Region
+        self, part: ShardSpec, weight: Held, bias: Held | None, summed: Interval, inward: Region
     ) -> None:
         super().__init__()
         self._inward = inward
@@ -44,7 +44,7 @@ class LinearShard(Shard):
         return self.compute(inputs, F.linear)
 
 
-def make_linear(part: Part) -> LinearShard | None:
+def make_linear(part: ShardSpec) -> LinearShard | None:
     """nn.Linear or F.linear, cut along any dims."""
     weight, bias = part.held("weight"), part.held("bias")
     if part.module is None:
@@ -70,7 +70,11 @@ class EmbeddingShard(Shard):
     weight: nn.Parameter
 
     def __init__(
-        self, part: Part, look_up: Callable[..., Tensor], options: dict[str, Any], inward: Region
+        self,
+        part: ShardSpec,
+        look_up: Callable[..., Tensor],
+        options: dict[str, Any],
+        inward: Region,
     ) -> None:
         super().__init__()
         self._look_up, self._options, self._inward = look_up, options, inward
@@ -84,7 +88,7 @@ class EmbeddingShard(Shard):
         return self._look_up(indices, self.weight, **self._options)
 
 
-def make_embedding(part: Part) -> EmbeddingShard | None:
+def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
     """nn.Embedding, or nn.EmbeddingBag over rows of indices, cut along columns."""
     table = part.module
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or len(part.wanted) != 1:
@@ -113,7 +117,7 @@ class LayerNormShard(Shard):
 
     def __init__(
         self,
-        part: Part,
+        part: ShardSpec,
         weight: Held | None,
         bias: Held | None,
         normalized: tuple[int, ...],
@@ -130,7 +134,7 @@ class LayerNormShard(Shard):
         return F.layer_norm(x, self._normalized, self.weight, self.bias, self._eps)
 
 
-def make_layer_norm(part: Part) -> LayerNormShard | None:
+def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
     """nn.LayerNorm or F.layer_norm, cut along dims that are not normalised."""
     module = part.module
     if isinstance(module, nn.LayerNorm):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.domain.partition import Block
-from harness.runtime.executor.shards.base import Part, Shard
+from harness.runtime.executor.shards.base import Shard, ShardSpec
 from harness.runtime.executor.shards.regions import Region, region
 
 
@@ -74,7 +74,7 @@ class ExactDropout(Shard):
         return mask / kept if kept > 0 else mask
 
 
-def make_dropout(part: Part, index: int, state: RandomState) -> ExactDropout | None:
+def make_dropout(part: ShardSpec, index: int, state: RandomState) -> ExactDropout | None:
     """nn.Dropout, nn.Dropout2d or F.dropout, cut along any dims; None for another function."""
     probability = _probability(part)
     if probability is None or len(part.wanted) != 1:
@@ -88,7 +88,7 @@ def make_dropout(part: Part, index: int, state: RandomState) -> ExactDropout | N
     return ExactDropout(probability, sizes, tuple(block), index=index, state=state, inward=inward)
 
 
-def _probability(part: Part) -> float | None:
+def _probability(part: ShardSpec) -> float | None:
     if isinstance(part.module, nn.Dropout | nn.Dropout2d):
         return float(part.module.p)
     if part.module is not None or part.function != "dropout":

@@ -10,7 +10,7 @@ from harness.domain.graph import Operator
 from harness.domain.partition import Block
 from harness.runtime.executor.shards import dropout
 from harness.runtime.executor.shards.attention import make_attention
-from harness.runtime.executor.shards.base import Make, Part, Shard, Wanted, has_plain_weights
+from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, Wanted, has_plain_weights
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d
 from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
@@ -53,7 +53,9 @@ def make_shard(
         None if the operator or the cut has no shard; then compute the whole and crop it.
     """
     make = _MAKERS.get(operator.kind)
-    part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
+    part = ShardSpec(
+        operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted
+    )
     module = part.module
     if make is None or (module is not None and not has_plain_weights(module)):
         return None
@@ -83,7 +85,9 @@ def make_dropout(
     Returns:
         None if the operator is no dropout.
     """
-    part = Part(operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted)
+    part = ShardSpec(
+        operator=operator, node=node, root=root, shape=shape, block=block, wanted=wanted
+    )
     shard = dropout.make_dropout(part, index, state)
     if shard is not None and part.module is not None:
         shard.train(part.module.training)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from harness.domain.partition import Block, Interval
-from harness.runtime.executor.shards.base import Given, Held, Part, Shard
+from harness.runtime.executor.shards.base import Given, Held, Shard, ShardSpec
 from harness.runtime.executor.shards.inplace import copying_function
 from harness.runtime.executor.shards.regions import Region, region
 
@@ -34,7 +34,7 @@ class PointwiseShard(Shard):
         self._function, self._args, self._kwargs, self._inward = function, args, kwargs, inward
         self._names: dict[str, str] = {}
 
-    def copy_operand(self, part: Part, held: Held, intervals: Block) -> None:
+    def copy_operand(self, part: ShardSpec, held: Held, intervals: Block) -> None:
         """Copy a slice of a tensor of the model that is among the arguments."""
         name = self._names.setdefault(held.name, f"operand_{len(self._names)}")
         self.copy_slice(part, name, held, intervals)
@@ -52,7 +52,7 @@ class PointwiseShard(Shard):
         return result
 
 
-def make_pointwise(part: Part) -> PointwiseShard | None:
+def make_pointwise(part: ShardSpec) -> PointwiseShard | None:
     """Activations, arithmetic and casts, cut along any dims."""
     read = part.arguments()
     function = _function(part)
@@ -74,7 +74,7 @@ def make_pointwise(part: Part) -> PointwiseShard | None:
     return shard
 
 
-def _needed(part: Part, sizes: tuple[int, ...]) -> Block | None:
+def _needed(part: ShardSpec, sizes: tuple[int, ...]) -> Block | None:
     """The block of an operand that broadcasts to the output block; None if it does not."""
     missing = len(part.sizes) - len(sizes)
     if missing < 0:
@@ -88,7 +88,7 @@ def _needed(part: Part, sizes: tuple[int, ...]) -> Block | None:
     return tuple(needed)
 
 
-def _operand_region(part: Part, index: int) -> Region | None:
+def _operand_region(part: ShardSpec, index: int) -> Region | None:
     wanted = part.wanted[index]
     needed = _needed(part, tuple(wanted.shape.values()))
     return None if needed is None else region(wanted, needed)
@@ -106,7 +106,7 @@ def _held_in(arguments: Any) -> Iterable[Held]:
     return found.values()
 
 
-def _function(part: Part) -> Callable[..., Any] | None:
+def _function(part: ShardSpec) -> Callable[..., Any] | None:
     """The function that computes the node out of place; None if there is none."""
     module, target = part.module, part.node.target
     if module is not None:
@@ -118,7 +118,7 @@ def _function(part: Part) -> Callable[..., Any] | None:
     return found
 
 
-def _module(part: Part, module: nn.Module) -> Callable[..., Any] | None:
+def _module(part: ShardSpec, module: nn.Module) -> Callable[..., Any] | None:
     if any(True for _ in module.parameters()):
         return None
     if isinstance(module, nn.Dropout2d) and not (part.is_whole(2) and part.is_whole(3)):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.domain.partition import Interval
-from harness.runtime.executor.shards.base import Part, Shard, Wanted
+from harness.runtime.executor.shards.base import Shard, ShardSpec, Wanted
 from harness.runtime.executor.shards.conv import Pair, pair
 from harness.runtime.executor.shards.regions import Region, region, window
 
@@ -68,7 +68,7 @@ class PoolShard(Shard):
         return self._outward.take(pooled)
 
 
-def make_pool(part: Part) -> PoolShard | None:
+def make_pool(part: ShardSpec) -> PoolShard | None:
     """Max, average and adaptive pooling, cut along any dims."""
     name = _MODULES.get(part.function, part.function)
     if name not in _POOLS or len(part.wanted) != 1 or len(part.wanted[0].shape) != 4:
@@ -85,7 +85,7 @@ def make_pool(part: Part) -> PoolShard | None:
     return _windowed(part, name, options)
 
 
-def _options(part: Part, names: tuple[str, ...]) -> dict[str, Any] | None:
+def _options(part: ShardSpec, names: tuple[str, ...]) -> dict[str, Any] | None:
     """The pool's arguments without its input."""
     if part.module is not None:
         return {
@@ -98,13 +98,13 @@ def _options(part: Part, names: tuple[str, ...]) -> dict[str, Any] | None:
     return read
 
 
-def _whole_sides(part: Part) -> tuple[Interval, Interval]:
+def _whole_sides(part: ShardSpec) -> tuple[Interval, Interval]:
     _, _, height, width = part.wanted[0].shape.values()
     return (0, height), (0, width)
 
 
 def _adaptive(
-    part: Part, function: Callable[..., Tensor], options: dict[str, Any]
+    part: ShardSpec, function: Callable[..., Tensor], options: dict[str, Any]
 ) -> PoolShard | None:
     """Pool whole channels and crop the block."""
     inward = region(part.wanted[0], (*part.output[:2], *_whole_sides(part)))
@@ -117,7 +117,7 @@ def _adaptive(
     return PoolShard(function, options, inward, outward=outward)
 
 
-def _windowed(part: Part, name: str, options: dict[str, Any]) -> PoolShard | None:
+def _windowed(part: ShardSpec, name: str, options: dict[str, Any]) -> PoolShard | None:
     kernel = pair(options["kernel_size"])
     stride = pair(options.get("stride") or kernel)
     padding = pair(options.get("padding", 0))
@@ -145,7 +145,7 @@ def _windowed(part: Part, name: str, options: dict[str, Any]) -> PoolShard | Non
 
 
 def _counts(
-    part: Part, kernel: Pair, stride: Pair, padding: Pair, options: dict[str, Any]
+    part: ShardSpec, kernel: Pair, stride: Pair, padding: Pair, options: dict[str, Any]
 ) -> Tensor:
     """The divisor of each window of the block, (rows, columns), as in the whole pool."""
     counted = [

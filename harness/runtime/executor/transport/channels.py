@@ -28,7 +28,7 @@ from torch import Tensor
 from harness.errors import PeerError
 from harness.runtime.executor.run.timetable import Order
 from harness.runtime.executor.transport.groups import Groups
-from harness.runtime.executor.transport.messages import Entry, Message
+from harness.runtime.executor.transport.messages import Message, PlacedPiece
 from harness.runtime.executor.transport.transfers import transfers_of
 from harness.runtime.ranks.failures import gist
 from harness.runtime.ranks.world import World
@@ -53,7 +53,7 @@ class Transfer:
         buffer: Tensor,
         source: int,
         label: Callable[[], str],
-        entries: Sequence[Entry],
+        entries: Sequence[PlacedPiece],
         sent_at: int,
     ) -> None:
         self.work, self.buffer, self.source, self.label = work, buffer, source, label
@@ -61,7 +61,7 @@ class Transfer:
         self.has_arrived = False
         self.n_left = len(entries)
 
-    def take(self, entry: Entry) -> Tensor:
+    def take(self, entry: PlacedPiece) -> Tensor:
         """Take one piece; each can be taken once."""
         self.n_left -= 1
         if len(self._entries) == 1:

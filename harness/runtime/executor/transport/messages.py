@@ -37,7 +37,7 @@ class End(NamedTuple):
     stage: int
 
 
-class Entry(NamedTuple):
+class PlacedPiece(NamedTuple):
     """A piece in a message; `offset` counts the elements before it."""
 
     want: Want
@@ -78,10 +78,10 @@ class Message:
     before: int
     first: int
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
-    returning: tuple[Entry, ...]
+    entries: tuple[PlacedPiece, ...]
+    returning: tuple[PlacedPiece, ...]
 
-    def carried(self, *, is_backward: bool) -> tuple[Entry, ...]:
+    def carried(self, *, is_backward: bool) -> tuple[PlacedPiece, ...]:
         return self.returning if is_backward else self.entries
 
     def ends(self, *, is_backward: bool) -> tuple[End, End]:
@@ -114,7 +114,7 @@ class Message:
         return f"{first} and {len(rest)} more" if rest else first
 
 
-def _shape(entries: tuple[Entry, ...]) -> Shape:
+def _shape(entries: tuple[PlacedPiece, ...]) -> Shape:
     return entries[0].shape if len(entries) == 1 else (sum(one.n_elements for one in entries),)
 
 
@@ -204,12 +204,12 @@ def _message(
     )
 
 
-def _entries(layout: Layout, sends: list[Send]) -> tuple[Entry, ...]:
-    found: list[Entry] = []
+def _entries(layout: Layout, sends: list[Send]) -> tuple[PlacedPiece, ...]:
+    found: list[PlacedPiece] = []
     offset = 0
     for send in sends:
         want, piece = send.want, send.piece
-        found.append(Entry(want, piece, layout.sizes_of(want.value, piece.region), offset))
+        found.append(PlacedPiece(want, piece, layout.sizes_of(want.value, piece.region), offset))
         offset += found[-1].n_elements
     return tuple(found)
 

@@ -14,9 +14,9 @@ from harness.runtime.executor.program.program import PartKey, Program, Segment, 
 from harness.runtime.executor.shards.assemble import Relative
 from harness.runtime.executor.transport.messages import (
     Devices,
-    Entry,
     Message,
     Place,
+    PlacedPiece,
     SharedSum,
     shared_sums,
 )
@@ -26,7 +26,7 @@ class Carried(NamedTuple):
     """A piece of a message."""
 
     message: Message
-    entry: Entry
+    entry: PlacedPiece
 
 
 class LocalRegion(NamedTuple):

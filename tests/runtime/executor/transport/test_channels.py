@@ -18,7 +18,7 @@ from harness.runtime.executor.gradients.sums import GradientSync
 from harness.runtime.executor.gradients.weight_gradients import GradientBuffers
 from harness.runtime.executor.transport.channels import Channels
 from harness.runtime.executor.transport.groups import Groups
-from harness.runtime.executor.transport.messages import Entry, Message
+from harness.runtime.executor.transport.messages import Message, PlacedPiece
 from harness.runtime.executor.transport.transfers import (
     PairedTransfers,
     TaggedTransfers,
@@ -39,7 +39,7 @@ def channels_of(world, messages=()):
 
 
 def message(number=0, source=0, target=1, *, goes=True, returns=True):
-    piece = [Entry(None, mock.Mock(), (2,), 0)]
+    piece = [PlacedPiece(None, mock.Mock(), (2,), 0)]
     return Message(
         number=number, source=source, target=target, source_stage=source, target_stage=target,
         after=0, last=0, before=0, first=0, dtype=torch.float32, entries=tuple(piece * goes),
