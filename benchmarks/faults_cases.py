@@ -344,7 +344,7 @@ FAULTS = [
                "--steps", "3"),
         inject=_nothing, before=True, flags=("--memory", "900MiB"), limit_s=300.0,
         limit="as long as links take", statuses=("oom",), message=("memory",), node=None,
-        at="profile", is_quick=False,
+        exit_codes=(0,), at="profile", is_quick=False,
     ),
     Fault(
         name="ctrl-c", title="Ctrl-C", words=DDP, inject=_signal_mpirun(signal.SIGINT),

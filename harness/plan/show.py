@@ -66,14 +66,14 @@ def show_file(path: Path, *, dot: bool = False, graph_path: Path | None = None) 
     return [note, imported.describe(), *_foreign_lines(imported.content)]
 
 
-class _Tag(msgspec.Struct, frozen=True):
+class _SchemaTag(msgspec.Struct, frozen=True):
     schema: str = ""
 
 
 def _schema(data: bytes) -> str:
     """The `schema` of a JSON object; empty for anything else."""
     try:
-        return decode(data, _Tag, source="", error=ConfigError).schema
+        return decode(data, _SchemaTag, source="", error=ConfigError).schema
     except ConfigError:
         return ""
 

@@ -100,7 +100,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(part)
 
 
-class _Recording(TorchFunctionMode):
+class _DifferenceRecorder(TorchFunctionMode):
     """Keeps the model's results and the constructs that it uses."""
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ def find_first_difference(
         buffer.data.copy_(value)
     seed_all(seed)
     for batch in batches:
-        run = _Run(captured, meta, batch)
+        run = _OperatorResult(captured, meta, batch)
         run.train(task, batch)
         runs.append(run)
     for recording, run in zip(recordings, runs, strict=True):
@@ -199,8 +199,8 @@ def find_first_difference(
     return FirstDifference(constructs=tuple(constructs.values()))
 
 
-def _record(task: Task, batch: Batch) -> _Recording:
-    recording = _Recording(batch.targets.device)
+def _record(task: Task, batch: Batch) -> _DifferenceRecorder:
+    recording = _DifferenceRecorder(batch.targets.device)
     handle = nn.modules.module.register_module_forward_hook(recording.add_output)
     try:
         with recording:
@@ -265,7 +265,7 @@ def _written(
                 yield f"the attribute {f'{path}.{name}'.strip('.')}, which forward writes"
 
 
-class _Run(OperatorRun):
+class _OperatorResult(OperatorRun):
     """A run of the graph on one batch."""
 
     def __init__(self, captured: Captured, meta: MetaModel, batch: Batch) -> None:

@@ -179,7 +179,7 @@ Backward = Callable[[Step, Pending, list[Tensor]], Sequence[Tensor | None]]
 
 
 @dataclass
-class Flight:
+class SubgraphState:
     """One microbatch between forward and backward.
 
     Attributes:
@@ -206,9 +206,9 @@ class Subgraph:
         self._inputs = inputs
         self._ends = {step.node for step in steps if step.name == LOSS} | set(read_later)
 
-    def forward(self, run: Forward) -> Flight:
+    def forward(self, run: Forward) -> SubgraphState:
         """Run all steps on detached values."""
-        flight = Flight({node: _detached(value) for node, value in self._inputs.items()}, {})
+        flight = SubgraphState({node: _detached(value) for node, value in self._inputs.items()}, {})
         for step in self.steps:
             if step.is_attribute:
                 flight.values[step.node] = step.function()
@@ -221,7 +221,7 @@ class Subgraph:
             flight.values[step.node] = _detached(output)
         return flight
 
-    def backward(self, flight: Flight, run: Backward) -> None:
+    def backward(self, flight: SubgraphState, run: Backward) -> None:
         """Run all steps' backward in reverse order; values read later get gradients of 1."""
         found: dict[int, list[Tensor]] = {}
         for step in self.steps:

@@ -56,7 +56,7 @@ class _Mixing(Enum):
     UNKNOWN = auto()
 
 
-class _Recording(fx.Interpreter):
+class _MixingRecorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.values: dict[fx.Node, Any] = {}
@@ -99,7 +99,7 @@ class SampleMixing:
         return []
 
     def _values_of(self, meta: fx.GraphModule, n_samples: int) -> dict[fx.Node, Any]:
-        run = _Recording(meta)
+        run = _MixingRecorder(meta)
         shapes = ((n_samples, *x.shape[1:]) for x in self._examples)
         pairs = zip(shapes, self._examples, strict=True)
         run.run(*(torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in pairs))
@@ -150,7 +150,7 @@ class SampleMixing:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             try:
-                return _Trial(node, self._target(node), given).classify(is_strict)
+                return _MixingTest(node, self._target(node), given).classify(is_strict)
             except Exception as error:  # user code may raise anything on random values
                 _log.info("operator %s does not run on random samples: %s", node.name, error)
                 return _Mixing.UNKNOWN
@@ -252,7 +252,7 @@ class _Argument:
         return leaf.requires_grad_(leaf.is_floating_point() and self.values[0].requires_grad)
 
 
-class _Trial:
+class _MixingTest:
     def __init__(
         self, node: fx.Node, call: Callable[..., Any], arguments: Sequence[_Argument]
     ) -> None:

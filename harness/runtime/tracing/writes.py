@@ -67,7 +67,7 @@ class Written(OpaqueFunction):
         return output
 
 
-class _Run(fx.Interpreter):
+class _WriteRun(fx.Interpreter):
     """Records the arguments that each node changes in place."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -96,7 +96,7 @@ class _Memory:
 
     def __init__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> None:
         meta = meta_copy(module)
-        run = _Run(meta)
+        run = _WriteRun(meta)
         run.run(*(example.to("meta") for example in examples))
         pairs = zip(meta.graph.nodes, module.graph.nodes, strict=True)
         twins: dict[fx.Node, fx.Node] = dict(pairs)
