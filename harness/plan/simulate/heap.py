@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+from harness.plan.compiled import compiled
 
 
-@njit(cache=True)
+@compiled
 def push(keys: Any, ids: Any, size: int, key: float, item: int) -> None:
     k = size
     while k > 0:
@@ -19,7 +19,7 @@ def push(keys: Any, ids: Any, size: int, key: float, item: int) -> None:
     keys[k], ids[k] = key, item
 
 
-@njit(cache=True)
+@compiled
 def pop(keys: Any, ids: Any, size: int) -> int:
     """Remove the least entry; the heap has size - 1 entries afterwards."""
     top = ids[0]

@@ -12,15 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from harness.plan.compiled import compiled, inlined
 from harness.plan.simulate.heap import pop, push
 from harness.plan.simulate.order import BACKWARD, FORWARD, NONE
 from harness.plan.simulate.processors import has_overhead, load_hosts, loaded_end, remaining_load
 from harness.plan.simulate.work import freed_by_sum, offsets, reduce_of
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _notify(
     waits: Any, ready: Any, cause: Any, freed: Any, n_freed: int, after: int, end: float, by: int
 ) -> int:
@@ -41,7 +41,7 @@ def _notify(
     return n_freed
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _release(
     work: Any, links: Any, begins: Any, task: int, end: float, waits: Any, ready: Any, cause: Any,
     freed: Any,
@@ -87,7 +87,7 @@ def _release(
     return n
 
 
-@njit(cache=True)
+@compiled
 def _occupy(
     resource: int, until: float, task: int, free: Any, busy: Any, holder: Any, seconds: float
 ) -> None:
@@ -95,7 +95,7 @@ def _occupy(
     busy[resource] += seconds
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _serve_move(
     work: Any, task: int, e: int, is_back: bool, begin: float, free: Any, busy: Any, holder: Any,
     cause: Any,
@@ -126,7 +126,7 @@ def _serve_move(
     return begin, begin + work.latency[a, b] + n_bytes / slowest
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _serve_reduce(
     work: Any, task: int, price: int, begin: float, free: Any, busy: Any, holder: Any, cause: Any
 ) -> Any:
@@ -144,7 +144,7 @@ def _serve_reduce(
     return begin, begin + work.reduce_seconds[price]
 
 
-@njit(cache=True)
+@compiled
 def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
     """Let each device's first task, and transfers to it, start no earlier than the device."""
     compute, back, sums = begins[0], begins[1], begins[2]
@@ -157,7 +157,7 @@ def _set_begin(work: Any, begins: Any, device_begin: Any, ready: Any) -> None:
         ready[move] = device_begin[work.device_of[row]]
 
 
-@njit(cache=True)
+@compiled
 def run_events(work: Any, links: Any, n_waits: Any, device_begin: Any) -> Any:
     """Run all events. One long function, because split into several it took 1.05 to 1.3 times as
     long.

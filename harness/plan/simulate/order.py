@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from harness.plan.compiled import compiled, inlined
 
 FORWARD, BACKWARD, WEIGHT, RECOMPUTE = 0, 1, 2, 3
 N_PASSES = 4
 NONE = -1
 
 
-@njit(cache=True, inline="always")
+@inlined
 def _held_bytes(
     pass_: int, recomputes: bool, split_weight: bool, kept_bytes: float, outside_bytes: float
 ) -> Any:
@@ -33,7 +34,7 @@ def _held_bytes(
     return 0.0, kept_bytes if pass_ == (WEIGHT if split_weight else BACKWARD) else 0.0
 
 
-@njit(cache=True)
+@compiled
 def order_tasks(
     n_microbatches: int,
     row_at: Any,  # (operators, devices) the row, or NONE
@@ -111,7 +112,7 @@ def order_tasks(
     return following, position, first, last, gate, peak
 
 
-@njit(cache=True)
+@compiled
 def last_tasks(position: Any, tasks: Any, ends: Any, before: Any) -> Any:
     """(n_ends,) the last of the tasks that each end of a bucket waits for, all on one device.
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from harness.plan.compiled import compiled, inlined
 from harness.plan.simulate.order import NONE
 from harness.plan.simulate.work import reduce_of
 
 
-@njit(cache=True)
+@compiled
 def has_overhead(work: Any) -> bool:
     """Whether communication has overhead on any device."""
     return bool(work.host_s_per_byte.max() > 0)
 
 
-@njit(cache=True, inline="always")
+@inlined
 def loaded_end(seconds: float, now: float, load: float, until: float) -> Any:
     """End of a computation on a loaded processor, and the load that remains then.
 
@@ -35,7 +35,7 @@ def loaded_end(seconds: float, now: float, load: float, until: float) -> Any:
     return now + seconds + load, 0.0
 
 
-@njit(cache=True, inline="always")
+@inlined
 def remaining_load(load: float, since: float, until: float, now: float) -> float:
     """Load that remains on a processor that has not computed since `since`."""
     window, passed = until - since, now - since
@@ -43,7 +43,7 @@ def remaining_load(load: float, since: float, until: float, now: float) -> float
     return max(0.0, load - rate * passed)
 
 
-@njit(cache=True)
+@compiled
 def load_hosts(
     work: Any, begins: Any, task: int, now: float, end: float, running: Any, end_of: Any, load: Any,
     load_since: Any, load_until: Any,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from harness.plan.compiled import compiled, inlined
 from harness.plan.simulate.order import BACKWARD, FORWARD, N_PASSES, NONE
 
 
@@ -71,12 +71,12 @@ class Links(NamedTuple):
     gate_next: Any
 
 
-@njit(cache=True)
+@compiled
 def n_buckets(work: Any) -> int:
     return len(work.reduce_seconds) - 2 * len(work.sum_is_norm)
 
 
-@njit(cache=True)
+@compiled
 def offsets(work: Any) -> Any:
     """First numbers of transfers, backward transfers, sums, backward sums, buckets; and the end."""
     compute = N_PASSES * work.n_microbatches * len(work.device_of)
@@ -93,7 +93,7 @@ def offsets(work: Any) -> Any:
     )
 
 
-@njit(cache=True)
+@compiled
 def _group(rows: Any, n_rows: int) -> Any:
     """Group positions of an array by the row there: (pointers, positions)."""
     pointers = np.zeros(n_rows + 1, np.int64)
@@ -109,7 +109,7 @@ def _group(rows: Any, n_rows: int) -> Any:
     return pointers, positions
 
 
-@njit(cache=True)
+@compiled
 def _owners(pointers: Any) -> Any:
     """The list that each position belongs to."""
     owner = np.empty(pointers[-1], np.int64)
@@ -118,7 +118,7 @@ def _owners(pointers: Any) -> Any:
     return owner
 
 
-@njit(cache=True)
+@compiled
 def link(work: Any) -> Any:
     """Build all lists of dependents."""
     rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
@@ -162,7 +162,7 @@ def link(work: Any) -> Any:
     )
 
 
-@njit(cache=True)
+@compiled
 def count_waits(work: Any) -> Any:
     """Number of dependencies of each task."""
     rows, n_edges, m = len(work.device_of), len(work.edge_bytes), work.n_microbatches
@@ -198,7 +198,7 @@ def count_waits(work: Any) -> Any:
     return waits
 
 
-@njit(cache=True)
+@compiled
 def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
     """(number, tasks) of the compute tasks that wait for an all-reduce within a microbatch."""
     rows, m = len(work.device_of), work.n_microbatches
@@ -223,7 +223,7 @@ def freed_by_sum(work: Any, c: int, microbatch: int, is_back: bool) -> Any:
     return high - low, base + work.sum_target[low:high]
 
 
-@njit(cache=True, inline="always")
+@inlined
 def reduce_of(work: Any, begins: Any, task: int) -> Any:
     """(position of its price, sum or NONE, microbatch, whether backward) of an all-reduce."""
     _, _, sums, sums_back, buckets, _ = begins

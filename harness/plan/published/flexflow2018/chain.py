@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.plan.published.flexflow2018.compiled import compiled
+from harness.plan.compiled import compiled
 from harness.plan.published.flexflow2018.proposals import Random, draw_unit, propose
 from harness.plan.published.flexflow2018.simulation import (
     CostTables,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.plan.published.flexflow2018.compiled import compiled
+from harness.plan.compiled import compiled
 from harness.plan.published.flexflow2018.simulation import CostTables, Ints, count_parts
 
 Random = NDArray[np.uint64]  # (1,), the generator's state

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.plan.published.flexflow2018.compiled import compiled
+from harness.plan.compiled import compiled
 from harness.plan.published.flexflow2018.model import (
     BETWEEN_BYTES_PER_MS,
     CONV,

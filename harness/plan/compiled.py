@@ -1,8 +1,8 @@
 """Compile kernels once and keep them on disk.
 
 numba checks a cached kernel against its own source file only, but a kernel contains those that it
-calls. So the cache's directory is named for all of this package's sources: a change of any of
-them compiles anew.
+calls. So the cache's directory is named for the sources of all kernels: a change of any of them
+compiles anew.
 """
 
 from __future__ import annotations
@@ -18,18 +18,29 @@ import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_DECORATORS = (b"@compiled", b"@inlined")
+
 
 def compiled(function: Function) -> Function:
     """Compile at the first call, for the types of that call.
 
     Where the cache cannot be written, each process compiles anew.
     """
+    return _compile(function, inline="never")
+
+
+def inlined(function: Function) -> Function:
+    """Compile into the kernels that call the function."""
+    return _compile(function, inline="always")
+
+
+def _compile(function: Function, **options: Any) -> Function:
     config: Any = numba.config
     before, config.CACHE_DIR = config.CACHE_DIR, str(cache_directory())
     try:
-        kernel: Any = numba.njit(cache=True)(function)
+        kernel: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # "no locator available": nowhere to write
-        kernel = numba.njit(function)
+        kernel = numba.njit(**options)(function)
     finally:
         config.CACHE_DIR = before
     return cast(Function, kernel)
@@ -41,6 +52,8 @@ def cache_directory() -> Path:
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     base = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(user) / "training-harness")
     sources = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        sources.update(path.read_bytes())
-    return base / f"flexflow2018-{sources.hexdigest()[:12]}"
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        data = path.read_bytes()
+        if any(decorator in data for decorator in _DECORATORS):
+            sources.update(data)
+    return base / f"kernels-{sources.hexdigest()[:12]}"

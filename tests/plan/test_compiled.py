@@ -1,0 +1,45 @@
+"""The cache of compiled kernels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PLAN = Path(__file__).parents[2] / "harness" / "plan"
+KERNEL = """\
+from harness.plan.compiled import compiled
+
+@compiled
+def called(x):
+    return x + {added}
+"""
+CALLER = """\
+from harness.plan.compiled import compiled
+from harness.plan.called import called
+
+@compiled
+def calling(x):
+    return 10 * called(x)
+"""
+
+
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache"))
+    plan = tmp_path / "harness" / "plan"
+    plan.mkdir(parents=True)
+    shutil.copy(PLAN / "compiled.py", plan)
+    (plan / "calling.py").write_text(CALLER)
+
+    def result(added):
+        (plan / "called.py").write_text(KERNEL.format(added=added))
+        program = "from harness.plan.calling import calling; print(calling(1))"
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True, text=True, cwd=tmp_path, check=False,
+        )  # fmt: skip
+        return done.stdout.strip() or done.stderr
+
+    assert [result(1), result(1), result(2)] == ["20", "20", "30"]
+    assert len(list((tmp_path / "cache").iterdir())) == 2
