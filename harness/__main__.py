@@ -63,6 +63,13 @@ def _usage() -> str:
     return _USAGE.format(workloads="\n".join(lines))
 
 
+def _order_flags(config: Any) -> None:
+    """Order the flags for `--help`: those of the class itself first, then those of its bases."""
+    names = [name for base in config.__mro__ for name in vars(base).get("__annotations__", {})]
+    known = config.__dataclass_fields__
+    config.__dataclass_fields__ = {name: known[name] for name in names if name in known}
+
+
 def _parse(argv: list[str]) -> tuple[str, Any, Any]:
     """Return the workload's name (empty: the comparison), its configuration and RunOptions."""
     import tyro
@@ -84,6 +91,7 @@ def _parse(argv: list[str]) -> tuple[str, Any, Any]:
         raise SystemExit(EXIT_CODE)
     workload = load_workload(name)
     refuse_old_spelling(rest, workload.renamed)
+    _order_flags(workload.config)
     command = dataclasses.make_dataclass(
         "Command", [("workload", workload.config), ("run", RunOptions)], frozen=True
     )

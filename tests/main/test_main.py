@@ -54,6 +54,14 @@ def test_help_lists_the_workloads(capsys):
         assert f"\n  {name} " in shown
 
 
+def test_help_begins_with_the_flags_of_the_workload_itself(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(f"--{flag} ") for flag in ("strategy", "data", "model", "dlrm-lookups")]
+    assert places == sorted(places)
+
+
 def test_an_unknown_workload_is_refused_with_the_list(capsys):
     with pytest.raises(SystemExit) as left:
         main(["matmull"])
