@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
 from harness.runtime.capture.operators import function_name
 from harness.runtime.tracing.constructs import AUTOCAST, CALLS, is_view
-from harness.runtime.tracing.patches import replaced
+from harness.runtime.tracing.patches import autocast_on_meta, replaced
 from harness.runtime.tracing.regions import AutocastFunction, AutocastModule, AutocastRegion
 
 # Functions whose output dtype autocast does not change.
@@ -44,10 +45,14 @@ class Regions:
         """Patch torch.autocast to keep the stack up to date."""
         enter: Any = torch.autocast.__enter__
         leave: Any = torch.autocast.__exit__
+        on_meta: WeakKeyDictionary[Any, AutocastRegion] = WeakKeyDictionary()
+
+        def created(context: Any, dtype: Any, is_enabled: bool) -> None:
+            on_meta[context] = AutocastRegion("meta", dtype, is_enabled)
 
         def entered(context: Any) -> Any:
             region = AutocastRegion(context.device, context.fast_dtype, context._enabled)
-            self._entered.append(region)
+            self._entered.append(on_meta.get(context, region))
             return enter(context)
 
         def left(context: Any, *args: Any) -> Any:
@@ -55,6 +60,7 @@ class Regions:
             return leave(context, *args)
 
         with ExitStack() as stack:
+            stack.enter_context(autocast_on_meta(created))
             stack.enter_context(replaced(torch.autocast, "__enter__", entered))
             stack.enter_context(replaced(torch.autocast, "__exit__", left))
             yield

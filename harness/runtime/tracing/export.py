@@ -32,13 +32,18 @@ def export(model: nn.Module, examples: tuple[Tensor, ...]) -> fx.GraphModule:
     open_batch = [x if len(x) > 1 else torch.cat((x, x)) for x in examples]
     sizes = tuple({0: torch.export.Dim.AUTO} for _ in examples)
     _refuse_hooks(model)
-    with _no_dropped_constructs(), patches.grad_mode_kept():
+    on_meta: list[Any] = []
+    with (
+        _no_dropped_constructs(),
+        patches.grad_mode_kept(),
+        patches.autocast_on_meta(lambda *created: on_meta.append(created)),
+    ):
         exported = torch.export.export(
             copy.deepcopy(model), tuple(open_batch), dynamic_shapes=sizes
         )
     module: fx.GraphModule = exported.module()
     _check_batch_is_open(model, module)
-    _inline_regions(module)
+    _inline_regions(module, bool(on_meta))
     _mark_writes(module)
     _register_constants(module)
     _unflatten_output(module)
@@ -94,8 +99,12 @@ def _check_batch_is_open(model: nn.Module, module: fx.GraphModule) -> None:
             )
 
 
-def _inline_regions(module: fx.GraphModule) -> None:
-    """Inline the subgraphs that torch.export makes of autocast and no_grad contexts."""
+def _inline_regions(module: fx.GraphModule, is_of_inputs: bool) -> None:
+    """Inline the subgraphs that torch.export makes of autocast and no_grad contexts.
+
+    Args:
+        is_of_inputs: contexts of the CPU are those of the device of their inputs.
+    """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)  # true on the device of the examples only
@@ -104,6 +113,8 @@ def _inline_regions(module: fx.GraphModule) -> None:
         kind = getattr(node.target, "__name__", "")
         if kind == _AUTOCAST_REGION:
             device_type, dtype, is_enabled, _, inner, *given = node.args
+            if is_of_inputs and device_type == "cpu":
+                device_type = "meta"
             marks[AUTOCAST] = AutocastRegion(device_type, dtype, is_enabled)
         elif kind == _NO_GRAD_REGION:
             is_enabled, inner, *given = node.args
@@ -112,7 +123,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
             continue
         region = module.get_submodule(str(inner.target))
         assert isinstance(region, fx.GraphModule)
-        _inline_regions(region)
+        _inline_regions(region, is_of_inputs)
         _inline(module.graph, node, region, given, marks)
         if not inner.users:
             module.graph.erase_node(inner)

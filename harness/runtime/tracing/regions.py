@@ -21,18 +21,38 @@ from harness.runtime.tracing.functions import OpaqueFunction
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """The arguments of a `torch.autocast` context."""
+    """The arguments of a `torch.autocast` context.
+
+    Attributes:
+        device_type: `meta` is that of the inputs: a model that names the device of its inputs was
+            traced on the meta device.
+        dtype: None is the default of the device.
+    """
 
     device_type: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     is_enabled: bool
 
-    def enter(self) -> torch.autocast:
-        """A new context with the same arguments."""
-        return torch.autocast(self.device_type, self.dtype, self.is_enabled)
+    def enter(self, inputs: Any) -> torch.autocast:
+        """A new context with the same arguments.
+
+        Args:
+            inputs: tensors, which may be nested.
+        """
+        return torch.autocast(self.device_of(inputs), self.dtype, self.is_enabled)
+
+    def device_of(self, inputs: Any) -> str:
+        """The type of the device on which an operator runs."""
+        if self.device_type != "meta":
+            return self.device_type
+        found: list[str] = []
+        tree_map(lambda x: found.append(x.device.type) if isinstance(x, Tensor) else None, inputs)
+        return next((name for name in found if name != "meta"), "cpu")
 
     def __str__(self) -> str:
-        return str(self.dtype).removeprefix("torch.") if self.is_enabled else "off"
+        if not self.is_enabled:
+            return "off"
+        return "default" if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
 
 def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *args: Any) -> Any:
@@ -42,16 +62,16 @@ def _in_region(region: AutocastRegion, call: Callable[..., Any], tensors: Any, *
         tensors: the first argument of `call`, which may be nested.
     """
     if not _is_meta((tensors, args)):
-        with region.enter():
+        with region.enter((tensors, args)):
             return call(tensors, *args)
     plain = call(tensors, *args)
-    with FakeTensorMode() as mode, torch.no_grad(), region.enter():
+    with FakeTensorMode() as mode, torch.no_grad(), region.enter(()):
 
         def fake(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             with mode:
-                return torch.empty(value.shape, dtype=value.dtype, device=region.device_type)
+                return torch.empty(value.shape, dtype=value.dtype, device=region.device_of(()))
 
         found = call(*tree_map(fake, (tensors, *args)))
     return tree_map(lambda x, like: x.to(like.dtype) if isinstance(x, Tensor) else x, plain, found)
@@ -93,7 +113,7 @@ class AutocastModule(nn.Module):
             return functional_call(self.module, weights, args, kwargs)
 
         if not _is_meta((args, kwargs)):
-            with self.region.enter():
+            with self.region.enter((args, kwargs)):
                 return self.module(*args, **kwargs)
         weights = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return _in_region(self.region, call, (args, kwargs), weights)

@@ -239,12 +239,18 @@ def autocast(net, x):
     return torch.cat([b, a], dim=1).float() + x
 
 
+def autocast_off_on_its_device(net, x):
+    """As the rotary embeddings of language models do."""
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return net.first(x.float()).sin()
+
+
 def autocast_in_a_loop(net, x):
     x = torch.stack([2 * column for column in x.unbind(1)], dim=1)
     return autocast(net, x)
 
 
-@pytest.mark.parametrize("middle", [autocast, autocast_in_a_loop])
+@pytest.mark.parametrize("middle", [autocast, autocast_in_a_loop, autocast_off_on_its_device])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])  # of the rest of the model
 def test_a_part_under_autocast_computes_in_its_own_dtypes(middle, dtype):
     torch.manual_seed(0)
