@@ -223,7 +223,7 @@ def test_kinds_are_measured_by_themselves_and_planned_on(run_on_ranks, tmp_path,
     cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e9, memory_bytes=1 << 30, kind="slow")
     (tmp_path / "c.json").write_bytes(cluster.to_json())
     flags = ["search", "--profile", str(path), "--cluster", str(tmp_path / "c.json")]
-    assert plan([*flags, "--budget", "50"]) == 0
+    assert plan([*flags, "--search-budget", "50"]) == 0
     assert "best plan by simulator" in capsys.readouterr().out
 
 
