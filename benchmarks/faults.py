@@ -275,9 +275,9 @@ def _say(row: dict[str, Any]) -> str:
 _PAGE = """\
 # Faults
 
-What a launch does when a host, a link, a process, a disk or a memory limit fails in the middle
-of a run. Each row is one fault, injected into three ranks on a virtual cluster of three nodes by
-`python benchmarks/faults.py` (commits {commits}; {machine}, 2 cores without a GPU, which other
+This page says how a launch ends if a host, a link, a process, a disk or a memory limit fails
+during a run. Each row is one fault, injected into three ranks on a virtual cluster of three nodes
+by `python benchmarks/faults.py` (commits {commits}; {machine}, 2 cores without a GPU, which other
 programs used, too). Limits: `--run-timeout-s {run:.0f} --collective-timeout-s {collective:.0f}
 --heartbeat-timeout-s {heartbeat:.0f}`. The time is from the injection to mpirun's prompt, and as
 stated up to {grace:.0f} s beyond the limit; records are those of ranks 0, 1, 2 that can be read
