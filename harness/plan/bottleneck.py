@@ -39,8 +39,9 @@ class StageSeconds(Protocol):
         ...
 
     def transfers(self, first: int, r: int) -> tuple[Floats, Floats] | None:
-        """By cut, seconds of a stage for what crosses it at the stage's start, and at its end; None
-        for no transfers. The first stage of a chain pays neither."""
+        """By cut, seconds of a stage for the values that cross it
+        at the stage's start, and at its end; None for no transfers. The first stage of a chain pays
+        neither."""
         ...
 
 
@@ -132,7 +133,7 @@ def _blocks(
 
 
 def _pay_transfers(stages: StageSeconds, first: int, r: int, rows: slice, block: Floats) -> None:
-    """Raise a block of stages to what their transfers take."""
+    """Raise a block of stages to the time of their transfers."""
     seconds = stages.transfers(first, r)
     if seconds is not None:
         np.maximum(block, seconds[0][rows, None], out=block)

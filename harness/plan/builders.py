@@ -1,6 +1,6 @@
 """The well-known strategies: single, ddp, balanced pipeline, tensor parallel, hybrids.
 
-They are what a search starts from and must beat, and what a user asks for by name.
+A search starts from them and must beat them; users ask for them by name.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def hybrid(graph: Graph, cluster: Cluster, batch: int) -> Strategy:
 
 
 def _copied_after_sums(strategy: Strategy, graph: Graph) -> Strategy:
-    """Let all devices compute what lies between partial sums and the end, or those who read all.
+    """Let all devices compute the operators after partial sums, or those who read all.
 
     The sums meet once forward, and gradients once backward if anybody reads more than the loss;
     cut by samples, both would be scattered and gathered each way.

@@ -1,4 +1,4 @@
-"""What the flags of `python -m harness.plan` ask for: a request, a converted file."""
+"""Turn the flags of `python -m harness.plan` into a request or a converted file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ESTIMATES = ("estimated from FLOPs", "roofline")
 
 
 def converted(args: argparse.Namespace) -> tuple[bytes, str]:
-    """The converted file's bytes, and what was read, in words.
+    """The converted file's bytes, and a description of the input.
 
     Raises:
         HarnessError: a file is missing or malformed, or the format cannot hold the strategy.
@@ -107,7 +107,7 @@ def _start(args: argparse.Namespace, graph: Graph | None, batch: int | None) -> 
         return None
     imported = read_strategy_file(args.start)
     if isinstance(imported.content, Strategy):
-        return imported.content  # the search says what does not fit
+        return imported.content  # the search names the disagreement
     return strategy_from(imported, graph, batch)
 
 
@@ -242,7 +242,7 @@ def _roofline(text: str, graph: Graph, cluster: Cluster) -> Profile:
 
 
 def _found_profile(args: argparse.Namespace, cluster: Cluster, graph: Graph) -> Profile | None:
-    """What the profile workload wrote for this model, if it knows these devices."""
+    """The profile workload's file of this model, if it knows these devices."""
     path = _default_profile(args, graph.name if args.model is None else args.model)
     if not path.is_file():
         return None

@@ -17,7 +17,7 @@ from harness.plan.costs import run
 from harness.plan.report import ProgressLine, json_line, result_lines
 from harness.plan.show import show_file
 
-_INTERRUPTED = 130  # what a shell reports for SIGINT
+_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def _capture_model(name: str, batch: int) -> Graph:

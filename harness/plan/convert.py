@@ -58,7 +58,7 @@ def strategy_from(
     batch: int | None,
     order: DimOrder = "innermost_first",
 ) -> Strategy:
-    """What a file of any format holds, as a strategy; arguments and errors as for `convert`."""
+    """Convert a file of any format into a strategy; arguments and errors as for `convert`."""
     content = imported.content
     if isinstance(content, Strategy):
         if batch not in (None, content.batch):

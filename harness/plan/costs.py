@@ -27,7 +27,7 @@ class Cost:
 
     Attributes:
         module: whose function `plan` takes a PlanRequest and returns a PlanResult.
-        summary: what it is, for --help.
+        summary: one line for --help.
         unread: flags that it has no use for, which are refused.
         needs_memory: it plans for no device whose memory is not known.
     """
@@ -62,7 +62,7 @@ COSTS = {
 
 
 def run(cost: str, request: PlanRequest) -> PlanResult:
-    """Plan, and fill in what it took.
+    """Plan, and add time and memory of the planning.
 
     `search_cpu_s` is the CPU time of this process, all threads, from the request to the result:
     loading or compiling kernels counts, importing modules and reading files do not.

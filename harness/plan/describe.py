@@ -1,4 +1,4 @@
-"""Name a strategy for what it does with each kind of operator, in a few words."""
+"""Name a strategy by its partition of each kind of operator, in a few words."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="python -m harness.plan",
-        description="Find how to spread a model over a cluster, and what it will cost.",
+        description="Find how to spread a model over a cluster, and predict its step.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show,convert}")
     _add_search(commands)
@@ -102,7 +102,7 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     model.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="which of the profile's times: what training computes in (default: what it has)",
+        help="dtype of training, whose times are taken from the profile (default: the profile's)",
     )
     model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
     where = search.add_argument_group("cluster")
@@ -119,7 +119,7 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     where.add_argument(
         "--device-kind",
         metavar="KIND",
-        help="what a graph.txt was profiled on (default: the cluster's first kind)",
+        help="device of a graph.txt's profile (default: the cluster's first kind)",
     )
     how = search.add_argument_group("search")
     how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
@@ -164,7 +164,7 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     convert.add_argument("file", type=Path)
     convert.add_argument("--to", choices=FORMATS, default="harness", help="default: harness")
-    convert.add_argument("--graph", type=Path, metavar="FILE", help="what the strategy is for")
+    convert.add_argument("--graph", type=Path, metavar="FILE", help="graph of the strategy")
     convert.add_argument(
         "--batch-size",
         type=int,

@@ -1,4 +1,4 @@
-"""Pipelines balanced by the profile: what training means by `pipeline`, and searches start from."""
+"""Pipelines balanced by the profile: training's `pipeline`, and a start of searches."""
 
 from __future__ import annotations
 

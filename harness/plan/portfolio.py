@@ -1,6 +1,6 @@
 """The default planner: standard strategies, exact programmes, MCMC and descent under the simulator.
 
-Every search judges by the same simulator and what is returned is the best that any has seen, so
+Every search judges by the same simulator, and the best plan of all is returned, so
 that the result is never worse than the best standard strategy. Equal requests give equal plans,
 unless `seconds` or an interrupt ends the search.
 """
@@ -33,10 +33,10 @@ ALL_STRATEGIES_UP_TO = 20_000  # a space that small is searched exhaustively
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What a search has seen: the fastest plan by the simulator, and the fastest of each kind.
+    """The best plans of a search: the fastest plan by the simulator, and the fastest of each kind.
 
     Attributes:
-        standards: what the standard strategies take.
+        standards: steps of the standard strategies.
         interrupted: the search was ended early, by Ctrl-C.
     """
 
@@ -61,7 +61,7 @@ class Searched:
         return distinct
 
     def strategy(self, candidate: Candidate) -> Strategy:
-        """A plan as a file has it, named for what it does."""
+        """A plan as a file has it, named by its content."""
         simulator = self.simulator
         strategy = candidate.to_strategy(simulator.graph, "searched")
         return msgspec.structs.replace(
@@ -96,10 +96,10 @@ def search_portfolio(
     options: SimulatorOptions | None = None,
     exhaustive_up_to: int = ALL_STRATEGIES_UP_TO,
 ) -> Searched:
-    """Search, and keep what each search found.
+    """Search, and keep the best plans of each search.
 
     Args:
-        options: what the simulator assumes of the engine; by default what follows from the profile.
+        options: what the simulator assumes of the engine; by default derived from the profile.
         exhaustive_up_to: largest space that is enumerated; 0 leaves it to the other searches.
 
     Raises:
@@ -140,7 +140,7 @@ def search_portfolio(
 
 
 def _options_of(profile: Profile) -> SimulatorOptions:
-    """What a profile tells of how its dtype trains: under autocast to bf16, fp32 travels so too."""
+    """Options that follow from the profile's dtype: under autocast to bf16, fp32 travels so too."""
     is_bf16 = {point.dtype for point in profile.measurements} == {"bfloat16"}
     return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_bf16 else 1.0)
 
@@ -227,7 +227,7 @@ def _result(found: Searched, chosen: Candidate) -> PlanResult:
 
 
 def _compare(simulation: Simulation, standards: list[Simulation]) -> list[str]:
-    """How much better than data parallel, and what data parallel spends its step on."""
+    """How much better than data parallel, and the parts of the data-parallel step."""
     ddp = next((s for s in standards if s.strategy.name == "ddp"), None)
     if ddp is None:
         return []

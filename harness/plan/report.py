@@ -88,7 +88,7 @@ class ProgressLine:
         self._width = len(text)
 
     def clear(self) -> None:
-        """Leave the line empty, for what is printed next."""
+        """Leave the line empty for later output."""
         if self._width:
             self._stream.write("\r" + " " * self._width + "\r")
             self._stream.flush()

@@ -21,7 +21,7 @@ class SearchProgress:
     Attributes:
         n_proposals: proposals judged so far.
         best_step_s: predicted seconds of the best plan so far.
-        phase: what it is doing, such as `seed 3 of 5`.
+        phase: of the search, such as `seed 3 of 5`.
         fraction: share of the budget used, 0 to 1; None when unknown.
     """
 
@@ -40,7 +40,7 @@ class PlanRequest:
     """The problem of spreading a model over a cluster.
 
     Attributes:
-        graph, profile: what to train; None for a planner that brings a model of its own.
+        graph, profile: of the model; None for a planner that brings a model of its own.
         cluster: devices in rank order; `--topology` becomes one by `Cluster.uniform`.
         batch: global batch, samples; None where the cost does not need it.
         memory_bytes: limit per device that replaces the cluster's; None keeps the cluster's.

@@ -30,7 +30,7 @@ _ALL_PARTS_UP_TO = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a kind of device can do, from its data sheet or measured.
+    """Rates of a kind of device, from its data sheet or measured.
 
     Attributes:
         launch_s: fixed cost of an operator.
@@ -83,7 +83,7 @@ def operator_seconds(
 
 def likely_parts(n_devices: int) -> list[int]:
     """Numbers of parts that get times of their own: all where they are few, else divisors of the
-    number of devices and powers of two. What lies between is fitted (`harness.plan.fit`)."""
+    number of devices and powers of two. Sizes between them are fitted (`harness.plan.fit`)."""
     return [
         n
         for n in range(1, n_devices + 1)

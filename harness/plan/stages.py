@@ -118,7 +118,7 @@ def _levelled(ends: list[int], totals: Floats) -> list[int]:
 
 
 def _load(ends: Sequence[int], totals: Floats) -> tuple[list[int], int]:
-    """What each device computes, the busiest first; the longest stage. In whole numbers, so that
+    """Seconds of each device, the busiest first; the longest stage. In whole numbers, so that
     loads that differ by rounding are equal."""
     n_devices = len(totals)
     stages = [

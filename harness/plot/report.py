@@ -156,7 +156,7 @@ def _interval(step_s: Summary | None) -> str:
 def build_report(catalog: Catalog, rendered: Rendered, root: Path) -> str:
     """Fill the template; the result depends on the results alone.
 
-    A part that cannot be made is added to what failed in `rendered`.
+    A part that cannot be made is added to the failures in `rendered`.
     """
     import jinja2
 

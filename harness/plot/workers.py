@@ -16,7 +16,7 @@ MOST = 2
 
 @contextmanager
 def workers() -> Iterator[Executor]:
-    """As many as there are cores, at most MOST; they begin with what is imported here.
+    """As many as there are cores, at most MOST; they inherit the imports of this process.
 
     Raises:
         ResultsError: the system ended one of them.

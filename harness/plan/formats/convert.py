@@ -42,7 +42,7 @@ def kind_from_name(name: str) -> str:
 
 
 def describe_entries(entries: Sequence[Entry], order: DimOrder = "innermost_first") -> str:
-    """Name a strategy for what it is, such as `data-parallel MLPs, whole tables on devices`."""
+    """Name a strategy by its content, such as `data-parallel MLPs, whole tables on devices`."""
     return describe_plans(
         (kind_from_name(e.name), dict(e.shown_cuts(order)), list(e.devices)) for e in entries
     )
@@ -120,7 +120,7 @@ def entries_from_strategy(strategy: Strategy, graph: Graph) -> list[Entry]:
 
     Raises:
         StrategyError: unequal shares, dims that FlexFlow does not know, several microbatches or
-            stages: what the format cannot hold.
+            stages: which the format cannot hold.
     """
     if strategy.n_microbatches > 1 or len(strategy.stages) > 1:
         raise StrategyError(

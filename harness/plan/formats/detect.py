@@ -26,7 +26,7 @@ class Imported:
     Attributes:
         format: `harness`, `flexflow console`, `flexflow text`, `flexflow protobuf v1` or
             `... r21`, `pipedream plan`.
-        note: what was assumed in reading it.
+        note: assumptions made in reading it.
     """
 
     format: str
@@ -34,7 +34,7 @@ class Imported:
     note: str = ""
 
     def describe(self, order: DimOrder = "innermost_first") -> str:
-        """One line: what the strategy is.
+        """Describe the strategy in one line.
 
         Args:
             order: of the dims of a FlexFlow file.

@@ -24,7 +24,7 @@ from harness.inputs import find_int, parse_int, shorten
 
 DimOrder = Literal["innermost_first", "samples_first"]
 
-# What a list of this many dims stands for, samples first. FlexFlow's tensors are (n, c, h, w).
+# The dims of a list of this length, samples first. FlexFlow's tensors are (n, c, h, w).
 _NAMED_DIMS: dict[int, tuple[str, ...]] = {
     1: ("sample",),
     2: ("sample", "feature"),

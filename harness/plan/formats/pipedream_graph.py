@@ -72,10 +72,10 @@ def parse_graph_txt(
 
     Args:
         batch: samples in the minibatch that was profiled; None when unknown.
-        device_kind: what it was profiled on; `Cluster.uniform` uses the same default.
+        device_kind: of the profile; `Cluster.uniform` uses the same default.
 
     Raises:
-        GraphError: names the line, or the operators, and what is wrong.
+        GraphError: names the line or the operators, and the error.
     """
     nodes: dict[str, _Node] = {}
     edges: list[tuple[str, str, str]] = []

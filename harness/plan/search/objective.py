@@ -1,4 +1,4 @@
-"""What searches share: judging a trial, the best so far, budget, time and progress."""
+"""Shared parts of searches: judging a trial, the best so far, budget, time and progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JudgedPlan(NamedTuple):
 
     @property
     def score(self) -> float:
-        """What a search minimises: a strategy that does not fit is worse the more it lacks."""
+        """The objective: a strategy that does not fit is worse the more it lacks."""
         return self.step_s if self.excess == 0 else self.step_s * (2 + 10 * self.excess)
 
 
@@ -117,7 +117,7 @@ class Objective:
         return self.best is None or self._least_unfit_s < self.best.step_s
 
     def judge(self, trial: Trial) -> JudgedPlan:
-        """Simulate what the trial holds now."""
+        """Simulate the trial as it is now."""
         began = time.monotonic()
         out = trial.outcome()
         limits = self.simulator.limits

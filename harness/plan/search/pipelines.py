@@ -52,7 +52,8 @@ class Pipeline:
     """Stages as runs of segments, each with its devices.
 
     Attributes:
-        bound_s: the programme's estimate of the step, without what it leaves out.
+        bound_s: the programme's estimate of the step, without contention, memory, schedules and
+            skips.
         ends: the segment at which each stage ends.
     """
 
@@ -242,7 +243,7 @@ class PipelineSearch:
         return [Pipeline(p.bound_s, p.ends, p.groups) for p in finals if p.bound_s <= limit_s]
 
     def _rest_s(self, a: int, used: int) -> float:
-        """Seconds of what is left per microbatch, if all free devices shared it perfectly."""
+        """Seconds of the operators left per microbatch, if all free devices shared it perfectly."""
         rest = [
             float(self._seconds[-1, d] - self._seconds[a, d])
             for d in range(self.costs.n_devices)

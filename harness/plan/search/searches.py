@@ -108,7 +108,7 @@ class Searches:
             search.refine(candidates[scores.index(min(scores))], objective)
 
     def _space(self, n_microbatches: int) -> Space:
-        """What suits the smallest microbatch suits all."""
+        """A partition of the smallest microbatch suits all."""
         if n_microbatches not in self._spaces:
             costs = self.simulator.costs(self.batch // n_microbatches)
             self._spaces[n_microbatches] = Space(
@@ -137,7 +137,7 @@ class Searches:
     def _chains(self, flow: _Flow, budget: int) -> None:
         """MCMC from the best single-stage strategies, each chain followed by a descent.
 
-        What the descents leave of the budget goes to chains from random starts.
+        The rest of the budget goes to chains from random starts.
         """
         space = self._space(flow.n_microbatches)
         trial = self._trial(flow)

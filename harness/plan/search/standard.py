@@ -1,4 +1,4 @@
-"""The standard strategies of a request: what a search starts from and must not lose to."""
+"""The standard strategies of a request: starts of a search, which must not lose to them."""
 
 from __future__ import annotations
 

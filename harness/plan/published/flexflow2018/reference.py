@@ -1,4 +1,4 @@
-"""The cost model in plain Python, task by task: slow, short, and what the kernels must equal.
+"""The cost model in plain Python, task by task: slow and short; the kernels must equal it.
 
 Every part is a task on its device, and every intersection of a producer's block with a consumer's
 input block that crosses devices is a task on the channel (producer part, consumer part). Channels

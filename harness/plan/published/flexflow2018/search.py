@@ -36,7 +36,7 @@ PROGRESS_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class ChainResult:
-    """What a search returns.
+    """The result of a search.
 
     Attributes:
         n_proposals: distinct changes judged.

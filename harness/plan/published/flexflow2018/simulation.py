@@ -225,7 +225,7 @@ def _run_events(tables: CostTables, plan: Ints, limit_ms: float, tail_ms: Floats
             arrival_ms = max(channel_free_ms[source, first], now_ms)
             arrival_ms += _transfer_ms(tables, plan, layer, source, first)
             channel_free_ms[source, first] = arrival_ms
-        for to in range(first, last):  # what has arrived
+        for to in range(first, last):  # arrived
             if plan[layer, to] == device:
                 ready_ms[layer, to] = max(ready_ms[layer, to], arrival_ms)
                 n_waits[layer, to] += 1

@@ -146,7 +146,7 @@ def data_parallel_s(compute_s: float, parameter_bytes: float, levels: Sequence[L
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What lies around one group of workers when it is one of the replicas of an outer stage.
+    """The surroundings of one group of workers that is a replica of an outer stage.
 
     Attributes:
         n_copies: groups that replicate the outer stage.
@@ -167,8 +167,8 @@ class Stages:
     """Stages between cuts on the workers of one level (`bottleneck.StageSeconds`).
 
     Attributes:
-        around: what lies around the level's workers.
-        group_s: best time of one worker between any two cuts, given what surrounds it, where
+        around: surroundings of the level's workers.
+        group_s: best time of one worker between any two cuts, given its surroundings, where
             workers are groups of the level below; None where they are devices.
     """
 
@@ -187,7 +187,7 @@ class Stages:
         return self.level.n_workers
 
     def inside(self, first: int, r: int) -> Surroundings:
-        """What one worker of a stage sees around it."""
+        """The surroundings of one worker of a stage."""
         n_after = (self.n_workers - first - r) * self.n_devices_each
         return Surroundings(r, n_after).within(self.around)
 

@@ -18,7 +18,7 @@ from harness.plan.published.pipedream.workload import OperatorDag
 
 
 class GraphCut(NamedTuple):
-    """One cut: its members and what is summed over them.
+    """One cut: its members and sums over them.
 
     Attributes:
         members: bit i when operator i is before the cut.

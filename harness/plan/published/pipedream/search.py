@@ -60,7 +60,7 @@ class ReplicatedStage:
 
     @property
     def binding(self) -> str:
-        """What takes the stage's time."""
+        """The resource that bounds the stage."""
         if self.total_s > self.compute_s + self.sync_s:
             return f"{'receiving' if self.receive_s >= self.send_s else 'sending'} activations"
         return "gradient synchronisation" if self.sync_s > self.compute_s else "compute"

@@ -1,4 +1,4 @@
-"""What PipeDream's formula sees of a model: a DAG of operators with three numbers each.
+"""A model as PipeDream's formula has it: a DAG of operators with three numbers each.
 
 Inputs are dropped (they stand in the first stage), and so are `__getitem__` sinks, whose
 results nobody reads.
@@ -25,8 +25,8 @@ class OperatorDag:
 
     Attributes:
         compute_ticks: forward plus backward of the profiled minibatch on one device, in TICK_S.
-        activation_bytes: what stays until the backward pass, whole minibatch.
-        output_bytes: what its consumers are sent, whole minibatch.
+        activation_bytes: kept until the backward pass, whole minibatch.
+        output_bytes: sent to its consumers, whole minibatch.
         producers: positions of the distinct producers.
     """
 
@@ -51,7 +51,7 @@ class OperatorDag:
         return len(self.names)
 
     def grouped(self, groups: Sequence[Sequence[int]], group_of: Sequence[int]) -> OperatorDag:
-        """With runs of operators as one; the last of each is what others read."""
+        """With runs of operators as one; consumers read the last of each."""
 
         def summed(values: list[int]) -> list[int]:
             return [sum(values[i] for i in members) for members in groups]
