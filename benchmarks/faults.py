@@ -40,6 +40,8 @@ _ABANDON_S = 60.0
 _LEFT_S = 10.0
 _MANY_LINES = 40
 _SCREEN_LINES = 60
+# Python's own warnings about killed processes; they contain paths of the machine.
+_WARNING = re.compile(r"resource_tracker")
 
 
 def _limits() -> list[str]:
@@ -159,7 +161,7 @@ class Trial:
 
     def _read(self) -> dict[str, Any]:
         log = self._log.read_text(errors="replace")
-        lines = [line for line in log.splitlines() if line.strip()]
+        lines = [line for line in log.splitlines() if line.strip() and not _WARNING.search(line)]
         run_dir = self._run_dir()
         row: dict[str, Any] = {"message": [line[:400] for line in lines[-_SCREEN_LINES:]]}
         if run_dir is None:
