@@ -1,9 +1,10 @@
 """A rank's program for the tests: carries out runs in which rank 1 fails in a given way.
 
-usage: faulty_ranks.py RESULTS [--resume] [--over-mpi] FAULT...      (started by mpirun)
+usage: faulty_ranks.py RESULTS [--resume] [--over-mpi] [--late-rank-0] FAULT...  (started by mpirun)
 
 In every run, each rank's process is to have been told the interface that the ranks chose. With
---over-mpi runs are in the ranks' first processes, where rank 0 waits for rank 1 in MPI.
+--over-mpi runs are in the ranks' first processes, where rank 0 waits for rank 1 in MPI. With
+--late-rank-0 it begins each run 1.5 s after rank 1.
 """
 
 import contextlib
@@ -73,6 +74,16 @@ def check_interface(world):
         raise RuntimeError(f"gloo was told {told}, the ranks chose {world.interface}")
 
 
+def begin_late(channel):
+    begin = channel.begin_run
+
+    def begin_run(*args, **options):
+        time.sleep(1.5)
+        begin(*args, **options)
+
+    channel.begin_run = begin_run
+
+
 def body(config, context):
     check_interface(context.world)
     if "_" in config.fault:
@@ -95,6 +106,8 @@ def main():
     faults = [word for word in words if not word.startswith("--")]
     start_fork_server(["torch", "harness.run"])
     meeting = meet(read_launch(os.environ), os.environ, heartbeat_timeout_s=6.0)
+    if "--late-rank-0" in words and meeting.world.is_first:
+        begin_late(meeting.channel)
     options = RunOptions(results=Path(results), run_timeout_s=20.0, resume="--resume" in words)
     workload = Workload(
         config=Config,

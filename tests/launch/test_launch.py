@@ -110,7 +110,7 @@ def test_a_hanging_rank_becomes_a_timeout_and_the_next_run_is_ok(tmp_path):
 def test_a_rank_that_mpi_waits_for_in_vain_ends_the_launch_with_its_row(
     tmp_path, fault, status, reason
 ):
-    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "none", fault, "none")
+    done = mpirun(2, PROGRAM, tmp_path, "--over-mpi", "--late-rank-0", "none", fault, "none")
     assert done.returncode != 0
     first, ended = sorted(read_results(tmp_path).runs, key=lambda run: run.header.start_utc)
     assert first.header.status == "ok"

@@ -192,8 +192,13 @@ class RankAgent:
         if message["directory"]:
             self._run = OpenRun(Path(message["directory"]), now_s)
         timeout_s, is_isolated = message["timeout_s"], message["is_isolated"]
-        # The ranks' first processes end an isolated run, unless one of them hangs.
-        spare_s = self._limit_s + GRACE_S if is_isolated else 0.0
+        spare_s = 0.0
+        if is_isolated:  # the ranks' first processes end such a run, unless one of them hangs
+            spare_s = self._limit_s + GRACE_S
+        elif isinstance(self._peers, Spoke):
+            # If rank 0's agent did not end the launch first, mpirun would interrupt rank 0 and
+            # its row would name no timeout.
+            spare_s = GRACE_S
         self._deadline = _Deadline(
             now_s + timeout_s + spare_s, message["name"], is_isolated, timeout_s
         )
