@@ -145,7 +145,7 @@ def _print_dry_run(cases: list[Any]) -> None:
 
 
 def _print_tables(runs: list[Any]) -> None:
-    from harness.measure.derive import stolen_warnings
+    from harness.measure.derive import stolen_warnings, unpublished_peaks
     from harness.workloads import WORKLOADS, load_workload
 
     for name in dict.fromkeys(run.header.workload for run in runs):
@@ -154,6 +154,8 @@ def _print_tables(runs: list[Any]) -> None:
         print(f"\n{name}: {WORKLOADS[name]}\n{table}", flush=True)
         for warning in stolen_warnings(found):
             print(f"warning: {warning}", flush=True)
+    for line in unpublished_peaks(runs):
+        print(f"note: {line}", flush=True)
 
 
 def _draw_report(results: Path) -> None:

@@ -16,6 +16,7 @@ from harness.measure.derive.devices import (
     matmul_table,
     memory_table,
     summa_table,
+    unpublished_peaks,
 )
 from harness.measure.derive.host import stolen_shares, stolen_warnings
 from harness.measure.derive.links import (
@@ -113,4 +114,5 @@ __all__ = [
     "strategy_table",
     "summa_table",
     "training_summary",
+    "unpublished_peaks",
 ]

@@ -324,3 +324,14 @@ def _summa_row(run: Run, labels: tuple[object, ...]) -> SummaRow | None:
         flops_per_s=rate,
         efficiency=None,
     )
+
+
+def unpublished_peaks(runs: Iterable[Headed]) -> list[str]:
+    """A line for each kind of GPU without a published peak, because its cells stay empty."""
+    infos = [info for run in runs for info in run.header.ranks]
+    kinds = {i.device_kind for i in infos if i.device.startswith("cuda") and not i.peak_flops_per_s}
+    return [
+        f"no published peak of {kind!r} is known, so its MFU and share of peak stay empty; the MFU "
+        "of measured peak needs none (harness/runtime/devices/peaks.py lists the known devices)"
+        for kind in sorted(kinds)
+    ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from harness.domain.cluster import Cluster
 from harness.domain.record import Sample
 from harness.domain.run import RankInfo, RunHeader, Status
-from harness.measure.derive import stolen_shares, stolen_warnings
+from harness.measure.derive import stolen_shares, stolen_warnings, unpublished_peaks
 from harness.measure.store import Run
 
 
@@ -43,3 +45,17 @@ def test_the_worst_of_disturbed_runs_is_named() -> None:
 def test_quiet_and_older_runs_are_not_warned_of() -> None:
     assert stolen_warnings([disturbed("r0", 0.0, 0.02), disturbed("older")]) == []
     assert stolen_warnings([disturbed("failed", 0.5, 0.5, status="crash")]) == []
+
+
+def test_a_gpu_without_a_published_peak_is_named() -> None:
+    run = disturbed("r", 0.0, 0.0)
+    assert unpublished_peaks([run]) == []  # a CPU has none to know
+    infos = [
+        msgspec.structs.replace(info, device="cuda:0", device_kind=kind, peak_flops_per_s=peaks)
+        for info, kind, peaks in zip(
+            run.header.ranks, ("GTX 680", "Tesla P4"), ({}, {"fp32": 5.5e12}), strict=True
+        )
+    ]
+    header = msgspec.structs.replace(run.header, ranks=infos)
+    (line,) = unpublished_peaks([Run(path=run.path, header=header, ranks={})] * 2)
+    assert line.startswith("no published peak of 'GTX 680' is known")

@@ -1,6 +1,8 @@
 """Published peaks: exact names only, and no dtype without hardware."""
 
-from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s
+import pytest
+
+from harness.runtime.devices.peaks import highest_clock, peak_flops_per_s, peak_source
 
 
 def test_a_listed_gpu_has_its_dense_peaks() -> None:
@@ -16,7 +18,28 @@ def test_volta_has_no_bf16_and_no_tf32() -> None:
     assert set(peak_flops_per_s("Tesla V100-SXM2-16GB")) == {"fp32", "fp16"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [
+        ("Tesla P4", {"fp32"}),
+        ("NVIDIA GeForce GTX 1070", {"fp32"}),
+        ("GeForce GTX 1070", {"fp32"}),  # drivers before release 450
+        ("Tesla T4", {"fp32", "fp16"}),
+        ("NVIDIA GeForce RTX 2060 SUPER", {"fp32", "fp16"}),
+        ("NVIDIA GeForce RTX 3050", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA GeForce RTX 4090 D", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA GeForce RTX 5070 Ti", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA A10G", {"fp32", "tf32", "bf16", "fp16"}),
+        ("NVIDIA L4", {"fp32", "tf32", "bf16", "fp16"}),
+    ],
+)
+def test_cards_of_small_clusters_have_peaks_with_a_source(kind: str, dtypes: set[str]) -> None:
+    assert set(peak_flops_per_s(kind)) == dtypes
+    assert peak_source(kind)
+
+
 def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_source("NVIDIA A100") == ""
     assert peak_flops_per_s("NVIDIA A100") == {}
     assert peak_flops_per_s("AMD EPYC 9454") == {}
 
