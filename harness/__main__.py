@@ -164,6 +164,15 @@ def _draw_report(results: Path) -> None:
     subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
 
 
+def _print_advice(results: Path, config: Any) -> None:
+    """Say which machines to use, from the files that the comparison has measured."""
+    words = ["advise", str(results), "--model", config.model, "--dtype", config.dtype]
+    words += ["--batch-size", str(config.batch), "--optimizer", "momentum"]
+    print("\nwhich machines to use (python -m harness.plan advise):", flush=True)
+    command = [sys.executable, "-m", "harness.plan", *words]
+    subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+
+
 def _handle_signals() -> None:
     """Raise KeyboardInterrupt at SIGINT and SIGTERM, once if launcher and agent both send one."""
     raised_s = float("-inf")
@@ -230,6 +239,8 @@ def _work(name: str, options: Any, cases: list[Any], launch: Launch, argv: list[
         _print_tables(launcher.read(headers))
         if not name:
             _draw_report(options.results)
+            if world.size > 1 and not ended:
+                _print_advice(options.results, next(c.config for c in cases if c.name == "train"))
     meeting.leave()
     if ended and world.is_first:
         raise ended

@@ -16,6 +16,7 @@ from harness.inputs import MOST_S, is_amount, is_positive
 
 SCHEMA = "harness-cluster"
 SCHEMA_VERSION = 2
+CLUSTER_FILE = "cluster.json"
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

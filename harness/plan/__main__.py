@@ -1,4 +1,4 @@
-"""`python -m harness.plan search|show|convert`: plan without running a step; planning's files."""
+"""`python -m harness.plan search|advise|show|convert`: plan without running a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `python -m harness.plan`: search, show and convert."""
+"""The commands of `python -m harness.plan`: search, advise, show and convert."""
 
 from __future__ import annotations
 
@@ -61,12 +61,22 @@ def _search(args: argparse.Namespace) -> None:
     print(json_line(result) if args.json else "\n".join(result_lines(result)))
 
 
+def _advise(args: argparse.Namespace) -> None:
+    """Its simulator takes time to import, so that the other commands do without it."""
+    if args.output is not None:
+        _check_output(args.output)
+    command = importlib.import_module("harness.plan.advise.command")
+    command.advise(args, _capture_model)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for bad input, 130 when interrupted before any plan."""
     try:
         args = flags.parse(argv)
         if args.command == "search":
             _search(args)
+        elif args.command == "advise":
+            _advise(args)
         elif args.command == "convert":
             _check_output(args.output)
             data, what = cli.converted(args)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.inputs import refuse_old_spelling
+from harness.plan.advise.families import FAMILIES
 from harness.plan.convert import FORMATS
 from harness.plan.costs import COSTS
+from harness.plan.simulate.options import OPTIMIZERS
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
 
@@ -30,6 +32,13 @@ A cluster file is written by `./entry.sh links`, or by hand. Interrupt (Ctrl-C) 
 the best plan found so far.
 """
 
+_ADVISE_EXAMPLES = """\
+examples:
+  python -m harness.plan advise results/ --model vgg16 --batch-size 160
+  python -m harness.plan advise --profile vgg16.json --cluster cluster.json --per-device-batch 32 \\
+      --strategies ddp pipeline --prices hosts/tesla.toml
+"""
+
 RENAMED = {
     "--batch": "--batch-size",
     "--budget": "--search-budget",
@@ -43,8 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m harness.plan",
         description="Find how to spread a model over a cluster, and predict its step.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{search,show,convert}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{search,advise,show,convert}"
+    )
     _add_search(commands)
+    _add_advise(commands)
     _add_show(commands)
     _add_convert(commands)
     return parser
@@ -59,7 +71,31 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=_SEARCH_EXAMPLES.format(costs=costs),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = search.add_argument_group("model")
+    _add_model(search)
+    _add_cluster(search)
+    how = search.add_argument_group("search")
+    how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
+    how.add_argument(
+        "--search-budget",
+        type=int,
+        metavar="N",
+        help="proposals of its searches (default: the cost's)",
+    )
+    how.add_argument("--search-seconds", type=float, metavar="S", help="most wall seconds")
+    how.add_argument(
+        "--start",
+        type=Path,
+        metavar="FILE",
+        help="a strategy to start from too, of any format that `convert` reads",
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
+    out = search.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
     model.add_argument(
         "--model",
         help="capture this model, or package.module:factory; times come from --profile, else from "
@@ -105,7 +141,10 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="dtype of training, whose times are taken from the profile (default: the profile's)",
     )
     model.add_argument("--batch-size", type=int, metavar="B", help="global batch, samples")
-    where = search.add_argument_group("cluster")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("cluster")
     where.add_argument("--cluster", type=Path, metavar="FILE", help="nodes, devices and links")
     where.add_argument("--topology", metavar="NODESxDEVICES", help="equal devices, such as 4x4")
     where.add_argument(
@@ -121,25 +160,72 @@ def _add_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="KIND",
         help="device of a graph.txt's profile (default: the cluster's first kind)",
     )
-    how = search.add_argument_group("search")
-    how.add_argument("--cost", choices=list(COSTS), default="simulator", help="default: simulator")
-    how.add_argument(
-        "--search-budget",
-        type=int,
-        metavar="N",
-        help="proposals of its searches (default: the cost's)",
+
+
+def _add_advise(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    advise = commands.add_parser(
+        "advise",
+        help="say which machines to use",
+        description="Say which machines to use for a model, with which strategy, what each other "
+        "machine would cost or bring, and which batch fits.",
+        epilog=_ADVISE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    how.add_argument("--search-seconds", type=float, metavar="S", help="most wall seconds")
+    advise.add_argument(
+        "results",
+        nargs="?",
+        type=Path,
+        metavar="RESULTS",
+        help="directory of results: its cluster.json and profile, and how far its predictions "
+        "were off",
+    )
+    _add_model(advise)
+    advise.add_argument(
+        "--per-device-batch",
+        type=int,
+        metavar="B",
+        help="samples on each device, in place of a global batch that all sets share",
+    )
+    _add_cluster(advise)
+    how = advise.add_argument_group("advice")
     how.add_argument(
-        "--start",
+        "--strategies",
+        nargs="+",
+        default=list(FAMILIES),
+        metavar="S",
+        help=f"strategies that may be used (default: {' '.join(FAMILIES)})",
+    )
+    how.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="momentum",
+        help="its state needs memory and its step needs time (default: %(default)s)",
+    )
+    how.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="gradients are synchronised after the backward pass, as by DeepSpeed with "
+        "overlap_comm off",
+    )
+    how.add_argument(
+        "--prices",
         type=Path,
         metavar="FILE",
-        help="a strategy to start from too, of any format that `convert` reads",
+        help="watts and prices of the nodes (default: the file in hosts/ that has these nodes)",
     )
-    how.add_argument("--seed", type=int, default=0, metavar="K", help="default: 0")
-    out = search.add_argument_group("output")
+    how.add_argument(
+        "--search-seconds",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="processor seconds of pricing and searching (default: %(default)s)",
+    )
+    out = advise.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
-    out.add_argument("--output", type=Path, metavar="FILE", help="write the strategy here")
+    out.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the best set's strategy here"
+    )
+    advise.set_defaults(cost="simulator", search_budget=None, start=None, seed=0)
 
 
 def _add_show(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

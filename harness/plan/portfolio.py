@@ -116,7 +116,7 @@ def search_portfolio(
         graph,
         profile,
         request.cluster,
-        options=options or _options_of(profile),
+        options=options or options_of(profile),
         memory_bytes=request.memory_bytes,
     )
     _check_times(simulator, batch)
@@ -139,7 +139,7 @@ def search_portfolio(
     )
 
 
-def _options_of(profile: Profile) -> SimulatorOptions:
+def options_of(profile: Profile) -> SimulatorOptions:
     """Options that follow from the profile's dtype: under autocast to bf16, fp32 travels so too."""
     is_bf16 = {point.dtype for point in profile.measurements} == {"bfloat16"}
     return SimulatorOptions(wire_bytes_per_fp32_byte=0.5 if is_bf16 else 1.0)

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from harness.cases import Case, describe_cluster
-from harness.domain.cluster import Cluster, Link
+from harness.domain.cluster import CLUSTER_FILE, Cluster, Link
 from harness.domain.profile import OptimizerTime
 from harness.domain.run import RunHeader
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
@@ -27,7 +27,6 @@ from harness.runtime.ranks.environment import read_launch
 from harness.runtime.ranks.isolate import start_fork_server
 from harness.runtime.ranks.rendezvous import meet
 from harness.workloads.common.contract import config_json
-from harness.workloads.planning.files import CLUSTER_FILE
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.search_config import search_config_of

@@ -7,12 +7,11 @@ from pathlib import Path
 import msgspec
 from local_ranks import header_of
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.profile import OptimizerTime
 from harness.measure.store import write_header
 from harness.plan.roofline import DeviceRates, roofline_profile
 from harness.workloads.common.contract import config_json
-from harness.workloads.planning.files import CLUSTER_FILE
 from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import SearchConfig
 

@@ -10,6 +10,11 @@ import numpy as np
 from harness.domain.sharding import BUCKET_BYTES
 from harness.errors import PlanError
 
+# By optimizer: state tensors per parameter, and memory accesses per byte of the parameters in a
+# step, counted over its operations: p += g; m *= a, m += g, p += m; AdamW's decay, two moments,
+# root and quotient.
+OPTIMIZERS = {"sgd": (0, 3), "momentum": (1, 8), "adamw": (2, 20)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorOptions:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.domain.cluster import CollectivePoint
+from harness.domain.cluster import CLUSTER_FILE, CollectivePoint
 from harness.errors import ConfigError
 from harness.measure.store import check_place, read_header
 from harness.runtime.devices.sampling import Budget
@@ -22,7 +22,7 @@ from harness.workloads.links.operations import OPERATIONS, TorchTransport, Trans
 from harness.workloads.links.overhead import measure_overhead
 from harness.workloads.links.pairs import Pair, PairTimes, measure_pairs
 from harness.workloads.links.table import links_text
-from harness.workloads.planning.files import CLUSTER_FILE, is_complete
+from harness.workloads.planning.files import is_complete
 
 _LARGEST_BYTES = 8 << 30
 _LONGEST_S = 0.5

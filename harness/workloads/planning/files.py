@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harness.domain.cluster import Cluster
+from harness.domain.cluster import CLUSTER_FILE, Cluster
 from harness.domain.fingerprint import MadeFor
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile
@@ -21,8 +21,6 @@ from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, ResultsError
 from harness.inputs import one_line
 from harness.measure.store import read_header, write_atomically
-
-CLUSTER_FILE = "cluster.json"
 
 
 def _signatures(cluster: Cluster) -> list[tuple[str, float | None, str]]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from harness.errors import ConfigError
-from harness.plan.simulate.options import SimulatorOptions
+from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
 from harness.runtime.devices.precision import wire_bytes_per_fp32_byte
-from harness.runtime.engines.optimizers import OptimizerOptions, OptimizerVariant, check_optimizer
+from harness.runtime.engines.optimizers import OptimizerOptions, check_optimizer
 from harness.runtime.models import ModelOptions
 from harness.workloads.common.model_flags import ModelFlags, fitted_flags, shared_flags
 from harness.workloads.common.number_flags import check_above_zero, check_at_least
@@ -19,15 +19,6 @@ from harness.workloads.planning.profile_points import shard_counts
 # Data types that operators are profiled in, and so can be planned.
 PlannedDtype = Literal["fp32", "tf32", "bf16"]
 PLANNED_DTYPES: tuple[PlannedDtype, ...] = get_args(PlannedDtype)
-
-# State tensors per parameter, and memory accesses per byte of the parameters in an optimizer's
-# step, counted over its operations: p += g; m *= a, m += g, p += m; AdamW's decay, two moments,
-# root and quotient.
-_STATES_AND_STREAMS: dict[OptimizerVariant, tuple[int, int]] = {
-    "sgd": (0, 3),
-    "momentum": (1, 8),
-    "adamw": (2, 20),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +76,7 @@ class SearchConfig(SearchFlags, ModelFlags):
         Args:
             optimizer_s_per_byte: seconds per byte of parameters in an optimizer's step, by device.
         """
-        n_states, n_streams = _STATES_AND_STREAMS[self.optimizer_options().variant]
+        n_states, n_streams = OPTIMIZERS[self.optimizer_options().variant]
         return SimulatorOptions(
             overlap=True,
             batch_norm=self.norm_scope,

@@ -7,6 +7,7 @@ import os
 import msgspec
 import pytest
 
+from harness.domain.cluster import CLUSTER_FILE
 from harness.domain.fingerprint import fingerprint
 from harness.domain.prediction import Prediction
 from harness.domain.profile import Profile
@@ -18,7 +19,6 @@ from harness.plan import builders
 from harness.runtime.ranks.host import code_commit
 from harness.workloads.common.contract import config_json
 from harness.workloads.planning.files import (
-    CLUSTER_FILE,
     find_cluster,
     find_plan,
     find_search,

@@ -1,0 +1,321 @@
+"""Which machines to use: price sets of them, what each left-out one costs, what others bring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness.domain.cluster import Cluster
+from harness.domain.strategy import Strategy
+from harness.errors import PlanError
+from harness.plan import builders
+from harness.plan.advise.machines import (
+    next_ethernet,
+    node_rate,
+    part_of,
+    with_device,
+    with_rate,
+    with_rates,
+)
+from harness.plan.advise.pricing import AdviceRequest, Build, Priced, largest_batch, price
+from harness.plan.advise.sets import node_classes, sets_of
+from harness.plan.pipelines import balanced_pipeline
+from harness.plan.simulate.device_seconds import operator_seconds
+from harness.plan.simulate.simulator import Simulator
+
+# Sets with about the samples/s of the best are searched too.
+_N_SEARCHED = 3
+# A link or device counts as slower than another's from here on.
+_SLOWER = 1.2
+# Predictions do not tell sets apart whose samples/s differ by less.
+NEARLY = 0.95
+
+# Of the time, left after pricing the sets, and after searching.
+_SHARES_LEFT = (0.5, 0.3)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A class of nodes that the best set leaves out, or some of it.
+
+    Attributes:
+        with_it: the best set with one of them; None if nothing fits then.
+        rate: bytes/s of its fastest link, where its link is the reason; else None.
+        slowness: its device's seconds over those of the best set's, where that is the reason.
+    """
+
+    nodes: list[str]
+    with_it: Priced | None
+    rate: float | None = None
+    slowness: float | None = None
+    kind: str = ""
+    fastest_kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The best samples/s with other hardware."""
+
+    name: str
+    best: Priced
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch:
+    """The largest global batch that a strategy can train on some devices; 0: none."""
+
+    strategy: str
+    devices: str
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The answer.
+
+    Attributes:
+        sets: priced sets of machines, the fastest first.
+        single: the fastest device alone; None where the model does not fit on any.
+        n_unpriced: sets for which the time was too short.
+    """
+
+    request: AdviceRequest
+    cluster: Cluster
+    sets: list[Priced]
+    single: Priced | None
+    left_out: list[LeftOut] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    largest: list[LargestBatch] = field(default_factory=list)
+    n_unpriced: int = 0
+
+    @property
+    def best(self) -> Priced:
+        """The fewest devices that are about as fast as the fastest set."""
+        return best_of(self.sets)
+
+
+def best_of(sets: Sequence[Priced]) -> Priced:
+    """The fastest of the sets with the fewest devices among those of nearly the most samples/s."""
+    most = max(one.samples_per_s for one in sets)
+    near = [one for one in sets if one.samples_per_s >= NEARLY * most]
+    return min(near, key=lambda one: (one.cluster.n_devices, -one.samples_per_s))
+
+
+class Adviser:
+    """Prices sets of one cluster's machines for one model.
+
+    Args:
+        seconds: processor time, so that other work on the host changes no answer; the likely sets
+            are priced in any case.
+        progress: called with (sets done, sets in all).
+    """
+
+    def __init__(
+        self,
+        request: AdviceRequest,
+        cluster: Cluster,
+        *,
+        seconds: float,
+        progress: Progress = lambda done, of: None,
+    ) -> None:
+        self.request, self.cluster = request, cluster
+        self.seconds, self.progress = seconds, progress
+        self.start_s = time.process_time()
+        self.device_s = self._device_seconds()
+
+    def _device_seconds(self) -> list[float]:
+        """Seconds of a whole batch on each device alone."""
+        batch = self.request.batch_on(1)
+        simulator = self.request.simulator(self.cluster)
+        return [float(s) for s in operator_seconds(simulator, batch).sum(axis=1)]
+
+    def _share_left(self) -> float:
+        return 1 - (time.process_time() - self.start_s) / self.seconds
+
+    def advise(self) -> Advice:
+        """The whole answer.
+
+        Raises:
+            PlanError: the model fits on no set of the machines.
+        """
+        sets, n_unpriced = self._price_sets()
+        if not sets:
+            raise PlanError(
+                f"{self.request.graph.name!r} fits on no set of these machines at this batch: "
+                "lower --batch-size, or add devices or memory"
+            )
+        sets = self._search(sets)
+        singles = [one for one in sets if one.cluster.n_devices == 1]
+        advice = Advice(
+            request=self.request,
+            cluster=self.cluster,
+            sets=sets,
+            single=singles[0] if singles else None,
+            n_unpriced=n_unpriced,
+        )
+        return replace(
+            advice,
+            left_out=list(self._left_out(advice.best, sets)),
+            changes=self._changes(advice.best),
+            largest=list(self._largest(advice.best)),
+        )
+
+    def _price_sets(self) -> tuple[list[Priced], int]:
+        node_of = self.cluster.node_of()
+        first = [node_of.index(node) for node in range(len(self.cluster.nodes))]
+        wanted = sets_of(self.cluster, [self.device_s[k] for k in first])
+        likely = self._fastest_first()
+        wanted.sort(key=lambda devices: len(devices) > 1 and devices not in likely)
+        found: list[Priced] = []
+        for done, devices in enumerate(wanted):
+            is_likely = len(devices) == 1 or devices in likely
+            if not is_likely and self._share_left() < _SHARES_LEFT[0]:
+                return _ranked(found), len(wanted) - done
+            self.progress(done, len(wanted))
+            priced = price(self.request, part_of(self.cluster, devices))
+            found += [] if priced is None else [priced]
+        return _ranked(found), 0
+
+    def _fastest_first(self) -> set[tuple[int, ...]]:
+        """The first 2, 3 and so on of the nodes by speed, and of those by link and then speed."""
+        nodes = range(len(self.cluster.nodes))
+        rates = [node_rate(self.cluster, k) or 0.0 for k in nodes]
+        by_link = sorted(nodes, key=lambda k: (rates[k] * _SLOWER < max(rates), self._node_s(k)))
+        node_of = self.cluster.node_of()
+        return {
+            tuple(k for k, node in enumerate(node_of) if node in order[:n])
+            for order in (sorted(nodes, key=self._node_s), by_link)
+            for n in range(1, len(nodes) + 1)
+        }
+
+    def _search(self, sets: list[Priced]) -> list[Priced]:
+        """Search on the most promising sets, and on the largest."""
+        if "searched" not in self.request.families:
+            return sets
+        chosen = sets[:_N_SEARCHED]
+        chosen += [one for one in sets[_N_SEARCHED:] if one.cluster.n_devices == max(
+            other.cluster.n_devices for other in sets)]  # fmt: skip
+        each_s = max(0.2, (self._share_left() - _SHARES_LEFT[1]) * self.seconds / len(chosen))
+        searched = {
+            id(one): price(self.request, one.cluster, search_s=each_s) or one for one in chosen
+        }
+        return _ranked([searched.get(id(one), one) for one in sets])
+
+    def _left_out(self, best: Priced, sets: Sequence[Priced]) -> Iterator[LeftOut]:
+        for nodes in node_classes(self.cluster):
+            unused = [k for k in nodes if self.cluster.nodes[k].name not in best.node_names]
+            if unused:
+                yield self._why(unused, best, sets)
+
+    def _why(self, unused: Sequence[int], best: Priced, sets: Sequence[Priced]) -> LeftOut:
+        """Whether the link or the device of a node makes it cost."""
+        node = unused[0]
+        joined = self._joined(best, node)
+        cluster = part_of(self.cluster, joined)
+        at = [one.name for one in cluster.nodes].index(self.cluster.nodes[node].name)
+        known = [one for one in sets if one.node_names == [n.name for n in cluster.nodes]]
+        plain = known[0] if known else price(self.request, cluster)
+        device_s = self._node_s(node)
+        fastest = min(range(len(self.cluster.nodes)), key=self._node_s)
+        gains = {}
+        rates = [node_rate(self.cluster, k) or 0.0 for k in range(len(self.cluster.nodes))]
+        if max(rates) > _SLOWER * rates[node]:
+            gains["link"] = price(self.request, with_rate(cluster, at, max(rates)))
+        if device_s > _SLOWER * self._node_s(fastest):
+            model = self.cluster.nodes[fastest].devices[0]
+            gains["device"] = price(self.request, with_device(cluster, at, model))
+        reason = max(gains, key=lambda name: _rate(gains[name]), default="links")
+        is_device = reason == "device"
+        return LeftOut(
+            nodes=[self.cluster.nodes[k].name for k in unused],
+            with_it=plain,
+            rate=None if is_device else node_rate(cluster, at),
+            slowness=device_s / self._node_s(fastest) if is_device else None,
+            kind=self.cluster.nodes[node].devices[0].kind,
+            fastest_kind=self.cluster.nodes[fastest].devices[0].kind,
+        )
+
+    def _node_s(self, node: int) -> float:
+        return self.device_s[self.cluster.node_of().index(node)]
+
+    def _joined(self, best: Priced, node: int) -> list[int]:
+        """Positions of the best set's nodes and one more."""
+        names = {*best.node_names, self.cluster.nodes[node].name}
+        node_of = self.cluster.node_of()
+        return [k for k, n in enumerate(node_of) if self.cluster.nodes[n].name in names]
+
+    def _changes(self, best: Priced) -> list[Change]:
+        """Every change that is worth more than the uncertainty of a comparison, best first."""
+        found = []
+        for name, cluster, node in self._changed_clusters():
+            names = set(best.node_names) | ({node} if node is not None else set())
+            wanted = [
+                [k for k, n in enumerate(cluster.node_of()) if cluster.nodes[n].name in names],
+                list(range(cluster.n_devices)),
+            ]
+            priced = [price(self.request, part_of(cluster, devices)) for devices in wanted]
+            fits = [one for one in priced if one is not None]
+            found.append(Change(name=name, best=best_of([*fits, best])))
+        return sorted(found, key=lambda change: -change.best.samples_per_s)
+
+    def _changed_clusters(self) -> Iterator[tuple[str, Cluster, str | None]]:
+        """Name, cluster, and the changed node (None: all)."""
+        n_nodes = len(self.cluster.nodes)
+        rates = [node_rate(self.cluster, k) or 0.0 for k in range(n_nodes)]
+        fastest = min(range(n_nodes), key=self._node_s)
+        model = self.cluster.nodes[fastest].devices[0]
+        for nodes in node_classes(self.cluster) if n_nodes > 1 else ():
+            node = self.cluster.nodes[nodes[0]].name
+            faster = next_ethernet(rates[nodes[0]])
+            if faster is not None and max(rates) > _SLOWER * rates[nodes[0]]:
+                yield f"{node} on {faster[0]}", with_rate(self.cluster, nodes[0], faster[1]), node
+            if self._node_s(nodes[0]) > _SLOWER * self._node_s(fastest):
+                changed = with_device(self.cluster, nodes[0], model)
+                yield f"{node} with {model.kind}", changed, node
+        faster = next_ethernet(max(rates)) if n_nodes > 1 else None
+        if faster is not None:
+            yield f"all nodes on {faster[0]}", with_rates(self.cluster, faster[1]), None
+
+    def _largest(self, best: Priced) -> Iterator[LargestBatch]:
+        """Alone on each kind of device; data parallel and a pipeline on the best set and on all."""
+        kinds = {device.kind: k for k, device in reversed(list(enumerate(self.cluster.devices)))}
+        for kind, k in kinds.items():
+            batch = largest_batch(self.request, part_of(self.cluster, [k]), _single)
+            yield LargestBatch(strategy="single", devices=kind, batch=batch)
+        groups = {"all machines": self.cluster}
+        if 1 < best.cluster.n_devices < self.cluster.n_devices:
+            groups = {"the best set": best.cluster, **groups}
+        for name, cluster in groups.items():
+            if cluster.n_devices == 1:
+                continue
+            for strategy, build in _SPREAD.items():
+                if strategy in self.request.families:
+                    batch = largest_batch(self.request, cluster, build, 4 * cluster.n_devices)
+                    yield LargestBatch(strategy=strategy, devices=name, batch=batch)
+
+
+def _ranked(sets: list[Priced]) -> list[Priced]:
+    return sorted(sets, key=lambda one: -one.samples_per_s)
+
+
+def _rate(priced: Priced | None) -> float:
+    return 0.0 if priced is None else priced.samples_per_s
+
+
+def _single(simulator: Simulator, batch: int) -> Strategy:
+    return builders.single(simulator.graph, batch)
+
+
+def _ddp(simulator: Simulator, batch: int) -> Strategy:
+    return builders.ddp(simulator.graph, simulator.cluster, batch)
+
+
+def _pipeline(simulator: Simulator, batch: int) -> Strategy:
+    n = 1 if simulator.graph.mixing_operator() else 4 * simulator.cluster.n_devices
+    return balanced_pipeline(simulator, batch, n)
+
+
+_SPREAD: dict[str, Build] = {"ddp": _ddp, "pipeline": _pipeline}

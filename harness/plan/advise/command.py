@@ -1,0 +1,158 @@
+"""`python -m harness.plan advise`: flags, files in, words out."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import msgspec
+
+from harness.domain.cluster import CLUSTER_FILE
+from harness.domain.fingerprint import fingerprint
+from harness.errors import ConfigError
+from harness.measure.store import write_atomically
+from harness.plan import cli
+from harness.plan.advise.advice import Advice, Adviser
+from harness.plan.advise.evidence import uncertainty_of
+from harness.plan.advise.families import FAMILIES
+from harness.plan.advise.prices import find_prices, load_prices
+from harness.plan.advise.pricing import AdviceRequest, Priced
+from harness.plan.advise.words import Presentation, advice_lines, advice_object
+from harness.plan.find import default_profile, graph_beside
+from harness.plan.report import ProgressLine
+from harness.plan.request import PlanRequest, SearchProgress, ignore_progress
+
+_SIMPLE = {
+    "single": "single",
+    "ddp": "ddp",
+    "ddp by speed": "ddp --balance speed",
+    "tensor parallel": "tensor",
+    "hybrid": "hybrid",
+}
+
+
+def advise(args: argparse.Namespace, capture_model: cli.CaptureModel) -> None:
+    """Print which machines to use.
+
+    Raises:
+        HarnessError: a file is missing or malformed, flags contradict each other, or the model fits
+            nowhere.
+    """
+    _find_files(args)
+    _check(args)
+    request = cli.request_from(args, capture_model=capture_model, progress=ignore_progress)
+    if line := cli.source_line(args, request):
+        print(line, file=sys.stderr)
+    progress = ProgressLine(sys.stderr)
+    try:
+        adviser = Adviser(
+            _advice_request(args, request),
+            request.cluster,
+            seconds=args.search_seconds,
+            progress=lambda done, of: progress(
+                SearchProgress(
+                    n_proposals=done, best_step_s=0.0, phase="sets of machines", fraction=done / of
+                )
+            ),
+        )
+        advice = adviser.advise()
+    finally:
+        progress.clear()
+    names = [node.name for node in request.cluster.nodes]
+    prices = find_prices(names) if args.prices is None else load_prices(args.prices)
+    shown = Presentation(uncertainty=uncertainty_of(args.results, request.cluster), prices=prices)
+    if args.output is not None:
+        _write(args.output, advice, request)
+    if args.json:
+        print(msgspec.json.encode(advice_object(advice, shown)).decode())
+        return
+    print("\n".join([*advice_lines(advice, shown), f"train it: {_train_command(args, advice)}"]))
+
+
+def _find_files(args: argparse.Namespace) -> None:
+    """Fill in the files of a results directory, where no flag names others."""
+    results: Path | None = args.results
+    if results is None:
+        return
+    if args.cluster is None and args.topology is None:
+        args.cluster = results / CLUSTER_FILE
+    if args.profile is not None or args.rates is not None:
+        return
+    if args.model is None and args.graph is None:
+        found = [path for path in sorted(results.glob("profile-*.json")) if _is_profile(path)]
+        if len(found) != 1:
+            names = ", ".join(path.stem.removeprefix("profile-") for path in found) or "none"
+            raise ConfigError(f"{results} has profiles of {names}: name one with --model")
+        args.profile = found[0]
+    elif args.model is not None:
+        path = default_profile(args.model, args.dtype or "fp32", results)
+        if path.is_file() and graph_beside(path).is_file():
+            args.profile, args.model = path, None
+
+
+def _is_profile(path: Path) -> bool:
+    return not path.name.endswith(".graph.json")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.batch_size is not None and args.per_device_batch is not None:
+        raise ConfigError(
+            "--batch-size is the global batch and --per-device-batch the batch of each device: "
+            "give one of them"
+        )
+    if args.per_device_batch is not None and args.per_device_batch < 1:
+        raise ConfigError(f"--per-device-batch {args.per_device_batch} must be above 0")
+    unknown = [name for name in args.strategies if name not in FAMILIES]
+    if unknown:
+        raise ConfigError(f"--strategies {unknown[0]} is unknown: use {', '.join(FAMILIES)}")
+    if args.model is not None and args.batch_size is None:
+        args.batch_size = args.per_device_batch  # to capture the model with
+
+
+def _advice_request(args: argparse.Namespace, request: PlanRequest) -> AdviceRequest:
+    graph, profile = request.model()
+    batch = request.batch
+    if batch is None and args.per_device_batch is None:
+        raise ConfigError(f"graph {graph.name!r} has no batch: give --batch-size")
+    if graph.batch is None:
+        graph = msgspec.structs.replace(graph, batch=batch or args.per_device_batch)
+    return AdviceRequest(
+        graph=graph,
+        profile=profile,
+        batch=None if args.per_device_batch is not None else batch,
+        per_device_batch=args.per_device_batch,
+        memory_bytes=request.memory_bytes,
+        families=tuple(args.strategies),
+        optimizer=args.optimizer,
+        overlap=not args.no_overlap,
+    )
+
+
+def _write(path: Path, advice: Advice, request: PlanRequest) -> None:
+    """Write the strategy of the best set, for a launch on its machines alone."""
+    graph, profile = request.model()
+    best = advice.best
+    strategy = msgspec.structs.replace(
+        best.strategy, made_for=fingerprint(graph, best.cluster, profile)
+    )
+    write_atomically(path, strategy.to_json())
+
+
+def _train_command(args: argparse.Namespace, advice: Advice) -> str:
+    """The command that trains by the best strategy on its machines alone."""
+    best = advice.best
+    hosts = ",".join(f"{node.name}:{len(node.devices)}" for node in best.cluster.nodes)
+    words = ["mpirun", "-np", str(best.cluster.n_devices), "--host", hosts] if (
+        best.cluster.n_devices > 1
+    ) else []  # fmt: skip
+    words += ["./entry.sh", "train", "--model", advice.request.graph.name]
+    words += ["--batch-size", str(best.batch), "--strategy", *_strategy_words(args, best)]
+    return shlex.join(words)
+
+
+def _strategy_words(args: argparse.Namespace, best: Priced) -> list[str]:
+    if best.label in _SIMPLE:
+        return _SIMPLE[best.label].split()
+    return ["searched"] if args.output is None else [str(args.output)]

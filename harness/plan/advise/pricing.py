@@ -1,0 +1,233 @@
+"""The fastest strategy on one set of machines, by the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.profile import Profile
+from harness.domain.strategy import Strategy
+from harness.errors import PlanError
+from harness.plan import builders
+from harness.plan.advise.families import FAMILIES, family_of
+from harness.plan.portfolio import options_of, search_portfolio
+from harness.plan.request import PlanRequest
+from harness.plan.search.standard import standard_strategies
+from harness.plan.simulate.options import OPTIMIZERS, SimulatorOptions
+from harness.plan.simulate.simulator import Simulation, Simulator
+from harness.units import format_bytes
+
+_MOST_ACCUMULATED = 64
+_MOST_BATCH = 2**20
+
+Build = Callable[[Simulator, int], Strategy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceRequest:
+    """The model to place, and the assumptions.
+
+    Attributes:
+        batch: global batch; None where each device gets `per_device_batch`.
+        families: of strategies that may be used.
+        overlap: gradients are synchronised during the backward pass.
+    """
+
+    graph: Graph
+    profile: Profile
+    batch: int | None
+    per_device_batch: int | None = None
+    memory_bytes: int | None = None
+    families: tuple[str, ...] = FAMILIES
+    optimizer: str = "momentum"
+    overlap: bool = True
+
+    def batch_on(self, n_devices: int) -> int:
+        """The global batch on so many devices."""
+        if self.per_device_batch is not None:
+            return self.per_device_batch * n_devices
+        assert self.batch is not None, "one of both is given"
+        return self.batch
+
+    def simulator(self, cluster: Cluster) -> Simulator:
+        return Simulator(
+            self.graph,
+            self.profile,
+            cluster,
+            options=self.options(cluster),
+            memory_bytes=self.memory_bytes,
+        )
+
+    def options(self, cluster: Cluster) -> SimulatorOptions:
+        n_states, n_streams = OPTIMIZERS[self.optimizer]
+        rates = tuple(
+            self.profile.optimizer_s_per_byte(device.kind, self.optimizer) or 0.0
+            for device in cluster.devices
+        )
+        return replace(
+            options_of(self.profile),
+            overlap=self.overlap,
+            n_optimizer_states=n_states,
+            optimizer_s_per_byte=rates,
+            stream_s_per_byte=tuple(rate / n_streams for rate in rates),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A set of machines with its fastest strategy.
+
+    Attributes:
+        fullest: device with the largest share of its memory in use, its bytes and its limit.
+    """
+
+    cluster: Cluster
+    strategy: Strategy
+    label: str
+    batch: int
+    step_s: float
+    fullest: tuple[str, int, int]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch / self.step_s
+
+    @property
+    def node_names(self) -> list[str]:
+        return [node.name for node in self.cluster.nodes]
+
+
+def price(request: AdviceRequest, cluster: Cluster, *, search_s: float = 0.0) -> Priced | None:
+    """The fastest strategy that fits and uses every node; None without one.
+
+    Args:
+        search_s: wall seconds to search in beyond the standard strategies; 0 does not search.
+    """
+    batch = request.batch_on(cluster.n_devices)
+    simulator = request.simulator(cluster)
+    found = [_priced(simulation) for simulation in _standards(request, simulator, batch)]
+    if search_s > 0 and "searched" in request.families:
+        found += _searched(request, simulator, batch, search_s)
+    return min(found, key=lambda one: one.step_s, default=None)
+
+
+def _standards(request: AdviceRequest, simulator: Simulator, batch: int) -> Iterator[Simulation]:
+    is_one = simulator.cluster.n_devices == 1
+    for strategy in _named(simulator, batch):
+        family = family_of(strategy.name)
+        if family == "pipeline" and family not in request.families:
+            return  # they come last, and take time to balance
+        if (family == "single") != is_one or not (is_one or family in request.families):
+            continue
+        if not _uses_all_nodes(strategy, simulator.cluster):
+            continue
+        simulation = simulator.simulate(strategy)
+        if simulation.fits:
+            yield simulation
+
+
+def _named(simulator: Simulator, batch: int) -> Iterator[Strategy]:
+    """The standard strategies; on one device also with microbatches, whose gradients add up."""
+    if simulator.cluster.n_devices > 1:
+        yield from standard_strategies(simulator, batch)
+        return
+    yield builders.single(simulator.graph, batch)
+    if simulator.graph.mixing_operator() is not None:
+        return
+    n = 2
+    while n <= min(batch, _MOST_ACCUMULATED):
+        single = builders.single(simulator.graph, batch)
+        name = f"single, {n} microbatches"
+        yield msgspec.structs.replace(single, name=name, n_microbatches=n, schedule="1f1b")
+        n *= 2
+
+
+def _uses_all_nodes(strategy: Strategy, cluster: Cluster) -> bool:
+    node_of = cluster.node_of()
+    used = {node_of[k] for devices in strategy.stage_devices() for k in devices}
+    return len(used) == len(cluster.nodes)
+
+
+def _searched(
+    request: AdviceRequest, simulator: Simulator, batch: int, search_s: float
+) -> Iterator[Priced]:
+    plan_request = PlanRequest(
+        cluster=simulator.cluster,
+        graph=request.graph,
+        profile=request.profile,
+        batch=batch,
+        memory_bytes=request.memory_bytes,
+        seconds=search_s,
+    )
+    try:
+        found = search_portfolio(plan_request, options=simulator.options, exhaustive_up_to=0)
+    except PlanError:  # nothing fits
+        return
+    standard = {s.strategy.name for s in found.standards}
+    for candidate in found.ranked():
+        strategy = found.strategy(candidate)
+        if candidate.method not in standard and _uses_all_nodes(strategy, simulator.cluster):
+            yield _priced(simulator.simulate(strategy), f"searched: {strategy.name}")
+            return
+
+
+def _priced(simulation: Simulation, label: str = "") -> Priced:
+    simulator, out = simulation.simulator, simulation.outcome
+    worst = int((out.memory_bytes / simulator.limits).argmax())
+    return Priced(
+        cluster=simulator.cluster,
+        strategy=simulation.strategy,
+        label=label or simulation.strategy.name,
+        batch=simulation.strategy.batch,
+        step_s=simulation.step_s,
+        fullest=(
+            simulator.network.names[worst],
+            round(float(out.memory_bytes[worst])),
+            round(float(simulator.limits[worst])),
+        ),
+    )
+
+
+def largest_batch(request: AdviceRequest, cluster: Cluster, build: Build, least: int = 1) -> int:
+    """The largest batch that fits, to a thirty-second; 0 if not even `least` samples do.
+
+    Memory is nearly a line in the batch, so the line through two points finds the next guess.
+
+    Args:
+        build: a strategy at a batch.
+        least: samples below which the strategy does not exist.
+    """
+    simulator = request.simulator(cluster)
+
+    def excess(batch: int) -> float:
+        memory = simulator.simulate(build(simulator, batch)).outcome.memory_bytes
+        return float((memory - simulator.limits).max())
+
+    low, high = least, 2 * least
+    under, over = excess(low), excess(high)
+    if under > 0:
+        return 0
+    while over <= 0 and high < _MOST_BATCH:
+        slope = (over - under) / (high - low)
+        reach = math.ceil(high - 1.02 * over / slope) if slope > 0 else _MOST_BATCH
+        low, under, high = high, over, min(_MOST_BATCH, max(high + 1, reach))
+        over = excess(high)
+    while high - low > max(1, low // 32):
+        middle = round(low + (high - low) * under / (under - over) * 0.99)
+        middle = min(max(middle, low + 1), high - 1)
+        found = excess(middle)
+        low, under, high, over = (
+            (middle, found, high, over) if found <= 0 else (low, under, middle, found)
+        )
+    return low
+
+
+def memory_words(priced: Priced) -> str:
+    """The fullest device's memory of its limit, such as `5.1 GiB of 8 GiB`."""
+    _, n_bytes, limit = priced.fullest
+    return f"{format_bytes(n_bytes)} of {format_bytes(limit)}"

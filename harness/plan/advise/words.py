@@ -1,0 +1,267 @@
+"""Advice in words and tables, and as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from harness.measure.text import table
+from harness.plan.advise.advice import Advice, LeftOut
+from harness.plan.advise.evidence import Uncertainty
+from harness.plan.advise.prices import Prices
+from harness.plan.advise.pricing import Priced, memory_words
+from harness.units import format_bandwidth, format_duration
+
+_MOST_ROWS = 12
+_MILLION = 1e6
+_J_PER_KWH = 3.6e6
+_GPU = re.compile(r"NVIDIA|Tesla|GeForce|Quadro|TITAN|Instinct|Radeon|\b[RG]TX\b")
+# A machine that costs less is said to add nothing.
+_LEAST_COST = 1.05
+# A change of hardware that brings less is not shown.
+_LEAST_GAIN = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """What advice is shown with."""
+
+    uncertainty: Uncertainty
+    prices: Prices | None = None
+
+
+def advice_lines(advice: Advice, shown: Presentation) -> list[str]:
+    """One sentence first, then the reasons, then the tables."""
+    return [
+        first_sentence(advice),
+        *(_left_out_line(one, advice) for one in advice.left_out),
+        *_larger(advice),
+        *_cheapest(advice, shown.prices),
+        "",
+        *_set_table(advice, shown),
+        *_change_table(advice),
+        *_batch_table(advice),
+        "",
+        *_notes(advice, shown),
+    ]
+
+
+def first_sentence(advice: Advice) -> str:
+    """Which machines to use, with which strategy, and what that brings."""
+    best, noun = advice.best, device_word(advice)
+    rate = f"{best.samples_per_s:.3g} samples/s"
+    if best.cluster.n_devices == 1:
+        device = best.cluster.devices[0]
+        more = "" if best.label == "single" else f" with {best.label}"
+        if advice.cluster.n_devices == 1:
+            return f"The model fits on {device.name} ({device.kind}){more}: {rate}."
+        where = f"{best.node_names[0]} alone ({device.kind}){more}"
+        return f"One {noun} is fastest: use {where}, {rate}."
+    where = name_range(best.node_names)
+    if len(advice.cluster.nodes) == 1:
+        where = f"{best.cluster.n_devices} devices of {where}"
+    single = advice.single
+    gain = (
+        f"no {noun} holds the model alone"
+        if single is None
+        else f"{best.samples_per_s / single.samples_per_s:.2g} times one {noun}"
+    )
+    return f"Use {where} with {best.label}: {gain}, {rate}."
+
+
+def device_word(advice: Advice) -> str:
+    """`GPU` where all devices are, else `device`."""
+    kinds = [device.kind for device in advice.cluster.devices]
+    return "GPU" if all(_GPU.search(kind) for kind in kinds) else "device"
+
+
+def name_range(names: Sequence[str]) -> str:
+    """Names in words; runs of three or more numbered ones as `node0 to node2`."""
+    parts = []
+    for run in _runs(names):
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else run
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _runs(names: Sequence[str]) -> list[list[str]]:
+    runs = [[name] for name in names[:1]]
+    for before, name in pairwise(names):
+        if _follows(before, name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return runs
+
+
+def _follows(before: str, name: str) -> bool:
+    a, b = (re.fullmatch(r"(.*?)([0-9]{1,9})", one) for one in (before, name))
+    return a is not None and b is not None and a[1] == b[1] and int(b[2]) == int(a[2]) + 1
+
+
+def _left_out_line(one: LeftOut, advice: Advice) -> str:
+    nodes = name_range(one.nodes)
+    more = f"{nodes} too" if len(one.nodes) == 1 else f"one of {nodes} too"
+    if one.with_it is None:
+        return f"With {more}, no strategy fits."
+    cost = advice.best.samples_per_s / one.with_it.samples_per_s
+    if one.slowness is not None:
+        reason = f"its {one.kind} takes {one.slowness:.2g} times as long as {one.fastest_kind}"
+    elif one.rate is not None:
+        its = "its link carries" if len(one.nodes) == 1 else "their links carry"
+        reason = f"{its} {format_bandwidth(one.rate)}"
+    else:
+        reason = "communication takes more than it saves"
+    if cost < _LEAST_COST:
+        return f"{nodes} would add nothing: {reason}."
+    return f"With {more}, training takes {cost:.2g} times as long: {reason}."
+
+
+def _larger(advice: Advice) -> Iterator[str]:
+    """The fastest set, where a smaller one is about as fast."""
+    fastest = advice.sets[0]
+    if fastest is not advice.best:
+        gain = fastest.samples_per_s / advice.best.samples_per_s
+        yield (
+            f"{name_range(fastest.node_names)} with {fastest.label} would be {gain:.2f} times as "
+            "fast, which is less than predictions are off."
+        )
+
+
+def _cheapest(advice: Advice, prices: Prices | None) -> Iterator[str]:
+    if prices is None:
+        return
+    known = [(money, one) for one in advice.sets if (money := money_of(one, prices)) is not None]
+    if known:
+        money, one = min(known, key=lambda item: item[0])
+        words = f"{money:.3g} {prices.currency}".strip()
+        where = name_range(one.node_names)
+        yield f"Cheapest: {where} with {one.label}, {words} per million samples."
+
+
+def energy_kwh(one: Priced, prices: Prices) -> float | None:
+    """Per million samples; None where a node's watts are not given."""
+    watts = prices.joules_per_s(one.node_names)
+    return None if watts is None else watts * _MILLION / one.samples_per_s / _J_PER_KWH
+
+
+def money_of(one: Priced, prices: Prices) -> float | None:
+    """Per million samples; None where a price is not given."""
+    rate = prices.money_per_s(one.node_names)
+    return None if rate is None else rate * _MILLION / one.samples_per_s
+
+
+def _set_table(advice: Advice, shown: Presentation) -> list[str]:
+    noun = device_word(advice)
+    heads = ["machines", "strategy", "step", "range", "samples/s", f"times one {noun}", "memory"]
+    prices = shown.prices
+    if prices is not None:
+        heads += ["kWh/million", f"{prices.currency or 'money'}/million"]
+    rows = []
+    for one in advice.sets[:_MOST_ROWS]:
+        row = [
+            _machines(one, advice),
+            one.label,
+            format_duration(one.step_s),
+            f"{format_duration(one.step_s * shown.uncertainty.low)} to "
+            f"{format_duration(one.step_s * shown.uncertainty.high)}",
+            f"{one.samples_per_s:.3g}",
+            _ratio(one, advice.single),
+            memory_words(one),
+        ]
+        if prices is not None:
+            row += [_number(energy_kwh(one, prices)), _number(money_of(one, prices))]
+        rows.append(row)
+    lines = table(heads, rows)
+    if len(advice.sets) > _MOST_ROWS:
+        lines.append(f"... and {len(advice.sets) - _MOST_ROWS} slower sets (--json has all)")
+    return lines
+
+
+def _machines(one: Priced, advice: Advice) -> str:
+    names = name_range(one.node_names)
+    whole = {node.name: len(node.devices) for node in advice.cluster.nodes}
+    n_all = sum(whole[name] for name in one.node_names)
+    return names if n_all == one.cluster.n_devices else f"{one.cluster.n_devices} of {names}"
+
+
+def _ratio(one: Priced, single: Priced | None) -> str:
+    return "-" if single is None else f"{one.samples_per_s / single.samples_per_s:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _change_table(advice: Advice) -> list[str]:
+    best = advice.best.samples_per_s
+    rows = [
+        [change.name, f"{gain:.2f}", _machines(change.best, advice), change.best.label]
+        for change in advice.changes
+        if (gain := change.best.samples_per_s / best) >= _LEAST_GAIN
+    ]
+    if not rows:
+        return []
+    return ["", *table(["with", "times today's best", "machines", "strategy"], rows)]
+
+
+def _batch_table(advice: Advice) -> list[str]:
+    rows = [
+        [one.strategy, one.devices, str(one.batch) if one.batch else "does not fit"]
+        for one in advice.largest
+    ]
+    return ["", *table(["strategy", "devices", "largest global batch"], rows)]
+
+
+def _notes(advice: Advice, shown: Presentation) -> Iterator[str]:
+    yield f"range: {shown.uncertainty.source}"
+    if not advice.request.overlap:
+        yield "gradients are synchronised after the backward pass (--no-overlap)"
+    if advice.n_unpriced:
+        yield (
+            f"{advice.n_unpriced} sets were not priced in the time given: raise --search-seconds"
+        )
+
+
+def advice_object(advice: Advice, shown: Presentation) -> dict[str, Any]:
+    """One JSON object, with the fields that docs/machines.md lists."""
+    prices = shown.prices
+    return {
+        "sentence": first_sentence(advice),
+        "why": [_left_out_line(one, advice) for one in advice.left_out],
+        "sets": [
+            {
+                "nodes": one.node_names,
+                "devices": [device.name for device in one.cluster.devices],
+                "strategy": one.label,
+                "batch": one.batch,
+                "predicted_step_s": one.step_s,
+                "low_step_s": one.step_s * shown.uncertainty.low,
+                "high_step_s": one.step_s * shown.uncertainty.high,
+                "samples_per_s": one.samples_per_s,
+                "fullest_device": one.fullest[0],
+                "memory_bytes": one.fullest[1],
+                "memory_limit_bytes": one.fullest[2],
+                "kwh_per_million": None if prices is None else energy_kwh(one, prices),
+                "money_per_million": None if prices is None else money_of(one, prices),
+            }
+            for one in advice.sets
+        ],
+        "changes": [
+            {
+                "with": change.name,
+                "times_best": change.best.samples_per_s / advice.best.samples_per_s,
+                "nodes": change.best.node_names,
+                "strategy": change.best.label,
+            }
+            for change in advice.changes
+        ],
+        "largest_batch": [
+            {"strategy": one.strategy, "devices": one.devices, "batch": one.batch}
+            for one in advice.largest
+        ],
+        "uncertainty": shown.uncertainty.source,
+        "n_unpriced": advice.n_unpriced,
+    }
