@@ -20,6 +20,9 @@ from harness.inputs import MOST_COUNT, is_amount, shorten
 SCHEMA = "harness-graph"
 SCHEMA_VERSION = 1
 
+# Attribute of an operator: forward and backward FLOPs in products of activations with each other.
+SCORE_FLOPS = "score_flops"
+
 Attribute = bool | Count | Number | str | Sequence[Count | Number | str]
 
 # Dims of an output; a partition names them.

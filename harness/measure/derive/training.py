@@ -44,6 +44,7 @@ class TrainingSummary:
         n_samples: samples of the job in one unit.
         throughput: samples per second of the job, from the median; `throughput_low` and
             `throughput_high` from its interval.
+        tokens_per_sample: 1 or more for text; None for other samples.
         phases: mean seconds of a step by the names of PHASES, mean over the ranks that compute.
         overlap: communication covered by compute / communication, 0 to 1.
         exposed_communication_s: mean over steps and the ranks that compute, from spans.
@@ -68,6 +69,7 @@ class TrainingSummary:
     throughput: float | None = None
     throughput_low: float | None = None
     throughput_high: float | None = None
+    tokens_per_sample: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
     communication_s: float | None = None
     exposed_communication_s: float | None = None
@@ -77,6 +79,7 @@ class TrainingSummary:
     synchronisations_per_s: float | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
+    mfu_without_scores: float | None = None
     mfu_of_measured_peak: float | None = None
     memory_bytes: dict[str, float] = field(default_factory=dict)
     sent_bytes_per_s: float | None = None
@@ -87,6 +90,12 @@ class TrainingSummary:
     ranks: tuple[RankSummary, ...] = ()
     outlier_steps: tuple[int, ...] = ()
     warnings: tuple[Doubt, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if self.throughput is None or self.tokens_per_sample is None:
+            return None
+        return self.throughput * self.tokens_per_sample
 
     @property
     def throughput_per_device(self) -> float | None:
@@ -281,18 +290,23 @@ def _rates(
     flops = [median_of(records, "model_flops") for records in run.ranks.values()]
     counted = [value for value in flops if value is not None]
     if counted and len(counted) == len(run.header.ranks):
-        rates |= _utilization(run, sum(counted) / duration.median)
+        of_scores = (median_of(records, "score_flops") or 0.0 for records in run.ranks.values())
+        rates |= _utilization(run, sum(counted) / duration.median, sum(of_scores) / duration.median)
+    tokens = (median_of(records, "tokens_per_sample") for records in run.ranks.values())
+    rates["tokens_per_sample"] = next((n for n in tokens if n), None)
     return rates
 
 
-def _utilization(run: Run, flops_per_s: float) -> dict[str, Any]:
+def _utilization(run: Run, flops_per_s: float, of_scores: float) -> dict[str, Any]:
     dtype = configured(run, "dtype", "fp32")
     infos = run.header.ranks
     published = [info.peak_flops_per_s.get(dtype) for info in infos]
     known = [peak for peak in published if peak]
+    peak = sum(known) if known and len(known) == len(infos) else None
     return {
         "flops_per_s": flops_per_s,
-        "mfu": flops_per_s / sum(known) if known and len(known) == len(infos) else None,
+        "mfu": flops_per_s / peak if peak else None,
+        "mfu_without_scores": (flops_per_s - of_scores) / peak if peak and of_scores else None,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from harness.domain.graph import Graph, Operator
+from harness.domain.graph import SCORE_FLOPS, Graph, Operator
 from harness.errors import HarnessError, ModelError
 from harness.runtime.capture.meta_run import (
     MetaResult,
@@ -218,6 +218,8 @@ class _Builder:
         self._name_of[node] = name
         self.nodes[name] = node
         found = self._measured[node]
+        if found.score_flops:
+            attrs[SCORE_FLOPS] = found.score_flops
         self.operators.append(
             Operator(
                 name=name,

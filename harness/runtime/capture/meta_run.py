@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from harness.runtime.capture.flop_counts import FlopCounts
 from harness.runtime.capture.meta_copy import meta_copy
 from harness.runtime.tracing.constructs import NO_GRAD
 from harness.runtime.tracing.functions import GradientHooks
@@ -20,6 +20,7 @@ class MetaResult:
         self.value: Any = None
         self.forward_flops = 0.0
         self.backward_flops = 0.0
+        self.score_flops = 0.0  # of both, in products of activations
 
 
 def _detached(value: Any) -> Any:
@@ -55,16 +56,17 @@ class _MetaRun(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = fx.node.map_aggregate((args, kwargs), _detached)
         found = MetaResult()
-        with FlopCounterMode(display=False) as forward:
+        with FlopCounts() as forward:
             value = getattr(self, n.op)(n.target, args, kwargs)
         has_gradient = not n.meta.get(NO_GRAD) and not isinstance(n.target, GradientHooks)
         outputs = [x for x in tensors_in_order(value) if x.requires_grad and has_gradient]
-        with FlopCounterMode(display=False) as backward:
+        with FlopCounts() as backward:
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
         found.value = value
-        found.forward_flops = float(forward.get_total_flops())
-        found.backward_flops = float(backward.get_total_flops())
+        found.forward_flops = forward.total
+        found.backward_flops = backward.total
+        found.score_flops = forward.of_activations + backward.of_activations
         self.measured[n] = found
         return value
 

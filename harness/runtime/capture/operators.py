@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.domain.graph import Attribute
+from harness.runtime.models.attention import GroupedAttention, is_single_operator
 from harness.runtime.tracing.functions import OpaqueFunction
 from harness.runtime.tracing.patches import has_own_hooks
 from harness.runtime.tracing.regions import AutocastFunction, AutocastModule
@@ -68,6 +69,18 @@ def _attention(module: nn.MultiheadAttention) -> Attributes:
     return {"n_heads": module.num_heads, "in_features": module.embed_dim}
 
 
+def _grouped_attention(module: GroupedAttention) -> Attributes:
+    form, relative = module.form, module.relative
+    return {
+        "n_heads": module.n_groups,  # groups are what can be cut
+        "in_features": module.width,
+        "queries_per_group": form.queries_per_group,
+        "is_causal": form.is_causal,
+        "has_rotary": form.rotary_base is not None,
+        "n_buckets": 0 if relative is None else relative.num_embeddings,
+    }
+
+
 def _lstm(module: nn.LSTM) -> Attributes:
     return {
         "in_features": module.input_size,
@@ -76,7 +89,7 @@ def _lstm(module: nn.LSTM) -> Attributes:
     }
 
 
-def _layer_norm(module: nn.LayerNorm) -> Attributes:
+def _layer_norm(module: nn.LayerNorm | nn.RMSNorm) -> Attributes:
     return {"n_normalized": len(module.normalized_shape)}
 
 
@@ -95,10 +108,11 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
     ((nn.MaxPool2d, nn.AvgPool2d), "pool", _pool),
     ((nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), "pool", _none),
     ((nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm), "batch_norm", _none),
-    ((nn.LayerNorm,), "layer_norm", _layer_norm),
+    ((nn.LayerNorm, nn.RMSNorm), "layer_norm", _layer_norm),
     ((nn.GroupNorm,), "layer_norm", _none),
     ((nn.Embedding, nn.EmbeddingBag), "embedding", _embedding),
     ((nn.MultiheadAttention,), "attention", _attention),
+    ((GroupedAttention,), "attention", _grouped_attention),
     ((nn.LSTM,), "lstm", _lstm),
     ((nn.Softmax, nn.LogSoftmax), "softmax", _none),
     ((nn.Flatten,), "flatten", _none),
@@ -114,7 +128,7 @@ _MODULES: list[tuple[tuple[type[nn.Module], ...], str, Callable[[Any], Attribute
 _ELEMENTWISE = {
     "relu", "relu_", "gelu", "silu", "sigmoid", "tanh", "mul", "sub", "truediv", "div", "neg",
     "dropout", "clamp", "pow", "sqrt", "rsqrt", "leaky_relu", "hardswish", "softplus", "elu", "to",
-    "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach",
+    "float", "contiguous", "log", "abs", "imul", "isub", "exp", "detach", "ne",
 }  # fmt: skip
 _ADD = {"add", "add_", "iadd"}
 _CAT = {"cat", "concat", "concatenate"}
@@ -172,8 +186,8 @@ def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         return isinstance(node.target, OpaqueFunction) and not is_autocast
     module = modules[str(node.target)]
     module = module.module if isinstance(module, AutocastModule) else module
-    is_from_torch = type(module).__module__.startswith("torch.")
-    return not is_from_torch or any(map(has_own_hooks, module.modules()))
+    is_known_type = type(module).__module__.startswith("torch.") or is_single_operator(module)
+    return not is_known_type or any(map(has_own_hooks, module.modules()))
 
 
 def is_frozen_norm(node: fx.Node, module: nn.Module | None) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +17,7 @@ from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_folder
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
+from harness.runtime.models import input_kind
 from harness.runtime.models.task import DlrmOptions, Task
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "BatchPlan",
     "DataEntry",
     "DataOptions",
+    "count_targets",
     "load_batches",
     "open_data",
     "split_by_weight",
@@ -58,7 +60,7 @@ class DataEntry:
         n_classes: reads the number of classes from the directory; 0: the model's.
         image_size, n_channels: of the stored images; 0: the model's.
         is_shuffled: whether each epoch has a new order.
-        is_for_dlrm: True: only for dlrm; False: only for models of images; None: for any model.
+        feeds: kind of models that it feeds; None: any.
     """
 
     open: Open
@@ -67,7 +69,7 @@ class DataEntry:
     image_size: int = 0
     n_channels: int = 0
     is_shuffled: bool = True
-    is_for_dlrm: bool | None = False
+    feeds: Literal["images", "dlrm", "text"] | None = "images"
 
 
 def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
@@ -91,7 +93,7 @@ def _dlrm_hdf5(options: DataOptions, task: Task, global_batch: int) -> Dataset[B
 
 
 DATA: dict[str, DataEntry] = {
-    "synthetic": DataEntry(open=_synthetic, is_shuffled=False, is_for_dlrm=None),
+    "synthetic": DataEntry(open=_synthetic, is_shuffled=False, feeds=None),
     "cifar10": DataEntry(
         open=_cifar("cifar10"),
         check=lambda options: open_cifar("cifar10", options.data_dir, 32),
@@ -115,7 +117,7 @@ DATA: dict[str, DataEntry] = {
     "dlrm_hdf5": DataEntry(
         open=_dlrm_hdf5,
         check=lambda options: DlrmHdf5(options.data_dir, options.dlrm),
-        is_for_dlrm=True,
+        feeds="dlrm",
     ),
 }
 
@@ -129,7 +131,7 @@ def entry_for(data: str, model: str) -> DataEntry:
     if data not in DATA:
         raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
     entry = DATA[data]
-    if entry.is_for_dlrm is not None and entry.is_for_dlrm != (model == "dlrm"):
+    if entry.feeds is not None and entry.feeds != input_kind(model):
         raise ConfigError(f"--data {data} cannot feed --model {model}: choose one that it can")
     return entry
 
@@ -144,6 +146,15 @@ def open_data(name: str, options: DataOptions, task: Task, global_batch: int) ->
     if len(data) < 1:
         raise DataError(f"--data {name} in {options.data_dir} holds no sample")
     return data
+
+
+def count_targets(data: Any, task: Task, indices: Sequence[int]) -> tuple[int, ...]:
+    """Number of targets that count for the loss, of each sample; all of them where the data masks
+    none. Every rank knows all samples, so that none must communicate."""
+    if hasattr(data, "count_targets"):
+        found: tuple[int, ...] = data.count_targets(indices)
+        return found
+    return (task.n_targets,) * len(indices)
 
 
 def _identity(batch: Batch) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: one tensor per input of the task, each (samples, ...).
-        targets: (samples,).
+        targets: (samples, *target_shape).
     """
 
     inputs: tuple[Tensor, ...]
@@ -104,11 +105,15 @@ class BatchPlan:
         With `shares`, a rank without samples in a step gets the batch's first one as a dummy that
         must not count, because every rank has to call the collectives.
         """
-        for epoch in itertools.count():
-            order = self._order(epoch)
-            for step in range(self.n_steps_per_epoch):
-                batch = order[step * self.global_batch : (step + 1) * self.global_batch]
-                yield [batch[position] for position in self._positions(rank, step)]
+        for step in itertools.count():
+            batch = self.global_indices(step)
+            yield [batch[position] for position in self._positions(rank, step)]
+
+    def global_indices(self, step: int) -> list[int]:
+        """The sample indices of a step's global batch, in order."""
+        epoch, step = divmod(step, self.n_steps_per_epoch)
+        first = step * self.global_batch
+        return list(self._order(epoch)[first : first + self.global_batch])
 
     def _positions(self, rank: int, step: int) -> Sequence[int]:
         """Positions in a step's batch, or that of a dummy if the rank's share is empty."""
@@ -118,9 +123,13 @@ class BatchPlan:
         first = sum(sizes[:rank])
         return range(first, first + sizes[rank]) or range(1)
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         if not self.is_shuffled:
-            return list(range(self.n_samples))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order: list[int] = torch.randperm(self.n_samples, generator=generator).tolist()
-        return order
+            return range(self.n_samples)
+        return _shuffled(self.n_samples, self.seed * 1_000_003 + epoch)
+
+
+@lru_cache(maxsize=2)
+def _shuffled(n: int, seed: int) -> Sequence[int]:
+    order: list[int] = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order

@@ -82,11 +82,12 @@ class SyntheticData(Dataset[Batch]):
 
     def _allocate(self, n_samples: int) -> Batch:
         inputs = (torch.empty((n_samples, *s.shape), dtype=s.dtype) for s in self._task.inputs)
-        return Batch(tuple(inputs), torch.empty(n_samples, dtype=torch.int64))
+        targets = torch.empty((n_samples, *self._task.target_shape), dtype=torch.int64)
+        return Batch(tuple(inputs), targets)
 
     def _draw_into(self, batch: Batch, row: int, index: int) -> None:
         seed = (self._seed * _SEED_FACTOR + index) % (1 << 32)
         generator = torch.Generator().manual_seed(seed)
         for spec, column in zip(self._task.inputs, batch.inputs, strict=True):
             column[row] = _draw(spec, generator)
-        batch.targets[row] = torch.randint(max(2, self._task.n_classes), (), generator=generator)
+        batch.targets[row] = self._task.draw_targets(1, generator=generator)[0]

@@ -29,13 +29,13 @@ def _finish(device: torch.device) -> None:
 def samples_per_s(task: Task, n_samples: int, dtype: str, device: torch.device) -> float:
     """Rate of forward and backward over batches of `n_samples`; the model is not changed."""
     inputs = [_zeros(spec, n_samples, device) for spec in task.inputs]
-    targets = torch.zeros(n_samples, dtype=torch.int64, device=device)
+    targets = task.draw_targets(n_samples, device=device)
     precision = Precision(dtype, device)
     state = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
 
     def step() -> None:
         with precision.autocast():
-            loss = task.sum_loss(task.model(*inputs), targets) / n_samples
+            loss = task.sum_loss(task.model(*inputs), targets) / targets.numel()
         loss.backward()
         task.model.zero_grad(set_to_none=True)
 

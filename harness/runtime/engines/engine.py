@@ -20,15 +20,23 @@ class Share:
     Attributes:
         n_local: the rank's samples; 0 if its batch is a dummy that must not count.
         n_global: samples of the global batch.
+        counts: targets that count for the loss, of each sample of the global batch in order;
+            empty: one each.
     """
 
     n_local: int
     n_global: int
+    counts: tuple[int, ...] = ()
+
+    def n_targets(self, start: int = 0, stop: int | None = None) -> int:
+        """Number of targets of samples `start` to `stop` of the global batch that count."""
+        stop = self.n_global if stop is None else stop
+        return sum(self.counts[start:stop]) if self.counts else stop - start
 
     @property
     def weight(self) -> float:
         """Factor of the rank's summed loss, such that the sum over ranks is the global mean."""
-        return 1.0 / self.n_global if self.n_local else 0.0
+        return 1.0 / max(1, self.n_targets()) if self.n_local else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,6 @@ class ExecutorEngine:
             weights=self.weights,
             reduce_over=partial(norm_reducer, self._channels, self._phases),
             random=self._random,
-            mean_over=size if self.plan.is_asynchronous else self.plan.strategy.batch,
             buffers=self._gradient_buffers,
             immediate=self._immediate_sink(),
             joining=joining,
@@ -257,12 +256,12 @@ class ExecutorEngine:
             self.flush()
         batch = self._fetch(fetch)
         if self.is_priming_due:
-            self._prime(batch)
+            self._prime(batch, share)
         self._channels.is_muted = is_muted
         self._n_updates = 0
         if self._stash is None:
             self._sync.start_step(is_muted=is_muted)
-        self._run(batch)
+        self._run(batch, share)
         if self._stash is None:
             self._sync.finish()
             self._update()
@@ -273,17 +272,17 @@ class ExecutorEngine:
         self._random.step += 1
         return self._loss()
 
-    def _run(self, batch: Batch | None) -> None:
-        actions, flights = self._timetable.step(), self._feed.split(batch)
-        self._runner.run(actions, flights, self._timetable.n_streamed)
+    def _run(self, batch: Batch | None, share: Share) -> None:
+        flights = self._feed.split(batch, share, is_asynchronous=self.plan.is_asynchronous)
+        self._runner.run(self._timetable.step(), flights, self._timetable.n_streamed)
         self._phases.end()
 
-    def _prime(self, batch: Batch | None) -> None:
+    def _prime(self, batch: Batch | None, share: Share) -> None:
         """Run a step without communication or update; see the module `priming`."""
 
         def step() -> None:
             self._sync.start_step(is_muted=True)
-            self._run(batch)
+            self._run(batch, share)
             self._sync.finish()
             self._runner.forget()
 

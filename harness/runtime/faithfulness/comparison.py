@@ -97,8 +97,7 @@ def draw_batch(task: Task, n: int, seed: int, device: torch.device) -> Batch:
         return torch.randn(n, *spec.shape, generator=generator).to(spec.dtype)
 
     inputs = tuple(draw(spec) for spec in task.inputs)
-    targets = torch.randint(max(2, task.n_classes), (n,), generator=generator)
-    return Batch(inputs, targets).to(device)
+    return Batch(inputs, task.draw_targets(n, generator=generator)).to(device)
 
 
 def hold_to_model(task: Task, captured: Captured, name: str, dtype: str = "fp32") -> None:
@@ -208,7 +207,7 @@ class _Comparison:
         )
 
     def _sum_loss(self, outputs: Any, batch: Batch) -> Tensor:
-        return self._task.sum_loss(outputs, batch.targets) / len(batch.targets)
+        return self._task.sum_loss(outputs, batch.targets) / batch.targets.numel()
 
     def _train(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,18 +15,31 @@ from harness.errors import ModelError
 from harness.runtime.models.dlrm import Dlrm, check_dlrm
 from harness.runtime.models.factory import task_from_factory
 from harness.runtime.models.lenet import LeNet
-from harness.runtime.models.task import DlrmOptions, InputSpec, ModelOptions, Task
+from harness.runtime.models.nmt import Nmt
+from harness.runtime.models.task import (
+    DlrmOptions,
+    HeadName,
+    InputSpec,
+    ModelOptions,
+    Task,
+    TextOptions,
+)
+from harness.runtime.models.text import T5, Bert, Gpt2, Llama, check_text
 from harness.runtime.models.torchvision_import import import_torchvision
 
 __all__ = [
     "MODELS",
     "DlrmOptions",
+    "HeadName",
     "InputSpec",
     "ModelEntry",
     "ModelOptions",
     "Task",
+    "TextOptions",
     "build_task",
+    "entry_of",
     "fit_options",
+    "input_kind",
     "may_import_torchvision",
 ]
 
@@ -40,6 +53,10 @@ class ModelEntry:
         image_size: default height and width of images; 0 if the model takes none.
         min_image_size: smallest height and width that its layers accept.
         size_multiple: height and width must be a multiple of this.
+        text: default sizes of a model of text; None for others.
+        inputs: names of a text model's inputs, which are tokens, and of which the last is shifted
+            right if it is the target.
+        heads: what a text model can predict.
     """
 
     build: Callable[[ModelOptions], nn.Module]
@@ -48,6 +65,9 @@ class ModelEntry:
     size_multiple: int = 1
     n_channels: int = 3
     n_classes: int = 1000
+    text: TextOptions | None = None
+    inputs: tuple[str, ...] = ("tokens",)
+    heads: tuple[HeadName, ...] = ("tokens",)
 
 
 def _torchvision(name: str, options: ModelOptions, **fixed: Any) -> nn.Module:
@@ -66,6 +86,10 @@ def _vit_b_16(options: ModelOptions) -> nn.Module:
     return _torchvision("vit_b_16", options, image_size=options.image_size)
 
 
+def _inception_v3(options: ModelOptions) -> nn.Module:
+    return _torchvision("inception_v3", options, aux_logits=False, init_weights=True)
+
+
 def _lenet(options: ModelOptions) -> nn.Module:
     return LeNet(options.n_classes, options.n_channels, options.image_size)
 
@@ -74,6 +98,39 @@ def _dlrm(options: ModelOptions) -> nn.Module:
     return Dlrm(options.dlrm)
 
 
+def _text_entry(
+    build: Callable[[ModelOptions], nn.Module],
+    sizes: TextOptions,
+    *inputs: str,
+    heads: tuple[HeadName, ...] = ("tokens",),
+) -> ModelEntry:
+    return ModelEntry(
+        build=build, image_size=0, n_channels=0, n_classes=2, text=sizes, inputs=inputs, heads=heads
+    )
+
+
+_BERT = TextOptions(
+    sequence_length=128, vocabulary_size=30_522, n_layers=12, width=768, n_heads=12, n_groups=12,
+    mlp_width=3072, head="classes",
+)  # fmt: skip
+_GPT2 = TextOptions(
+    sequence_length=1024, vocabulary_size=50_257, n_layers=12, width=768, n_heads=12, n_groups=12,
+    mlp_width=3072, head="tokens",
+)  # fmt: skip
+# TinyLlama of 1.1 billion parameters, T5-small, and Luong's network of 2015.
+_LLAMA = TextOptions(
+    sequence_length=2048, vocabulary_size=32_000, n_layers=22, width=2048, n_heads=32, n_groups=4,
+    mlp_width=5632, head="tokens",
+)  # fmt: skip
+_T5 = TextOptions(
+    sequence_length=512, vocabulary_size=32_128, n_layers=6, width=512, n_heads=8, n_groups=8,
+    mlp_width=2048, head="tokens",
+)  # fmt: skip
+_NMT = TextOptions(
+    sequence_length=50, vocabulary_size=50_000, n_layers=4, width=1000, n_heads=1, n_groups=1,
+    mlp_width=1000, head="tokens",
+)  # fmt: skip
+
 MODELS: dict[str, ModelEntry] = {
     "lenet": ModelEntry(build=_lenet, image_size=28, min_image_size=28, n_channels=1, n_classes=10),
     "alexnet": ModelEntry(build=partial(_torchvision, "alexnet"), min_image_size=63),
@@ -81,8 +138,18 @@ MODELS: dict[str, ModelEntry] = {
     "resnet18": ModelEntry(build=partial(_torchvision, "resnet18")),
     "resnet50": ModelEntry(build=partial(_torchvision, "resnet50")),
     "resnet152": ModelEntry(build=partial(_torchvision, "resnet152")),
+    "resnet101": ModelEntry(build=partial(_torchvision, "resnet101")),
+    "inception_v3": ModelEntry(build=_inception_v3, image_size=299, min_image_size=75),
+    "densenet121": ModelEntry(build=partial(_torchvision, "densenet121")),
     "vit_b_16": ModelEntry(build=_vit_b_16, min_image_size=16, size_multiple=16),
     "dlrm": ModelEntry(build=_dlrm, image_size=0, n_channels=0),
+    "bert_base": _text_entry(
+        Bert, _BERT, "tokens", "segments", heads=("classes", "span", "tokens")
+    ),
+    "gpt2": _text_entry(Gpt2, _GPT2, "tokens"),
+    "llama": _text_entry(Llama, _LLAMA, "tokens"),
+    "t5": _text_entry(T5, _T5, "source", "target"),
+    "nmt": _text_entry(Nmt, _NMT, "source", "target"),
 }
 
 
@@ -100,9 +167,21 @@ def entry_of(name: str) -> ModelEntry | None:
     )
 
 
+def input_kind(name: str) -> Literal["images", "dlrm", "text"]:
+    """The inputs of a model; a user's factory takes images unless it returns a Task.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    if name == "dlrm":
+        return "dlrm"
+    entry = entry_of(name)
+    return "images" if entry is None or entry.text is None else "text"
+
+
 def may_import_torchvision(name: str) -> bool:
     """Whether building the model may import torchvision."""
-    return name not in ("lenet", "dlrm")
+    return name not in ("lenet", "dlrm") and not (name in MODELS and MODELS[name].text is not None)
 
 
 def fit_options(
@@ -117,6 +196,8 @@ def fit_options(
     if name == "dlrm":
         check_dlrm(options.dlrm)
         return options
+    if entry.text is not None:
+        return _fit_text(name, entry, options)
     size = options.image_size
     if not size:
         size = entry.image_size
@@ -130,6 +211,23 @@ def fit_options(
     n_channels = options.n_channels or data_channels or entry.n_channels
     n_classes = options.n_classes or entry.n_classes
     return replace(options, image_size=size, n_channels=n_channels, n_classes=n_classes)
+
+
+def _fit_text(name: str, entry: ModelEntry, options: ModelOptions) -> ModelOptions:
+    assert entry.text is not None
+    text = options.text.filled(entry.text)
+    check_text(name, text)
+    if text.head not in entry.heads:
+        raise ModelError(
+            f"{name} predicts {' or '.join(entry.heads)}, not {text.head}: use --head "
+            f"{entry.heads[0]}, or bert_base"
+        )
+    n_classes = {
+        "tokens": text.vocabulary_size,
+        "span": text.sequence_length,
+        "classes": options.n_classes or entry.n_classes,
+    }[text.head]
+    return replace(options, text=text, n_classes=n_classes, image_size=0, n_channels=0)
 
 
 def _no_build(options: ModelOptions) -> nn.Module:
@@ -154,12 +252,14 @@ def _freeze_norms(model: nn.Module) -> None:
             module.eval()
 
 
-def _inputs(name: str, options: ModelOptions) -> tuple[InputSpec, ...]:
-    if name != "dlrm":
-        side = options.image_size
-        return (InputSpec(name="images", shape=(options.n_channels, side, side)),)
+def _images(options: ModelOptions) -> tuple[InputSpec, ...]:
+    side = options.image_size
+    return (InputSpec(name="images", shape=(options.n_channels, side, side)),)
+
+
+def _dlrm_task(entry: ModelEntry, options: ModelOptions) -> Task:
     dlrm = options.dlrm
-    return (
+    inputs = (
         InputSpec(name="dense", shape=(dlrm.bottom_mlp[0],)),
         InputSpec(
             name="indices",
@@ -167,6 +267,30 @@ def _inputs(name: str, options: ModelOptions) -> tuple[InputSpec, ...]:
             dtype=torch.int64,
             n_values=min(dlrm.table_rows),
         ),
+    )
+    return Task(model=entry.build(options), inputs=inputs, loss="binary_cross_entropy")
+
+
+def _text_task(entry: ModelEntry, options: ModelOptions) -> Task:
+    text = options.text
+    length = (text.sequence_length,)
+    inputs = tuple(
+        InputSpec(
+            name=name,
+            shape=length,
+            dtype=torch.int64,
+            n_values=2 if name == "segments" else text.vocabulary_size,
+        )
+        for name in entry.inputs
+    )
+    shapes: dict[HeadName | None, tuple[int, ...]] = {"span": (2,), "tokens": length}
+    return Task(
+        model=entry.build(options),
+        inputs=inputs,
+        loss="span_cross_entropy" if text.head == "span" else "cross_entropy",
+        n_classes=options.n_classes,
+        target_shape=shapes.get(text.head, ()),
+        n_tokens=text.sequence_length * (2 if "source" in entry.inputs else 1),
     )
 
 
@@ -183,12 +307,13 @@ def build_task(name: str, options: ModelOptions, seed: int = 0) -> Task:
     entry = entry_of(name)
     if entry is None:
         task = task_from_factory(name, options)
+    elif entry.text is not None:
+        task = _text_task(entry, options)
+    elif name == "dlrm":
+        task = _dlrm_task(entry, options)
     else:
         task = Task(
-            model=entry.build(options),
-            inputs=_inputs(name, options),
-            loss="binary_cross_entropy" if name == "dlrm" else "cross_entropy",
-            n_classes=0 if name == "dlrm" else options.n_classes,
+            model=entry.build(options), inputs=_images(options), n_classes=options.n_classes
         )
     if options.dropout is not None:
         _set_dropout(task.model, options.dropout)

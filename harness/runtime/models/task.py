@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,22 +15,39 @@ from torch.nn.parameter import is_lazy
 from harness.errors import ModelError
 from harness.runtime.models.outputs import choose_logits, named_outputs
 
-LossName = Literal["cross_entropy", "binary_cross_entropy"]
+LossName = Literal["cross_entropy", "binary_cross_entropy", "span_cross_entropy"]
+HeadName = Literal["classes", "span", "tokens"]
+
+# The token that fills sequences up, which attention masks, and the target that no loss counts.
+PADDING = 0
+IGNORED = -100
+
+
+def _wide(outputs: Tensor) -> Tensor:
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
 
 
 def _sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.float(), targets, reduction="sum")
+    if targets.dim() > 1:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(_wide(outputs), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def _sum_span_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """First and last position of an answer: outputs (n, length, 2), targets (n, 2)."""
+    return _sum_cross_entropy(outputs.transpose(1, 2), targets)
 
 
 def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(
-        outputs.float().reshape(-1), targets.float().reshape(-1), reduction="sum"
+        _wide(outputs).reshape(-1), _wide(targets).reshape(-1), reduction="sum"
     )
 
 
 LOSSES: dict[LossName, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": _sum_cross_entropy,
     "binary_cross_entropy": _sum_binary_cross_entropy,
+    "span_cross_entropy": _sum_span_cross_entropy,
 }
 
 
@@ -68,15 +86,36 @@ class Task:
     Attributes:
         model: called with one tensor per entry of `inputs`, each (samples, *shape).
         n_classes: targets are integers below it; 0 for binary targets (floats 0 or 1).
+        target_shape: of one sample's targets, such as one for each token. Their loss is the mean
+            over all of a global batch, except those that are IGNORED.
+        n_tokens: tokens of a sample; 0 if it has none.
     """
 
     model: nn.Module
     inputs: tuple[InputSpec, ...]
     loss: LossName = "cross_entropy"
     n_classes: int = 0
+    target_shape: tuple[int, ...] = ()
+    n_tokens: int = 0
+
+    @property
+    def n_targets(self) -> int:
+        """Targets of one sample."""
+        return math.prod(self.target_shape)
+
+    def draw_targets(
+        self,
+        n_samples: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | None = None,
+    ) -> Tensor:
+        """Draw random targets; (samples, *target_shape)."""
+        shape = (n_samples, *self.target_shape)
+        return torch.randint(max(2, self.n_classes), shape, generator=generator, device=device)
 
     def sum_loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Sum the loss over the samples; the engine divides by the global batch.
+        """Sum the loss over the targets; the engine divides by their number in the global batch.
 
         Args:
             outputs: the logits, or outputs that hold them by name (`outputs.py`).
@@ -106,6 +145,44 @@ class DlrmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Sizes of a model of text; 0 and None are the model's own.
+
+    Attributes:
+        sequence_length: tokens of a sample; of source and of target each.
+        n_layers: of the encoder and of the decoder each.
+        n_groups: heads of keys and values.
+        mlp_width: width between the two layers of an MLP.
+        head: what is predicted: a class, the span of an answer, or tokens.
+    """
+
+    sequence_length: int = 0
+    vocabulary_size: int = 0
+    n_layers: int = 0
+    width: int = 0
+    n_heads: int = 0
+    n_groups: int = 0
+    mlp_width: int = 0
+    head: HeadName | None = None
+
+    def filled(self, model: TextOptions) -> TextOptions:
+        """Fill in missing sizes; heads and MLP keep their ratios to the model's own sizes."""
+        width = self.width or model.width
+        n_heads = self.n_heads or model.n_heads
+        n_groups = max(1, n_heads * model.n_groups // model.n_heads)
+        return TextOptions(
+            sequence_length=self.sequence_length or model.sequence_length,
+            vocabulary_size=self.vocabulary_size or model.vocabulary_size,
+            n_layers=self.n_layers or model.n_layers,
+            width=width,
+            n_heads=n_heads,
+            n_groups=self.n_groups or n_groups,
+            mlp_width=self.mlp_width or max(1, width * model.mlp_width // model.width),
+            head=self.head or model.head,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Options of a model.
 
@@ -121,6 +198,7 @@ class ModelOptions:
     dropout: float | None = None
     has_frozen_norms: bool = False
     dlrm: DlrmOptions = field(default_factory=DlrmOptions)
+    text: TextOptions = field(default_factory=TextOptions)
 
 
 def check_weights(model: nn.Module) -> None:

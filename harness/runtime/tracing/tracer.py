@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import base_types
 
+from harness.runtime.models.attention import is_single_operator
 from harness.runtime.tracing import patches
 from harness.runtime.tracing.autocast import Regions
 from harness.runtime.tracing.constructs import (
@@ -139,6 +140,8 @@ class ModelTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self._leaves or patches.has_backward_hooks(m):
+            return True
+        if is_single_operator(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 

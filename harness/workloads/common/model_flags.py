@@ -10,17 +10,19 @@ from harness.errors import ConfigError
 from harness.runtime.models import ModelOptions
 from harness.workloads.common.dlrm_flags import DlrmFlags
 from harness.workloads.common.number_flags import check_at_least, flag
+from harness.workloads.common.text_flags import TextFlags, fitted_text
 
 _AT_LEAST = {"image_size": 1, "n_classes": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(DlrmFlags):
+class ModelFlags(DlrmFlags, TextFlags):
     """A model's name and its options."""
 
     model: str = "resnet18"
-    """lenet, alexnet, vgg16, resnet18, resnet50, resnet152, vit_b_16, dlrm, or your own as
-    package.module:factory (a function that returns an nn.Module over images)."""
+    """lenet, alexnet, vgg16, resnet18, resnet50, resnet101, resnet152, inception_v3, densenet121,
+    vit_b_16, dlrm, bert_base, gpt2, llama, t5, nmt, or your own as package.module:factory (a
+    function that returns an nn.Module over images)."""
     image_size: int | None = None
     """Height and width of the images in pixels. Default: that of the data set if the model accepts
     it, else the model's (224). Small images, such as 64, suit CPUs."""
@@ -40,6 +42,7 @@ class ModelFlags(DlrmFlags):
             ConfigError: names the flag.
         """
         self.check_dlrm()
+        self.check_text()
         check_at_least(self, _AT_LEAST)
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ConfigError(
@@ -54,6 +57,7 @@ class ModelFlags(DlrmFlags):
             dropout=self.dropout,
             has_frozen_norms=self.batch_norm == "frozen",
             dlrm=self.dlrm_options(),
+            text=self.text_options(),
         )
 
     @property
@@ -69,6 +73,7 @@ def fitted_flags(fitted: ModelOptions) -> dict[str, Any]:
         "image_size": fitted.image_size or None,
         "n_classes": fitted.n_classes or None,
         "n_channels": fitted.n_channels or None,
+        **fitted_text(fitted.text),
     }
 
 

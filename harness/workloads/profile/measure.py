@@ -32,7 +32,7 @@ from harness.runtime.ranks.context import Context
 from harness.workloads.planning.profile_points import Point
 from harness.workloads.profile.part import ModelPart, is_microbatch, stage_bounds
 from harness.workloads.profile.shard_call import ShardCall
-from harness.workloads.profile.step import make_inputs, make_targets
+from harness.workloads.profile.step import make_inputs
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class PointMeasurer:
         n_devices = self._context.world.size
         is_micro = is_microbatch(graph, samples, n_devices)
         n_stages = n_devices if is_micro else 1
-        targets = make_targets(self._task, samples, device)
+        targets = self._task.draw_targets(samples, device=device)
         steps = steps_of(
             self._captured, lambda output: self._task.sum_loss(tensors_in(output)[0], targets)
         )
@@ -253,7 +253,7 @@ class PointMeasurer:
             task, device = self._task, self._context.world.device
             inputs, targets = (
                 make_inputs(task, samples, device),
-                make_targets(task, samples, device),
+                task.draw_targets(samples, device=device),
             )
             with torch.no_grad(), self._precision.autocast():
                 loss = task.sum_loss(tensors_in(task.model(*inputs))[0], targets)

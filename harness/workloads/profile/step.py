@@ -35,13 +35,6 @@ def make_inputs(task: Task, samples: int, device: torch.device) -> list[Tensor]:
     return made
 
 
-def make_targets(task: Task, samples: int, device: torch.device) -> Tensor:
-    """Make random targets of a task."""
-    if task.n_classes:
-        return torch.randint(task.n_classes, (samples,), device=device)
-    return torch.randint(2, (samples,), device=device).float()
-
-
 def small_batch(batch: int) -> int:
     """An eighth of a batch: a typical microbatch of a pipeline."""
     return max(1, batch // 8)
@@ -70,7 +63,7 @@ class _Data:
 
     @classmethod
     def made(cls, task: Task, samples: int, device: torch.device) -> _Data:
-        return cls(make_inputs(task, samples, device), make_targets(task, samples, device))
+        return cls(make_inputs(task, samples, device), task.draw_targets(samples, device=device))
 
 
 class StepSampler:
@@ -154,7 +147,7 @@ class StepSampler:
         start = clock.mark()
         with self._precision.autocast():
             loss = self._task.sum_loss(self._task.model(*data.inputs), data.targets)
-            loss = loss / len(data.targets)
+            loss = loss / data.targets.numel()
         loss.backward()
         return start, clock.mark()
 

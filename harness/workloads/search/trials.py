@@ -209,7 +209,8 @@ class _Trial:
         )  # fmt: skip
         fed = self._engine.samples
         self._batch: Batch = open_data("synthetic", data, task, strategy.batch).__getitems__(fed)
-        self._share = Share(n_local=len(fed), n_global=strategy.batch)
+        counts = (task.n_targets,) * strategy.batch
+        self._share = Share(n_local=len(fed), n_global=strategy.batch, counts=counts)
 
     def run(self, n_steps: int) -> float:
         """Return seconds of a step on this rank; all ranks must call it.

@@ -48,7 +48,8 @@ class TrainLoop:
     def _share(self, index: int) -> Share:
         plan, step = self._training.plan, index + self._n_warm_up
         n_fed = plan.n_fed(self._context.world.rank, step)
-        return Share(n_local=n_fed, n_global=sum(plan.sizes(step)))
+        counts = self._training.count_targets(plan.global_indices(step))
+        return Share(n_local=n_fed, n_global=sum(plan.sizes(step)), counts=counts)
 
     def _n_counted(self, index: int) -> int:
         """Number of samples of a step that count for this rank; the sum over ranks is the batch."""

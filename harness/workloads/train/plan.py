@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from harness.domain.graph import Graph
+from harness.domain.graph import SCORE_FLOPS, Graph
 from harness.domain.partition import n_replicas, volume
 from harness.domain.prediction import Prediction
 from harness.domain.run import RunHeader
@@ -22,6 +22,7 @@ from harness.domain.sharding import full_blocks, full_shape, has_tasks
 from harness.domain.strategy import Strategy
 from harness.errors import HarnessError, ModelError, PlanError, StrategyError
 from harness.measure.store import read_header
+from harness.runtime.devices.flops import StepFlops
 from harness.runtime.ranks.broadcast import broadcast_result
 from harness.runtime.ranks.context import Context
 from harness.workloads.common.contract import Need, config_json
@@ -48,7 +49,7 @@ class Planned:
 
     strategy: Strategy
     predicted_step_s: float | None
-    flops: tuple[float, ...]
+    flops: tuple[StepFlops, ...]
 
 
 def is_predictable(case: TrainCase) -> bool:
@@ -220,18 +221,20 @@ class _Planner:
         return msgspec.structs.replace(strategy, made_for=self.inputs.made_for)
 
 
-def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[float]:
+def device_flops(graph: Graph, strategy: Strategy, n_devices: int) -> list[StepFlops]:
     """FLOPs of each device in a step: its share of each operator's forward and backward.
 
     Work is counted once: copies of a block share its FLOPs, and halos do not count.
     """
-    flops = [0.0] * n_devices
+    flops = [StepFlops(0.0, 0.0)] * n_devices
     for operator in filter(has_tasks, graph.operators):
         plan = strategy.operators[operator.name]
         shape = full_shape(operator, batch=strategy.batch, graph_batch=graph.batch)
-        whole = operator.forward_flops + operator.backward_flops
+        scores = operator.attrs.get(SCORE_FLOPS, 0.0)
+        assert isinstance(scores, int | float)
         parts = full_blocks(operator, plan.partition, batch=strategy.batch, graph_batch=graph.batch)
         for block, device in zip(parts, plan.devices, strict=True):
-            block_flops = whole * volume(block) / math.prod(shape.values())
-            flops[device] += block_flops / n_replicas(plan.partition)
+            share = volume(block) / math.prod(shape.values()) / n_replicas(plan.partition)
+            before, whole = flops[device], operator.forward_flops + operator.backward_flops
+            flops[device] = StepFlops(before.total + share * whole, before.scores + share * scores)
     return flops

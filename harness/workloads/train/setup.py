@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,12 +18,13 @@ from harness.measure.recorder import Recorder
 from harness.runtime.data import (
     Batch,
     BatchPlan,
+    count_targets,
     entry_for,
     load_batches,
     open_data,
     split_by_weight,
 )
-from harness.runtime.devices.flops import step_flops
+from harness.runtime.devices.flops import StepFlops, step_flops
 from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.engines.balance import measure_speeds
 from harness.runtime.engines.engine import Engine, EngineOptions
@@ -51,6 +53,8 @@ class Training:
     Attributes:
         plan: the samples of each rank in each step.
         batches: this rank's batches, step by step, without end.
+        count_targets: targets that count of each of some samples, by their indices.
+        n_tokens: tokens of a sample; 0 if it has none.
         flops: FLOPs of this rank in a step; None when they cannot be counted.
         n_parameters: number of trained parameters of the whole model.
         gradient_bytes: bytes that data parallelism all-reduces in a step; None for strategies
@@ -60,7 +64,9 @@ class Training:
     trainer: Trainer
     plan: BatchPlan
     batches: Iterator[Batch]
-    flops: float | None
+    count_targets: Callable[[Sequence[int]], tuple[int, ...]]
+    n_tokens: int
+    flops: StepFlops | None
     n_parameters: int
     gradient_bytes: int | None
 
@@ -223,7 +229,7 @@ def prepare(
     if planned is not None and case.engine == "executor":
         executor_options = executor_plan(case, planned.strategy, timeout_s)
         shares = _counted(planned.strategy, world.size)
-        flops: float | None = planned.flops[world.rank]
+        flops: StepFlops | None = planned.flops[world.rank]
     else:
         shares = _shares(case, task, world)
         flops = step_flops(task, lambda: make_task(case), shares[world.rank])
@@ -235,6 +241,8 @@ def prepare(
         trainer=trainer,
         plan=plan,
         batches=batches,
+        count_targets=partial(count_targets, data, task),
+        n_tokens=task.n_tokens,
         flops=flops,
         n_parameters=n_parameters,
         gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,

@@ -69,7 +69,12 @@ def _name(run: Run, summary: TrainingSummary) -> str:
 
 def _throughput(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
     heads = ["run", "status", "step", "99% interval", "samples/s", "per device", "loss"]
-    return columns(heads, [[name, summary.status, *_rate(summary)] for name, summary in rows])
+    cells = [[name, summary.status, *_rate(summary)] for name, summary in rows]
+    if any(summary.tokens_per_s for _, summary in rows):
+        heads.insert(5, "tokens/s")
+        for row, (_, summary) in zip(cells, rows, strict=True):
+            row.insert(5, _number(summary.tokens_per_s))
+    return columns(heads, cells)
 
 
 def _rate(summary: TrainingSummary) -> list[str]:
@@ -122,12 +127,15 @@ def _device(rows: Sequence[tuple[str, TrainingSummary]]) -> str:
             name,
             "-" if summary.flops_per_s is None else format_flops(summary.flops_per_s),
             percent_cell(summary.mfu),
+            percent_cell(summary.mfu_without_scores),
             percent_cell(summary.mfu_of_measured_peak),
             ", ".join(f"{kind} {format_bytes(n)}" for kind, n in summary.memory_bytes.items()),
         ]
         for name, summary in rows
     ]
-    return columns(["run", "rate", "MFU", "MFU of measured peak", "memory peak"], cells)
+    return columns(
+        ["run", "rate", "MFU", "without scores", "MFU of measured peak", "memory peak"], cells
+    )
 
 
 def _warnings(rows: Sequence[tuple[str, TrainingSummary]]) -> str:

@@ -23,7 +23,10 @@ def _record_constants(training: Training, context: Context) -> None:
     if training.gradient_bytes is not None:
         context.recorder.sample("gradient_bytes", training.gradient_bytes)
     if training.flops is not None:
-        context.recorder.sample("model_flops", training.flops)
+        context.recorder.sample("model_flops", training.flops.total)
+        context.recorder.sample("score_flops", training.flops.scores)
+    if training.n_tokens:
+        context.recorder.sample("tokens_per_sample", training.n_tokens)
 
 
 def _record_peaks(context: Context) -> None:

@@ -175,6 +175,18 @@ def test_training_summary_of_a_hand_sized_run() -> None:
     assert sum(summary.phases.values()) == pytest.approx(10.5)
 
 
+def test_text_has_tokens_and_an_mfu_without_scores() -> None:
+    run = full_run()
+    more = [
+        Sample(metric="score_flops", value=0.5e12),
+        Sample(metric="tokens_per_sample", value=8),
+    ]
+    ranks = [[*records, *more] for records in run.ranks.values()]
+    summary = derive.training_summary(make_run(ranks, peak={"fp32": 1e12}))
+    assert summary.tokens_per_s == 16.0
+    assert summary.mfu_without_scores == pytest.approx(0.5 / 10.5)
+
+
 def test_mfu_of_a_device_without_a_published_peak_is_blank() -> None:
     run = full_run()
     summary = derive.training_summary(make_run(list(run.ranks.values())))

@@ -15,11 +15,15 @@ from harness.runtime.models import (
     InputSpec,
     ModelOptions,
     Task,
+    TextOptions,
     build_task,
     fit_options,
 )
 
-OPTIONS = ModelOptions(dlrm=DlrmOptions(table_rows=(100,) * 8))
+OPTIONS = ModelOptions(
+    dlrm=DlrmOptions(table_rows=(100,) * 8),
+    text=TextOptions(sequence_length=6, vocabulary_size=30, n_layers=1, width=16, n_heads=4),
+)
 
 
 def meta_task(name):

@@ -7,7 +7,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.runtime.devices.flops import step_flops
-from harness.runtime.models import InputSpec, ModelOptions, Task, build_task, fit_options
+from harness.runtime.models import (
+    InputSpec,
+    ModelOptions,
+    Task,
+    TextOptions,
+    build_task,
+    fit_options,
+)
 
 
 def two_layers() -> Task:
@@ -18,7 +25,7 @@ def two_layers() -> Task:
 def test_the_first_layer_has_no_input_gradient():
     # Forward 2 n (8 x 16 + 16 x 4); weight gradients the same; input gradient of layer 2 only.
     forward, second = 2 * 10 * (8 * 16 + 16 * 4), 2 * 10 * 16 * 4
-    assert step_flops(two_layers(), two_layers, 10) == 2 * forward + second
+    assert step_flops(two_layers(), two_layers, 10) == (2 * forward + second, 0.0)
 
 
 def test_counting_without_memory_equals_counting_a_real_step():
@@ -28,7 +35,7 @@ def test_counting_without_memory_equals_counting_a_real_step():
     task = build()
     with FlopCounterMode(display=False) as counter:
         task.sum_loss(task.model(torch.randn(3, 1, 28, 28)), torch.tensor([1, 2, 3])).backward()
-    assert step_flops(task, build, 3) == counter.get_total_flops()
+    assert step_flops(task, build, 3) == (counter.get_total_flops(), 0.0)
 
 
 def test_counting_leaves_the_model_alone():
@@ -47,7 +54,25 @@ def test_a_vit_step_counts_about_three_forwards():
         task = build()
     # 17.56 GMAC by torchvision's documentation, attention's products not among them.
     flops = step_flops(task, build, 1)
-    assert 3 * 2 * 16.8e9 < flops < 3 * 2 * 18.5e9
+    assert flops is not None
+    assert 3 * 2 * 16.8e9 < flops.total < 3 * 2 * 18.5e9
+
+
+def test_a_decoder_counts_six_flops_a_parameter_and_token_beside_its_scores():
+    sizes = TextOptions(
+        sequence_length=16, vocabulary_size=50, n_layers=2, width=32, n_heads=4, mlp_width=64
+    )
+
+    def build() -> Task:
+        return build_task("llama", fit_options("llama", ModelOptions(text=sizes)))
+
+    task, tokens = build(), 3 * 16
+    flops = step_flops(task, build, 3)
+    assert flops is not None
+    # Of 2 layers, forward and twice backward: scores and sums of 16 x 16 positions of width 32.
+    assert flops.scores == 3 * 2 * 2 * (2 * 3 * 16 * 16 * 32)
+    multiplied = [p for n, p in task.model.named_parameters() if p.dim() > 1 and "tokens" not in n]
+    assert flops.total - flops.scores == 6 * tokens * sum(p.numel() for p in multiplied)
 
 
 def test_a_model_that_needs_values_is_not_counted():

@@ -14,7 +14,7 @@ from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch
 from harness.runtime.engines.optimizers import OptimizerOptions
-from harness.runtime.models.task import InputSpec, Task
+from harness.runtime.models.task import IGNORED, InputSpec, Task
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _OPTIMIZERS = {
@@ -69,7 +69,16 @@ def draw_batch(task: Task, n: int, seed: int) -> Batch:
     """Random samples for a task."""
     generator = torch.Generator().manual_seed(seed)
     inputs = tuple(_draw(spec, n, generator) for spec in task.inputs)
-    return Batch(inputs, torch.randint(max(2, task.n_classes), (n,), generator=generator))
+    targets = task.draw_targets(n, generator=generator)
+    if task.target_shape:  # sequences of unlike lengths
+        ends = torch.randint(1, targets.shape[1] + 1, (n, 1), generator=generator)
+        targets[torch.arange(targets.shape[1]) >= ends] = IGNORED
+    return Batch(inputs, targets)
+
+
+def target_counts(batch: Batch) -> tuple[int, ...]:
+    """Targets of each sample that count."""
+    return tuple((batch.targets.reshape(len(batch.targets), -1) != IGNORED).sum(1).tolist())
 
 
 def random_case(seed: int, index: int) -> Case:

@@ -21,9 +21,18 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from harness.domain.graph import Graph
 from harness.runtime.capture.capture import capture
+from harness.runtime.models import build_task, fit_options
 from harness.runtime.models.dlrm import Dlrm, interaction_width
 from harness.runtime.models.lenet import LeNet
-from harness.runtime.models.task import DlrmOptions, InputSpec, Task, logits_of
+from harness.runtime.models.task import (
+    DlrmOptions,
+    HeadName,
+    InputSpec,
+    ModelOptions,
+    Task,
+    TextOptions,
+    logits_of,
+)
 from harness.runtime.models.torchvision_import import import_torchvision
 
 N_CLASSES = 6
@@ -276,6 +285,14 @@ def _classifier(model: nn.Module, *shape: int) -> Task:
     return Task(model=model, inputs=(InputSpec(name="x", shape=shape),), n_classes=N_CLASSES)
 
 
+def _text(name: str, head: HeadName | None = None) -> Task:
+    sizes = TextOptions(
+        sequence_length=8, vocabulary_size=22, n_layers=2, width=16, n_heads=4, n_groups=2,
+        mlp_width=24, head=head,
+    )  # fmt: skip
+    return build_task(name, fit_options(name, ModelOptions(text=sizes)))
+
+
 def _tokens() -> Task:
     spec = InputSpec(name="tokens", shape=(5,), dtype=torch.int64, n_values=11)
     return Task(model=Tokens(), inputs=(spec,), n_classes=11)
@@ -351,6 +368,15 @@ OTHER_MODELS: dict[str, SmallModel] = {
     "tracked_norms": SmallModel(build=lambda: _classifier(TrackedNorms(), 2, 6, 6)),
     "normed_weights": SmallModel(build=lambda: _classifier(NormedWeights(), 10)),
 }
+TEXT_MODELS: dict[str, SmallModel] = {
+    "bert_classes": SmallModel(build=lambda: _text("bert_base"), has_dropout=True),
+    "bert_span": SmallModel(build=lambda: _text("bert_base", "span"), has_dropout=True),
+    "gpt2": SmallModel(build=lambda: _text("gpt2"), has_dropout=True),
+    "llama": SmallModel(build=lambda: _text("llama")),
+    "t5": SmallModel(build=lambda: _text("t5"), has_dropout=True),
+    "nmt": SmallModel(build=lambda: _text("nmt"), has_dropout=True),
+}
+OTHER_MODELS |= TEXT_MODELS
 OTHER_MODELS |= {
     name: SmallModel(build=lambda make=make: _classifier(make(), 10))
     for name, make in {**CONSTRUCTS, **OPERATORS}.items()
@@ -376,9 +402,7 @@ def _as_dtype(task: Task, dtype: torch.dtype) -> Task:
     inputs = tuple(
         replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec for spec in task.inputs
     )
-    return OwnPrecisionTask(
-        model=task.model.to(dtype), inputs=inputs, loss=task.loss, n_classes=task.n_classes
-    )
+    return replace(task, model=task.model.to(dtype), inputs=inputs)
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from equivalence_cases import Case
+from equivalence_cases import Case, target_counts
 from equivalence_models import small_graph
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -41,7 +41,7 @@ def accumulate(task: Task, batch: Batch, sizes: list[int]) -> float:
     mean = 0.0
     for part in slices(sizes):
         outputs = task.model(*(x[part] for x in batch.inputs))
-        loss = task.sum_loss(outputs, batch.targets[part]) / sum(sizes)
+        loss = task.sum_loss(outputs, batch.targets[part]) / sum(target_counts(batch))
         loss.backward()
         mean += float(loss.detach())
     return mean

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
-from equivalence_cases import Case
+from equivalence_cases import Case, target_counts
 from equivalence_reference import Trace, gradients_of
 from torch import Tensor
 
@@ -77,8 +77,9 @@ def train_step(
     engine: ExecutorEngine, case: Case, task: Task, step: int, *, is_muted: bool = False
 ) -> float:
     """Carry out one step; this rank's part of its mean loss."""
-    part = own_part(case.batch(task, step), engine.samples)
-    share = Share(n_local=len(engine.samples), n_global=case.strategy.batch)
+    whole = case.batch(task, step)
+    part, counts = own_part(whole, engine.samples), target_counts(whole)
+    share = Share(n_local=len(engine.samples), n_global=case.strategy.batch, counts=counts)
     return float(engine.step(lambda: part, share, is_muted=is_muted))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,9 +13,13 @@ from harness.runtime.models import (
     DlrmOptions,
     ModelOptions,
     Task,
+    TextOptions,
     build_task,
     fit_options,
+    may_import_torchvision,
 )
+from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.task import IGNORED
 
 
 def on_meta(name: str, **options) -> Task:
@@ -29,8 +35,15 @@ def on_meta(name: str, **options) -> Task:
         ("vgg16", 138_357_544),
         ("resnet18", 11_689_512),
         ("resnet50", 25_557_032),
+        ("resnet101", 44_549_160),
         ("resnet152", 60_192_808),
+        ("inception_v3", 23_834_568),  # without the auxiliary classifier
+        ("densenet121", 7_978_856),
         ("vit_b_16", 86_567_656),
+        # 109,482,240, less 384 of 512 positions, and 1,538 of two classes.
+        ("bert_base", 109_482_240 - 384 * 768 + 1_538),
+        ("gpt2", 124_439_808),
+        ("llama", 1_100_048_384),
     ],
 )
 def test_models_have_their_published_number_of_parameters(name, n_parameters):
@@ -38,11 +51,12 @@ def test_models_have_their_published_number_of_parameters(name, n_parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == n_parameters
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lenet", "dlrm")])
+@pytest.mark.parametrize("name", [name for name in MODELS if may_import_torchvision(name)])
 def test_small_images_go_through(name):
-    task = on_meta(name, image_size=64, n_classes=7)
+    side = max(64, MODELS[name].min_image_size)
+    task = on_meta(name, image_size=side, n_classes=7)
     images = torch.empty((2, *task.inputs[0].shape), device="meta")
-    assert task.inputs[0].shape == (3, 64, 64)
+    assert task.inputs[0].shape == (3, side, side)
     assert task.model(images).shape == (2, 7)
 
 
@@ -114,3 +128,43 @@ def test_losses_are_sums_over_samples():
     task = build_task("lenet", fit_options("lenet", ModelOptions()))
     outputs, targets = torch.zeros(6, 10), torch.arange(6)
     assert float(task.sum_loss(outputs, targets)) == pytest.approx(6 * 2.302585, rel=1e-6)
+
+
+def test_sizes_of_text_keep_the_models_ratios():
+    text = TextOptions(width=64, n_heads=8, sequence_length=16)
+    fitted = fit_options("llama", ModelOptions(text=text)).text
+    assert (fitted.n_groups, fitted.mlp_width, fitted.n_layers) == (1, 176, 22)
+    task = on_meta("t5", text=replace(text, n_layers=1, vocabulary_size=9))
+    assert (task.n_tokens, task.target_shape, task.n_classes) == (32, (16,), 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gpt2", TextOptions(width=100), "width 100 and 12 heads.*multiple of 24"),
+        ("llama", TextOptions(n_groups=3), "32 heads in 3 groups"),
+        ("gpt2", TextOptions(head="span"), "predicts tokens, not span"),
+    ],
+)
+def test_text_refuses_sizes_that_do_not_fit(name, text, message):
+    with pytest.raises(ModelError, match=message):
+        fit_options(name, ModelOptions(text=text))
+
+
+def test_a_later_query_of_a_causal_attention_sees_what_comes_before_it():
+    torch.manual_seed(0)
+    attention = GroupedAttention(16, 4, n_groups=2, is_causal=True, rotary_base=1e4, n_buckets=8)
+    x = torch.randn(2, 6, 16)
+    whole = attention(x, x)
+    changed = x.clone()
+    changed[:, 4:] += 1
+    assert torch.equal(attention(changed, changed)[:, :4], whole[:, :4])
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    assert torch.allclose(attention(x, x, mask), whole, atol=1e-6)  # float32, sums of 16
+
+
+def test_targets_of_padding_have_no_loss():
+    task = on_meta("gpt2", text=TextOptions(sequence_length=3, vocabulary_size=4))
+    outputs = torch.zeros(1, 3, 4)
+    loss = task.sum_loss(outputs, torch.tensor([[1, IGNORED, 2]]))
+    assert float(loss) == pytest.approx(2 * 1.386294, rel=1e-6)

@@ -29,6 +29,7 @@ from harness.runtime.executor.program.program import (
     PartKey,
     TargetKey,
     WantKey,
+    WeightKey,
 )
 from harness.runtime.executor.shards.assemble import Crop, RegionMap, Relative, assembled
 from harness.runtime.executor.shards.batch_norm import BatchNormShard, Reduce
@@ -49,15 +50,14 @@ from harness.runtime.models.task import Task
 
 
 class LossPart(nn.Module):
-    """A task of the loss: the sum over its samples, divided by `mean_over`."""
+    """A task of the loss: the sum over its samples, times the microbatch's factor."""
 
-    def __init__(self, task: Task, mean_over: int) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
         self._sum_loss = task.sum_loss
-        self._weight = 1.0 / mean_over
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._sum_loss(outputs, targets) * self._weight
+    def forward(self, outputs: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        return self._sum_loss(outputs, targets) * weight
 
 
 class KeepsBuffers(nn.Module):
@@ -88,7 +88,6 @@ class DeviceTasks:
         weights: weights of this device, shared by its programs.
         reduce_over: makes an operator's sum over devices, for global batch norm.
         random: source of exact dropout.
-        mean_over: number of samples that the loss is divided by.
         buffers: memory for gradients of large weights.
         immediate: computes gradients of large linear layers; None if autograd does.
         joining: decides which weight gradients join microbatches.
@@ -102,7 +101,6 @@ class DeviceTasks:
     weights: Weights
     reduce_over: Callable[[str, tuple[int, ...]], Reduce]
     random: RandomState
-    mean_over: int
     buffers: GradientBuffers
     immediate: ImmediateSink | None
     joining: Joining
@@ -210,8 +208,8 @@ class SegmentBuilder:
 
     def _add_loss(self, part: Part, outputs: fx.Node) -> None:
         targets = self._input(TargetKey(self._layout.sample_interval(part)))
-        loss = LossPart(self._device.task, self._device.mean_over)
-        emitted = self._call(f"loss.{part.index}", loss, (outputs, targets))
+        arguments = outputs, targets, self._input(WeightKey())
+        emitted = self._call(f"loss.{part.index}", LossPart(self._device.task), arguments)
         self.values[PartKey("loss", part.operator, part.index)] = emitted
 
     def _add_native(

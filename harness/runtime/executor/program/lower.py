@@ -36,8 +36,7 @@ class Lowering:
             for key in s.outputs
         }
         counted = frozenset(key for key in blocks if key.value == "loss" and self._is_counted(key))
-        weight = self._tasks.mean_over / self._layout.strategy.batch
-        return Program(stages, self._layout.differentiable, blocks, counted, weight)
+        return Program(stages, self._layout.differentiable, blocks, counted)
 
     def _is_counted(self, key: PartKey) -> bool:
         copies = self._layout.parts[key.operator][key.part].copies

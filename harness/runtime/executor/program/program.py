@@ -39,7 +39,13 @@ class TargetKey(NamedTuple):
     samples: Interval
 
 
-InputKey = PartKey | WantKey | DataKey | TargetKey
+class WeightKey(NamedTuple):
+    """The factor of the microbatch's summed loss."""
+
+    value: str = "weight"
+
+
+InputKey = PartKey | WantKey | DataKey | TargetKey | WeightKey
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,12 @@ class Program:
         differentiable: values that receive a gradient.
         blocks: the region of each value that a part of this device holds.
         counted: parts of the loss that this device reports, so that copies count once.
-        loss_weight: weight of a microbatch's loss in the loss of the step.
     """
 
     stages: dict[int, tuple[Segment, ...]]
     differentiable: frozenset[str]
     blocks: dict[PartKey, Block] = field(default_factory=dict)
     counted: frozenset[PartKey] = frozenset()
-    loss_weight: float = 1.0
 
     def modules(self) -> Iterator[fx.GraphModule]:
         """The modules of all segments."""

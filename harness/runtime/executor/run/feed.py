@@ -6,6 +6,7 @@ from harness.domain.graph import Graph
 from harness.domain.partition import cut_dim
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch
+from harness.runtime.engines.engine import Share
 from harness.runtime.executor.geometry.layout import sample_intervals
 from harness.runtime.executor.run.flight import Flight
 
@@ -28,21 +29,32 @@ class Feed:
         self._input_names = input_names
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
 
-    def split(self, batch: Batch | None) -> list[Flight]:
+    def split(self, batch: Batch | None, share: Share, *, is_asynchronous: bool) -> list[Flight]:
         """Make one flight for each microbatch.
 
         Args:
             batch: this device's samples, in order; None if it reads none.
+            is_asynchronous: each microbatch's loss is a mean of its own.
         """
         flights = []
         at = 0
-        for (start, stop), (first, _) in zip(self._intervals, self._microbatches, strict=True):
+        n_targets = max(1, share.n_targets())
+        for (start, stop), (first, last) in zip(self._intervals, self._microbatches, strict=True):
             n = stop - start
+            mean_over = max(1, share.n_targets(first, last)) if is_asynchronous else n_targets
             part = None
             if batch is not None and n:
                 part = Batch(
                     tuple(x[at : at + n] for x in batch.inputs), batch.targets[at : at + n]
                 )
-            flights.append(Flight(part, (start - first, stop - first), self._input_names))
+            flights.append(
+                Flight(
+                    part,
+                    (start - first, stop - first),
+                    self._input_names,
+                    weight=1.0 / mean_over,
+                    loss_share=mean_over / n_targets,
+                )
+            )
             at += n
         return flights

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.domain.partition import Interval
 from harness.runtime.data.batch import Batch
-from harness.runtime.executor.program.program import DataKey, InputKey, TargetKey
+from harness.runtime.executor.program.program import DataKey, InputKey, TargetKey, WeightKey
 from harness.runtime.executor.run.stash import Version
 from harness.runtime.executor.shards.assemble import Relative
 
@@ -21,6 +21,8 @@ class Flight:
     Attributes:
         batch: this device's part of the microbatch; None if it reads no data.
         samples: interval of that part within the microbatch.
+        weight: factor of the microbatch's summed loss.
+        loss_share: weight of the microbatch's loss in the loss of the step.
         leaves: inputs of segments, detached from the graphs that computed them.
         outputs: outputs of each segment (stage, position), with their graphs.
         random: the generators' states before segments that are recomputed.
@@ -30,6 +32,8 @@ class Flight:
     batch: Batch | None
     samples: Interval
     input_names: tuple[str, ...]
+    weight: float = 1.0
+    loss_share: float = 1.0
     leaves: dict[InputKey, Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     random: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
@@ -43,6 +47,8 @@ class Flight:
             assert self.batch is not None, "a device with a part of the loss reads data"
             start, stop = (at - self.samples[0] for at in key.samples)
             return self.batch.targets[start:stop]
+        if isinstance(key, WeightKey):
+            return torch.tensor(self.weight, dtype=torch.float64)
         return self.leaves[key]
 
     def _data(self, key: DataKey) -> Tensor:

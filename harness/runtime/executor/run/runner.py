@@ -210,7 +210,7 @@ class Runner:
         leaf = output.detach()
         if key.value == "loss":
             if key in program.counted:
-                weighed = leaf * program.loss_weight
+                weighed = leaf * flight.loss_share
                 self.loss = weighed if self.loss is None else self.loss + weighed
         elif key.value in program.differentiable and leaf.is_floating_point():
             leaf.requires_grad_()

@@ -110,7 +110,11 @@ def make_embedding(part: ShardSpec) -> EmbeddingShard | None:
 
 
 class LayerNormShard(Shard):
-    """Layer normalisation of some rows."""
+    """Layer normalisation, or that by the root mean square, of some rows.
+
+    Args:
+        normalise: F.layer_norm with its eps, or F.rms_norm.
+    """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -120,24 +124,22 @@ class LayerNormShard(Shard):
         part: ShardSpec,
         weight: Held | None,
         bias: Held | None,
-        normalized: tuple[int, ...],
-        eps: float,
+        normalise: Callable[[Tensor, nn.Parameter | None, nn.Parameter | None], Tensor],
         inward: Region,
     ) -> None:
         super().__init__()
-        self._normalized, self._eps, self._inward = normalized, eps, inward
+        self._normalise, self._inward = normalise, inward
         self.copy_slice(part, "weight", weight)
         self.copy_slice(part, "bias", bias)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        x = self._inward.take(inputs[0])
-        return F.layer_norm(x, self._normalized, self.weight, self.bias, self._eps)
+        return self._normalise(self._inward.take(inputs[0]), self.weight, self.bias)
 
 
 def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
-    """nn.LayerNorm or F.layer_norm, cut along dims that are not normalised."""
+    """nn.LayerNorm, nn.RMSNorm or F.layer_norm, cut along dims that are not normalised."""
     module = part.module
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         read: dict[str, Any] = {
             "normalized_shape": module.normalized_shape,
             "weight": part.held("weight"),
@@ -158,5 +160,11 @@ def make_layer_norm(part: ShardSpec) -> LayerNormShard | None:
     inward = region(part.wanted[0], part.output)
     if inward is None or not all(part.is_whole(dim) for dim in dims):
         return None
-    weight, bias, eps = read.get("weight"), read.get("bias"), read.get("eps", 1e-5)
-    return LayerNormShard(part, weight, bias, tuple(normalized), eps, inward)
+    shape, eps = tuple(normalized), read.get("eps", 1e-5)
+
+    def normalise(x: Tensor, weight: nn.Parameter | None, bias: nn.Parameter | None) -> Tensor:
+        if isinstance(module, nn.RMSNorm):
+            return F.rms_norm(x, shape, weight, eps)
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    return LayerNormShard(part, read.get("weight"), read.get("bias"), normalise, inward)

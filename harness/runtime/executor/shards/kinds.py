@@ -14,6 +14,7 @@ from harness.runtime.executor.shards.base import Make, Shard, ShardSpec, Wanted,
 from harness.runtime.executor.shards.batch_norm import make_batch_norm, make_batch_norm_shard
 from harness.runtime.executor.shards.conv import make_conv2d
 from harness.runtime.executor.shards.dense import make_embedding, make_layer_norm, make_linear
+from harness.runtime.executor.shards.grouped_attention import make_grouped_attention
 from harness.runtime.executor.shards.pointwise import make_pointwise
 from harness.runtime.executor.shards.pool import make_pool
 
@@ -28,7 +29,7 @@ _MAKERS: dict[str, Make] = {
     "elementwise": make_pointwise,
     "add": make_pointwise,
     "embedding": make_embedding,
-    "attention": make_attention,
+    "attention": lambda part: make_grouped_attention(part) or make_attention(part),
 }
 
 

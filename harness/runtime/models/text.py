@@ -1,0 +1,296 @@
+"""Models of text: BERT, GPT-2, Llama and T5, from transformer blocks.
+
+Sources: Devlin et al., 2019; Radford et al., 2019; Touvron et al., 2023; Raffel et al., 2020. Their
+dropout of attention probabilities is left out, because fused attention kernels leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.errors import ModelError
+from harness.runtime.models.attention import GroupedAttention
+from harness.runtime.models.task import PADDING, ModelOptions, TextOptions
+
+_ROTARY_BASE = 10_000.0
+_N_BUCKETS = 32  # of T5's relative positions
+_STD = 0.02
+
+Norm = Callable[[int], nn.Module]
+
+
+def check_text(name: str, options: TextOptions) -> None:
+    """Refuse sizes that do not divide each other.
+
+    Raises:
+        ModelError: names the sizes that disagree.
+    """
+    width, heads, groups = options.width, options.n_heads, options.n_groups
+    if width % heads or (width // heads) % 2:
+        raise ModelError(
+            f"{name} has width {width} and {heads} heads: a head needs an even number of "
+            f"features; make --width a multiple of {2 * heads}, or change --n-heads"
+        )
+    if heads % groups:
+        raise ModelError(
+            f"{name} has {heads} heads in {groups} groups: make --n-heads a multiple of --n-groups"
+        )
+
+
+class Mlp(nn.Module):
+    """Two linear layers around an activation."""
+
+    def __init__(self, width: int, inner: int, activation: nn.Module, *, has_bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=has_bias)
+        self.activation = activation
+        self.down = nn.Linear(inner, width, bias=has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activation(self.up(x)))
+        return y
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.activation = nn.SiLU()
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return y
+
+
+class Block(nn.Module):
+    """Attention, attention over a memory if there is one, and an MLP, each with a residual.
+
+    Args:
+        is_post_norm: normalise after each sum, as BERT does, instead of before each part.
+        cross: attention over the memory.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        attention: nn.Module,
+        mlp: nn.Module,
+        norm: Norm,
+        dropout: float,
+        *,
+        is_post_norm: bool = False,
+        cross: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.is_post_norm = is_post_norm
+        self.attention, self.attention_norm = attention, norm(width)
+        self.attention_dropout = nn.Dropout(dropout)
+        if cross is not None:
+            self.cross, self.cross_norm = cross, norm(width)
+            self.cross_dropout = nn.Dropout(dropout)
+        self.mlp, self.mlp_norm = mlp, norm(width)
+        self.mlp_dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        if self.is_post_norm:
+            x = self.attention_norm(x + self.attention_dropout(self.attention(x, x, mask)))
+            found: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x)))
+            return found
+        y = self.attention_norm(x)
+        x = x + self.attention_dropout(self.attention(y, y, mask))
+        if memory is not None:
+            y = self.cross_norm(x)
+            x = x + self.cross_dropout(self.cross(y, memory, memory_mask))
+        y = self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        summed: Tensor = x + y
+        return summed
+
+
+def initialise(model: nn.Module) -> None:
+    """Draw weights as GPT-2 and BERT do."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+class Bert(nn.Module):
+    """An encoder. Called with tokens and segments (n, length); padding is masked.
+
+    Returns logits by its head: classes (n, classes), span (n, length, 2) or tokens
+    (n, length, vocabulary).
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        sizes = options.text
+        width = sizes.width
+        norm = partial(nn.LayerNorm, eps=1e-12)
+        self.head = sizes.head
+        self.tokens = nn.Embedding(sizes.vocabulary_size, width)
+        self.segments = nn.Embedding(2, width)
+        self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
+        self.norm, self.dropout = norm(width), nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                GroupedAttention(width, sizes.n_heads, n_groups=sizes.n_groups),
+                Mlp(width, sizes.mlp_width, nn.GELU(), has_bias=True),
+                norm,
+                0.1,
+                is_post_norm=True,
+            )
+            for _ in range(sizes.n_layers)
+        )
+        if self.head == "tokens":
+            self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), norm(width))
+        elif self.head == "classes":
+            self.transform = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1))
+            self.output = nn.Linear(width, options.n_classes)
+        else:
+            self.output = nn.Linear(width, 2)
+        initialise(self)
+        nn.init.normal_(self.positions, std=_STD)
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        mask = tokens.ne(PADDING)
+        x = self.tokens(tokens) + self.segments(segments) + self.positions
+        x = self.dropout(self.norm(x))
+        for block in self.blocks:
+            x = block(x, mask)
+        if self.head == "tokens":
+            return F.linear(self.transform(x), self.tokens.weight)
+        x = self.transform(x[:, 0]) if self.head == "classes" else x
+        logits: Tensor = self.output(x)
+        return logits
+
+
+class Gpt2(nn.Module):
+    """A decoder with learned positions and tied embeddings: tokens (n, length) to logits."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        sizes = options.text
+        width = sizes.width
+        self.tokens = nn.Embedding(sizes.vocabulary_size, width)
+        self.positions = nn.Parameter(self.tokens.weight.new_empty(sizes.sequence_length, width))
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                GroupedAttention(width, sizes.n_heads, n_groups=sizes.n_groups, is_causal=True),
+                Mlp(width, sizes.mlp_width, nn.GELU(approximate="tanh"), has_bias=True),
+                nn.LayerNorm,
+                0.1,
+            )
+            for _ in range(sizes.n_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        initialise(self)
+        nn.init.normal_(self.positions, std=_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.tokens(tokens) + self.positions)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+class Llama(nn.Module):
+    """A decoder with grouped queries, rotary positions, RMSNorm and SwiGLU."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        sizes = options.text
+        width = sizes.width
+        norm = partial(nn.RMSNorm, eps=1e-5)
+        self.tokens = nn.Embedding(sizes.vocabulary_size, width)
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                GroupedAttention(
+                    width,
+                    sizes.n_heads,
+                    n_groups=sizes.n_groups,
+                    has_bias=False,
+                    is_causal=True,
+                    rotary_base=_ROTARY_BASE,
+                ),
+                GatedMlp(width, sizes.mlp_width),
+                norm,
+                0.0,
+            )
+            for _ in range(sizes.n_layers)
+        )
+        self.norm = norm(width)
+        self.output = nn.Linear(width, sizes.vocabulary_size, bias=False)
+        initialise(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class T5(nn.Module):
+    """An encoder and a decoder with learned relative positions, as T5.
+
+    Each attention has positions of its own (as UMT5), and the output layer is not tied (as T5 1.1).
+    Called with source and target tokens (n, length), the target shifted right; padding is masked.
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        sizes = options.text
+        self.tokens = nn.Embedding(sizes.vocabulary_size, sizes.width)
+        self.dropout = nn.Dropout(0.1)
+        layers = range(sizes.n_layers)
+        self.encoder = nn.ModuleList(self._block(sizes, is_decoder=False) for _ in layers)
+        self.decoder = nn.ModuleList(self._block(sizes, is_decoder=True) for _ in layers)
+        self.encoder_norm = nn.RMSNorm(sizes.width, eps=1e-6)
+        self.decoder_norm = nn.RMSNorm(sizes.width, eps=1e-6)
+        self.output = nn.Linear(sizes.width, sizes.vocabulary_size, bias=False)
+        initialise(self)
+
+    @staticmethod
+    def _block(sizes: TextOptions, *, is_decoder: bool) -> Block:
+        attention = partial(
+            GroupedAttention, sizes.width, sizes.n_heads, n_groups=sizes.n_groups, has_bias=False
+        )
+        return Block(
+            sizes.width,
+            attention(is_causal=is_decoder, n_buckets=_N_BUCKETS),
+            Mlp(sizes.width, sizes.mlp_width, nn.ReLU(), has_bias=False),
+            partial(nn.RMSNorm, eps=1e-6),
+            0.1,
+            cross=attention() if is_decoder else None,
+        )
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = source.ne(PADDING)
+        memory = self.dropout(self.tokens(source))
+        for block in self.encoder:
+            memory = block(memory, mask)
+        memory = self.encoder_norm(memory)
+        x = self.dropout(self.tokens(target))
+        for block in self.decoder:
+            x = block(x, None, memory, mask)
+        logits: Tensor = self.output(self.decoder_norm(x))
+        return logits
