@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,13 @@ from harness.runtime.data.batch import Batch, BatchPlan, split_by_weight
 from harness.runtime.data.dlrm_hdf5 import DlrmHdf5
 from harness.runtime.data.images import class_names, open_cifar, open_folder
 from harness.runtime.data.synthetic import SyntheticData, default_n_samples
-from harness.runtime.models import input_kind
-from harness.runtime.models.task import DlrmOptions, Task
+from harness.runtime.data.text.plain import open_pairs, open_text, pair_files, text_files
+from harness.runtime.data.text.sequences import TextData, check_vocabulary
+from harness.runtime.data.text.squad import open_squad, squad_file
+from harness.runtime.data.text.sst2 import open_sst2, sst2_file
+from harness.runtime.data.text.vocabulary import Vocabulary
+from harness.runtime.models import fit_options, input_kind
+from harness.runtime.models.task import DlrmOptions, HeadName, ModelOptions, Task
 
 __all__ = [
     "DATA",
@@ -27,6 +32,7 @@ __all__ = [
     "DataEntry",
     "DataOptions",
     "count_targets",
+    "fit_to_data",
     "load_batches",
     "open_data",
     "split_by_weight",
@@ -39,12 +45,24 @@ class DataOptions:
 
     Attributes:
         n_samples: number of synthetic samples; 0: a few global batches.
+        vocabulary: file of the tokens that text is cut into.
     """
 
     data_dir: Path
     n_samples: int = 0
     seed: int = 0
     dlrm: DlrmOptions
+    vocabulary: Path | None = None
+
+    def read_vocabulary(self) -> Vocabulary:
+        """Read the vocabulary file.
+
+        Raises:
+            DataError: there is none, or it has another layout.
+        """
+        if self.vocabulary is None:
+            raise DataError("text is cut into tokens by a vocabulary: give --vocabulary vocab.txt")
+        return Vocabulary(self.vocabulary)
 
 
 Open = Callable[[DataOptions, Task, int], Dataset[Batch]]
@@ -61,6 +79,7 @@ class DataEntry:
         image_size, n_channels: of the stored images; 0: the model's.
         is_shuffled: whether each epoch has a new order.
         feeds: kind of models that it feeds; None: any.
+        head: what a model of text predicts from it.
     """
 
     open: Open
@@ -70,6 +89,7 @@ class DataEntry:
     n_channels: int = 0
     is_shuffled: bool = True
     feeds: Literal["images", "dlrm", "text"] | None = "images"
+    head: HeadName | None = None
 
 
 def _synthetic(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
@@ -90,6 +110,26 @@ def _folder(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batc
 
 def _dlrm_hdf5(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
     return DlrmHdf5(options.data_dir, options.dlrm)
+
+
+OpenText = Callable[[Path, Vocabulary, Task], TextData]
+
+
+def _text(
+    head: HeadName, open_text: OpenText, find: Callable[[Path], object], n_classes: int = 0
+) -> DataEntry:
+    def check(options: DataOptions) -> None:
+        find(options.data_dir)
+        options.read_vocabulary().tokenizer()
+
+    def open_it(options: DataOptions, task: Task, global_batch: int) -> Dataset[Batch]:
+        vocabulary = options.read_vocabulary()
+        check_vocabulary(len(vocabulary), task, vocabulary.path)
+        return open_text(options.data_dir, vocabulary, task)
+
+    return DataEntry(
+        open=open_it, check=check, n_classes=lambda _: n_classes, feeds="text", head=head
+    )
 
 
 DATA: dict[str, DataEntry] = {
@@ -119,6 +159,10 @@ DATA: dict[str, DataEntry] = {
         check=lambda options: DlrmHdf5(options.data_dir, options.dlrm),
         feeds="dlrm",
     ),
+    "sst2": _text("classes", open_sst2, sst2_file, n_classes=2),
+    "squad": _text("span", open_squad, squad_file),
+    "text": _text("tokens", open_text, text_files),
+    "pairs": _text("tokens", open_pairs, pair_files),
 }
 
 
@@ -131,9 +175,29 @@ def entry_for(data: str, model: str) -> DataEntry:
     if data not in DATA:
         raise ConfigError(f"there is no data {data!r}: choose one of {', '.join(DATA)}")
     entry = DATA[data]
+    if entry.feeds == "text" and ":" in model:
+        return entry  # the factory may return a Task of text
     if entry.feeds is not None and entry.feeds != input_kind(model):
         raise ConfigError(f"--data {data} cannot feed --model {model}: choose one that it can")
     return entry
+
+
+def fit_to_data(model: str, options: ModelOptions, data: str, given: DataOptions) -> ModelOptions:
+    """Fill in a model's missing options from the data, else from the model.
+
+    Raises:
+        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
+            missing.
+    """
+    entry = entry_for(data, model)
+    if not options.n_classes:
+        options = replace(options, n_classes=entry.n_classes(given.data_dir))
+    if entry.feeds == "text":
+        text = options.text
+        size = text.vocabulary_size or len(given.read_vocabulary())
+        text = replace(text, head=text.head or entry.head, vocabulary_size=size)
+        options = replace(options, text=text)
+    return fit_options(model, options, entry.image_size, entry.n_channels)
 
 
 def open_data(name: str, options: DataOptions, task: Task, global_batch: int) -> Any:

@@ -219,8 +219,8 @@ def _fit_text(name: str, entry: ModelEntry, options: ModelOptions) -> ModelOptio
     check_text(name, text)
     if text.head not in entry.heads:
         raise ModelError(
-            f"{name} predicts {' or '.join(entry.heads)}, not {text.head}: use --head "
-            f"{entry.heads[0]}, or bert_base"
+            f"{name} predicts {' or '.join(entry.heads)}, not {text.head}, as --head or --data "
+            "asks: change them, or use bert_base"
         )
     n_classes = {
         "tokens": text.vocabulary_size,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
-from harness.runtime.data import DATA, DataOptions
+from harness.runtime.data import DATA, DataOptions, fit_to_data
+from harness.runtime.models import ModelOptions
 from harness.workloads.train.config import TrainCase, is_file
 
 
@@ -17,7 +18,18 @@ def data_options(case: TrainCase) -> DataOptions:
         n_samples=case.n_samples or 0,
         seed=case.seed,
         dlrm=case.dlrm_options(),
+        vocabulary=case.vocabulary,
     )
+
+
+def fitted_options(case: TrainCase) -> ModelOptions:
+    """A run's model options, with missing ones filled in from the data and the model.
+
+    Raises:
+        ConfigError, ModelError, DataError: data and model do not fit each other, or the data are
+            missing.
+    """
+    return fit_to_data(case.model, case.given_options(), case.data, data_options(case))
 
 
 def load_for(case: TrainCase) -> Strategy:

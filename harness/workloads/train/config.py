@@ -32,9 +32,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     """Flags that have one value in all runs of a sweep."""
 
     data: str = "synthetic"
-    """Data set: synthetic, cifar10, cifar100, imagefolder, or dlrm_hdf5 (X_int, X_cat, y)."""
+    """Data set: synthetic, cifar10, cifar100, imagefolder, dlrm_hdf5 (X_int, X_cat, y), sst2,
+    squad, text (*.txt), or pairs (*.tsv of source and target)."""
     data_dir: Path = Path("data")
     """Directory of the data set (dlrm_hdf5: the file). The harness never downloads data."""
+    vocabulary: Path | None = None
+    """sst2, squad, text, pairs: the file of WordPiece tokens, one a line, as BERT's vocab.txt."""
     n_samples: int | None = None
     """Number of synthetic samples. Default: a few global batches. If it is no multiple of the
     batch, the last batch of every epoch is smaller."""

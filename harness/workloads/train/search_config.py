@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from harness.errors import ConfigError
-from harness.runtime.data import entry_for
-from harness.runtime.models import fit_options
 from harness.workloads.common.model_flags import fitted_flags, shared_flags
 from harness.workloads.planning.search_config import PLANNED_DTYPES, PlannedDtype, SearchConfig
+from harness.workloads.train.check import fitted_options
 from harness.workloads.train.config import TrainCase
 
 
@@ -19,16 +18,11 @@ def search_config_of(case: TrainCase) -> SearchConfig:
         ConfigError: the dtype is not profiled.
         ModelError, DataError: the model does not accept the data, or the data are missing.
     """
-    entry = entry_for(case.data, case.model)
-    options = case.given_options()
-    if not options.n_classes:
-        options = replace(options, n_classes=entry.n_classes(case.data_dir))
-    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
     return replace(
         SearchConfig(**shared_flags(case, SearchConfig)),
         dtype=_planned_dtype(case.dtype),
         batch_size=case.batch,
-        **fitted_flags(fitted),
+        **fitted_flags(fitted_options(case)),
     )
 
 

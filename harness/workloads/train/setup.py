@@ -29,11 +29,11 @@ from harness.runtime.devices.precision import set_tensor_cores
 from harness.runtime.engines.balance import measure_speeds
 from harness.runtime.engines.engine import Engine, EngineOptions
 from harness.runtime.executor.options import ExecutorPlan
-from harness.runtime.models import Task, build_task, fit_options
+from harness.runtime.models import Task, build_task
 from harness.runtime.ranks.broadcast import wait_for_all
 from harness.runtime.ranks.gather import gather_bytes
 from harness.runtime.ranks.world import World
-from harness.workloads.train.check import data_options
+from harness.workloads.train.check import data_options, fitted_options
 from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import ENGINES, Trainer
 from harness.workloads.train.plan import Planned
@@ -95,12 +95,7 @@ def set_norm_scope(model: nn.Module, scope: str, device: torch.device) -> nn.Mod
 
 def make_task(case: TrainCase) -> Task:
     """Build the model of a run on the current default device; equal on every rank."""
-    entry = entry_for(case.data, case.model)
-    options = case.given_options()
-    if not options.n_classes:
-        options = replace(options, n_classes=entry.n_classes(case.data_dir))
-    fitted = fit_options(case.model, options, entry.image_size, entry.n_channels)
-    return build_task(case.model, fitted, case.seed)
+    return build_task(case.model, fitted_options(case), case.seed)
 
 
 def _place(case: TrainCase, task: Task, device: torch.device) -> Task:

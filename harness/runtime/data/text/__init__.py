@@ -1,0 +1,1 @@
+"""Data sets of text, cut into tokens by a vocabulary."""

@@ -1,0 +1,129 @@
+"""Samples of tokens in memory, and the files that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from harness.errors import DataError
+from harness.inputs import decode_text, read_file
+from harness.runtime.data.batch import Batch
+from harness.runtime.models.task import IGNORED, PADDING, Task
+
+_LARGEST_FILE_BYTES = 4 << 30
+
+
+class TextData(Dataset[Batch]):
+    """Copies samples from memory.
+
+    Args:
+        inputs: one tensor per input of the task, each (samples, length).
+        targets: (samples, *target_shape), IGNORED where they do not count.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], targets: Tensor) -> None:
+        self._inputs, self._targets = tuple(inputs), targets
+        self._counts: list[int] = (targets.reshape(len(targets), -1) != IGNORED).sum(1).tolist()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def count_targets(self, indices: Sequence[int]) -> tuple[int, ...]:
+        """Number of targets that count, of each sample."""
+        return tuple(self._counts[index] for index in indices)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return Batch(tuple(column[rows] for column in self._inputs), self._targets[rows])
+
+
+def padded(rows: Sequence[Sequence[int]], length: int, fill: int = PADDING) -> Tensor:
+    """Rows of tokens as (rows, length); longer ones are cut."""
+    found = torch.full((len(rows), length), fill, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        kept = row[:length]
+        found[number, : len(kept)] = torch.tensor(kept, dtype=torch.int64)
+    return found
+
+
+def read_text(path: Path, kind: str) -> str:
+    """Read a file of text.
+
+    Raises:
+        DataError: it is missing, or no UTF-8.
+    """
+    data = read_file(path, kind, DataError, _LARGEST_FILE_BYTES)
+    return decode_text(data, f"{kind} {path}", DataError)
+
+
+def find_file(data_dir: Path, names: Sequence[str], kind: str) -> Path:
+    """The file itself if a flag names one, else the first of `names` in the directory.
+
+    Raises:
+        DataError: there is none.
+    """
+    if data_dir.is_file():
+        return data_dir
+    for name in names:
+        if (data_dir / name).is_file():
+            return data_dir / name
+    raise DataError(f"--data-dir {data_dir} holds no {' or '.join(names)}: it should hold {kind}")
+
+
+def find_files(data_dir: Path, suffix: str, kind: str) -> list[Path]:
+    """The file itself if a flag names one, else all of a suffix in the directory, sorted.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = [data_dir] if data_dir.is_file() else sorted(data_dir.glob(f"*{suffix}"))
+    if not found:
+        raise DataError(f"--data-dir {data_dir} holds no *{suffix}: it should hold {kind}")
+    return found
+
+
+def check_inputs(name: str, task: Task, inputs: Sequence[Sequence[str]], targets: str) -> int:
+    """Check that a task takes these inputs and targets; return the length of a sequence.
+
+    Args:
+        inputs: the possible names.
+        targets: what a target is, for the error.
+
+    Raises:
+        DataError: it takes others.
+    """
+    found = tuple(spec.name for spec in task.inputs)
+    if found not in [tuple(each) for each in inputs] or len(task.inputs[0].shape) != 1:
+        wanted = " or ".join(" and ".join(each) for each in inputs)
+        raise DataError(
+            f"--data {name} gives {wanted}, the model takes {' and '.join(found)}: choose a model "
+            "of text that takes them"
+        )
+    length = task.inputs[0].shape[0]
+    shapes = {"class": (), "span": (2,), "tokens": (length,)}
+    if task.target_shape != shapes[targets]:
+        raise DataError(
+            f"--data {name} has targets of shape {shapes[targets]} ({targets}), the model's have "
+            f"{task.target_shape}: change --head"
+        )
+    return length
+
+
+def check_vocabulary(size: int, task: Task, path: Path) -> None:
+    """Check that a model has a row for every token.
+
+    Raises:
+        DataError: it has not.
+    """
+    rows = task.inputs[0].n_values or 0
+    if size > rows:
+        raise DataError(
+            f"vocabulary file {path} has {size} tokens, the model {rows}: raise --vocabulary-size"
+        )

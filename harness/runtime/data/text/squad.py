@@ -1,0 +1,133 @@
+"""SQuAD 1.1 and 2.0 as their authors lay them out: train-v1.1.json or train-v2.0.json.
+
+A paragraph that is longer than the model's sequence gives several samples, whose windows overlap.
+The target is the first and last token of the answer, or twice the first token of the sequence
+([CLS]) where the window has no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from harness.errors import DataError
+from harness.inputs import read_file, shorten
+from harness.runtime.data.text.sequences import TextData, check_inputs, find_file, padded
+from harness.runtime.data.text.vocabulary import Vocabulary
+from harness.runtime.models.task import Task
+
+_KIND = "train-v1.1.json or train-v2.0.json of SQuAD"
+_LARGEST_BYTES = 1 << 30
+# Longest question in tokens, as in BERT.
+_LONGEST_QUESTION = 64
+
+
+class _Answer(msgspec.Struct):
+    text: str
+    answer_start: int
+
+
+class _Question(msgspec.Struct):
+    id: str
+    question: str
+    answers: list[_Answer] = []
+    is_impossible: bool = False
+
+
+class _Paragraph(msgspec.Struct):
+    context: str
+    qas: list[_Question]
+
+
+class _Article(msgspec.Struct):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(msgspec.Struct):
+    data: list[_Article]
+
+
+def squad_file(data_dir: Path) -> Path:
+    """The file of training questions.
+
+    Raises:
+        DataError: it is missing.
+    """
+    return find_file(data_dir, ("train-v1.1.json", "train-v2.0.json"), _KIND)
+
+
+def _read(path: Path) -> Iterator[tuple[str, _Question, tuple[int, int] | None]]:
+    """Yield context, question, and first and last character of the answer."""
+    data = read_file(path, _KIND, DataError, _LARGEST_BYTES)
+    try:
+        squad = msgspec.json.decode(data, type=_Squad)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no {_KIND} ({error})") from None
+    for article in squad.data:
+        for paragraph in article.paragraphs:
+            for question in paragraph.qas:
+                yield paragraph.context, question, _place(path, paragraph.context, question)
+
+
+def _place(path: Path, context: str, question: _Question) -> tuple[int, int] | None:
+    if question.is_impossible or not question.answers:
+        return None
+    answer = question.answers[0]
+    start, stop = answer.answer_start, answer.answer_start + len(answer.text)
+    if start < 0 or not answer.text or context[start:stop] != answer.text:
+        raise DataError(
+            f"{path}: question {shorten(question.id)} has the answer {shorten(answer.text)} at "
+            f"{start}, where its context has {shorten(context[max(0, start) : stop])}: "
+            "give the file as its authors published it"
+        )
+    return start, stop - 1
+
+
+def _span(window: Any, place: tuple[int, int] | None) -> tuple[int, int]:
+    """First and last token of an answer in a window; twice 0 if it is not whole in it."""
+    if place is None:
+        return 0, 0
+    of_context = [
+        (number, offsets)
+        for number, (offsets, sequence) in enumerate(
+            zip(window.offsets, window.sequence_ids, strict=True)
+        )
+        if sequence == 1
+    ]
+    first = [number for number, (low, high) in of_context if low <= place[0] < high]
+    last = [number for number, (low, high) in of_context if low <= place[1] < high]
+    return (first[0], last[-1]) if first and last else (0, 0)
+
+
+def open_squad(data_dir: Path, vocabulary: Vocabulary, task: Task) -> TextData:
+    """Open the training questions.
+
+    Raises:
+        DataError: the file is missing or malformed, or the model takes other inputs.
+    """
+    length = check_inputs("squad", task, (("tokens", "segments"), ("tokens",)), "span")
+    if length < 16:
+        raise DataError(
+            f"--sequence-length {length} leaves no room for a question and a paragraph of squad: "
+            "give at least 16"
+        )
+    plain, tokenizer = vocabulary.tokenizer(), vocabulary.tokenizer()
+    longest = min(_LONGEST_QUESTION, length // 2 - 3)
+    tokenizer.enable_truncation(length, stride=length // 4, strategy="only_second")
+    rows: list[list[int]] = []
+    segments: list[list[int]] = []
+    spans: list[tuple[int, int]] = []
+    for context, question, place in _read(squad_file(data_dir)):
+        asked = plain.encode(question.question, add_special_tokens=False)
+        cut = asked.offsets[longest - 1][1] if len(asked.ids) > longest else None
+        found = tokenizer.encode(question.question[:cut], context)
+        for window in (found, *found.overflowing):
+            rows.append(window.ids)
+            segments.append(window.type_ids)
+            spans.append(_span(window, place))
+    inputs = (padded(rows, length), padded(segments, length))[: len(task.inputs)]
+    return TextData(inputs, torch.tensor(spans, dtype=torch.int64).reshape(-1, 2))

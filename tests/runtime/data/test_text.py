@@ -1,0 +1,147 @@
+"""Data sets of text: what tokens and targets files give, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.errors import DataError
+from harness.runtime.data import DataOptions, count_targets, fit_to_data, open_data
+from harness.runtime.models import DlrmOptions, ModelOptions, Task, TextOptions, build_task
+from harness.runtime.models.task import IGNORED
+
+pytest.importorskip("tokenizers")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "##s", ".", "who", "?", "mat"]
+NUMBER = {word: number for number, word in enumerate(WORDS)}
+
+
+def options(tmp_path: Path) -> DataOptions:
+    vocabulary = tmp_path / "vocab.txt"
+    if not vocabulary.exists():
+        vocabulary.write_text("\n".join(WORDS) + "\n")
+    return DataOptions(data_dir=tmp_path, dlrm=DlrmOptions(), vocabulary=vocabulary)
+
+
+def task_of(model: str, data: str, tmp_path: Path, length: int = 6, **sizes) -> Task:
+    text = TextOptions(sequence_length=length, n_layers=1, width=8, n_heads=2, **sizes)
+    fitted = fit_to_data(model, ModelOptions(text=text), data, options(tmp_path))
+    return build_task(model, fitted)
+
+
+def opened(model: str, data: str, tmp_path: Path, length: int = 6):
+    task = task_of(model, data, tmp_path, length)
+    return open_data(data, options(tmp_path), task, 2), task
+
+
+def numbers(text: str) -> list[int]:
+    return [NUMBER[word] for word in text.split()]
+
+
+def test_sst2_gives_classes_of_sentences(tmp_path):
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\nThe cats sat \t1\nmat mat dog.\t0\n")
+    data, task = opened("bert_base", "sst2", tmp_path)
+    (tokens, segments), targets = data.__getitems__([0, 1])
+    assert tokens.tolist() == [
+        numbers("[CLS] the cat ##s sat [SEP]"),
+        numbers("[CLS] mat mat [UNK] . [SEP]"),
+    ]
+    assert (int(segments.sum()), targets.tolist(), task.n_classes) == (0, [1, 0], 2)
+    assert count_targets(data, task, [0, 1]) == (1, 1)
+
+
+def squad(**question) -> str:
+    asked = {"id": "q1", "question": "Who sat?", **question}
+    paragraph = {"context": "the mat . the mat . the cats sat.", "qas": [asked]}
+    return json.dumps({"data": [{"paragraphs": [paragraph]}]})
+
+
+def test_squad_gives_spans_in_overlapping_windows(tmp_path):
+    answer = {"text": "cats", "answer_start": 24}
+    (tmp_path / "train-v1.1.json").write_text(squad(answers=[answer]))
+    data, task = opened("bert_base", "squad", tmp_path, length=16)
+    # [CLS] who sat ? [SEP], then 10 of the context's 11 tokens or the last 5, then [SEP].
+    assert len(data) == 2
+    (tokens, segments), spans = data.__getitems__([0, 1])
+    for row, (first, last) in zip(tokens, spans, strict=True):
+        assert row[first : last + 1].tolist() == numbers("cat ##s")
+    assert segments[0].tolist() == [0] * 5 + [1] * 11
+    assert count_targets(data, task, [0]) == (2,)
+    assert int(segments[1].sum()) == int((tokens[1] != 0).sum()) - 5
+
+
+def test_a_question_without_an_answer_points_to_the_first_token(tmp_path):
+    (tmp_path / "train-v2.0.json").write_text(squad(answers=[], is_impossible=True))
+    data, _ = opened("bert_base", "squad", tmp_path, length=24)
+    assert data[0].targets.tolist() == [[0, 0]]
+
+
+def test_plain_text_predicts_the_next_token(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat\non the mat.\n")
+    data, task = opened("gpt2", "text", tmp_path)
+    (tokens,), targets = data.__getitems__([0, 1])
+    row = numbers("the cat sat [UNK] the mat . [SEP]")
+    assert tokens.tolist() == [row[:6], [row[6], 0, 0, 0, 0, 0]]
+    assert targets.tolist() == [row[1:7], [row[7], *[IGNORED] * 5]]
+    assert count_targets(data, task, [1, 0]) == (1, 6)
+
+
+def test_pairs_shift_the_target(tmp_path):
+    (tmp_path / "a.tsv").write_text("the cat\tmat sat .\n")
+    data, _ = opened("nmt", "pairs", tmp_path)
+    (source, target), targets = data[0]
+    assert source.tolist() == [[*numbers("the cat [SEP]"), 0, 0, 0]]
+    assert target.tolist() == [[*numbers("[CLS] mat sat ."), 0, 0]]
+    assert targets.tolist() == [[*numbers("mat sat . [SEP]"), IGNORED, IGNORED]]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train.tsv", "text\tlabel\n", "begins with 'text.tlabel', not 'sentence.tlabel'"),
+        ("train.tsv", "sentence\tlabel\ngood\t2\n", "line 2 is 'good.t2'"),
+        ("train.tsv", b"sentence\tlabel\n\xff\t1\n", "not UTF-8"),
+        ("train-v1.1.json", '{"data": [{"paragraphs": 3}]}', "no train-v1.1.json.*data.0"),
+        (
+            "train-v1.1.json",
+            squad(answers=[{"text": "dog", "answer_start": 4}]),
+            "answer 'dog' at 4, where its context has 'mat'",
+        ),
+        ("a.tsv", "the cat\n", "line 1 is 'the cat'"),
+        ("vocab.txt", "[UNK]\n[CLS]\n", "lacks .PAD., .SEP."),
+        ("vocab.txt", "[UNK]\n[PAD]\n[CLS]\n[SEP]\n", "does not begin with .PAD."),
+        ("vocab.txt", "[PAD]\nx\nx\n", "has 'x' twice"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(tmp_path, file, content, message):
+    path = tmp_path / file
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    names = {".tsv": ("nmt", "pairs"), ".txt": ("gpt2", "text"), ".json": ("bert_base", "squad")}
+    model, data = ("bert_base", "sst2") if file == "train.tsv" else names[path.suffix]
+    with pytest.raises(DataError, match=message) as found:
+        opened(model, data, tmp_path, length=16)
+    assert "\n" not in str(found.value)
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat\n")
+    task = task_of("gpt2", "text", tmp_path, vocabulary_size=5)
+    with pytest.raises(DataError, match="has 12 tokens, the model 5"):
+        open_data("text", options(tmp_path), task, 1)
+
+
+def test_the_mean_over_targets_does_not_depend_on_how_a_batch_is_divided(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat\non the mat.\n")
+    data, task = opened("gpt2", "text", tmp_path)
+    task.model.eval()
+    whole = data.__getitems__([0, 1])
+    n_targets = sum(count_targets(data, task, [0, 1]))
+    apart = sum(task.sum_loss(task.model(*b.inputs), b.targets) for b in (data[0], data[1]))
+    logits = task.model(*whole.inputs)
+    kept = whole.targets != IGNORED
+    mean = torch.nn.functional.cross_entropy(logits[kept], whole.targets[kept])
+    # float32: sums of 7 terms in another order
+    assert float(apart.detach()) / n_targets == pytest.approx(float(mean.detach()), rel=1e-5)
