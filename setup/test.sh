@@ -2,7 +2,7 @@
 # Run the tests. Usage: bash setup/test.sh [PYTEST ARGUMENTS]
 # Installs if needed. Runs all tests that this machine supports: virtual clusters as root, GPU tests
 # with a GPU. Prints which tests are left out and why (slow ones: -m slow). Ends with pytest's
-# summary.
+# summary. Tests run in several processes; -n 0 runs them in one, as debuggers need.
 set -euo pipefail
 
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -32,4 +32,6 @@ fi
 
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PATH=$root/.venv/bin:$PATH
-exec python -m pytest -m "$markers" "$@"
+# One more worker than cores, because many tests wait.
+workers=$(($(nproc) < 8 ? $(nproc) + 1 : 8))
+exec python -m pytest -m "$markers" -n "$workers" --dist loadfile "$@"

@@ -53,12 +53,12 @@ def test_a_valid_file_is_read(name: str, tmp_path: Path) -> None:
 def test_only_the_readers_own_error_comes_out(name: str, tmp_path: Path) -> None:
     seeds = READERS[name].seeds()
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 2**32), st.sampled_from(seeds))
     def mutations(seed: int, data: bytes) -> None:
         read(name, fuzz_mutations.mutate(Random(seed), data), tmp_path)
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(st.binary() | st.text().map(lambda text: text.encode(errors="replace")))
     def anything(data: bytes) -> None:
         read(name, data, tmp_path)

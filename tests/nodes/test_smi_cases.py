@@ -173,7 +173,7 @@ _PIECES = [
 ]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     at=st.lists(st.tuples(st.integers(0, len(ONE_GPU)), st.integers(0, 40)), max_size=4),
     pieces=st.lists(st.sampled_from(_PIECES) | st.text(max_size=5), min_size=4, max_size=4),
@@ -187,7 +187,6 @@ def test_whatever_nvidia_smi_prints_is_judged(hosts, at, pieces) -> None:
     assert survey.judge("cuda", 0)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(

@@ -50,7 +50,7 @@ def test_a_slow_device_gets_a_short_stage():
     assert balance([[1, 1, 1, 1], [3, 3, 3, 3]], 2) == Balanced((3, 4), ((0,), (1,)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TIMES)
 def test_no_other_cut_is_faster(seconds):
     n_devices, n_ops = len(seconds), len(seconds[0])
@@ -78,7 +78,7 @@ def every_cut_in_turn(seconds, n_stages: int) -> list[Balanced]:
     return [Balanced(tuple(r.stop for r in ops), groups) for ops in cuts(len(seconds[0]), n_stages)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TIMES)
 def test_no_other_cut_is_faster_where_each_device_has_a_stage(seconds):
     found = balance_in_turn(seconds, len(seconds))
@@ -86,7 +86,7 @@ def test_no_other_cut_is_faster_where_each_device_has_a_stage(seconds):
     assert pace(seconds, found) == min(pace(seconds, one) for one in every)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(TIMES)
 def test_no_end_can_be_moved_to_take_from_the_busiest_device(seconds):
     n_stages = min(len(seconds[0]), 2 * len(seconds))

@@ -162,7 +162,7 @@ def copies(root: Path, *names: str) -> Path:
     return root
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), name=st.sampled_from(CHANGED))
 def test_a_changed_run_costs_itself_and_nothing_else(data: st.DataObject, name: str) -> None:
     with TemporaryDirectory() as directory:

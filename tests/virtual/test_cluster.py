@@ -139,8 +139,8 @@ print((time.process_time() - used) / (time.perf_counter() - begin))
 
 def test_cpu_quota_holds(cluster):
     share = float(cluster.on(2, sys.executable, "-c", _BURN).stdout)
-    # Some periods of start and end more than 20% of 1.5 s; less only if others use the cores.
-    assert 0.1 < share < 0.22
+    # Some periods of start and end more than 20% of 1.5 s; less if others use the cores.
+    assert 0 < share < 0.22
 
 
 def test_going_over_the_memory_limit_kills_and_is_counted(cluster):

@@ -138,8 +138,8 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def program(run_dir, what, timeout_s=600.0):
-    return start(sys.executable, "-c", PROGRAM, run_dir, what, timeout_s)
+def program(run_dir, what, timeout_s=600.0, **options):
+    return start(sys.executable, "-c", PROGRAM, run_dir, what, timeout_s, **options)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,9 @@ def test_a_run_that_its_program_closes_is_left_alone(run_dir):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_is_closed_before_the_launcher_kills(run_dir, number):
-    process = program(run_dir, "hang")
+    # Shells ignore SIGINT in their background jobs.
+    is_heard = {"preexec_fn": lambda: signal.signal(number, signal.SIG_DFL)}
+    process = program(run_dir, "hang", **is_heard)
     process.stdout.readline()
     wait_until((run_dir / "heartbeat").exists)
     process.send_signal(number)

@@ -124,7 +124,7 @@ def test_mixing_is_found_in_a_model_that_takes_multiples_of_a_size_alone(multipl
     assert mixing(function) == found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     dims=st.permutations(range(3)),
     dim=st.integers(0, 2),

@@ -26,13 +26,13 @@ def coverage(blocks, size):
 
 
 @given(SPEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_tile_the_square_exactly_once(speeds):
     assert (coverage(split_square(speeds, 120), 120) == 1).all()
 
 
 @given(SPEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_areas_are_in_proportion_to_speed(speeds):
     size = 3000
     for speed, tile in zip(speeds, split_square(speeds, size), strict=True):
@@ -90,7 +90,7 @@ def test_a_matrix_smaller_than_the_ranks_is_refused():
 
 
 @given(SPEEDS, st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_panels_cover_k_once_and_cross_no_border(speeds, width):
     blocks = split_square(speeds, 120)
     panels = cut_panels(blocks, 120, width)
@@ -107,7 +107,7 @@ def test_neighbouring_panels_have_different_owners():
 
 
 @given(SPEEDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_pieces_fill_every_ranks_panels_exactly(speeds):
     blocks = split_square(speeds, 60)
     for panel in cut_panels(blocks, 60, 16):

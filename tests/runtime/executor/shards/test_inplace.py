@@ -22,7 +22,7 @@ from harness.runtime.executor.shards.inplace import copying_function, out_of_pla
         (F.hardtanh_, F.hardtanh),
         (torch.relu, torch.relu),
     ],
-    ids=str,
+    ids=lambda function: getattr(function, "__name__", str(function)),
 )
 def test_a_function_is_known_by_what_it_changes(function, copying):
     assert copying_function(function) is copying
