@@ -51,6 +51,10 @@ status=0
 trap take_down EXIT
 trap 'exit 130' INT TERM
 if "${cluster[@]}" up --name "$name" --replace --nodes "$n_nodes" --bandwidth 1gbit --cpu "$(cores_per_node)"; then
+    # A first figure, of the links that the comparison then builds on, after a minute or two.
+    if (($# == 0)) && run_on_cluster links; then
+        .venv/bin/python -m harness.plot results/ --only link_heatmap || true
+    fi
     run_on_cluster "$@" || status=$?
 else
     trap - EXIT # there is no cluster
