@@ -38,7 +38,8 @@ class Operator(
         name: unique in the graph; the module's path when it has one.
         kind: kind of computation, lower case: input, linear, conv2d, pool, batch_norm, layer_norm,
             elementwise (relu, gelu, dropout, ...), add, cat, flatten, embedding, lstm, attention,
-            softmax, loss, other. An `input` feeds the model, costs nothing and has no producer.
+            softmax, block (operators that were measured as one, such as a transformer's layer),
+            loss, other. An `input` feeds the model, costs nothing and has no producer.
         inputs: the producers' names, in argument order; duplicates are allowed.
         shape: size of each named dim of the output, outermost first, such as
             {"sample": 64, "feature": 256, "height": 56, "width": 56}; empty when unknown.
@@ -57,7 +58,8 @@ class Operator(
             of them writes; these operators must be on one device),
             statistics (`frozen` if a batch norm does not compute them from its input),
             is_repeatable (false if two devices may compute different values of one block),
-            function (relu, add, ...), description.
+            function (relu, add, ...), description; of a block: saved_bytes (kept for backward
+            beside the output), tied_to (the operator whose weights it shares).
     """
 
     name: str

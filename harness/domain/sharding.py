@@ -42,6 +42,7 @@ _CUTTABLE: dict[str, tuple[str, ...]] = {
     "add": (SAMPLE, HEADS, "seq", "feature", "height", "width"),
     "embedding": (SAMPLE, "seq", "feature"),
     "attention": (SAMPLE, HEADS, "seq"),
+    "block": (SAMPLE, HEADS),
 }
 # Dims whose cuts also cut the weights; a cut of any other dim copies the weights.
 _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
@@ -50,11 +51,13 @@ _WEIGHT_DIMS: dict[str, tuple[str, ...]] = {
     "batch_norm": ("feature",),
     "embedding": ("feature",),
     "attention": (HEADS,),
+    "block": (HEADS,),
 }
 _WINDOWED = ("conv2d", "pool")
 _SPATIAL = ("height", "width")
 _POINTWISE = ("batch_norm", "layer_norm", "elementwise", "add")
-_WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm")
+_WITH_WEIGHTS = ("linear", "conv2d", "batch_norm", "embedding", "lstm", "block")
+_WITH_HEADS = ("attention", "block")
 # Position of the output's feature dim that the weights belong to.
 _FEATURE_POSITION = {"linear": -1, "embedding": -1, "conv2d": 1, "batch_norm": 1}
 
@@ -75,8 +78,9 @@ def has_tasks(operator: Operator) -> bool:
 def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> dict[str, int]:
     """Sizes of all dims, with samples scaled to `batch`.
 
-    The last are partial dims (`is_partial`), which the output does not have: the heads of an
-    attention with an output projection, and the contraction (input features) of a linear operator.
+    The last are partial dims (`is_partial`), which the output does not have: the heads of a block
+    or of an attention with an output projection, and the contraction (input features) of a linear
+    operator.
     An operator of unknown shape has samples only.
     """
     shape = dict(operator.shape)
@@ -85,7 +89,7 @@ def full_shape(operator: Operator, *, batch: int, graph_batch: int | None) -> di
     elif not shape:
         shape = {SAMPLE: batch}
     n_heads = operator.attrs.get("n_heads")
-    if operator.kind == "attention" and HEADS not in shape and isinstance(n_heads, int):
+    if operator.kind in _WITH_HEADS and HEADS not in shape and isinstance(n_heads, int):
         shape[HEADS] = n_heads
     in_features = operator.attrs.get("in_features")
     if _sums_up(operator) and isinstance(in_features, int):

@@ -1,4 +1,4 @@
-"""The commands of `python -m harness.plan`: search, advise, show and convert."""
+"""The commands of `python -m harness.plan`: search, advise, show, convert and validate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from harness.plan import cli, flags
 from harness.plan.costs import run
 from harness.plan.report import ProgressLine, json_line, result_lines
 from harness.plan.show import show_file
+from harness.plan.validation import command as validate
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             data, what = cli.converted(args)
             write_atomically(args.output, data)
             print(f"{what}; wrote {args.output} ({args.to})")
+        elif args.command == "validate":
+            validate.run(args)
         else:
             print("\n".join(show_file(args.file, dot=args.dot, graph_path=args.graph)))
     except HarnessError as error:

@@ -12,6 +12,7 @@ from harness.plan.advise.families import FAMILIES
 from harness.plan.convert import FORMATS
 from harness.plan.costs import COSTS
 from harness.plan.simulate.options import OPTIMIZERS
+from harness.plan.validation import command as validate
 
 DTYPES = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16"}  # as profiles name them
 
@@ -53,12 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
         description="Find how to spread a model over a cluster, and predict its step.",
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{search,advise,show,convert}"
+        dest="command", required=True, metavar="{search,advise,show,convert,validate}"
     )
     _add_search(commands)
     _add_advise(commands)
     _add_show(commands)
     _add_convert(commands)
+    validate.add_parser(commands)
     return parser
 
 

@@ -50,6 +50,7 @@ class OperatorCosts:
     """Arrays by device position (n_devices,); weights as slices with the devices that hold them.
 
     Attributes:
+        saved_bytes: bytes that forward keeps for backward beside the output.
         shared_bytes: bytes of weights that other devices hold too.
         slices: (bytes, ascending devices) of each distinct slice of the weights.
     """
@@ -58,6 +59,7 @@ class OperatorCosts:
     forward_s: Floats
     backward_s: Floats
     output_bytes: Floats
+    saved_bytes: Floats
     weight_bytes: Floats
     shared_bytes: Floats
     slices: tuple[tuple[int, tuple[int, ...]], ...]
@@ -152,7 +154,8 @@ class Costs:
 
     def _price_operator(self, op: int, plan: OperatorPlan) -> OperatorCosts:
         n, operator = self.n_devices, self.graph.operators[op]
-        forward, backward, output = np.zeros(n), np.zeros(n), np.zeros(n)
+        forward, backward, output, saved = np.zeros((4, n))
+        saved_per_element = self._saved_per_element(op)
         active = np.zeros(n, dtype=np.bool_)
         per_element = self.bytes_per_element(op)
         output_dims = self._output_dims(op)
@@ -161,6 +164,7 @@ class Costs:
             forward[device] += seconds.forward_s
             backward[device] += seconds.backward_s
             output[device] += per_element * volume(tuple(block[k] for k in output_dims))
+            saved[device] += saved_per_element * volume(block)
             active[device] = True
         slices = self._slices(operator, op, plan)
         weight, shared = np.zeros(n), np.zeros(n)
@@ -168,7 +172,14 @@ class Costs:
             weight[list(devices)] += n_bytes
             if len(devices) > 1:
                 shared[list(devices)] += n_bytes
-        return OperatorCosts(active, forward, backward, output, weight, shared, slices)
+        return OperatorCosts(active, forward, backward, output, saved, weight, shared, slices)
+
+    def _saved_per_element(self, op: int) -> float:
+        """Bytes kept beside the output, by element of all dims."""
+        n_bytes = self.graph.operators[op].attrs.get("saved_bytes", 0)
+        share = self.samples / (self.graph.batch or self.samples)
+        n_elements = float(np.prod(list(self.shapes[op].values())))
+        return n_bytes * share / n_elements if isinstance(n_bytes, int) else 0.0
 
     def _output_dims(self, op: int) -> list[int]:
         """Positions of the dims that the output has (not partial dims)."""

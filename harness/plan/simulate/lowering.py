@@ -103,7 +103,7 @@ def _ordered(
         receives,
         RECEIVES_AT_FIRST,
         RECEIVES_AHEAD,
-        tables.output_bytes.ravel()[rows] + received,
+        (tables.output_bytes + tables.saved_bytes).ravel()[rows] + received,
         outside,
         flow.stage_ptr,
         flow.stage_ops,
@@ -221,7 +221,11 @@ def _seconds(
     backward = np.where(is_deferred, to_inputs, backward + stream_s)
     if simulator.options.updates_each_microbatch:
         weight = weight + update_seconds(simulator, tables, rows).sum(axis=0)
-    return np.stack([forward, backward, weight, forward])
+    again = forward
+    if not simulator.options.recomputes_ahead:
+        stages = flow.stage_of[rows // tables.n_devices]
+        backward, again = backward + forward * flow.recompute[stages], np.zeros(len(rows))
+    return np.stack([forward, backward, weight, again])
 
 
 def _stream_rates(simulator: Simulator, rows: Ints) -> Floats:

@@ -8,6 +8,7 @@ fast NIC serves several slow links at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from harness.domain.cluster import Cluster
 from harness.errors import ClusterError
 from harness.plan.simulate.collectives import Curves
+from harness.plan.simulate.options import AllReduce
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,7 +40,8 @@ class Network:
         node_of: (n_devices,) node of each device.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, all_reduce: AllReduce = "ring") -> None:
+        self._is_hierarchical = all_reduce == "hierarchical"
         n = cluster.n_devices
         self.n_devices = n
         self.names = [device.name for device in cluster.devices]
@@ -129,6 +132,9 @@ class Network:
 
     def _price(self, group: tuple[int, ...], n_bytes: int) -> Collective:
         n = len(group)
+        rows = self._rows_of(group)
+        if self._is_hierarchical and 1 < len(rows) < n and len({len(row) for row in rows}) == 1:
+            return self._price_hierarchical(rows, n_bytes)
         hops = list(zip(group, (*group[1:], group[0]), strict=True))
         slowest = max(self.transfer_s(a, b, n_bytes / n) for a, b in hops)
         ring_s = 2 * (n - 1) * slowest
@@ -147,3 +153,33 @@ class Network:
                     duration, occupied.get(into, 0) + wire / float(self.nic[target])
                 )
         return Collective(duration, tuple(sorted(occupied.items())))
+
+    def _rows_of(self, group: tuple[int, ...]) -> list[list[int]]:
+        """The group's devices by node."""
+        rows: dict[int, list[int]] = {}
+        for device in group:
+            rows.setdefault(int(self.node_of[device]), []).append(device)
+        return list(rows.values())
+
+    def _price_hierarchical(self, rows: Sequence[Sequence[int]], n_bytes: int) -> Collective:
+        """Rings within all nodes at once, and between: device k of each node has a ring for its
+        share of the bytes, and a node's rings share its NIC."""
+        inside = [self._price(tuple(row), n_bytes) for row in rows]
+        columns = list(zip(*rows, strict=True))
+        share = max(1, n_bytes // len(columns))
+        between = [self._price(column, share) for column in columns]
+        occupied: dict[int, float] = {}
+        for one in (*inside, *between):
+            for resource, seconds in one.occupied:
+                occupied[resource] = occupied.get(resource, 0.0) + seconds
+        nodes = {int(self.node_of[row[0]]) for row in rows}
+        nics = [r(k) for k in nodes for r in (self.out_resource, self.in_resource)]
+        crossing = max(
+            max(one.duration_s for one in between), max(occupied.get(nic, 0.0) for nic in nics)
+        )
+        duration = max(one.duration_s for one in inside) + crossing
+        for row in rows:
+            occupied.update((self.stream_resource(device), duration) for device in row)
+        return Collective(
+            duration, tuple(sorted((r, min(s, duration)) for r, s in occupied.items()))
+        )

@@ -14,6 +14,7 @@ from harness.errors import PlanError
 # step, counted over its operations: p += g; m *= a, m += g, p += m; AdamW's decay, two moments,
 # root and quotient.
 OPTIMIZERS = {"sgd": (0, 3), "momentum": (1, 8), "adamw": (2, 20)}
+AllReduce = Literal["ring", "hierarchical"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,14 @@ class SimulatorOptions:
             under autocast, whose dtype is smaller.
         batch_norm: `local` normalises each block by its statistics, as DDP does; `global` by those
             of the whole microbatch, with two small all-reduces forward and one backward.
+        gradient_bytes_per_weight_byte: size of gradients and of what is all-reduced: 2 for FP16
+            weights with FP32 gradients.
+        reserved_bytes: memory of a device that holds no tensor: the driver's context, workspaces of
+            libraries, and what the allocator cannot use.
+        all_reduce: `ring` passes all devices of a group in turn; `hierarchical` adds up within each
+            node, then between nodes by as many rings as a node has devices, and gathers within.
+        recomputes_ahead: a stage that recomputes runs forward again while it waits for its
+            gradient, as the executor does; else layer by layer within backward, as Megatron-LM.
         updates_each_microbatch: a weight pass after each microbatch's backward all-reduces the
             gradients, updates the weights and copies them for later microbatches, as asynchronous
             training does (see `unflushed`).
@@ -46,6 +55,10 @@ class SimulatorOptions:
     stream_s_per_byte: float | tuple[float, ...] = 0.0
     wire_bytes_per_fp32_byte: float = 1.0
     batch_norm: Literal["local", "global"] = "local"
+    gradient_bytes_per_weight_byte: float = 1.0
+    reserved_bytes: int = 0
+    all_reduce: AllReduce = "ring"
+    recomputes_ahead: bool = True
     updates_each_microbatch: bool = False
 
     def __post_init__(self) -> None:
@@ -57,6 +70,11 @@ class SimulatorOptions:
             raise PlanError(
                 f"bucket of {self.bucket_bytes} B, {self.n_optimizer_states} optimizer states, "
                 f"{self.optimizer_s_per_byte} s/B: a bucket needs a byte, the others must be >= 0"
+            )
+        if not self.gradient_bytes_per_weight_byte > 0 or self.reserved_bytes < 0:
+            raise PlanError(
+                f"{self.gradient_bytes_per_weight_byte} B of gradient per byte of weights, "
+                f"{self.reserved_bytes} B reserved: the first must be above 0, the second >= 0"
             )
         if not 0 < self.wire_bytes_per_fp32_byte <= 1:
             raise PlanError(

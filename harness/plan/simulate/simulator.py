@@ -95,7 +95,7 @@ class Simulator:
             )
         self.graph, self.profile, self.cluster = graph, profile, cluster
         self.options = options or SimulatorOptions()
-        self.network = Network(cluster)
+        self.network = Network(cluster, self.options.all_reduce)
         self.limits: Floats = np.array(
             [memory_bytes or device.memory_bytes for device in cluster.devices], dtype=np.float64
         )
@@ -244,7 +244,9 @@ class Trial:
             done = found.device_end_s + optimizer
             begin = np.where(works, done - done[works].min(), 0.0)
             found = _run(lowered, begin)
-        static = weights * (2 + simulator.options.n_optimizer_states)
+        options = simulator.options
+        copies = 1 + options.gradient_bytes_per_weight_byte + options.n_optimizer_states
+        static = weights * copies + options.reserved_bytes
         edges = lowered.edges
         return EventTimes(
             step_s=float((found.device_end_s + optimizer - begin).max()),

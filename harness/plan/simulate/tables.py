@@ -171,11 +171,19 @@ class Tables:
         for e, (p, c) in enumerate(self.edges):
             self._readers[p].append((e, c))
             self._producers[c].append(p)
+        index = graph.index()
+        # Layers that share weights, by the position of the later one (see `Operator.attrs`).
+        self._tied: dict[int, int] = {
+            i: index[name]
+            for i, op in enumerate(graph.operators)
+            if isinstance(name := op.attrs.get("tied_to"), str) and name in index
+        }
         self.parameterised = [i for i, op in enumerate(graph.operators) if op.parameter_bytes > 0]
         shape = (self.n_ops, self.n_devices)
         self.active = np.zeros(shape, dtype=np.bool_)
         self.forward_s, self.backward_s = np.zeros(shape), np.zeros(shape)
         self.output_bytes, self.weight_bytes = np.zeros(shape), np.zeros(shape)
+        self.saved_bytes = np.zeros(shape)
         self.shared_bytes = np.zeros(shape)
         self._slices: list[tuple[tuple[int, tuple[int, ...]], ...]] = [()] * self.n_ops
         self._placed = [op for op in range(self.n_ops) if op in plans]
@@ -196,6 +204,7 @@ class Tables:
             self.forward_s[op] += share * (other.forward_s - row.forward_s)
             self.backward_s[op] += share * (other.backward_s - row.backward_s)
         self.output_bytes[op], self.weight_bytes[op] = row.output_bytes, row.weight_bytes
+        self.saved_bytes[op] = row.saved_bytes
         self.shared_bytes[op], self._slices[op] = row.shared_bytes, row.slices
 
     def _find_transfers(self, op: int) -> ProducerTransfers:
@@ -254,7 +263,9 @@ class Tables:
         open_bucket: dict[tuple[int, ...], int] = {}
         has_closed: set[tuple[int, ...]] = set()  # groups whose first bucket is full
         for op in reversed(self.parameterised):
-            for n_bytes, group in self._slices[op]:
+            if op in self._tied.values():
+                continue  # with the gradients of the layer that shares its weights
+            for n_bytes, group in self._gradients(op):
                 if len(group) < 2:
                     continue
                 k = open_bucket.get(group)
@@ -264,8 +275,8 @@ class Tables:
                     groups.append(group)
                     sizes.append(0)
                 sizes[k] += n_bytes
-                if not members[k] or members[k][-1] != op:
-                    members[k].append(op)
+                owners = [op, self._tied[op]] if op in self._tied else [op]
+                members[k] += [one for one in owners if one not in members[k][-2:]]
                 limit = self.options.bucket_bytes
                 if sizes[k] >= (limit if group in has_closed else first_bucket_bytes(limit)):
                     del open_bucket[group]
@@ -278,7 +289,8 @@ class Tables:
             latest[group] = begin
             for i, device in enumerate(group):
                 ends.append((device, k, -1 if former is None else former + i))
-                triggers += [(op * self.n_devices + device, begin + i) for op in ops]
+                places = [op * self.n_devices + device for op in ops if self.active[op, device]]
+                triggers += [(place, begin + i) for place in places]
         end_device, end_bucket, end_before = _columns(ends, 3)
         trigger_place, trigger_end = _columns(triggers, 2)
         return Buckets(
@@ -291,6 +303,19 @@ class Tables:
             trigger_place=trigger_place,
             trigger_end=trigger_end,
         )
+
+    def _gradients(self, op: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Bytes of each slice of gradients with the devices that add them up; of tied weights all
+        devices that have either layer."""
+        share, own = self.options.gradient_bytes_per_weight_byte, self._slices[op]
+        theirs = self._slices[self._tied[op]] if op in self._tied else own
+        if len(theirs) != len(own):
+            every = tuple(sorted({device for _, group in (*own, *theirs) for device in group}))
+            return [(round(share * sum(n_bytes for n_bytes, _ in own)), every)]
+        return [
+            (round(share * n_bytes), tuple(sorted({*group, *other})))
+            for (n_bytes, group), (_, other) in zip(own, theirs, strict=True)
+        ]
 
 
 def _columns(rows: Sequence[tuple[int, ...]], n: int) -> list[Ints]:

@@ -1,0 +1,1 @@
+"""Times and links that other tools measured, as our profile and cluster files."""

@@ -1,0 +1,214 @@
+"""A strategy from degrees: tensor x data x pipeline parallel, as Megatron-LM and DeepSpeed name it.
+
+Device of stage p, replica d and part t is (p * dp + d) * tp + t, so a tensor-parallel group is on
+neighbouring devices (of one node, where tp divides its devices), and stages are farthest apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from harness.domain.cluster import Cluster
+from harness.domain.graph import Graph
+from harness.domain.partition import SAMPLE, Cut, n_parts
+from harness.domain.schedule import ScheduleName
+from harness.domain.sharding import full_units, has_tasks
+from harness.domain.strategy import OperatorPlan, Stage, Strategy
+from harness.errors import StrategyError
+from harness.inputs import find_int, shorten
+from harness.plan import builders
+from harness.plan.stages import balance
+
+_MOST_DEGREE = 4096
+_FORM = "tp=2,dp=4,pp=2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism.
+
+    Attributes:
+        cuts: position of the first operator of each stage but the first; balanced when None.
+        shares: samples of each replica, in proportion; equal when None.
+        devices: position of each device in the order above; 0 to n - 1 when None.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    cuts: tuple[int, ...] | None = None
+    shares: tuple[int, ...] | None = None
+    devices: tuple[int, ...] | None = None
+
+    @property
+    def n_devices(self) -> int:
+        return self.tp * self.dp * self.pp
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tp} dp{self.dp} pp{self.pp}"
+
+
+def parse_layout(text: str) -> Layout:
+    """Degrees of `tp=2,dp=4,pp=2`; each is 1 if it is not named. `cuts=6-12` begins the second and
+    third stage with operators 6 and 12, `shares=2-1` gives the first replica two thirds of the
+    samples, and `devices=0-1-4-5` names devices.
+
+    Raises:
+        StrategyError: anything else.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals or name in found:
+            raise StrategyError(f"--layout {shorten(text)}: write it like {_FORM}")
+        found[name] = value
+    degrees = {name: _degree(text, found.pop(name, "1")) for name in ("tp", "dp", "pp")}
+    lists = {name: _numbers(text, found.pop(name, "")) for name in ("cuts", "shares", "devices")}
+    if found:
+        raise StrategyError(
+            f"--layout {shorten(text)} has {shorten(next(iter(found)))}: use tp, dp, pp, cuts, "
+            "shares and devices"
+        )
+    return Layout(
+        tp=degrees["tp"],
+        dp=degrees["dp"],
+        pp=degrees["pp"],
+        cuts=lists["cuts"],
+        shares=lists["shares"],
+        devices=lists["devices"],
+    )
+
+
+def _degree(text: str, value: str) -> int:
+    number = find_int(value, 1, _MOST_DEGREE)
+    if number is None:
+        raise StrategyError(
+            f"--layout {shorten(text)}: {shorten(value)} is no degree from 1 to {_MOST_DEGREE}"
+        )
+    return number
+
+
+def _numbers(text: str, value: str) -> tuple[int, ...] | None:
+    if not value:
+        return None
+    numbers = [find_int(part) for part in value.split("-")]
+    if None in numbers:
+        raise StrategyError(
+            f"--layout {shorten(text)}: {shorten(value)} is no list of whole numbers like 6-12"
+        )
+    return tuple(number for number in numbers if number is not None)
+
+
+def layout_strategy(
+    layout: Layout,
+    graph: Graph,
+    cluster: Cluster,
+    batch: int,
+    *,
+    n_microbatches: int = 1,
+    schedule: ScheduleName = "1f1b",
+    recompute: bool = False,
+    seconds: Sequence[float] | None = None,
+) -> Strategy:
+    """Every operator on the devices of its stage, cut by samples over replicas and by weights over
+    the devices of a tensor-parallel group (`builders.tensor_parallel`).
+
+    Args:
+        seconds: of each operator that is placed, by which stages are balanced; FLOPs when None.
+
+    Raises:
+        StrategyError: the degrees do not fit the cluster, the batch or the graph.
+    """
+    _check(layout, cluster, batch, n_microbatches)
+    names = [op.name for op in graph.operators if has_tasks(op)]
+    cuts = _cuts(layout, graph, names, seconds)
+    samples = max(1, batch // n_microbatches)
+    parts = _group_plans(graph, layout.tp, samples // layout.dp)
+    index, devices = graph.index(), layout.devices or tuple(range(layout.n_devices))
+    plans = {}
+    for stage, (start, end) in enumerate(pairwise((0, *cuts, len(names)))):
+        first = stage * layout.dp * layout.tp
+        own = devices[first : first + layout.dp * layout.tp]
+        for name in names[start:end]:
+            units = full_units(graph.operators[index[name]], batch=samples, graph_batch=graph.batch)
+            plan = _replicated(name, parts[name], layout, units, own)
+            plans[name] = OperatorPlan(plan.partition, plan.devices, stage)
+    return Strategy(
+        name=layout.name,
+        batch=batch,
+        operators=plans,
+        n_microbatches=n_microbatches,
+        schedule=schedule,
+        stages=[Stage(recompute) for _ in range(layout.pp)],
+    )
+
+
+def _check(layout: Layout, cluster: Cluster, batch: int, n_microbatches: int) -> None:
+    n = layout.n_devices
+    if n > cluster.n_devices:
+        raise StrategyError(
+            f"layout {layout.name} needs {n} devices, the cluster has {cluster.n_devices}: lower a "
+            "degree"
+        )
+    devices = layout.devices
+    if devices is not None and (len(devices) != n or len(set(devices)) != n):
+        raise StrategyError(
+            f"layout {layout.name} needs {n} distinct devices, devices names {len(set(devices))}"
+        )
+    if layout.shares is not None and len(layout.shares) != layout.dp:
+        raise StrategyError(
+            f"layout {layout.name} has {layout.dp} replicas and {len(layout.shares)} shares: give "
+            "one per replica"
+        )
+    if not 1 <= n_microbatches <= batch or batch // n_microbatches < layout.dp:
+        raise StrategyError(
+            f"a batch of {batch} in {n_microbatches} microbatches gives {layout.dp} replicas less "
+            "than a sample each: lower dp or the microbatches"
+        )
+
+
+def _cuts(
+    layout: Layout, graph: Graph, names: Sequence[str], seconds: Sequence[float] | None
+) -> tuple[int, ...]:
+    if layout.cuts is None:
+        index = graph.index()
+        flops = [graph.operators[index[n]].forward_flops or 1.0 for n in names]
+        return tuple(balance([list(seconds or flops)] * layout.pp, layout.pp).ends[:-1])
+    bounds = (0, *layout.cuts, len(names))
+    if len(layout.cuts) != layout.pp - 1 or any(a >= b for a, b in pairwise(bounds)):
+        raise StrategyError(
+            f"layout {layout.name} of {len(names)} operators cannot be cut at "
+            f"{'-'.join(map(str, layout.cuts))}: give {layout.pp - 1} ascending positions"
+        )
+    return layout.cuts
+
+
+def _group_plans(graph: Graph, tp: int, batch: int) -> dict[str, OperatorPlan]:
+    """Each operator's plan within one tensor-parallel group."""
+    group = Cluster.uniform(1, tp, inside_bytes_per_s=1.0, memory_bytes=1)
+    return builders.tensor_parallel(graph, group, batch).operators
+
+
+def _replicated(
+    name: str,
+    plan: OperatorPlan,
+    layout: Layout,
+    units: dict[str, int],
+    devices: Sequence[int],
+) -> OperatorPlan:
+    """A group's plan on every replica."""
+    if layout.dp == 1:
+        return OperatorPlan(plan.partition, [devices[k] for k in plan.devices])
+    if units.get(SAMPLE, 0) < layout.dp:
+        raise StrategyError(f"operator {name!r} cannot be cut into {layout.dp} replicas: lower dp")
+    own = plan.partition.get(SAMPLE, 1)
+    rest = {dim: cut for dim, cut in plan.partition.items() if dim != SAMPLE}
+    n_own = n_parts(own)
+    cut: Cut = layout.dp * n_own
+    if layout.shares is not None:
+        cut = [share for share in layout.shares for _ in range(n_own)]
+    found = [devices[d * layout.tp + k] for d in range(layout.dp) for k in plan.devices]
+    return OperatorPlan({SAMPLE: cut, **rest}, found)

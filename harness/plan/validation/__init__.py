@@ -1,0 +1,1 @@
+"""Step times that others measured, held against the simulator's predictions."""

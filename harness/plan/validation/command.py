@@ -1,0 +1,151 @@
+"""`python -m harness.plan validate`: predict what others measured, and print how well."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from harness.domain.validation import Validation, validation_file
+from harness.errors import ConfigError
+from harness.measure.store import write_atomically
+from harness.measure.text import percent_cell, table
+from harness.plan.validation.judge import judge
+from harness.plan.validation.sets import READERS, find_sets
+
+# Fields of the file that the JSON line leaves out.
+_ONLY_IN_FILE = ("points", "schema", "version")
+
+
+def validate_sets(args: argparse.Namespace) -> Iterator[Validation]:
+    """Each set of the directories, when it is done.
+
+    Raises:
+        HarnessError: a directory holds no set, or a file is malformed.
+    """
+    if args.output is not None and not args.output.is_dir():
+        raise ConfigError(f"--output {args.output} is not a directory: make it first")
+    for name, folder in [found for path in args.folders for found in find_sets(path)]:
+        progress = _Progress(name)
+        try:
+            validation = judge(name, READERS[name].read(folder), progress)
+        finally:
+            progress.clear()
+        if args.output is not None:
+            write_atomically(args.output / validation_file(name), validation.to_json())
+        yield validation
+
+
+class _Progress:
+    """Rewrites one line of a terminal; silent elsewhere."""
+
+    def __init__(self, name: str, stream: TextIO = sys.stderr, interval_s: float = 0.2) -> None:
+        self._name, self._stream, self._interval_s = name, stream, interval_s
+        self._is_live, self._last_s = stream.isatty(), float("-inf")
+
+    def __call__(self, done: int, of: int) -> None:
+        now_s = time.monotonic()
+        if self._is_live and now_s - self._last_s >= self._interval_s:
+            self._last_s = now_s
+            self._stream.write(f"\r\x1b[K{self._name}: {done} of {of} steps predicted")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        if self._is_live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def json_line(validation: Validation) -> str:
+    """One JSON object without the points."""
+    fields = msgspec.to_builtins(validation)
+    return msgspec.json.encode(
+        {name: value for name, value in fields.items() if name not in _ONLY_IN_FILE}
+    ).decode()
+
+
+def lines(validations: Sequence[Validation]) -> list[str]:
+    """A row per set, then what each assumed, calibrated and lacks."""
+    heads = [
+        "set",
+        "points",
+        "judged",
+        "median",
+        "p90",
+        "Spearman",
+        "regret",
+        "source's",
+        "trivial",
+    ]
+    found = table(heads, [_row(one) for one in validations])
+    for one in validations:
+        found += ["", f"{one.set}:"]
+        found += [f"  {line}" for line in (*one.notes, *_failures(one), *one.missing)]
+        found += [f"  not judged: {n} ({why})" for why, n in one.not_expressed.items()]
+    return found
+
+
+def _row(one: Validation) -> list[str]:
+    errors = (one.median_error, one.p90_error)
+    return [
+        one.set,
+        str(one.n_points),
+        str(one.n_expressed),
+        *(_percent(value) for value in errors),
+        "-" if one.spearman is None else f"{one.spearman:.3f}",
+        _percent(one.regret),
+        percent_cell(one.source_median_error),
+        percent_cell(one.trivial_median_error),
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _failures(one: Validation) -> list[str]:
+    found = []
+    if one.n_failed:
+        found.append(
+            f"{one.n_failed_called} of {one.n_failed} runs that failed are predicted not to fit, "
+            f"and {one.n_ran_called_failed} that ran"
+        )
+    if one.memory_median_error is not None:
+        found.append(f"memory: median error {one.memory_median_error:.1%} of the peak")
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print all sets; with --json each as soon as it is done."""
+    if args.json:
+        for one in validate_sets(args):
+            print(json_line(one), flush=True)
+    else:
+        print("\n".join(lines(list(validate_sets(args)))))
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command's flags."""
+    sets = "\n".join(f"  {name:<17}{reader.looks_for}" for name, reader in READERS.items())
+    parser = commands.add_parser(
+        "validate",
+        help="hold predictions to steps that others measured",
+        description="Predict the steps of published measurements, and print how well.",
+        epilog=f"sets, and the files by which they are known:\n{sets}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folders", type=Path, nargs="+", metavar="DIR", help="a set, or a directory of sets"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each set")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write validation-SET.json here; in a results directory the report draws it",
+    )

@@ -1,0 +1,107 @@
+"""Simulate every point of a set and score the predictions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from harness.domain.validation import ValidatedPoint, Validation
+from harness.errors import HarnessError
+from harness.plan.validation.points import NotExpressedError, Point, Published
+from harness.plan.validation.scores import (
+    mean_of,
+    percentile_error,
+    rank_correlation,
+    regret_of,
+)
+
+_CALIBRATES = "calibrates the others"
+
+
+def judge(
+    name: str, published: Published, progress: Callable[[int, int], None] = lambda done, of: None
+) -> Validation:
+    """Predict and score.
+
+    Args:
+        progress: called with the number of points that are done, and of all.
+    """
+    reasons: Counter[str] = Counter()
+    judged: list[tuple[Point, ValidatedPoint]] = []
+    for k, point in enumerate(published.points):
+        progress(k, len(published.points))
+        try:
+            judged.append((point, _predict(point)))
+            reasons[_CALIBRATES] += bool(point.calibrates)
+        except NotExpressedError as error:
+            reasons[str(error)] += 1
+        except HarnessError as error:
+            reasons[f"{type(error).__name__}: {error}"] += 1
+    return _scored(name, published, judged, {why: n for why, n in reasons.items() if n})
+
+
+def _predict(point: Point) -> ValidatedPoint:
+    case = point.build()
+    simulation = case.simulator.simulate(case.strategy)
+    return ValidatedPoint(
+        name=point.name,
+        cell=point.cell,
+        samples=point.samples,
+        measured_s=point.measured_s,
+        predicted_s=simulation.step_s,
+        fits=simulation.fits,
+        calibrates=point.calibrates,
+        measured_bytes=point.memory_bytes,
+        predicted_bytes=max(simulation.memory_bytes.values()),
+    )
+
+
+def _scored(
+    name: str,
+    published: Published,
+    judged: Sequence[tuple[Point, ValidatedPoint]],
+    reasons: dict[str, int],
+) -> Validation:
+    predicted_points = [one for _, one in judged]
+    finished = [(p, v, p.measured_s) for p, v in judged if p.measured_s is not None]
+    judged = [(p, v) for p, v in judged if not p.calibrates]
+    ran = [(p, v, s) for p, v, s in finished if not p.calibrates]
+    predicted, measured = [v.predicted_s for _, v, _ in ran], [s for _, _, s in ran]
+    cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for point, one, seconds in finished:
+        cells[point.cell].append((one.predicted_s / point.samples, seconds / point.samples))
+    pairs = [list(zip(*cell, strict=True)) for cell in cells.values()]
+    failed = [one for point, one in judged if point.measured_s is None]
+    with_memory = [v for _, v, _ in ran if v.measured_bytes]
+    return Validation(
+        set=name,
+        n_points=len(published.points),
+        n_expressed=len(judged),
+        median_error=percentile_error(predicted, measured, 50),
+        p90_error=percentile_error(predicted, measured, 90),
+        spearman=mean_of(rank_correlation(*pair) for pair in pairs),
+        regret=mean_of(regret_of(*pair) for pair in pairs),
+        source_median_error=_other([(p.source_s, s) for p, _, s in ran])
+        or published.source_median_error,
+        trivial_median_error=_other([(p.trivial_s, s) for p, _, s in ran])
+        or published.trivial_median_error,
+        not_expressed=reasons,
+        n_failed=len(failed),
+        n_failed_called=sum(not one.fits for one in failed),
+        n_ran_called_failed=sum(not one.fits for _, one, _ in ran),
+        memory_median_error=percentile_error(
+            [float(v.predicted_bytes) for v in with_memory],
+            [float(v.measured_bytes or 0) for v in with_memory],
+            50,
+        ),
+        bias=median(p / m for p, m in zip(predicted, measured, strict=True)) - 1 if ran else None,
+        notes=list(published.notes),
+        missing=list(published.missing([(p, v.predicted_s) for p, v, _ in ran])),
+        points=predicted_points,
+    )
+
+
+def _other(pairs: Sequence[tuple[float | None, float]]) -> float | None:
+    known = [(other, seconds) for other, seconds in pairs if other is not None]
+    return percentile_error([a for a, _ in known], [b for _, b in known], 50)

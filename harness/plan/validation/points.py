@@ -1,0 +1,89 @@
+"""Measured steps of others, as cases for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.domain.strategy import Strategy
+from harness.errors import DataError
+from harness.plan.simulate.simulator import Simulator
+
+
+class Case(NamedTuple):
+    """What was run: a strategy, and a simulator of its model and cluster.
+
+    Attributes:
+        memory_at: device whose peak was measured.
+    """
+
+    simulator: Simulator
+    strategy: Strategy
+
+
+class NotExpressedError(DataError):
+    """A measured step that graph, cluster and strategy cannot hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured step.
+
+    Attributes:
+        name: of the strategy and what it ran on, for people.
+        cell: model and cluster, in which points compete: the fastest is the right choice.
+        samples: of the step.
+        measured_s: None if the run failed, such as for want of memory.
+        build: makes the case; raises NotExpressedError where it cannot be made.
+        source_s: what the source's own predictor says.
+        trivial_s: what the trivial model says.
+        memory_bytes: measured peak of a device.
+        calibrates: why it is not judged: a number was taken from it. Empty if it is judged.
+    """
+
+    name: str
+    cell: str
+    samples: float
+    measured_s: float | None
+    build: Callable[[], Case]
+    source_s: float | None = None
+    trivial_s: float | None = None
+    memory_bytes: float | None = None
+    calibrates: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set.
+
+    Attributes:
+        notes: what was assumed and calibrated, a line each.
+        source_median_error: of the source's own predictor, as published, where its predictions
+            are not.
+        trivial_median_error: of the trivial model, as known, where it is not computed here.
+        missing: terms that the prediction lacks, and how large each is.
+    """
+
+    points: Sequence[Point]
+    notes: Sequence[str] = ()
+    source_median_error: float | None = None
+    trivial_median_error: float | None = None
+    missing: Callable[[Sequence[tuple[Point, float]]], Sequence[str]] = field(
+        default=lambda judged: ()
+    )
+
+
+class Reader(NamedTuple):
+    """Reads one data set.
+
+    Attributes:
+        looks_for: files by which it is known, for people.
+        matches: whether a directory holds the set.
+        read: all its points.
+    """
+
+    looks_for: str
+    matches: Callable[[Path], bool]
+    read: Callable[[Path], Published]

@@ -1,0 +1,232 @@
+"""Pollux: data-parallel steps on nodes of 4 T4, by placement and local batch.
+
+A placement such as `14` is one GPU on one node and four on another. Rows with one GPU give the time
+of computing; the bandwidth between nodes comes from one placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.domain.cluster import Cluster, Device, Link, Node
+from harness.errors import DataError
+from harness.inputs import shorten
+from harness.plan.importing.tables import Row, header_of, read_table
+from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.layout import Layout, layout_strategy
+from harness.plan.simulate.simulator import Simulator
+from harness.plan.validation.calibrate import solve_all
+from harness.plan.validation.points import Case, NotExpressedError, Point, Published, Reader
+
+_PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
+_SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+
+# Parameters (millions) and FLOPs (relative) of each part of a model, by the set's data set. Their
+# sum does not count, because bandwidth is calibrated, but how they spread over the layers does.
+_MODELS: dict[str, tuple[str, tuple[tuple[float, float], ...]]] = {
+    "cifar10": (
+        "ResNet18",
+        ((0.002, 0.1), (0.15, 1.0), (0.53, 0.9), (2.1, 0.9), (8.4, 0.9), (0.005, 0.01)),
+    ),
+    "imagenet": (
+        "ResNet50",
+        ((0.01, 0.24), (0.22, 1.36), (1.22, 2.08), (7.1, 2.94), (14.96, 1.62), (2.05, 0.01)),
+    ),
+}
+_UNKNOWN = ("model of 100 MB", ((2.5, 1.0),) * 10)
+_MOST_NODES = 1024
+
+_KIND = "Tesla T4"
+# PCIe 3.0 x16 through host memory, as NCCL reaches between GPUs without peer access.
+_INSIDE_BYTES_PER_S, _LATENCY_S = 6e9, 20e-6
+_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1e7, 1e11
+# Forward takes a third of forward and backward.
+_FORWARD = 1 / 3
+
+
+class _Run(NamedTuple):
+    """One measured step.
+
+    Attributes:
+        placement: number of GPUs of each node.
+        is_placed: it was measured, not spread evenly here.
+    """
+
+    placement: tuple[int, ...]
+    local: int
+    measured_s: float
+    is_placed: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'+'.join(map(str, self.placement))} GPUs, {self.local} samples each"
+
+
+class _Job:
+    """One model's runs."""
+
+    def __init__(self, name: str, runs: Sequence[_Run]) -> None:
+        self.model, self._parts = _MODELS.get(name, _UNKNOWN)
+        self._alone = {run.local: run.measured_s for run in runs if run.placement == (1,)}
+        self._simulators: dict[tuple[tuple[int, ...], float], Simulator] = {}
+        layers = [Layer(f"part{k}", round(m * 4e6), 4) for k, (m, _) in enumerate(self._parts)]
+        self._graph = chain_graph(self.model, layers, 1)
+        total = sum(flops for _, flops in self._parts)
+        shares = [flops / total for _, flops in self._parts]
+        times = {
+            TimeKey(_KIND, local): [
+                LayerTime(s * t * _FORWARD, s * t * (1 - _FORWARD)) for s in shares
+            ]
+            for local, t in self._alone.items()
+        }
+        self._profile = layer_profile(self._graph, times)
+        self.calibrating = _calibrating(runs)
+        known = [run for run in self.calibrating if run.local in self._alone]
+        self.bandwidth = _INSIDE_BYTES_PER_S
+        if known:
+            self.bandwidth = solve_all(
+                lambda k, rate: self._step_s(known[k], rate),
+                [run.measured_s for run in known],
+                _LEAST_BYTES_PER_S,
+                _MOST_BYTES_PER_S,
+            )
+
+    def case(self, run: _Run) -> Case:
+        """At the calibrated bandwidth."""
+        if run.local not in self._alone:
+            raise NotExpressedError("no row with one GPU has its local batch")
+        return self._case(run, self.bandwidth)
+
+    def _step_s(self, run: _Run, bandwidth: float) -> float:
+        case = self._case(run, bandwidth)
+        return case.simulator.simulate(case.strategy).step_s
+
+    def _case(self, run: _Run, bandwidth: float) -> Case:
+        key = run.placement, bandwidth
+        if key not in self._simulators:
+            cluster = _cluster(run.placement, bandwidth)
+            self._simulators[key] = Simulator(self._graph, self._profile, cluster)
+        simulator, n = self._simulators[key], sum(run.placement)
+        layout = Layout(dp=n)
+        strategy = layout_strategy(layout, self._graph, simulator.cluster, n * run.local)
+        return Case(simulator, strategy)
+
+
+def _calibrating(runs: Sequence[_Run]) -> list[_Run]:
+    """Of placements with one GPU on each of several nodes, the one with most nodes: nothing but the
+    links between nodes slows it."""
+    single = [run for run in runs if set(run.placement) == {1} and len(run.placement) > 1]
+    placed = [run for run in single if run.is_placed] or single
+    most = max((run.placement for run in placed), key=len, default=())
+    return [run for run in placed if run.placement == most]
+
+
+def _cluster(placement: tuple[int, ...], bandwidth: float) -> Cluster:
+    nodes = [
+        Node(
+            name=f"node{i}",
+            devices=[Device(name=f"node{i}:{j}", kind=_KIND, memory_bytes=2**50) for j in range(n)],
+            nic_bytes_per_s=bandwidth,
+        )
+        for i, n in enumerate(placement)
+    ]
+    names = [(i, device.name) for i, node in enumerate(nodes) for device in node.devices]
+    links = [
+        Link(
+            source=a,
+            target=b,
+            latency_s=_LATENCY_S,
+            bandwidth_bytes_per_s=_INSIDE_BYTES_PER_S if i == j else bandwidth,
+        )
+        for i, a in names
+        for j, b in names
+        if a != b
+    ]
+    return Cluster(nodes=nodes, links=links)
+
+
+def _spread(row: Row) -> tuple[int, ...]:
+    """GPUs of each node, where a row gives only both numbers: as even as possible."""
+    nodes, replicas = row.count("num_nodes"), row.count("num_replicas")
+    if not nodes <= replicas or nodes > _MOST_NODES:
+        raise DataError(f"{row.where}: {replicas} replicas cannot use {nodes} nodes: swap them")
+    each, more = divmod(replicas, nodes)
+    return tuple(each + (k < more) for k in range(nodes))
+
+
+def _placement(row: Row) -> tuple[int, ...]:
+    text = row.text("placement")
+    if not text.isascii() or not text.isdigit() or "0" in text:
+        raise DataError(f"{row.where}: placement {shorten(text)}: write GPUs of each node, as 14")
+    return tuple(map(int, text))
+
+
+def _runs(folder: Path) -> Iterator[_Run]:
+    for path in _tables(folder):
+        is_placed = set(_PLACEMENTS) <= set(header_of(path))
+        columns = _PLACEMENTS if is_placed else _SCALABILITY
+        for row in read_table(path, columns):
+            if row.text(columns[0]) == columns[0]:
+                continue  # a header again, where logs were joined
+            placement = _placement(row) if is_placed else _spread(row)
+            yield _Run(placement, row.count("local_bsz"), row.seconds("step_time"), is_placed)
+
+
+def _tables(folder: Path) -> list[Path]:
+    wanted = (set(_PLACEMENTS), set(_SCALABILITY))
+    paths = sorted(folder.glob("*.csv"))
+    return [p for p in paths if any(columns <= set(header_of(p)) for columns in wanted)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [p for p in (folder, *sorted(folder.glob("*/"))) if _tables(p)]
+
+
+def read(folder: Path) -> Published:
+    """All models of a folder, each in a folder of its own."""
+    points: list[Point] = []
+    notes: list[str] = []
+    for path in _folders(folder):
+        runs = list(_runs(path))
+        job = _Job(path.name, runs)
+        points += [_point(path.name, job, run) for run in runs]
+        notes += _notes(job)
+    return Published(points, notes)
+
+
+def _point(name: str, job: _Job, run: _Run) -> Point:
+    calibrates = ""
+    if run.placement == (1,):
+        calibrates = "the time of computing is that of this row"
+    elif run in job.calibrating:
+        calibrates = "the bandwidth between nodes is from this placement"
+    return Point(
+        name=run.name,
+        cell=f"{job.model} ({name}), {run.local} samples each",
+        samples=run.local * sum(run.placement),
+        measured_s=run.measured_s,
+        build=partial(job.case, run),
+        calibrates=calibrates,
+    )
+
+
+def _notes(job: _Job) -> list[str]:
+    placements = {run.placement for run in job.calibrating}
+    where = "+".join(map(str, placements.pop())) if placements else "no"
+    return [
+        f"{job.model}: one GPU's rows give the time of computing; {where} GPUs give "
+        f"{job.bandwidth / 1e9:.3g} GB/s between nodes",
+        f"{job.model}: assumed: PyTorch's buckets overlap backward, rings, "
+        f"{_INSIDE_BYTES_PER_S / 1e9:.3g} GB/s within a node",
+    ]
+
+
+def matches(folder: Path) -> bool:
+    """Whether it, or a folder in it, has a table of placements or of scalability."""
+    return bool(_folders(folder))
+
+
+READER = Reader("CSVs with placement or num_nodes, local_bsz and step_time", matches, read)

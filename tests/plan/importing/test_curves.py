@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.errors import DataError
+from harness.plan.importing.curves import bandwidth_of, read_collectives
+
+NCCL = """\
+# nThread 1 nGpus 4 minBytes 8 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20
+# Using devices
+#  Rank  0 Group  0 Pid   1 on   host device  0 [0x07] NVIDIA A100
+#  Rank  1 Group  0 Pid   1 on   host device  1 [0x0f] NVIDIA A100
+#
+#                                                       out-of-place                  in-place
+#  size   count  type  redop  root   time  algbw  busbw #wrong    time  algbw  busbw #wrong
+#   (B)   (elements)                 (us)  (GB/s) (GB/s)          (us)  (GB/s) (GB/s)
+    1024     256  float    sum    -1  10.00   0.10   0.10      0   9.00   0.11   0.11      0
+ 1000000  250000  float    sum    -1  50.00  20.00  20.00      0  49.00  20.41  20.41      0
+# Out of bounds values : 0 OK
+"""
+CSV = "size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)\n1000,250,float,500,3,900,2\n"
+
+
+def test_nccl_tests_are_read_out_of_place(tmp_path: Path) -> None:
+    path = tmp_path / "all_reduce.txt"
+    path.write_text(NCCL)
+    points = read_collectives(path)
+    assert [(p.n_ranks, p.n_bytes, round(p.duration_s * 1e6)) for p in points] == [
+        (2, 1024, 10),
+        (2, 1000000, 50),
+    ]
+    assert bandwidth_of(points) == pytest.approx(20e9)
+
+
+def test_csv_takes_ranks_from_its_name_and_the_first_time(tmp_path: Path) -> None:
+    path = tmp_path / "AR_GPU4_1K"
+    path.write_text(CSV)
+    (point,) = read_collectives(path)
+    assert (point.n_ranks, point.n_bytes, point.duration_s) == (4, 1000, pytest.approx(5e-7))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("curve.csv", CSV, "how many ranks"),
+        ("gpu4.csv", "size(B),time\n1,2\n", "needs size"),
+        ("gpu4.csv", "size(B),time(ns)\n1\n", "1 cells, its header 2"),
+        ("gpu4.csv", "size(B),time(ns)\nx,2\n", "whole number"),
+        ("gpu4.csv", "size(B),time(ns)\n0,0\n", "no curve"),
+        ("gpu4.csv", "", "no row"),
+    ],
+)
+def test_bad_curves_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_collectives(path)

@@ -1,0 +1,92 @@
+"""What Megatron-LM and DeepSpeed do otherwise than the executor."""
+
+from __future__ import annotations
+
+import pytest
+from simulated import simulate
+
+from harness.domain.cluster import Cluster
+from harness.domain.strategy import OperatorPlan, Stage
+from harness.plan.layers import Layer, LayerTime, TimeKey, chain_graph, layer_profile
+from harness.plan.simulate.network import Network
+from harness.plan.simulate.options import SimulatorOptions
+
+KIND = "device"
+FAST = Cluster.uniform(1, 4, inside_bytes_per_s=1e9, memory_bytes=10**6)
+
+
+def two_layers(**last: object):
+    """Two layers of 1 s forward and 2 s backward, 400 B of weights and 8 B of output a sample."""
+    graph = chain_graph("two", [Layer("a", 400, 8), Layer("b", 400, 8, **last)], 4, 4)  # type: ignore[arg-type]
+    times = {TimeKey(KIND, n, tp): [LayerTime(1.0, 2.0)] * 2 for n in (2, 4) for tp in (1, 2, 4)}
+    return graph, layer_profile(graph, times)
+
+
+def on(devices: dict[str, list[int]], dim: str = "sample"):
+    stages = {name: k for k, name in enumerate(devices)}
+    shared = len({tuple(own) for own in devices.values()}) == 1
+    return {
+        name: OperatorPlan({dim: len(own)} if own[1:] else {}, own, 0 if shared else stages[name])
+        for name, own in devices.items()
+    }
+
+
+@pytest.mark.parametrize(("ahead", "step_s"), [(True, 9.0), (False, 10.0)])
+def test_recomputation_ahead_hides_behind_the_wait_for_a_gradient(
+    ahead: bool, step_s: float
+) -> None:
+    graph, profile = two_layers()
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1e12, memory_bytes=10**6)
+    found = simulate(
+        graph,
+        profile,
+        cluster,
+        on({"a": [0], "b": [1]}),
+        batch=4,
+        n_microbatches=1,
+        stages=[Stage(recompute=True), Stage(recompute=True)],
+        options=SimulatorOptions(recomputes_ahead=ahead),
+    )
+    # Forward 1 + 1, then b again and backward 3, then a's 2, and a again unless that was done.
+    assert found.step_s == pytest.approx(step_s - 2.0, rel=1e-6)
+
+
+def test_memory_counts_wide_gradients_what_is_saved_and_what_is_reserved() -> None:
+    graph, profile = two_layers(saved_bytes=100)
+    options = SimulatorOptions(
+        gradient_bytes_per_weight_byte=2, n_optimizer_states=6, reserved_bytes=1000
+    )
+    found = simulate(graph, profile, FAST, on({"a": [0], "b": [0]}), batch=4, options=options)
+    weights, activations = 800 * (1 + 2 + 6), 2 * 4 * 8 + 4 * 100
+    assert found.memory_bytes["node0:0"] == weights + activations + 1000
+
+
+def test_wide_gradients_are_synchronised_after_backward_in_one_piece() -> None:
+    graph, profile = two_layers()
+    options = SimulatorOptions(overlap=False, bucket_bytes=10**9, gradient_bytes_per_weight_byte=2)
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=1600.0, memory_bytes=10**6)
+    both = on({"a": [0, 1], "b": [0, 1]})
+    found = simulate(graph, profile, cluster, both, batch=4, options=options)
+    assert found.step_s == pytest.approx(6.0 + 2 * 800 / 1600)
+
+
+def test_tied_weights_of_two_stages_are_synchronised_once() -> None:
+    graph, profile = two_layers(tied_to="a")
+    cluster = Cluster.uniform(1, 2, inside_bytes_per_s=800.0, memory_bytes=10**6)
+    plans = on({"a": [0], "b": [1]})
+    stages = [Stage(), Stage()]
+    tied = simulate(graph, profile, cluster, plans, batch=4, stages=stages)
+    free, _ = two_layers()
+    alone = simulate(free, profile, cluster, plans, batch=4, stages=stages)
+    assert tied.step_s - alone.step_s == pytest.approx(400 / 800)
+
+
+def test_hierarchical_ring_moves_each_byte_once_between_two_nodes() -> None:
+    cluster = Cluster.uniform(
+        2, 4, inside_bytes_per_s=1e12, between_bytes_per_s=1e3, memory_bytes=1
+    )
+    group = tuple(range(8))
+    ring = Network(cluster).all_reduce(group, 8000).duration_s
+    levels = Network(cluster, "hierarchical").all_reduce(group, 8000).duration_s
+    assert ring == pytest.approx(2 * 7 / 8 * 8000 / 1e3)
+    assert levels == pytest.approx(2 * 1 / 2 * 8000 / 1e3, rel=1e-6)
