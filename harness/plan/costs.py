@@ -53,6 +53,12 @@ COSTS = {
         "programming",
         unread=("start",),
     ),
+    "maxload": Cost(
+        module="harness.plan.published.maxload.planner",
+        summary="the busiest device's load, values counted (Tarnawski et al., 2020), by exact "
+        "dynamic programming, then annealing",
+        unread=("start", "search_seconds"),
+    ),
     "flexflow2018": Cost(
         module="harness.plan.published.flexflow2018.search",
         summary="FlexFlow's cost model of 2018, repaired, on its AlexNet, by MCMC",

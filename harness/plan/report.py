@@ -14,6 +14,7 @@ from harness.plan.request import PlanResult, SearchProgress
 from harness.units import format_bytes, format_duration
 
 _MOST_DEVICES = 16
+_ROUNDING = 1e-9
 
 
 def json_line(result: PlanResult) -> str:
@@ -32,6 +33,7 @@ def result_lines(result: PlanResult) -> list[str]:
     lines = [
         title,
         f"  {ratios}",
+        *_gap(result),
         f"  found by {result.method}; {result.n_proposals} judged, "
         f"{result.proposals_per_s:.0f}/s, {format_duration(result.search_cpu_s)} of CPU, "
         f"{format_bytes(result.peak_rss_bytes)} at most",
@@ -40,6 +42,17 @@ def result_lines(result: PlanResult) -> list[str]:
         "",
     ]
     return [*lines, *_plans(result), "", *_memory(result)]
+
+
+def _gap(result: PlanResult) -> list[str]:
+    """How far the plan may be from the best one."""
+    if result.lower_bound_s is None:
+        return []
+    gap = result.predicted_step_s / result.lower_bound_s - 1
+    if gap < _ROUNDING:
+        return ["  optimal: no plan of this kind is faster by this cost"]
+    least = format_duration(result.lower_bound_s)
+    return [f"  at most {gap:.1%} above the best plan, which takes at least {least}"]
 
 
 def _plans(result: PlanResult) -> list[str]:

@@ -88,6 +88,8 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         predicted_step_s: seconds per step of the global batch, by the request's cost.
+        lower_bound_s: no plan of the searched kind is faster; `predicted_step_s` where the plan is
+            optimal, None where the cost knows no bound.
         speedup_over_single: predicted step of one device over this plan's.
         speedup_over_ddp: the same against data parallel on all devices; not a number (null in JSON)
             where there are fewer samples than devices, or `seconds` ended the search before it.
@@ -116,3 +118,4 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
     search_cpu_s: float = 0.0
     peak_rss_bytes: int = 0
     interrupted: bool = False
+    lower_bound_s: float | None = None

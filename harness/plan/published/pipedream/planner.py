@@ -12,6 +12,7 @@ from harness.domain.cluster import Cluster
 from harness.domain.fingerprint import fingerprint
 from harness.domain.graph import Graph
 from harness.domain.profile import Profile
+from harness.domain.schedule import ScheduleName
 from harness.domain.strategy import OperatorPlan, Stage, Strategy
 from harness.errors import PlanError
 from harness.plan.bottleneck import Floats
@@ -96,7 +97,7 @@ def levels_for(
     """
     memories = [float(limit_bytes or device.memory_bytes) for device in cluster.devices]
     sizes = {len(node.devices) for node in cluster.nodes}
-    bandwidth = _bandwidths(cluster)
+    bandwidth = link_bandwidths(cluster)
     if len(set(speeds)) > 1 or len(set(memories)) > 1 or len(sizes) > 1:
         return [unlike_level(speeds, bandwidth, memories)]
     node_of = np.array(cluster.node_of())
@@ -118,7 +119,12 @@ def levels_for(
     return levels_of([size, n_nodes], [inside, between], memory)
 
 
-def _bandwidths(cluster: Cluster) -> Floats:
+def link_bandwidths(cluster: Cluster) -> Floats:
+    """Bytes/s from device to device, infinite on the diagonal.
+
+    Raises:
+        PlanError: a link is missing.
+    """
     position = {device.name: i for i, device in enumerate(cluster.devices)}
     n = cluster.n_devices
     bandwidth = np.zeros((n, n))
@@ -163,7 +169,9 @@ def _result(
     placed = device_stages(found, problem.levels)
     single_s = sum(problem.workload.compute_ticks) * TICK_S
     ddp_s = data_parallel_s(single_s, sum(problem.workload.parameter_bytes), problem.levels)
-    strategy = _strategy(graph, profile, request, problem.workload, placed)
+    strategy = pipeline_strategy(
+        graph, profile, request, problem.workload, placed, name="pipedream"
+    )
     names = [device.name for device in request.cluster.devices]
     memory: dict[str, int] = dict.fromkeys(names, 0)
     for stage in placed:
@@ -173,6 +181,7 @@ def _result(
         cost="pipedream",
         method=f"pipeline dynamic programming {exact}",
         predicted_step_s=found.step_s,
+        lower_bound_s=found.step_s if found.is_exact else _lower_bound_s(problem),
         speedup_over_single=single_s / found.step_s,
         speedup_over_ddp=ddp_s / found.step_s,
         memory_bytes=memory,
@@ -188,6 +197,14 @@ def _result(
     )
 
 
+def _lower_bound_s(problem: PipelineProblem) -> float:
+    """The work of all operators, shared by all devices without communication."""
+    compute_s = sum(problem.workload.compute_ticks) * TICK_S
+    for level in problem.levels:
+        compute_s /= float(level.rate[0, level.n_workers])
+    return compute_s
+
+
 def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) -> RunnerUp:
     """A plan in which a device holds the whole model, if its memory lets it."""
     work, devices = problem.workload, problem.levels[0]
@@ -198,12 +215,14 @@ def _runner_up(name: str, step_s: float, problem: PipelineProblem, note: str) ->
     return RunnerUp(name=name, step_s=step_s, note=note)
 
 
-def _strategy(
+def pipeline_strategy(
     graph: Graph,
     profile: Profile,
     request: PlanRequest,
     workload: OperatorDag,
     placed: Sequence[DeviceStage],
+    *,
+    name: str,
 ) -> Strategy:
     """The plan as a strategy: replicas split the samples of each microbatch of one step.
 
@@ -222,7 +241,7 @@ def _strategy(
     batch = batch if batch >= widest else smallest
     n_microbatches = max(1, min(n_microbatches, batch // widest))
     return Strategy(
-        name="pipedream",
+        name=name,
         batch=batch,
         operators={
             operator.name: OperatorPlan(
@@ -234,10 +253,19 @@ def _strategy(
             if operator.name in stage_of
         },
         n_microbatches=n_microbatches,
-        schedule="1f1b" if n_microbatches > 1 else "gpipe",
+        schedule=_schedule(placed, n_microbatches),
         stages=[Stage() for _ in placed],
         made_for=fingerprint(graph, request.cluster, profile),
     )
+
+
+def _schedule(placed: Sequence[DeviceStage], n_microbatches: int) -> ScheduleName:
+    n_turns = len({tuple(stage.devices) for stage in placed})
+    if n_microbatches == 1:
+        return "gpipe"
+    if n_turns == len(placed):
+        return "1f1b"
+    return "gpipe" if n_microbatches % n_turns else "interleaved"
 
 
 def _explain(

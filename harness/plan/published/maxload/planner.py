@@ -1,0 +1,185 @@
+"""`--cost maxload`: the least load of the busiest device, over stages of any shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.domain.cluster import Cluster
+from harness.errors import PlanError
+from harness.plan.published.maxload.problem import LoadProblem, Value
+from harness.plan.published.maxload.search import Found, Placement, search
+from harness.plan.published.pipedream.cost import STATE_BYTES_PER_PARAMETER_BYTE
+from harness.plan.published.pipedream.planner import link_bandwidths, pipeline_strategy
+from harness.plan.published.pipedream.search import DeviceStage
+from harness.plan.published.pipedream.workload import TICK_S, OperatorDag, workload_from
+from harness.plan.request import PlanRequest, PlanResult, RunnerUp, SearchProgress
+from harness.units import format_bytes, format_duration
+
+_MOVES = 12_000  # the budget that asks for the usual annealing
+
+
+def plan(request: PlanRequest) -> PlanResult:
+    """Plan one device for each operator; times are per profiled minibatch, in steady state.
+
+    Raises:
+        PlanError: unlike devices, no plan fits the memory, no operator takes time, or the profile
+            lacks an operator.
+    """
+    (graph, profile), cluster = request.model(), request.cluster
+    _check_equal(cluster)
+    workload = workload_from(graph, profile, cluster.devices[0].kind)
+    if not any(workload.compute_ticks):
+        raise PlanError(
+            f"all operators of {graph.name!r} take 0 s on {cluster.devices[0].kind!r}: give FLOPs "
+            "or a profile"
+        )
+    problem = problem_from(workload, cluster, request.memory_bytes)
+
+    def report(quick: Placement, n_sets: int) -> None:
+        progress = SearchProgress(n_proposals=n_sets, best_step_s=quick.load_s, phase="all sets")
+        request.progress(progress)
+
+    effort = 1.0 if request.budget is None else request.budget / _MOVES
+    found = search(problem, effort=effort, seed=request.seed, report=report)
+    if found is None:
+        raise PlanError(
+            f"no plan of contiguous stages fits {format_bytes(problem.memory_bytes)} on each of "
+            f"{problem.n_devices} devices, of {format_bytes(math.fsum(problem.n_bytes))} in all: "
+            "raise --memory, or add devices"
+        )
+    return _result(request, workload, problem, found)
+
+
+def _check_equal(cluster: Cluster) -> None:
+    kinds = {(device.kind, device.speed) for device in cluster.devices}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"--cost maxload plans for equal devices, and the cluster has {len(kinds)} kinds or "
+            "speeds: use --cost simulator, or pipedream"
+        )
+
+
+def problem_from(workload: OperatorDag, cluster: Cluster, limit_bytes: int | None) -> LoadProblem:
+    """A model on a cluster; the slowest link counts.
+
+    A value costs its bytes there and those of its gradient back. An operator keeps its parameters,
+    gradients and momentum, and its output once for each device, since that many minibatches are in
+    flight at most.
+
+    Args:
+        limit_bytes: of memory, that replaces the devices' own.
+    """
+    n_devices = cluster.n_devices
+    bandwidth = float(link_bandwidths(cluster).min())
+    kept = zip(workload.parameter_bytes, workload.activation_bytes, strict=True)
+    return LoadProblem(
+        names=workload.names,
+        seconds=[ticks * TICK_S for ticks in workload.compute_ticks],
+        n_bytes=[
+            float(STATE_BYTES_PER_PARAMETER_BYTE * parameters + n_devices * activations)
+            for parameters, activations in kept
+        ],
+        producers=workload.producers,
+        values=[
+            Value(2 * workload.output_bytes[i] / bandwidth, (i, *consumers))
+            for i, consumers in enumerate(workload.consumers)
+            if consumers
+        ],
+        n_devices=n_devices,
+        memory_bytes=float(limit_bytes or min(d.memory_bytes for d in cluster.devices)),
+    )
+
+
+def stages_in_turn(problem: LoadProblem, device_of: Sequence[int]) -> list[list[int]] | None:
+    """A placement as stages that follow the flow, which devices take in turn; None where a device
+    would have nothing to do in its turn."""
+    used = sorted(set(device_of))
+    where = {d: [i for i, own in enumerate(device_of) if own == d] for d in used}
+    by_flow = sorted(used, key=lambda d: (sum(where[d]) / len(where[d]), d))
+    orders = (_in_turn(problem, device_of, order) for order in (used, by_flow))
+    return next((stages for stages in orders if all(stages)), None)
+
+
+def _in_turn(
+    problem: LoadProblem, device_of: Sequence[int], used: Sequence[int]
+) -> list[list[int]]:
+    """Each operator in the first stage of its device that follows its producers'."""
+    turn_of = {device: turn for turn, device in enumerate(used)}
+    stage_of: list[int] = []
+    for i, producers in enumerate(problem.producers):
+        earliest = max((stage_of[p] for p in producers), default=0)
+        stage_of.append(earliest + (turn_of[device_of[i]] - earliest) % len(used))
+    n_stages = -(-(max(stage_of) + 1) // len(used)) * len(used)
+    return [[i for i, s in enumerate(stage_of) if s == stage] for stage in range(n_stages)]
+
+
+def _result(
+    request: PlanRequest, workload: OperatorDag, problem: LoadProblem, found: Found
+) -> PlanResult:
+    graph, profile = request.model()
+    is_free = found.free.load_s < found.contiguous.load_s
+    stages = stages_in_turn(problem, found.free.device_of) if is_free else None
+    chosen = found.contiguous if stages is None else found.free
+    if stages is None:
+        stages = stages_in_turn(problem, chosen.device_of)
+    assert stages is not None, "contiguous stages have a device each"
+    n_used = len(set(chosen.device_of))
+    held = [math.fsum(problem.n_bytes[i] for i in stage) for stage in stages]
+    n_bytes = [math.ceil(sum(held[d::n_used])) for d in range(n_used)]
+    placed = [
+        DeviceStage(
+            operators=stage,
+            devices=[s % n_used],
+            in_flight=problem.n_devices,
+            memory_bytes=n_bytes[s % n_used],
+        )
+        for s, stage in enumerate(stages)
+    ]
+    single_s = math.fsum(problem.seconds)
+    names = [device.name for device in request.cluster.devices]
+    is_written = chosen is found.free
+    exact = "over all cuts" if found.is_exact else "over a sample of cuts"
+    return PlanResult(
+        cost="maxload",
+        method="annealing" if is_written and is_free else f"dynamic programming {exact}",
+        predicted_step_s=chosen.load_s,
+        lower_bound_s=found.bound_s if is_written and is_free else found.contiguous_bound_s,
+        speedup_over_single=single_s / chosen.load_s,
+        speedup_over_ddp=math.nan,
+        memory_bytes={**dict.fromkeys(names, 0), **dict(zip(names, n_bytes, strict=False))},
+        strategy=pipeline_strategy(graph, profile, request, workload, placed, name="maxload"),
+        explanation=_explain(problem, found, placed),
+        runners_up=_runners_up(found, single_s, is_written=is_written),
+        n_proposals=found.n_sets,
+    )
+
+
+def _explain(problem: LoadProblem, found: Found, placed: Sequence[DeviceStage]) -> list[str]:
+    lines = []
+    for number, stage in enumerate(placed):
+        own = set(stage.operators)
+        compute_s = math.fsum(problem.seconds[i] for i in own)
+        values_s = problem.load_s(own) - compute_s
+        lines.append(
+            f"stage {number}: {len(own)} operators on device {stage.devices[0]}: compute "
+            f"{format_duration(compute_s)}, values {format_duration(values_s)}"
+        )
+    exact = "the least there is" if found.is_exact else "the best found"
+    lines.append(
+        f"with contiguous stages {format_duration(found.contiguous.load_s)} ({exact}); with a "
+        f"device's operators anywhere {format_duration(found.free.load_s)}, and at least "
+        f"{format_duration(found.bound_s)}"
+    )
+    return lines
+
+
+def _runners_up(found: Found, single_s: float, *, is_written: bool) -> list[RunnerUp]:
+    others = [RunnerUp(name="one device", step_s=single_s, note="no communication")]
+    if is_written and found.free.load_s < found.contiguous.load_s:
+        contiguous_s = found.contiguous.load_s
+        others.append(RunnerUp(name="contiguous stages", step_s=contiguous_s))
+    elif found.free.load_s < found.contiguous.load_s:
+        note = "not written: its devices cannot take stages in turn"
+        others.append(RunnerUp(name="operators anywhere", step_s=found.free.load_s, note=note))
+    return sorted(others, key=lambda other: other.step_s or 0.0)
