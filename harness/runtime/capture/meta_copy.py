@@ -1,8 +1,9 @@
-"""Copy a model to the meta device, for shape computations."""
+"""Copy a model without the memory of its tensors, for shape computations."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -19,13 +20,18 @@ def meta_copy(module: ModuleT) -> ModuleT:
     Never copies a tensor on its own device, where a second model may not fit and would raise the
     measured memory peak.
     """
+    return copy.deepcopy(module, stand_ins(module, lambda tensor: tensor.detach().to(_META)))
+
+
+def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, object]:
+    """The memo with which `deepcopy` replaces each tensor of a module by `make` of it."""
     memo: dict[int, object] = {
-        id(parameter): nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
+        id(parameter): nn.Parameter(make(parameter), parameter.requires_grad)
         for parameter in module.parameters()
     }
-    memo |= {id(buffer): buffer.detach().to(_META) for buffer in module.buffers()}
+    memo |= {id(buffer): make(buffer) for buffer in module.buffers()}
     # The old weight_norm stores its computed weight, which deepcopy refuses.
     for owner in module.modules():
         computed = (x for x in vars(owner).values() if isinstance(x, Tensor) and not x.is_leaf)
-        memo |= {id(x): x.detach().to(_META) for x in computed}
-    return copy.deepcopy(module, memo)
+        memo |= {id(x): make(x) for x in computed}
+    return memo

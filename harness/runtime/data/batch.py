@@ -99,13 +99,13 @@ class BatchPlan:
         """Number of samples that a rank is fed in a step, without dummies."""
         return self.sizes(step)[rank] if self.positions is None else len(self.positions[rank])
 
-    def indices(self, rank: int) -> Iterator[list[int]]:
-        """Iterate over the sample indices of one rank, step by step, without end.
+    def indices(self, rank: int, first_step: int = 0) -> Iterator[list[int]]:
+        """Iterate over the sample indices of one rank from a step on, step by step, without end.
 
         With `shares`, a rank without samples in a step gets the batch's first one as a dummy that
         must not count, because every rank has to call the collectives.
         """
-        for step in itertools.count():
+        for step in itertools.count(first_step):
             batch = self.global_indices(step)
             yield [batch[position] for position in self._positions(rank, step)]
 

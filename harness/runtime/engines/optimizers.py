@@ -13,6 +13,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from harness.errors import ConfigError
 
 OptimizerVariant = Literal["sgd", "momentum", "adamw"]
+# Tensors of a parameter's shape in the state of each kind of step.
+STATES_PER_PARAMETER: dict[OptimizerVariant, int] = {"sgd": 0, "momentum": 1, "adamw": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from harness.errors import ConfigError, StrategyError
 from harness.measure.recorder import Recorder
-from harness.runtime.capture.capture import capture
+from harness.runtime.capture.capture import Captured, capture
 from harness.runtime.data.batch import Batch
 from harness.runtime.devices.precision import Precision
 from harness.runtime.engines.engine import EngineOptions, Share
 from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.executor.change.transfer import HeldState
 from harness.runtime.executor.geometry.slices import WeightSlice
 from harness.runtime.executor.geometry.values import MetaModel
 from harness.runtime.executor.gradients.deferred import (
@@ -62,6 +63,8 @@ class ExecutorEngine:
     Args:
         task: the whole model, with equal weights on every rank; the engine keeps this rank's
             slices and frees the rest.
+        captured: the model's graph; captured here if None. Both may come from a Blueprint, for an
+            engine that gets its state by `change_engine`.
 
     Raises:
         StrategyError: the strategy does not fit the model or the ranks.
@@ -75,13 +78,15 @@ class ExecutorEngine:
         recorder: Recorder,
         options: EngineOptions,
         plan: ExecutorPlan,
+        captured: Captured | None = None,
     ) -> None:
         if options.dtype == "fp16":
             raise ConfigError("the executor does not scale losses for fp16: use --dtype bf16")
         self._task, self._world, self.plan = task, world, plan
         self._recorder, self._phases = recorder, Phases(recorder)
         self._random = RandomState(plan.seed)
-        self._captured = captured = capture(task, plan.strategy.batch, "model")
+        captured = captured or capture(task, plan.strategy.batch, "model")
+        self._captured = captured
         plan.check(captured.graph, world.size)
         if not plan.is_held:
             hold_alike(task, captured, options.dtype, world)
@@ -106,6 +111,7 @@ class ExecutorEngine:
         meta = MetaModel(captured, task.inputs, world.device)
         names = canonical_names(task.model)
         self._programs = self._lower(meta)
+        self.weights.allocate()
         self._gatherer = StateGatherer(task.model, names, meta, self.weights, self.holders, world)
         self._stash = Stash(self.weights.parameters()) if plan.is_asynchronous else None
         self._n_updates = 0  # in the last step
@@ -138,12 +144,8 @@ class ExecutorEngine:
             [m for found in messages.values() for m in found],
             self._groups,
             self._timetable.order,
-        )
-        self._channels.make_groups_of_sums(
-            {one.devices for form in forms.values() for one in shared_sums(form.layout).values()}
-        )
-        self._channels.make_groups_of_norms(
-            {devices for form in forms.values() for devices in form.norm_groups()}
+            sums={s.devices for f in forms.values() for s in shared_sums(f.layout).values()},
+            norms={devices for form in forms.values() for devices in form.norm_groups()},
         )
         found: dict[int, tuple[Program, Moves]] = {}
         joining = Joining(forms[sizes[-1]].layout, strategy.n_microbatches)
@@ -254,7 +256,7 @@ class ExecutorEngine:
             )
         if is_muted != self._channels.is_muted:
             self.flush()
-        batch = self._fetch(fetch)
+        batch = self._feed.fetch(fetch, self._phases, self._world.device)
         if self.is_priming_due:
             self._prime(batch, share)
         self._channels.is_muted = is_muted
@@ -366,6 +368,15 @@ class ExecutorEngine:
         self.flush()
         save_sharded(self._gatherer, self._optimizer, self._random.step, self._world, directory)
 
+    def held_state(self) -> HeldState:
+        """This rank's part of the state, for a change of strategy."""
+        return HeldState(self.weights, self.holders, self._optimizer, self._gatherer)
+
+    def take_over(self, old: ExecutorEngine) -> None:
+        """Continue at the step of another engine, after its held state has been transferred."""
+        self._random.step, self.keep_gradients = old._random.step, old.keep_gradients
+        self._gatherer.take_unused(old._gatherer)
+
     def close(self) -> None:
         """Destroy its process groups after the last step; all ranks must call it.
 
@@ -384,14 +395,3 @@ class ExecutorEngine:
         """
         self.flush()
         return verify_copies(self.weights, self._world)
-
-    def _fetch(self, fetch: Callable[[], Batch]) -> Batch | None:
-        """This rank's samples, on its device; None if it reads none."""
-        batch: Batch | None = None
-        if self._feed.samples:
-            self._phases.begin("data")
-            batch = fetch()
-            self._phases.begin("host_to_device", n_bytes=batch.n_bytes)
-            batch = batch.to(self._world.device)
-            self._phases.end()  # so that posting receives counts as neither
-        return batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,21 @@ _TIMEOUT_S = 200.0
 
 
 def make_engine(
-    case: Case, task: Task, world: World, recorder: Recorder | None = None
+    case: Case,
+    task: Task,
+    world: World,
+    recorder: Recorder | None = None,
 ) -> ExecutorEngine:
-    plan = ExecutorPlan(
+    recorder = recorder or Recorder(HostClock())
+    with as_drawn(case):
+        engine = ExecutorEngine(task, world, recorder, options_of(case), plan_of(case))
+    engine.keep_gradients = True
+    engine.is_priming_due = case.seed % 3 == 0  # as NCCL needs it
+    return engine
+
+
+def plan_of(case: Case) -> ExecutorPlan:
+    return ExecutorPlan(
         strategy=case.strategy,
         batch_norm=case.batch_norm,
         dropout="exact" if case.dropout == "exact" else "local",
@@ -50,9 +64,17 @@ def make_engine(
         seed=case.seed,
         timeout_s=_TIMEOUT_S,
     )
-    options = EngineOptions(
+
+
+def options_of(case: Case) -> EngineOptions:
+    return EngineOptions(
         dtype="fp32", optimizer=case.optimizer_options(), batch=case.strategy.batch
     )
+
+
+@contextmanager
+def as_drawn(case: Case) -> Iterator[None]:
+    """Compute gradients of weights in the ways that the case's seed and batch choose."""
     # By every second batch size all linear layers write their gradients where they stay.
     least = deferred.LARGE_ELEMENTS if case.strategy.batch % 2 else 1
     joined = (1, math.inf) if case.seed % 2 else (deferred.JOINED_ELEMENTS, deferred.KEPT_SHARE)
@@ -61,10 +83,7 @@ def make_engine(
         mock.patch.object(deferred, "JOINED_ELEMENTS", joined[0]),
         mock.patch.object(deferred, "KEPT_SHARE", joined[1]),
     ):
-        engine = ExecutorEngine(task, world, recorder or Recorder(HostClock()), options, plan)
-    engine.keep_gradients = True
-    engine.is_priming_due = case.seed % 3 == 0  # as NCCL needs it
-    return engine
+        yield
 
 
 def own_part(whole: Batch, positions: list[int]) -> Batch:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+
 from harness.domain.graph import Graph
 from harness.domain.partition import cut_dim
 from harness.domain.strategy import Strategy
@@ -9,6 +13,7 @@ from harness.runtime.data.batch import Batch
 from harness.runtime.engines.engine import Share
 from harness.runtime.executor.geometry.layout import sample_intervals
 from harness.runtime.executor.run.flight import Flight
+from harness.runtime.executor.run.phases import Phases
 
 
 class Feed:
@@ -28,6 +33,19 @@ class Feed:
         self._microbatches = cut_dim(strategy.batch, strategy.n_microbatches)
         self._input_names = input_names
         self.samples = [at for start, stop in self._intervals for at in range(start, stop)]
+
+    def fetch(
+        self, fetch: Callable[[], Batch], phases: Phases, device: torch.device
+    ) -> Batch | None:
+        """This rank's samples, on its device; None if it reads none."""
+        if not self.samples:
+            return None
+        phases.begin("data")
+        batch = fetch()
+        phases.begin("host_to_device", n_bytes=batch.n_bytes)
+        batch = batch.to(device)
+        phases.end()  # so that posting receives counts as neither
+        return batch
 
     def split(self, batch: Batch | None, share: Share, *, is_asynchronous: bool) -> list[Flight]:
         """Make one flight for each microbatch.

@@ -81,7 +81,7 @@ class StateGatherer:
     def whole(self, parts: Parts) -> dict[str, Tensor]:
         """Assemble tensors from all ranks' slices, in host memory; all ranks must call it."""
         dtypes = {piece: tensor.dtype for piece, tensor in parts.items()}
-        places = _gather(self._world, dtypes)
+        places = gather_objects(self._world, dtypes)
         found: dict[str, Tensor] = {}
         for piece in sorted({p for place in places for p in place}, key=_in_order):
             source = next(rank for rank, place in enumerate(places) if piece in place)
@@ -161,6 +161,10 @@ class StateGatherer:
             single=single,
         )
 
+    def take_unused(self, other: StateGatherer) -> None:
+        """Take over the tensors that no device holds, which are equal on all ranks."""
+        self._unused = dict(other._unused)
+
     def load(self, state: Mapping[str, Any], optimizer: Optimizer) -> None:
         """Load this rank's slices of a whole state.
 
@@ -206,7 +210,8 @@ def _in_order(piece: WeightSlice) -> tuple[str, tuple[tuple[int, int], ...]]:
     return piece.name, piece.intervals
 
 
-def _gather(world: World, value: Any) -> list[Any]:
+def gather_objects(world: World, value: Any) -> list[Any]:
+    """Every rank's value, by rank; all ranks must call it."""
     if world.size == 1:
         return [value]
     found: list[Any] = [None] * world.size
@@ -215,12 +220,12 @@ def _gather(world: World, value: Any) -> list[Any]:
 
 
 def _union(world: World, value: list[str]) -> list[str]:
-    return sorted({key for keys in _gather(world, value) for key in keys})
+    return sorted({key for keys in gather_objects(world, value) for key in keys})
 
 
 def _merged(world: World, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     merged: dict[str, dict[str, Any]] = {}
-    for values in _gather(world, value):
+    for values in gather_objects(world, value):
         for name, value in values.items():
             merged.setdefault(name, value)
     return merged
@@ -237,7 +242,7 @@ def verify_copies(weights: Weights, world: World) -> str:
     """
     fingerprints = {piece: fingerprint_of(p).tolist() for piece, p in weights.trainable().items()}
     first: dict[WeightSlice, tuple[int, list[int]]] = {}
-    for rank, prints in enumerate(_gather(world, fingerprints)):
+    for rank, prints in enumerate(gather_objects(world, fingerprints)):
         for piece, bits in prints.items():
             holder, known = first.setdefault(piece, (rank, bits))
             if bits != known:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from harness.runtime.executor.geometry.slices import WeightSlice
+
+# Key of a captured module's `meta`: names of parameters that are stored in channels-last order.
+CHANNELS_LAST = "channels_last"
 
 
 class Weights(nn.Module):
@@ -21,6 +25,7 @@ class Weights(nn.Module):
         # Every name with the first name of the same tensor.
         self.names = canonical_names(model)
         self._order = {name: i for i, name in enumerate(self.names)}
+        self._channels_last: frozenset[str] = getattr(model, "meta", {}).get(CHANNELS_LAST, ())
         self.held: dict[WeightSlice, Tensor] = {}
 
     def hold(self, piece: WeightSlice, tensor: Tensor) -> Tensor:
@@ -39,6 +44,16 @@ class Weights(nn.Module):
             held = self.hold(piece, getattr(owner, attribute))
             table = owner._parameters if isinstance(held, nn.Parameter) else owner._buffers
             table[attribute] = held  # type: ignore[assignment]
+
+    def allocate(self) -> None:
+        """Give memory to held tensors that repeat one element, because a blueprint made them."""
+        for piece, tensor in self.held.items():
+            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+                is_last = piece.name in self._channels_last
+                order = torch.channels_last if is_last else torch.contiguous_format
+                tensor.data = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=order
+                )
 
     def release_others(self, model: nn.Module) -> None:
         """Free all tensors of a model that are not held; the model is unusable afterwards."""

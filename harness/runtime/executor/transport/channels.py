@@ -102,10 +102,20 @@ class Channels:
 
     Args:
         messages: messages of all layouts, equal on every rank.
+        sums, norms: sets of devices that all-reduce partial sums, and statistics of batch norms;
+            equal on every rank. Norms have groups apart from gradients, because devices start
+            buckets at different times.
     """
 
     def __init__(
-        self, world: World, messages: Sequence[Message], groups: Groups, order: Order
+        self,
+        world: World,
+        messages: Sequence[Message],
+        groups: Groups,
+        order: Order,
+        *,
+        sums: Iterable[tuple[int, ...]] = (),
+        norms: Iterable[tuple[int, ...]] = (),
     ) -> None:
         self._world, self._groups, self._order = world, groups, order
         self.buffers = Buffers(world.device)
@@ -113,20 +123,9 @@ class Channels:
         self._arriving = Buffers(world.wire) if is_staged else self.buffers
         self._transfers = transfers_of(world, messages, groups)
         self._sending: dict[int, list[_Sent]] = defaultdict(list)
-        self._sum_groups: dict[tuple[int, ...], Any] = {}
-        self._norm_groups: dict[tuple[int, ...], Any] = {}
+        self._sum_groups = self._make_groups(sums)
+        self._norm_groups = self._make_groups(one for one in norms if len(one) > 1)
         self.is_muted = False
-
-    def make_groups_of_sums(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Make groups for all-reduces; all ranks must call it with the same sets of devices."""
-        self._sum_groups = self._make_groups(sets)
-
-    def make_groups_of_norms(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Make groups for statistics of batch norms; all ranks must call it with the same sets.
-
-        They are not shared with gradients, because devices start buckets at different times.
-        """
-        self._norm_groups = self._make_groups(one for one in sets if len(one) > 1)
 
     def _make_groups(self, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         return {devices: self._groups.for_sums(devices) for devices in sorted(set(sets))}

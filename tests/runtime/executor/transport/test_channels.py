@@ -34,8 +34,8 @@ class FakeWorld(msgspec.Struct):
     wire: torch.device = torch.device("cpu")
 
 
-def channels_of(world, messages=()):
-    return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0)
+def channels_of(world, messages=(), **groups):
+    return Channels(world, list(messages), Groups(world, 7.0), lambda *_: 0, **groups)
 
 
 def message(number=0, source=0, target=1, *, goes=True, returns=True):
@@ -88,9 +88,7 @@ class Fabric:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_every_group_has_the_timeout_of_the_plan(backend, monkeypatch):
     fabric = Fabric(monkeypatch)
-    channels = channels_of(FakeWorld(backend), [message()])
-    channels.make_groups_of_sums({(0, 1, 2)})
-    channels.make_groups_of_norms({(0,), (0, 1)})
+    channels_of(FakeWorld(backend), [message()], sums={(0, 1, 2)}, norms={(0,), (0, 1)})
     assert {timeout for _, timeout in fabric.made} == {timedelta(seconds=7)}
     pairs = [[0, 1], [1, 0]] if backend == "nccl" else []
     assert [ranks for ranks, _ in fabric.made] == [*pairs, [0, 1, 2], [0, 1]]
@@ -107,7 +105,7 @@ def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
     used = []
     for rank in range(3):
         fabric = Fabric(monkeypatch)
-        channels_of(FakeWorld("nccl", rank), messages).make_groups_of_sums({(0, 1)})
+        channels_of(FakeWorld("nccl", rank), messages, sums={(0, 1)})
         used.append(fabric.used)
     assert used[0] == [
         ("send", 1, 0), ("send", 2, 1), ("recv", 1, 2), ("recv", 2, 4), ("sum", None, 6),
@@ -119,7 +117,7 @@ def test_ranks_meet_in_each_group_as_it_is_made(monkeypatch):
 
 def test_gloo_needs_no_meeting(monkeypatch):
     fabric = Fabric(monkeypatch)
-    channels_of(FakeWorld(), [message()]).make_groups_of_sums({(0, 1)})
+    channels_of(FakeWorld(), [message()], sums={(0, 1)})
     assert fabric.used == []
 
 
@@ -189,8 +187,7 @@ def test_a_gpu_sends_over_gloo_from_the_host_and_is_sent_there(monkeypatch):
 
 def test_a_batch_norm_that_waits_in_vain_says_for_whom():
     with mock.patch.object(dist, "new_group"):
-        channels = channels_of(FakeWorld())
-        channels.make_groups_of_norms({(0, 3)})
+        channels = channels_of(FakeWorld(), norms={(0, 3)})
     with (
         mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("")),
         pytest.raises(PeerError, match=r"statistics of bn1 over ranks \[0, 3\].*RuntimeError"),
@@ -212,8 +209,7 @@ def test_who_meets_a_dead_rank_says_what_it_posted(monkeypatch):
 
 def test_a_sum_that_cannot_start_says_of_what(monkeypatch):
     with mock.patch.object(dist, "new_group"):
-        channels = channels_of(FakeWorld())
-        channels.make_groups_of_sums({(0, 1)})
+        channels = channels_of(FakeWorld(), sums={(0, 1)})
     monkeypatch.setattr(dist, "all_reduce", mock.Mock(side_effect=RuntimeError("closed by peer")))
     with pytest.raises(PeerError, match=r"the sum of add over ranks \[0, 1\].*closed by peer"):
         channels.start_sum(torch.zeros(2), "add", (0, 1))

@@ -1,0 +1,83 @@
+"""The engines of one training whose strategy changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from harness.domain.strategy import Strategy
+from harness.measure.recorder import Recorder
+from harness.runtime.capture.capture import capture
+from harness.runtime.engines.engine import EngineOptions
+from harness.runtime.engines.optimizers import STATES_PER_PARAMETER
+from harness.runtime.executor.change.blueprint import Blueprint
+from harness.runtime.executor.change.change import ChangeCost, change_engine
+from harness.runtime.executor.change.migration import find_migrations
+from harness.runtime.executor.engine import ExecutorEngine
+from harness.runtime.executor.options import ExecutorPlan
+from harness.runtime.models.task import Task
+from harness.runtime.ranks.world import World
+
+
+class ElasticExecutor:
+    """Builds an engine for each strategy from one captured model, and moves the state between them.
+
+    Args:
+        task, world, recorder, options, plan: as for ExecutorEngine.
+
+    Attributes:
+        engine: the engine that trains now.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: World,
+        recorder: Recorder,
+        options: EngineOptions,
+        plan: ExecutorPlan,
+    ) -> None:
+        self._world, self._recorder, self._options, self._plan = world, recorder, options, plan
+        captured = capture(task, plan.strategy.batch, "model")
+        module = captured.module
+        self._item_bytes = {
+            name: tensor.element_size()
+            for tensors in (module.named_parameters(), module.named_buffers())
+            for name, tensor in tensors
+        }
+        self._blueprint = Blueprint(task, captured)
+        self.engine = ExecutorEngine(task, world, recorder, options, plan, captured)
+
+    def build(self, strategy: Strategy) -> ExecutorEngine:
+        """Build the engine of another strategy, without state; all ranks must call it.
+
+        Over gloo a thread may call it beside training, because only this method makes groups then.
+
+        Raises:
+            StrategyError: the strategy does not fit the model or the ranks.
+        """
+        task, captured = self._blueprint.make()
+        plan = replace(self._plan, strategy=strategy, is_held=True)
+        return ExecutorEngine(task, self._world, self._recorder, self._options, plan, captured)
+
+    def predict_bytes(self, engine: ExecutorEngine) -> dict[tuple[int, int], int]:
+        """Bytes that a change to an engine moves, by (sender, reader)."""
+        before, after = self.engine.held_state().holders, engine.held_state().holders
+        n_states = STATES_PER_PARAMETER[self._options.optimizer.variant]
+        n_tensors = {name: 1 + n_states for name, _ in before.trained()}
+        found: Counter[tuple[int, int]] = Counter()
+        for one in find_migrations(dict(before.items()), dict(after.items())):
+            if one.source != one.target:
+                n_bytes = one.n_elements * self._item_bytes[one.region.name]
+                found[one.source, one.target] += n_bytes * n_tensors.get(one.region.name, 1)
+        return dict(found)
+
+    def change(self, engine: ExecutorEngine) -> ChangeCost:
+        """Go on with an engine that was built; all ranks must call it between steps.
+
+        Raises:
+            HarnessError: see `change_engine`; the engine stays.
+        """
+        cost = change_engine(self.engine, engine, self._world)
+        self.engine = engine
+        return cost

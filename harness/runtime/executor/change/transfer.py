@@ -1,0 +1,237 @@
+"""Bring the state of a running strategy into the engine of the next one, slice by slice.
+
+A rank keeps the regions that it holds; a slice that stays whole is shared, not copied. All regions
+for another rank travel in one message. The state of the old engine does not change.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harness.runtime.engines.replicas import fingerprint_of
+from harness.runtime.executor.change.migration import Migration, find_migrations, within
+from harness.runtime.executor.geometry.slices import WeightSlice
+from harness.runtime.executor.state.state import StateGatherer, gather_objects
+from harness.runtime.executor.state.weights import Holders, Weights
+from harness.runtime.ranks.world import World
+
+# Key of a tensor of the model itself, beside the keys of the optimizer's state.
+MODEL = ""
+
+Bits = tuple[int, ...]
+# Values of the optimizer's state by key; the dtype stands for a tensor with the slice's shape.
+Inventory = dict[WeightSlice, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The state of one engine on this rank, and the holders of all slices."""
+
+    weights: Weights
+    holders: Holders
+    optimizer: Optimizer
+    gatherer: StateGatherer
+
+    def tensor(self, piece: WeightSlice, key: str) -> Tensor:
+        """The tensor of a held slice."""
+        held = self.weights.held[piece]
+        found: Tensor = held if key == MODEL else self.optimizer.state[held][key]
+        return found.detach()
+
+    def values(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of a parameter, as in an inventory."""
+        found = self.optimizer.state.get(parameter, {})
+        return {key: _summary(found[key], parameter.shape) for key in sorted(found)}
+
+    def inventory(self, rank: int) -> Inventory:
+        """The optimizer's state of the slices of which this rank is the first holder."""
+        return {
+            piece: self.values(parameter)
+            for piece, parameter in self.weights.trainable().items()
+            if self.holders.of(piece)[0] == rank
+        }
+
+
+class _Block(NamedTuple):
+    """The region of one tensor in a migration."""
+
+    migration: Migration
+    key: str
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return self.migration.n_elements * self.dtype.itemsize
+
+
+class StateTransfer:
+    """The transfer of one change; all ranks must construct it, `pack` and then `exchange`.
+
+    Attributes:
+        n_bytes: bytes that this rank receives, by the rank that sends them.
+    """
+
+    def __init__(self, before: HeldState, after: HeldState, world: World) -> None:
+        self._before, self._after, self._world = before, after, world
+        self._inventory: Inventory = {}
+        for part in gather_objects(world, before.inventory(world.rank)):
+            self._inventory |= part
+        migrations = find_migrations(dict(before.holders.items()), dict(after.holders.items()))
+        here = world.rank
+        blocks = self._blocks(m for m in migrations if here in (m.source, m.target))
+        self._kept: list[_Block] = []
+        self._sent: dict[int, list[_Block]] = defaultdict(list)
+        self._received: dict[int, list[_Block]] = defaultdict(list)
+        for block in blocks:
+            source, target = block.migration.source, block.migration.target
+            if source == target:
+                self._kept.append(block)
+            elif source == here:
+                self._sent[target].append(block)
+            else:
+                self._received[source].append(block)
+        self.n_bytes = {rank: _n_bytes(own) for rank, own in self._received.items()}
+        self._outgoing: dict[int, Tensor] = {}
+        self._incoming: dict[int, Tensor] = {}
+
+    def _blocks(self, migrations: Iterator[Migration]) -> list[_Block]:
+        """Every tensor of the migrations; larger elements first, so that all are aligned."""
+        found: list[_Block] = []
+        for migration in migrations:
+            is_sent = migration.source == self._world.rank
+            state, piece = (
+                (self._before, migration.before) if is_sent else (self._after, migration.after)
+            )
+            found.append(_Block(migration, MODEL, state.weights.held[piece].dtype))
+            values = self._inventory.get(migration.before, {})
+            found += [_Block(migration, k, v) for k, v in values.items() if _is_tensor(v)]
+        return sorted(found, key=lambda block: -block.dtype.itemsize)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Allocate the new state and all messages, and fill those that this rank sends."""
+        self._make_optimizer_state()
+        self._outgoing = {rank: self._packed(blocks) for rank, blocks in self._sent.items()}
+        self._incoming = {rank: self._buffer(n) for rank, n in self.n_bytes.items()}
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Fill the weights and the optimizer of the new engine.
+
+        Raises:
+            RuntimeError: another rank died or hangs.
+        """
+        sent, received = self._outgoing, self._incoming
+        operations = [dist.P2POp(dist.isend, flat, rank) for rank, flat in sent.items()]
+        operations += [dist.P2POp(dist.irecv, flat, rank) for rank, flat in received.items()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for block in self._kept:
+            self._keep(block)
+        for work in works:
+            work.wait()
+        for rank, flat in received.items():
+            for block, view in _views(flat, self._received[rank]):
+                self._new_region(block).copy_(view)
+
+    def message_bits(self) -> Mapping[tuple[int, int], Bits]:
+        """Fingerprints of this rank's messages, by (sender, reader)."""
+        here = self._world.rank
+        sent = {(here, rank): _bits(flat) for rank, flat in self._outgoing.items()}
+        return sent | {(rank, here): _bits(flat) for rank, flat in self._incoming.items()}
+
+    def replica_bits(self) -> dict[tuple[WeightSlice, str], Bits]:
+        """Fingerprints of the new state that this rank shares with others."""
+        return {
+            (piece, key): _bits(self._after.tensor(piece, key))
+            for piece, parameter in self._after.weights.trainable().items()
+            if len(self._after.holders.of(piece)) > 1
+            for key, value in {MODEL: parameter.dtype, **self._after.values(parameter)}.items()
+            if _is_tensor(value)
+        }
+
+    def _make_optimizer_state(self) -> None:
+        """Allocate the tensors of parameters' shapes, and set all other values."""
+        first: dict[str, dict[str, Any]] = {}
+        for piece, values in self._inventory.items():
+            first.setdefault(piece.name, values)
+        old, new = self._before.optimizer.param_groups[0], self._after.optimizer.param_groups[0]
+        new.update({key: value for key, value in old.items() if key != "params"})
+        is_on_device = bool(new.get("fused") or new.get("capturable"))
+        for piece, parameter in self._after.weights.trainable().items():
+            for key, value in first.get(piece.name, {}).items():
+                made = value
+                if _is_tensor(value):
+                    made = torch.empty_like(parameter, dtype=value)
+                elif isinstance(value, Tensor):
+                    made = value.to(parameter.device if is_on_device else "cpu", copy=True)
+                self._after.optimizer.state[parameter][key] = made
+
+    def _buffer(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self._world.wire)
+
+    def _packed(self, blocks: Sequence[_Block]) -> Tensor:
+        flat = self._buffer(_n_bytes(blocks))
+        for block, view in _views(flat, blocks):
+            view.copy_(self._old_region(block))
+        return flat
+
+    def _keep(self, block: _Block) -> None:
+        before, after = block.migration.before, block.migration.after
+        if before != after:
+            self._new_region(block).copy_(self._old_region(block))
+            return
+        held, old = self._after.weights.held[after], self._before.tensor(before, block.key)
+        if block.key == MODEL:
+            held.data = old
+        else:
+            self._after.optimizer.state[held][block.key] = old
+
+    def _old_region(self, block: _Block) -> Tensor:
+        piece = block.migration.before
+        return within(block.migration.region, piece).take(self._before.tensor(piece, block.key))
+
+    def _new_region(self, block: _Block) -> Tensor:
+        piece = block.migration.after
+        return within(block.migration.region, piece).take(self._after.tensor(piece, block.key))
+
+
+def _summary(value: Any, shape: torch.Size) -> Any:
+    """A value as in an inventory; counters are on the host, because ranks have other devices."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype if value.shape == shape else value.cpu()
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value of an inventory stands for a tensor with the slice's shape."""
+    return isinstance(value, torch.dtype)
+
+
+def _n_bytes(blocks: Sequence[_Block]) -> int:
+    return sum(block.n_bytes for block in blocks)
+
+
+def _views(flat: Tensor, blocks: Sequence[_Block]) -> Iterator[tuple[_Block, Tensor]]:
+    """Each block with its part of a message, in the shape of its region."""
+    at = 0
+    for block in blocks:
+        shape = [stop - start for start, stop in block.migration.region.intervals]
+        part = flat[at : at + block.n_bytes]
+        yield block, part.view(block.dtype).view(shape)
+        at += block.n_bytes
+
+
+def _bits(tensor: Tensor) -> Bits:
+    """Fingerprint of a tensor's bytes, eight at a time."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    n_whole = flat.numel() // 8 * 8
+    whole = flat[:n_whole].view(torch.int64)
+    return (*fingerprint_of(whole).tolist(), *fingerprint_of(flat[n_whole:]).tolist())

@@ -1,0 +1,112 @@
+"""Trainings that change their strategy between steps, and the same training on one device."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+from typing import Any
+
+import msgspec
+import torch
+from equivalence_cases import Case, draw_batch, random_case
+from equivalence_models import min_microbatch, small_graph
+from equivalence_reference import accumulate
+from equivalence_strategies import random_strategy
+
+from harness.domain.schedule import SCHEDULE_NAMES
+from harness.domain.strategy import Strategy
+from harness.runtime.data.batch import Batch, BatchPlan
+from harness.runtime.engines.optimizers import make_optimizer
+from harness.runtime.models.task import Task
+
+N_STEPS = 6
+STEPS_PER_EPOCH = 4
+
+
+class ChangingCase(msgspec.Struct, frozen=True, kw_only=True):
+    """A training that changes its strategy.
+
+    Attributes:
+        case: with the first strategy.
+        changes: (the step before which it changes, the next strategy), ascending.
+    """
+
+    case: Case
+    changes: list[tuple[int, Strategy]]
+
+    def strategy_at(self, step: int) -> Strategy:
+        """The strategy that trains a step."""
+        return [self.case.strategy, *(s for at, s in self.changes if at <= step)][-1]
+
+    def data(self, task: Task) -> Batch:
+        """All samples of an epoch."""
+        return draw_batch(task, STEPS_PER_EPOCH * self.case.strategy.batch, self.case.seed)
+
+    def plan(self, positions: tuple[tuple[int, ...], ...]) -> BatchPlan:
+        """The samples of each rank in each step, given the positions that it reads."""
+        return BatchPlan(
+            n_samples=STEPS_PER_EPOCH * self.case.strategy.batch,
+            shares=(self.case.strategy.batch,),
+            positions=positions,
+            is_shuffled=True,
+            seed=self.case.seed,
+        )
+
+    def batches(self) -> list[list[int]]:
+        """The samples of every global batch, in order."""
+        everything = (tuple(range(self.case.strategy.batch)),)
+        return list(islice(self.plan(everything).indices(0), self.case.n_steps))
+
+
+def part_of(data: Batch, samples: list[int]) -> Batch:
+    chosen = torch.tensor(samples, dtype=torch.int64)
+    return Batch(tuple(x[chosen] for x in data.inputs), data.targets[chosen])
+
+
+class ChangingTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training showed.
+
+    Attributes:
+        losses: mean over the global batch, of each step.
+        state: `full_state` of an engine after the last step.
+    """
+
+    losses: list[float]
+    state: dict[str, Any]
+
+
+def train_alone(changing: ChangingCase) -> ChangingTrace:
+    """Train on one device in plain PyTorch, by the microbatches of each step's strategy."""
+    case = changing.case
+    task = case.make_task()
+    data = changing.data(task)
+    optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    losses: list[float] = []
+    for step, samples in enumerate(changing.batches()):
+        optimizer.zero_grad()
+        sizes = changing.strategy_at(step).microbatch_sizes()
+        losses.append(accumulate(task, part_of(data, samples), sizes))
+        optimizer.step()
+    state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
+    return ChangingTrace(losses=losses, state=state)
+
+
+def random_changing_case(seed: int, index: int) -> ChangingCase:
+    """Case `index` of a series: one or two changes at random steps, between strategies on any
+    numbers of the ranks, so that some idle under one and work under the next."""
+    rng = Random(f"changes {seed}/{index}")
+    case = random_case(seed, index)
+    smallest = min_microbatch(case.model)
+
+    def draw() -> Strategy:
+        n_used = case.n_ranks if rng.random() < 0.5 else rng.randint(1, case.n_ranks)
+        return random_strategy(
+            rng, small_graph(case.model), n_used, case.strategy.batch,
+            schedule=rng.choice(SCHEDULE_NAMES), min_microbatch=smallest,
+        )  # fmt: skip
+
+    at = sorted(rng.sample(range(1, N_STEPS), rng.choice((1, 2))))
+    changed = msgspec.structs.replace(
+        case, name=f"seed {seed} change {index}", n_steps=N_STEPS, strategy=draw(), dtype="float64"
+    )
+    return ChangingCase(case=changed, changes=[(step, draw()) for step in at])

@@ -1,0 +1,107 @@
+"""Runs trainings that change their strategy, and compares each with one device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from change_cases import ChangingCase, ChangingTrace, train_alone
+from change_training import RankTrace, merged, train_and_change, train_and_rebuild
+from equivalence_check import RanksBySize, on_one_device
+from equivalence_compare import FLOAT64_TOLERANCES, Worst, differences
+from equivalence_ranks import RanksFailedError
+from equivalence_reference import Trace
+from torch import Tensor
+
+# The same sums in another order; see FLOAT64_TOLERANCES for AdamW.
+LOSS_TOLERANCES = {"sgd": 1e-12, "adamw": 1e-7}
+
+
+class ChangeFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What comparing one case found.
+
+    Attributes:
+        worst: the tensor that is farthest from one device's.
+        worst_loss: the largest relative difference of a loss.
+        n_moved_bytes: bytes that travelled in all changes.
+        error: what is wrong besides: a rank that failed, a sample that is missing or read twice.
+    """
+
+    changing: ChangingCase
+    worst: Worst | None = None
+    worst_loss: float = 0.0
+    n_moved_bytes: int = 0
+    error: str = ""
+    duration_s: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        optimizer = self.changing.case.optimizer
+        return (
+            not self.error
+            and self.worst is not None
+            and self.worst.difference <= FLOAT64_TOLERANCES[optimizer]
+            and self.worst_loss <= LOSS_TOLERANCES[optimizer]
+        )
+
+    def text(self) -> str:
+        """The case, and what is wrong with it."""
+        case = self.changing.case
+        which = f"{case.name}: {case.model} on {case.n_ranks} ranks, {case.optimizer}"
+        if self.is_equal:
+            return f"{which}: equal"
+        wrong = self.error or f"loss by {self.worst_loss:.3g}, worst {self.worst}"
+        return f"{which}: {wrong}"
+
+
+def check_change(changing: ChangingCase, ranks: RanksBySize) -> ChangeFinding:
+    """Carry out a case and compare it; never raises for what the executor does wrong."""
+    start_s = time.perf_counter()
+    try:
+        traces: Any = ranks.run(changing.case.n_ranks, train_and_change, changing)
+        wanted = reference(changing, ranks)
+    except RanksFailedError as error:
+        return ChangeFinding(changing=changing, error=str(error))
+    found = merged(traces)
+    losses = [Trace(losses=one.losses, gradients=[], state={}) for one in (found, wanted)]
+    return ChangeFinding(
+        changing=changing,
+        worst=max(differences(_traced(found), _traced(wanted)), key=lambda one: one.difference),
+        worst_loss=max(one.difference for one in differences(*losses)),
+        n_moved_bytes=sum(n for cost in traces[0].costs for n in cost.pair_bytes.values()),
+        error=_wrong_samples(changing, traces),
+        duration_s=time.perf_counter() - start_s,
+    )
+
+
+def reference(changing: ChangingCase, ranks: RanksBySize) -> ChangingTrace:
+    """One device: plain PyTorch, or, for the same dropout masks, the executor."""
+    case = changing.case
+    if case.dropout == "off":
+        return train_alone(changing)
+    alone = ChangingCase(
+        case=msgspec.structs.replace(case, n_ranks=1, strategy=on_one_device(case.strategy)),
+        changes=[(step, on_one_device(strategy)) for step, strategy in changing.changes],
+    )
+    traces: Any = ranks.run(1, train_and_rebuild, alone)
+    return merged(traces)
+
+
+def _traced(found: ChangingTrace) -> Trace:
+    """Model and optimizer state by name, to be compared tensor by tensor."""
+    state: dict[str, Tensor] = dict(found.state["model"])
+    for index, values in found.state["optimizer"]["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                state[f"{key} of parameter {index}"] = value
+    return Trace(losses=found.losses, gradients=[], state=state)
+
+
+def _wrong_samples(changing: ChangingCase, traces: list[RankTrace]) -> str:
+    """Empty if the ranks read exactly the samples of each batch."""
+    for step, batch in enumerate(changing.batches()):
+        read = {sample for trace in traces for sample in trace.fed[step]}
+        if read != set(batch):
+            return f"step {step} is of samples {sorted(batch)}, the ranks read {sorted(read)}"
+    return ""

@@ -1,0 +1,167 @@
+"""What each rank runs for trainings that change their strategy between steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+import torch.distributed as dist
+from change_cases import ChangingCase, ChangingTrace, part_of
+from equivalence_training import as_drawn, make_engine, options_of, plan_of
+
+from harness.domain.strategy import Strategy
+from harness.errors import VerificationError
+from harness.measure.clock import HostClock
+from harness.measure.recorder import Recorder
+from harness.runtime.engines.engine import Share
+from harness.runtime.executor.change.change import ChangeCost
+from harness.runtime.executor.change.elastic import ElasticExecutor
+from harness.runtime.executor.change.transfer import StateTransfer
+from harness.runtime.executor.state.state import gather_objects
+from harness.runtime.ranks.world import World
+
+
+class RankTrace(NamedTuple):
+    """What one rank showed: its parts of the losses, the samples that it read, the state."""
+
+    losses: list[float]
+    fed: list[list[int]]
+    state: dict[str, Any]
+    costs: list[ChangeCost]
+
+
+class Changing:
+    """A training on one rank whose engine is replaced between steps."""
+
+    def __init__(self, changing: ChangingCase, world: World) -> None:
+        case = changing.case
+        self._changing, self._world = changing, world
+        self._data = changing.data(case.make_task())
+        with as_drawn(case):
+            self.elastic = ElasticExecutor(
+                case.make_task(), world, Recorder(HostClock()), options_of(case),
+                replace(plan_of(case), is_held=True),
+            )  # fmt: skip
+        self._samples = self._read_from(0)
+
+    def _read_from(self, step: int) -> Iterator[list[int]]:
+        positions = gather_objects(self._world, tuple(self.elastic.engine.samples))
+        plan = self._changing.plan(tuple(positions))
+        return plan.indices(self._world.rank, first_step=step)
+
+    def change(self, strategy: Strategy, step: int) -> ChangeCost:
+        """Go on by another strategy from a step on."""
+        with as_drawn(self._changing.case):
+            engine = self.elastic.build(strategy)
+        cost = self.elastic.change(engine)
+        self._samples = self._read_from(step)
+        return cost
+
+    def step(self) -> tuple[float, list[int]]:
+        """Train one step; this rank's part of the loss, and the samples that it read."""
+        samples = next(self._samples)
+        share = Share(n_local=len(samples), n_global=self._changing.case.strategy.batch)
+        return float(self.elastic.engine.step(lambda: part_of(self._data, samples), share)), samples
+
+
+def train_and_change(changing: ChangingCase, world: World) -> RankTrace:
+    """Train a case with all its changes."""
+    training, at = Changing(changing, world), dict(changing.changes)
+    losses, fed, costs = [], [], []
+    for step in range(changing.case.n_steps):
+        if step in at:
+            costs.append(training.change(at[step], step))
+        loss, samples = training.step()
+        losses.append(loss)
+        fed.append(samples)
+    training.elastic.engine.verify_replicas()
+    state = training.elastic.engine.full_state()
+    return RankTrace(losses, fed, {} if world.rank else state, costs)
+
+
+def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
+    """Train a case by engines that load the whole state of the one before."""
+    at = {0: changing.case.strategy, **dict(changing.changes)}
+    state: dict[str, Any] = {}
+    losses: list[float] = []
+    for step, samples in enumerate(changing.batches()):
+        if step in at:
+            case = msgspec.structs.replace(changing.case, strategy=at[step])
+            task = case.make_task()
+            engine = make_engine(case, task, world)
+            if state:
+                engine.load_full_state(state)
+        data = changing.data(changing.case.make_task())
+        share = Share(n_local=len(samples), n_global=len(samples))
+        losses.append(float(engine.step(lambda: part_of(data, samples), share)))  # noqa: B023
+        state = engine.full_state()
+    return RankTrace(losses, changing.batches(), state, [])
+
+
+class Footprint(NamedTuple):
+    """What a process holds."""
+
+    n_groups: int
+    n_files: int
+    rss_bytes: int
+
+
+def _footprint() -> Footprint:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    n_groups = len(dist.distributed_c10d._world.pg_map)
+    return Footprint(n_groups, len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGESIZE"))
+
+
+def change_often(often: tuple[ChangingCase, int], world: World) -> list[Footprint]:
+    """Change to and fro so many times, with a step between; the footprint after each."""
+    changing, n_changes = often
+    training = Changing(changing, world)
+    strategies = [changing.changes[0][1], changing.case.strategy]
+    found: list[Footprint] = []
+    for number in range(n_changes):
+        training.step()
+        training.change(strategies[number % 2], 0)
+        found.append(_footprint())
+    return found
+
+
+def change_with_a_fault(changing: ChangingCase, world: World) -> tuple[RankTrace, str]:
+    """The first change fails, because a rank's message arrives with other bits; the rest of the
+    steps are trained by the first strategy."""
+    training = Changing(changing, world)
+    losses, fed, said = [], [], ""
+    for step in range(changing.case.n_steps):
+        if step == changing.changes[0][0]:
+            try:
+                with mock.patch.object(StateTransfer, "exchange", _with_a_fault(world)):
+                    training.change(changing.changes[0][1], step)
+            except VerificationError as error:
+                said = str(error)
+        loss, samples = training.step()
+        losses.append(loss)
+        fed.append(samples)
+    state = training.elastic.engine.full_state()
+    return RankTrace(losses, fed, state, []), said
+
+
+def _with_a_fault(world: World) -> Any:
+    exchange = StateTransfer.exchange
+
+    def faulty(transfer: StateTransfer) -> None:
+        exchange(transfer)
+        for flat in transfer._incoming.values():
+            if world.rank == world.size - 1:
+                flat[0] += 1
+
+    return faulty
+
+
+def merged(traces: list[RankTrace]) -> ChangingTrace:
+    """The ranks' traces as one: losses are sums over ranks."""
+    losses = [sum(parts) for parts in zip(*(trace.losses for trace in traces), strict=True)]
+    return ChangingTrace(losses=losses, state=traces[0].state)

@@ -1,0 +1,76 @@
+"""A training that changes its strategy between steps equals one device."""
+
+from __future__ import annotations
+
+import pytest
+from change_cases import ChangingCase, random_changing_case, train_alone
+from change_check import check_change
+from change_training import change_often, change_with_a_fault, merged
+from equivalence_cases import Case
+from equivalence_models import small_graph
+from equivalence_strategies import named_strategies
+
+MIB = 1 << 20
+
+
+def changing_case(model, *named, at=(2,), **changes):
+    """From one named strategy to the next; each is (ranks used, name)."""
+    strategies = [named_strategies(small_graph(model), n, 6)[name] for n, name in named]
+    n_ranks = max(n for n, _ in named)
+    case = Case(
+        name=" to ".join(name for _, name in named), model=model, n_ranks=n_ranks,
+        strategy=strategies[0], n_steps=5, **changes,
+    )  # fmt: skip
+    return ChangingCase(case=case, changes=list(zip(at, strategies[1:], strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("changing"),
+    [
+        changing_case("mlp", (1, "single"), (3, "ddp"), (2, "1f1b"), at=(1, 3), optimizer="adamw"),
+        changing_case("lenet", (3, "tensor parallel"), (2, "1f1b")),
+        changing_case("vit", (2, "1f1b"), (3, "tensor parallel"), dropout="exact"),
+        changing_case("resnet18", (2, "ddp"), (1, "single"), (2, "1f1b"), at=(1, 4)),
+        changing_case("tokens", (2, "hybrid"), (1, "single"), optimizer="adamw"),
+    ],
+    ids=lambda changing: changing.case.name,
+)
+def test_a_change_equals_one_device(changing, ranks):
+    finding = check_change(changing, ranks)
+    assert finding.is_equal, finding.text()
+    assert finding.n_moved_bytes > 0
+
+
+@pytest.mark.parametrize("index", [1, 7, 11])
+def test_changes_between_random_strategies_equal_one_device(index, ranks):
+    finding = check_change(random_changing_case(0, index), ranks)
+    assert finding.is_equal, finding.text()
+
+
+def test_only_slices_that_a_rank_lacks_travel(ranks):
+    """Rank 1 gets the model and its momentum, which rank 0 keeps; nothing comes back."""
+    changing = changing_case("mlp", (1, "single"), (2, "ddp"), (1, "single"), at=(1, 2))
+    n_bytes = sum(p.numel() * 8 for p in changing.case.make_task().model.parameters())
+    finding = check_change(changing, ranks)
+    assert finding.is_equal, finding.text()
+    assert finding.n_moved_bytes == 2 * n_bytes
+
+
+def test_a_change_that_fails_leaves_the_old_strategy(ranks):
+    changing = changing_case("mlp", (2, "ddp"), (3, "ddp"))
+    told = ranks.run(3, change_with_a_fault, changing)
+    assert {said for _, said in told} == {
+        "ranks 0 and 2 hold unequal state of the next strategy (the message from rank 0 to rank "
+        "2): training goes on by the old one"
+    }
+    unchanged = ChangingCase(case=changing.case, changes=[])
+    wanted = train_alone(unchanged)
+    assert merged([trace for trace, _ in told]).losses == pytest.approx(wanted.losses, rel=1e-12)
+
+
+def test_many_changes_leave_no_groups_files_or_memory(ranks):
+    changing = changing_case("mlp", (3, "ddp"), (3, "1f1b"))
+    for footprints in ranks.run(3, change_often, (changing, 30)):
+        first, last = footprints[9], footprints[29]
+        assert (first.n_groups, first.n_files) == (last.n_groups, last.n_files)
+        assert last.rss_bytes - first.rss_bytes < 8 * MIB  # of malloc's own reserve
