@@ -40,6 +40,7 @@ usage: entry.sh [WORKLOAD] [FLAGS]      one process per rank, started by mpirun,
 workloads:
 {workloads}
 
+`entry.sh control RUN --strategy FILE` moves a run of `train --controlled` to another strategy.
 `entry.sh WORKLOAD --help` lists a workload's flags with their defaults. Without a workload, the
 comparison of training strategies runs; it accepts the flags that all workloads share: --results,
 --resume, --dry-run, --run-timeout-s, --collective-timeout-s and --heartbeat-timeout-s.
@@ -266,6 +267,10 @@ def main(argv: list[str]) -> int:
     """Run this rank's program; returns its exit code."""
     import torch
 
+    if argv[:1] == ["control"]:
+        from harness.workloads.train.control import main as control
+
+        return control(argv[1:])
     launch = read_launch(os.environ)
     _set_up_logging(launch.rank)
     _handle_signals()

@@ -45,7 +45,12 @@ _PAIR = {"source": RANK, "target": RANK, "transport": TEXT}
 _AMOUNTS = ("_s", "_bytes", "_flops")
 _SIGNED = ("clock_offset_s", "link_transfer_s")  # a difference of times
 _ROUNDING = 1e-6  # rounding error of amounts that are differences: they may be this far below 0
-_OF_PAIRS = ("link_latency_s", "link_transfer_s")
+_OF_PAIRS = (
+    "link_latency_s",
+    "link_transfer_s",
+    "change_bytes",
+    "change_predicted_bytes",
+)
 
 REQUIRED: dict[str, dict[str, LabelKind]] = {
     "matmul_s": _PRODUCT,
@@ -60,6 +65,9 @@ REQUIRED: dict[str, dict[str, LabelKind]] = {
     "collective_s": {"operation": TEXT, "transport": TEXT, "n_bytes": N_BYTES},
     "link_latency_s": _PAIR,
     "link_transfer_s": _PAIR | {"n_bytes": N_BYTES},
+    "change_s": {"before": TEXT, "after": TEXT, "why": TEXT},
+    "change_bytes": {"source": RANK, "target": RANK},
+    "change_predicted_bytes": {"source": RANK, "target": RANK},
     "operator_skipped": {"operator": TEXT, "shape": TEXT, "reason": TEXT},
 }
 OPTIONAL: dict[str, dict[str, LabelKind]] = {

@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Meta
 
 SpanKind = Literal[
-    "step", "data", "host_to_device", "forward", "backward", "communication", "optimizer", "compute"
-]
+    "step", "data", "host_to_device", "forward", "backward", "communication", "optimizer",
+    "compute", "change",
+]  # fmt: skip
 
 # `backward` computes gradients of inputs, or of inputs and weights together.
 Pass = Literal["forward", "recompute", "backward", "weights"]

@@ -34,6 +34,7 @@ from harness.measure.derive import (
     summa_table,
     training_summary,
 )
+from harness.measure.derive.changes import ChangeRow, change_rows
 from harness.measure.derive.devices import info_of
 from harness.measure.derive.spans import samples_of
 from harness.measure.store import Problem, Run, read_ranks
@@ -69,6 +70,7 @@ class RunNumbers:
     Attributes:
         times: seconds of each step, or of each epoch where only epochs were logged.
         distributed: without their efficiency, which needs the peaks of all runs.
+        changes: of the strategy while it trained.
         timeline: rows of the predicted and the measured step; empty unless both are known.
         predicted_stage_s: by stage, of one microbatch.
         stolen: share of each host's processor time that a hypervisor gave to other guests.
@@ -78,6 +80,7 @@ class RunNumbers:
     header: RunHeader
     summary: TrainingSummary | None = None
     times: dict[int, float] = field(default_factory=dict)
+    changes: tuple[ChangeRow, ...] = ()
     pipeline: PipelineSummary | None = None
     is_planned_pipeline: bool = False
     predicted: PredictedRun | None = None
@@ -100,7 +103,8 @@ class RunNumbers:
 
 
 def _training(run: Run, plan: Plan) -> dict[str, Any]:
-    return {"summary": training_summary(run), "times": step_times(run) or epoch_times(run)}
+    times = step_times(run) or epoch_times(run)
+    return {"summary": training_summary(run), "times": times, "changes": change_rows(run)}
 
 
 def _pipeline(run: Run, plan: Plan) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from harness.domain.prediction import PREDICTION_FILE, STRATEGY_FILE, Prediction
 from harness.domain.profile import Profile, WholeStep
-from harness.domain.record import Sample
+from harness.domain.record import Sample, Span
 from harness.errors import HarnessError, StrategyError
+from harness.measure.rank_records import read_records
 from harness.measure.store import read_header, write_header
 from harness.runtime.engines.torch_engine import TorchEngine
 from harness.runtime.executor.state.files import load_sharded
@@ -24,9 +25,10 @@ from harness.workloads.planning.inputs import capture_graph
 from harness.workloads.planning.search_config import SearchConfig
 from harness.workloads.search import trials as plan_trials
 from harness.workloads.search.workload import run_search
-from harness.workloads.train.config import TrainCase
+from harness.workloads.train.config import TrainCase, parse_change
 from harness.workloads.train.loop import TrainLoop
 from harness.workloads.train.plan import plan_training
+from harness.workloads.train.requests import read_answer, write_request
 from harness.workloads.train.search_config import search_config_of
 from harness.workloads.train.setup import prepare
 from harness.workloads.train.workload import run_train
@@ -244,4 +246,40 @@ def plans_at_two_speeds(case: TrainCase, context: Context) -> list[bytes]:
             files = (PREDICTION_FILE, STRATEGY_FILE)
             kept.write({name: (context.run_dir / name).read_bytes() for name in files})
             found.append((context.run_dir / STRATEGY_FILE).read_bytes())
+    return found
+
+
+def changing_trainings(cases: dict[str, TrainCase], context: Context) -> dict[str, Any]:
+    """Several trainings whose files of --change lie beside the run; records of the changes too.
+
+    The case "controlled" finds a request for the file of its first --change.
+    """
+    found: dict[str, Any] = {}
+    n_before = 0
+    for name, case in cases.items():
+        parsed = [parse_change(text) for text in case.change]
+        files = [(step, context.run_dir.parent / file) for step, file in parsed]
+        if case.controlled and context.world.is_first:
+            request = write_request(context.run_dir, files[0][1])
+        change = () if case.controlled else tuple(f"{step}:{file}" for step, file in files)
+        try:
+            run_train(replace(case, change=change), context)
+        except HarnessError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        context.flush()
+        path = context.run_dir / f"rank{context.world.rank}.jsonl"
+        every, _ = read_records(path, context.world.size)
+        records, n_before = list(every)[n_before:], len(every)
+        found[name] = {
+            "samples": [
+                (r.metric, r.step, r.value, r.labels)
+                for r in records
+                if isinstance(r, Sample) and r.metric.startswith("change")
+            ],
+            "losses": [r.value for r in records if isinstance(r, Sample) and r.metric == "loss"],
+            "spans": [r.name for r in records if isinstance(r, Span) and r.kind == "change"],
+        }
+        if case.controlled and context.world.is_first:
+            found[name]["answer"] = msgspec.to_builtins(read_answer(context.run_dir, request))
     return found

@@ -81,6 +81,36 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         return decode(data, cls, source=source, error=StrategyError)
 
 
+def stages_by_modules(plan: PipeDreamPlan, graph: Graph) -> dict[str, int]:
+    """The stage of each operator, where the plan's modules are modules of the captured model.
+
+    These are its children (`layer1`), or theirs (`features.3`), in order of use; the loss may
+    follow them. An operator that is no module belongs to the module before it.
+
+    Raises:
+        StrategyError: the model has another number of modules.
+    """
+    names = [op.name for op in graph.operators if has_tasks(op)]
+    paths = {op.name: str(op.attrs.get("module", "")).split(".") for op in graph.operators}
+    counts = []
+    for depth in (1, 2):
+        found: list[list[str]] = []
+        module_of: dict[str, int] = {}
+        for name in names:
+            path = paths[name][:depth]
+            if path != [""] and path not in found:
+                found.append(path)
+            module_of[name] = max(0, len(found) - 1)
+        counts.append(len(found))
+        if len(plan.module_to_stage_map) in (len(found), len(found) + 1):
+            return {name: plan.module_to_stage_map[at] for name, at in module_of.items()}
+    raise StrategyError(
+        f"module_to_stage_map has {len(plan.module_to_stage_map)} modules, model {graph.name!r} "
+        f"has {counts[0]} children and {counts[1]} modules below them: write one entry for each, "
+        "or give a strategy file"
+    )
+
+
 def to_strategy(
     plan: PipeDreamPlan, graph: Graph, stage_of: Mapping[str, int], *, batch: int
 ) -> Strategy:

@@ -16,6 +16,7 @@ FIGURES = {
     "prediction_error": "Prediction error by part of the step",
     "prediction_ranks": "Prediction error by rank",
     "timeline": "One step of every rank, predicted and measured",
+    "changes": "Changes of strategy while training",
     "pipeline_bubble": "Pipeline bubble",
     "stage_times": "Time of each pipeline stage",
     "step_time": "Time of every step",

@@ -226,9 +226,15 @@ def _identity(batch: Batch) -> Batch:
 
 
 def load_batches(
-    data: Any, plan: BatchPlan, rank: int, *, n_workers: int, device: torch.device
+    data: Any,
+    plan: BatchPlan,
+    rank: int,
+    *,
+    n_workers: int,
+    device: torch.device,
+    first_step: int = 0,
 ) -> Iterator[Batch]:
-    """Iterate over this rank's batches, step by step, without end.
+    """Iterate over this rank's batches from a step on, step by step, without end.
 
     Synthetic samples of the first epoch are drawn before the function returns. A rank that is fed
     no samples gets empty batches.
@@ -241,7 +247,7 @@ def load_batches(
     identity: Any = _identity  # because __getitems__ returns whole batches
     loader: DataLoader[Any] = DataLoader(
         data,
-        batch_sampler=_Indices(plan, rank),
+        batch_sampler=_Indices(plan, rank, first_step),
         num_workers=n_workers,
         collate_fn=identity,
         pin_memory=device.type == "cuda",
@@ -257,9 +263,8 @@ def _empty_of(batch: Batch) -> Batch:
 class _Indices:
     """A batch sampler that can be iterated repeatedly, as DataLoader requires."""
 
-    def __init__(self, plan: BatchPlan, rank: int) -> None:
-        self._plan = plan
-        self._rank = rank
+    def __init__(self, plan: BatchPlan, rank: int, first_step: int) -> None:
+        self._plan, self._rank, self._first_step = plan, rank, first_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._plan.indices(self._rank)
+        return self._plan.indices(self._rank, self._first_step)

@@ -29,6 +29,7 @@ class ExecutorPlan:
         is_asynchronous: 1F1B without flushes, with an optimizer step after each microbatch and
             weight stashing, as in PipeDream: stage s of S computes gradients with weights that are
             S - 1 - s updates old.
+        is_elastic: the strategy may change between steps.
         timeout_s: how long a rank waits for another before it raises an error.
         is_held: the captured graph was compared with the model (`runtime.faithfulness`) already;
             else the engine compares them before training.
@@ -38,6 +39,7 @@ class ExecutorPlan:
     batch_norm: Literal["local", "global"] = "local"
     dropout: Literal["local", "exact"] = "local"
     is_asynchronous: bool = False
+    is_elastic: bool = False
     seed: int = 0
     timeout_s: float = 300.0
     is_held: bool = False

@@ -23,6 +23,7 @@ from harness.workloads.train.config import (
     TrainConfig,
     TrainSettings,
     is_file,
+    parse_change,
 )
 
 # Strategies that need at least one sample per rank.
@@ -59,12 +60,12 @@ def _check_numbers(config: TrainConfig) -> None:
     config.check_search()
 
 
-def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineName:
+def engine_of(strategy: str, engine: str, *, needs_executor: bool = False) -> EngineName:
     """Choose the engine that trains by a strategy.
 
     Args:
         engine: value of --engine.
-        is_exact: dropout masks must equal those of one device, which needs the executor.
+        needs_executor: a flag is set that only the executor supports.
 
     Raises:
         ConfigError: there is no such strategy, or the engine does not support it.
@@ -81,7 +82,7 @@ def engine_of(strategy: str, engine: str, *, is_exact: bool = False) -> EngineNa
     if engine not in ("auto", *STRATEGIES):
         raise ConfigError(f"there is no engine {engine!r}: choose auto, {', '.join(STRATEGIES)}")
     if engine == "auto":
-        return "executor" if is_exact and "executor" in known else known[0]
+        return "executor" if needs_executor and "executor" in known else known[0]
     for name in known:
         if name == engine:
             return name
@@ -126,6 +127,7 @@ def _check(config: TrainConfig, n_ranks: int) -> None:
     _check_numbers(config)
     _check_names(config)
     _check_unused(config)
+    _check_changes(config)
     if config.batch_size and config.per_device_batch:
         raise ConfigError(
             f"--batch-size {config.batch_size} and --per-device-batch {config.per_device_batch} "
@@ -160,7 +162,12 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--exact-dropout needs the executor, {case.strategy} is trained by {case.engine}: add "
             "--engine executor"
         )
-    for name, is_set in (("save-sharded", case.save_sharded), ("load-state", case.load_state)):
+    for name, is_set in (
+        ("save-sharded", case.save_sharded),
+        ("load-state", case.load_state),
+        ("change", case.change),
+        ("controlled", case.controlled),
+    ):
         if is_set and case.engine != "executor":
             raise ConfigError(
                 f"--{name} needs the executor, {case.strategy} is trained by {case.engine}: add "
@@ -176,6 +183,21 @@ def _check_pipeline(case: TrainCase) -> None:
             f"--balance speed is for --engine torch, {case.strategy} is trained by the executor: "
             "drop it; searched and pipeline balance by the profile"
         )
+
+
+def _check_changes(config: TrainConfig) -> None:
+    """Refuse changes of strategy that are malformed, out of order or outside the run."""
+    if config.change and config.controlled:
+        raise ConfigError("--change and --controlled both change the strategy: give one of them")
+    last = 0
+    for text in config.change:
+        step, _ = parse_change(text)
+        if step <= last or (config.epochs is None and step >= config.steps):
+            bound = "" if config.epochs else f" and below --steps {config.steps}"
+            raise ConfigError(
+                f"--change {text} is for step {step}: steps must be above {last}{bound}, ascending"
+            )
+        last = step
 
 
 def _check_flow(case: TrainCase) -> None:
@@ -226,7 +248,8 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     cases: list[TrainCase] = []
     for strategy in config.strategy:
-        engine = engine_of(strategy, config.engine, is_exact=config.exact_dropout)
+        needs_executor = config.exact_dropout or config.controlled or bool(config.change)
+        engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
         for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
             cases += [
                 TrainCase(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from harness.domain.strategy import Strategy
 from harness.errors import StrategyError
+from harness.plan.formats.detect import read_strategy_file
 from harness.runtime.data import DATA, DataOptions, fit_to_data
 from harness.runtime.models import ModelOptions
-from harness.workloads.train.config import TrainCase, is_file
+from harness.workloads.train.config import TrainCase, is_file, parse_change
 
 
 def data_options(case: TrainCase) -> DataOptions:
@@ -56,6 +57,8 @@ def check_files(case: TrainCase) -> None:
     """
     if is_file(case.strategy):
         load_for(case)
+    for text in case.change:
+        read_strategy_file(parse_change(text)[1])
     DATA[case.data].check(data_options(case))
     if case.load_state is not None:
         from harness.runtime.executor.state.files import check_sharded

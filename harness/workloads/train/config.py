@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from harness.domain.schedule import ScheduleName
+from harness.errors import ConfigError
+from harness.inputs import parse_int
 from harness.runtime.engines.optimizers import OptimizerOptions
 from harness.workloads.common.model_flags import ModelFlags
 from harness.workloads.common.search_flags import SearchFlags
@@ -25,6 +27,18 @@ _ZERO_STAGES = {"zero1": 1, "zero2": 2}
 def is_file(strategy: str) -> bool:
     """Whether --strategy names a strategy's file."""
     return strategy.endswith(".json")
+
+
+def parse_change(text: str) -> tuple[int, Path]:
+    """The step and the file of a value of --change.
+
+    Raises:
+        ConfigError: it is not STEP:FILE.
+    """
+    step, _, file = text.partition(":")
+    if not (step.isascii() and step.isdigit() and file):
+        raise ConfigError(f"--change {text} is not STEP:FILE, such as 100:next.json")
+    return parse_int(step, "--change", at_least=1, error=ConfigError), Path(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +105,12 @@ class TrainSettings(SearchFlags, ModelFlags):
     load_state: Path | None = None
     """Start from the state that --save-sharded wrote into this directory (executor). Strategy and
     number of ranks may differ; the data start from the beginning."""
+    change: tuple[str, ...] = ()
+    """STEP:FILE, one or more: go on by another strategy from that measured step on, in the same
+    processes (executor). FILE is a strategy's file; ranks may be idle under either strategy."""
+    controlled: bool = False
+    """Between steps, take requests of ./entry.sh control RUN --strategy FILE to go on by another
+    strategy (executor)."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0
@@ -153,6 +173,11 @@ class TrainCase(TrainSettings):
     def is_asynchronous(self) -> bool:
         """Whether every microbatch updates the weights."""
         return self.asynchronous and (self.strategy == "pipeline" or is_file(self.strategy))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the strategy may change between steps."""
+        return bool(self.change) or self.controlled
 
     @property
     def zero_stage(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,12 +18,18 @@ from harness.runtime.models import Task
 from harness.runtime.ranks.world import World
 from harness.workloads.train.config import EngineName
 
+if TYPE_CHECKING:
+    from harness.runtime.executor.change.elastic import ElasticExecutor
+    from harness.runtime.executor.engine import ExecutorEngine
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """An engine with its functions to verify, save and load the trained state.
 
     Attributes:
+        elastic: builds engines of other strategies and moves the state to them; None if the
+            strategy stays.
         samples: positions in the global batch that this rank is fed, in order; None if every rank
             gets a share of each batch instead.
         verify: returns a digest of the parameters, equal for equal training by the same strategy;
@@ -36,6 +43,7 @@ class Trainer:
     verify: Callable[[], str]
     save_sharded: Callable[[Path], None] | None = None
     load_sharded: Callable[[Path], None] | None = None
+    elastic: ElasticExecutor | None = None
 
 
 def _data_parallel(engine: Engine, world: World) -> Trainer:
@@ -66,18 +74,28 @@ def _deepspeed(
 def _executor(
     task: Task, world: World, recorder: Recorder, options: EngineOptions, plan: ExecutorPlan | None
 ) -> Trainer:
+    from harness.runtime.executor.change.elastic import ElasticExecutor
     from harness.runtime.executor.engine import ExecutorEngine
-    from harness.runtime.executor.state.files import load_sharded
 
     assert plan is not None
     plan = replace(plan, is_held=True)  # planning has compared the graph with the model
-    engine = ExecutorEngine(task, world, recorder, options, plan)
+    if not plan.is_elastic:
+        return executor_trainer(ExecutorEngine(task, world, recorder, options, plan))
+    elastic = ElasticExecutor(task, world, recorder, options, plan)
+    return executor_trainer(elastic.engine, elastic)
+
+
+def executor_trainer(engine: ExecutorEngine, elastic: ElasticExecutor | None = None) -> Trainer:
+    """Wrap an engine of the executor."""
+    from harness.runtime.executor.state.files import load_sharded
+
     return Trainer(
         engine=engine,
         samples=tuple(engine.samples),
         verify=engine.verify_replicas,
         save_sharded=engine.save_sharded,
         load_sharded=lambda directory: engine.load_full_state(load_sharded(directory)),
+        elastic=elastic,
     )
 
 

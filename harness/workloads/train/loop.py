@@ -16,6 +16,7 @@ from harness.runtime.data import Batch
 from harness.runtime.engines.engine import Share
 from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.nic import NicCounter
+from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.setup import Training
 
 
@@ -23,10 +24,24 @@ class TrainLoop:
     """Trains for some steps on this rank; all ranks call the same methods.
 
     Losses stay on the device until the end, so that no step waits for them.
+
+    Args:
+        changes: changes of the strategy; None if it stays.
+
+    Attributes:
+        training: replaced when the strategy changes.
     """
 
-    def __init__(self, training: Training, context: Context, n_warm_up: int) -> None:
-        self._training = training
+    def __init__(
+        self,
+        training: Training,
+        context: Context,
+        n_warm_up: int,
+        changes: StrategyChanges | None = None,
+    ) -> None:
+        self.training = training
+        self._changes = changes
+        self._n_steps = 0
         self._context = context
         self._n_warm_up = n_warm_up
         self._losses: list[Tensor] = []
@@ -36,6 +51,7 @@ class TrainLoop:
     def measure(self, n_steps: int) -> None:
         """Warm up, then train `n_steps` recorded steps."""
         self._begin_epoch()
+        self._n_steps = n_steps
         measure_steps(
             self._step,
             self._context,
@@ -46,17 +62,17 @@ class TrainLoop:
         )
 
     def _share(self, index: int) -> Share:
-        plan, step = self._training.plan, index + self._n_warm_up
+        plan, step = self.training.plan, index + self._n_warm_up
         n_fed = plan.n_fed(self._context.world.rank, step)
-        counts = self._training.count_targets(plan.global_indices(step))
+        counts = self.training.count_targets(plan.global_indices(step))
         return Share(n_local=n_fed, n_global=sum(plan.sizes(step)), counts=counts)
 
     def _n_counted(self, index: int) -> int:
         """Number of samples of a step that count for this rank; the sum over ranks is the batch."""
-        return self._training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
+        return self.training.plan.sizes(index + self._n_warm_up)[self._context.world.rank]
 
     def _step(self, index: int) -> None:
-        training = self._training
+        training = self.training
         loss = training.engine.step(lambda: next(training.batches), self._share(index))
         self._losses.append(loss)
         if index == -1:
@@ -73,12 +89,14 @@ class TrainLoop:
         recorder.sample("nic_sent_bytes", sent, interface=interface)
         recorder.sample("nic_received_bytes", received, interface=interface)
         recorder.sample("n_samples", self._n_counted(index))
-        recorder.sample("n_synchronisations", self._training.engine.n_synchronisations)
-        epoch, last = divmod(index + 1, self._training.plan.n_steps_per_epoch)
+        recorder.sample("n_synchronisations", self.training.engine.n_synchronisations)
+        epoch, last = divmod(index + 1, self.training.plan.n_steps_per_epoch)
         if last == 0:
             now_s = time.perf_counter()
             recorder.sample("epoch_s", now_s - self._epoch_start_s, step=epoch - 1)
             self._epoch_start_s = now_s
+        if self._changes is not None and index + 1 < self._n_steps:
+            self.training = self._changes.before_step(index + 1, self.training)
 
     def record_losses(self) -> list[float]:
         """Sum the losses over all ranks and record the global loss of every measured step.
@@ -104,7 +122,7 @@ class TrainLoop:
         The steps use full batches, so that they are comparable with the measured ones. The model's
         parameters are meaningless afterwards.
         """
-        engine, recorder = self._training.engine, self._context.recorder
+        engine, recorder = self.training.engine, self._context.recorder
         if not n_steps or not engine.can_be_muted:
             return
         self._context.flush()
@@ -120,8 +138,8 @@ class TrainLoop:
                 recorder.sample("no_sync_compute_s", step.compute_s, step=step.step)
 
     def _full_batch(self) -> Batch:
-        n_fed = self._training.plan.n_fed(self._context.world.rank)
+        n_fed = self.training.plan.n_fed(self._context.world.rank)
         while True:
-            batch = next(self._training.batches)
+            batch = next(self.training.batches)
             if len(batch.targets) == max(1, n_fed):  # a rank without samples gets a dummy one
                 return batch

@@ -124,7 +124,9 @@ class _Planner:
         except HarnessError as error:
             self._report_unpredicted(error)
             return None
-        write_plan(self._context.run_dir, strategy, prediction)
+        # A run that changes its strategy has no single step to compare with a prediction.
+        kept = None if self._case.is_elastic else prediction
+        write_plan(self._context.run_dir, strategy, kept)
         flops = device_flops(self.inputs.graph, strategy, self._context.world.size)
         return Planned(
             strategy=strategy,

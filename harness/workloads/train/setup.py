@@ -51,6 +51,7 @@ class Training:
     """A training run that is ready for its first step.
 
     Attributes:
+        data: the data set.
         plan: the samples of each rank in each step.
         batches: this rank's batches, step by step, without end.
         count_targets: targets that count of each of some samples, by their indices.
@@ -62,6 +63,7 @@ class Training:
     """
 
     trainer: Trainer
+    data: Any
     plan: BatchPlan
     batches: Iterator[Batch]
     count_targets: Callable[[Sequence[int]], tuple[int, ...]]
@@ -149,6 +151,7 @@ def executor_plan(case: TrainCase, strategy: Strategy, timeout_s: float) -> Exec
         batch_norm=case.norm_scope,
         dropout="exact" if case.exact_dropout else "local",
         is_asynchronous=case.is_asynchronous,
+        is_elastic=case.is_elastic,
         seed=case.seed,
         timeout_s=timeout_s,
     )
@@ -234,6 +237,7 @@ def prepare(
     batches = load_batches(data, plan, world.rank, n_workers=case.n_workers, device=world.device)
     return Training(
         trainer=trainer,
+        data=data,
         plan=plan,
         batches=batches,
         count_targets=partial(count_targets, data, task),
@@ -242,3 +246,21 @@ def prepare(
         n_parameters=n_parameters,
         gradient_bytes=n_bytes if case.strategy in _DATA_PARALLEL else None,
     )
+
+
+def continue_by(
+    training: Training, case: TrainCase, world: World, trainer: Trainer, planned: Planned, step: int
+) -> Training:
+    """The training of the same data from a step on by another strategy; all ranks must call it.
+
+    Args:
+        step: counted from the first warm-up step.
+    """
+    shares = _counted(planned.strategy, world.size)
+    plan = replace(training.plan, shares=shares, positions=_positions(trainer, world))
+    batches = load_batches(
+        training.data, plan, world.rank,
+        n_workers=case.n_workers, device=world.device, first_step=step,
+    )  # fmt: skip
+    flops = planned.flops[world.rank]
+    return replace(training, trainer=trainer, plan=plan, batches=batches, flops=flops)

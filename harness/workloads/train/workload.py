@@ -10,6 +10,7 @@ from harness.runtime.devices.telemetry import watched_device
 from harness.runtime.ranks.context import Context
 from harness.workloads.common.contract import Workload
 from harness.workloads.train.cases import train_cases
+from harness.workloads.train.changes import StrategyChanges
 from harness.workloads.train.check import check_files
 from harness.workloads.train.config import TrainCase, TrainConfig
 from harness.workloads.train.loop import TrainLoop
@@ -71,29 +72,36 @@ def _prepare(case: TrainCase, context: Context) -> tuple[Training, Planned | Non
     return training, plan_training(case, context, training.plan.shares)
 
 
-def _plan_summary(planned: Planned | None) -> dict[str, Any]:
+def _plan_summary(planned: Planned | None, *, is_elastic: bool) -> dict[str, Any]:
     if planned is None:
         return {}
     strategy = planned.strategy
+    # A run that changes its strategy has no single step to compare with a prediction.
+    predicted_s = None if is_elastic else planned.predicted_step_s
     return {
         "strategy": strategy.name,
         "schedule": strategy.schedule,
         "n_microbatches": strategy.n_microbatches,
         "n_stages": len(strategy.stages),
-        "predicted_step_s": planned.predicted_step_s,
+        "predicted_step_s": predicted_s,
     }
 
 
 def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     training, planned = _prepare(case, context)
-    _record_constants(training, context)
+    if not case.is_elastic:  # because a change alters these numbers
+        _record_constants(training, context)
     n_steps = (case.epochs or 0) * training.plan.n_steps_per_epoch or case.steps
-    loop = TrainLoop(training, context, case.warm_up)
+    changes = StrategyChanges(case, context, planned) if case.is_elastic else None
+    loop = TrainLoop(training, context, case.warm_up, changes)
     loop.measure(n_steps)
+    if changes is not None:
+        changes.close()
+    training = loop.training
     losses = loop.record_losses()
     digest = training.trainer.verify()
     summary = {
-        **_plan_summary(planned),
+        **_plan_summary(planned, is_elastic=case.is_elastic),
         "n_parameters": training.n_parameters,
         "parameters_digest": digest,
         "first_loss": losses[0],
@@ -102,7 +110,8 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
         "steps_per_epoch": training.plan.n_steps_per_epoch,
     }
     _save(case, training, context)
-    loop.measure_without_communication(case.no_sync_steps)
+    if changes is None:
+        loop.measure_without_communication(case.no_sync_steps)
     return summary
 
 

@@ -182,7 +182,7 @@ def test_a_strategys_file_is_known_by_its_content(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "engine", "is_exact", "chosen"),
+    ("strategy", "engine", "needs_executor", "chosen"),
     [
         ("single", "auto", False, "torch"),
         ("ddp", "auto", False, "torch"),
@@ -195,8 +195,8 @@ def test_a_strategys_file_is_known_by_its_content(tmp_path):
         ("ddp", "deepspeed", False, "deepspeed"),
     ],
 )
-def test_each_strategy_has_its_engine(strategy, engine, is_exact, chosen):
-    assert engine_of(strategy, engine, is_exact=is_exact) == chosen
+def test_each_strategy_has_its_engine(strategy, engine, needs_executor, chosen):
+    assert engine_of(strategy, engine, needs_executor=needs_executor) == chosen
 
 
 def test_schedules_and_microbatches_are_swept_for_pipelines_alone():

@@ -1,0 +1,99 @@
+"""The changes of strategy of a training run, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from harness.domain.record import Sample
+from harness.measure.derive.spans import samples_of
+from harness.measure.derive.training import step_times
+from harness.measure.store import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRow:
+    """One change.
+
+    Attributes:
+        step: the first step by the new strategy.
+        still_s: seconds without training, on the slowest rank.
+        build_s: seconds in which the next engine was built beside training.
+        moved_bytes: bytes that travelled, by (sender, reader).
+        step_before_s, step_after_s: median of the steps by the old and by the new strategy.
+        break_even_steps: steps after which the time standing still is recovered; None if the new
+            strategy's steps are not shorter.
+    """
+
+    step: int
+    before: str
+    after: str
+    why: str
+    still_s: float
+    predicted_still_s: float | None
+    build_s: float | None
+    moved_bytes: dict[tuple[int, int], int]
+    predicted_bytes: dict[tuple[int, int], int]
+    step_before_s: float | None
+    step_after_s: float | None
+    predicted_before_s: float | None
+    predicted_after_s: float | None
+
+    @property
+    def break_even_steps(self) -> float | None:
+        if self.step_before_s is None or self.step_after_s is None:
+            return None
+        gain_s = self.step_before_s - self.step_after_s
+        return self.still_s / gain_s if gain_s > 0 else None
+
+
+def change_rows(run: Run) -> tuple[ChangeRow, ...]:
+    """The changes of a run, by step; empty if its strategy stayed."""
+    records = run.ranks.get(0, [])
+    changes = sorted(samples_of(records, "change_s"), key=lambda one: one.step or 0)
+    times = step_times(run)
+    bounds = [0, *(one.step or 0 for one in changes), max(times, default=0) + 1]
+    found = []
+    for number, one in enumerate(changes):
+        step = one.step or 0
+
+        def number_of(metric: str, at: int = step, **labels: str) -> float | None:
+            values = [
+                s.value
+                for s in samples_of(records, metric)
+                if s.step == at and labels.items() <= s.labels.items()
+            ]
+            return values[0] if values else None
+
+        found.append(
+            ChangeRow(
+                step=step,
+                before=str(one.labels["before"]),
+                after=str(one.labels["after"]),
+                why=str(one.labels["why"]),
+                still_s=one.value,
+                predicted_still_s=number_of("change_predicted_s"),
+                build_s=number_of("change_build_s"),
+                moved_bytes=_pairs(samples_of(records, "change_bytes"), step),
+                predicted_bytes=_pairs(samples_of(records, "change_predicted_bytes"), step),
+                step_before_s=_median(times, bounds[number], step),
+                step_after_s=_median(times, step, bounds[number + 2]),
+                predicted_before_s=number_of("change_step_predicted_s", side="before"),
+                predicted_after_s=number_of("change_step_predicted_s", side="after"),
+            )
+        )
+    return tuple(found)
+
+
+def _pairs(samples: Sequence[Sample], step: int) -> dict[tuple[int, int], int]:
+    return {
+        (int(s.labels["source"]), int(s.labels["target"])): round(s.value)
+        for s in samples
+        if s.step == step
+    }
+
+
+def _median(times: dict[int, float], start: int, stop: int) -> float | None:
+    own = [duration_s for step, duration_s in times.items() if start <= step < stop]
+    return median(own) if own else None

@@ -1,0 +1,71 @@
+"""The next strategy of a running training, read, checked and predicted on rank 0."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import msgspec
+
+from harness.domain.strategy import check_fresh, validate
+from harness.errors import StrategyError
+from harness.plan.change import predict_change_s
+from harness.plan.convert import strategy_from
+from harness.plan.formats.detect import detect
+from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules, to_strategy
+from harness.plan.simulate.simulator import Simulator
+from harness.runtime.ranks.context import Context
+from harness.workloads.planning.inputs import Inputs, read_inputs
+from harness.workloads.train.config import TrainCase
+from harness.workloads.train.plan import Planned, device_flops
+from harness.workloads.train.search_config import search_config_of
+
+
+class NextPlanner:
+    """Checks and predicts further strategies of one run; rank 0 only."""
+
+    def __init__(self, case: TrainCase, context: Context) -> None:
+        self._case, self._context = case, context
+
+    @cached_property
+    def _inputs(self) -> Inputs:
+        return read_inputs(search_config_of(self._case), self._context.run_dir)
+
+    @cached_property
+    def _simulator(self) -> Simulator:
+        return self._inputs.simulator(search_config_of(self._case))
+
+    def plan(self, data: bytes, source: str) -> Planned:
+        """Read a strategy file of any format.
+
+        Args:
+            source: its name, for errors.
+
+        Raises:
+            StrategyError, ConfigError: it is malformed, or for another model, batch or cluster.
+            PlanError: it needs more memory than a device has.
+        """
+        graph, cluster = self._inputs.graph, self._inputs.cluster
+        imported = detect(data, source=source)
+        if isinstance(imported.content, PipeDreamPlan):
+            stage_of = stages_by_modules(imported.content, graph)
+            strategy = to_strategy(imported.content, graph, stage_of, batch=self._case.batch)
+        else:
+            strategy = strategy_from(imported, graph, None)
+        if strategy.batch != self._case.batch:
+            raise StrategyError(
+                f"{source} is for a batch of {strategy.batch}, the run has {self._case.batch}: a "
+                "change keeps the global batch"
+            )
+        check_fresh(strategy, graph, cluster)
+        validate(strategy, graph, cluster)
+        simulation = self._simulator.simulate(strategy)
+        simulation.check_memory()
+        return Planned(
+            strategy=msgspec.structs.replace(strategy, made_for=self._inputs.made_for),
+            predicted_step_s=simulation.step_s,
+            flops=tuple(device_flops(graph, strategy, self._context.world.size)),
+        )
+
+    def predict_change_s(self, pair_bytes: dict[tuple[int, int], int]) -> float:
+        """Seconds in which the slowest link moves its bytes."""
+        return predict_change_s(self._inputs.cluster, pair_bytes)

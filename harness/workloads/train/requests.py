@@ -1,0 +1,103 @@
+"""Requests of `./entry.sh control` to a running training, as files in the run's directory.
+
+The controller writes `change.request.json` once, so a second one is refused while the first waits;
+rank 0 removes it when it has written `change.answer.json`. Who may write into the directory may
+control the run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import ConfigError, HarnessError
+from harness.inputs import read_file
+from harness.measure.store import write_atomically
+
+REQUEST_FILE = "change.request.json"
+ANSWER_FILE = "change.answer.json"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish to train on by another strategy.
+
+    Attributes:
+        id: unique, and repeated in the answer.
+        source: the file's name, for messages.
+        data: the strategy file's bytes.
+    """
+
+    id: str
+    source: str
+    data: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request.
+
+    Attributes:
+        error: why training goes on by the old strategy; empty if it has changed.
+        text: what has changed, in one line.
+    """
+
+    id: str
+    error: str = ""
+    text: str = ""
+
+
+def write_request(run_dir: Path, source: Path) -> Request:
+    """Ask a run to go on by a strategy's file.
+
+    Raises:
+        StrategyError: the file cannot be read.
+        ConfigError: another controller's request waits for its answer.
+    """
+    data = read_file(source, "strategy file", ConfigError, is_given=True)
+    request = Request(id=uuid.uuid4().hex, source=str(source), data=data)
+    with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".change.") as file:
+        file.write(msgspec.json.encode(request))
+        file.flush()
+        try:
+            os.link(file.name, run_dir / REQUEST_FILE)  # fails if the file exists
+        except FileExistsError:
+            raise ConfigError(
+                f"{run_dir} has a request already, which it has not answered: wait for the other "
+                f"controller, or remove {REQUEST_FILE} if that one was stopped"
+            ) from None
+    return request
+
+
+def read_request(run_dir: Path) -> Request | None:
+    """The request that waits; None if there is none.
+
+    Raises:
+        ConfigError: the file is no request.
+    """
+    path = run_dir / REQUEST_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(read_file(path, "request", ConfigError), type=Request)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no request ({error}): use ./entry.sh control") from None
+
+
+def answer_request(run_dir: Path, answer: Answer) -> None:
+    """Write the answer, then let the next request come."""
+    write_atomically(run_dir / ANSWER_FILE, msgspec.json.encode(answer))
+    with suppress(FileNotFoundError):
+        (run_dir / REQUEST_FILE).unlink()
+
+
+def read_answer(run_dir: Path, request: Request) -> Answer | None:
+    """The answer to a request; None while there is none."""
+    with suppress(HarnessError, msgspec.MsgspecError):
+        data = read_file(run_dir / ANSWER_FILE, "answer", ConfigError)
+        answer = msgspec.json.decode(data, type=Answer)
+        return answer if answer.id == request.id else None
+    return None

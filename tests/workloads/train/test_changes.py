@@ -1,0 +1,193 @@
+"""A training run changes its strategy by --change or by a controller's request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.domain.cluster import Cluster
+from harness.errors import ConfigError, ResultsError, StrategyError
+from harness.measure.store import write_header
+from harness.plan import builders
+from harness.plan.change import predict_change_s
+from harness.plan.formats.pipedream_plan import PipeDreamPlan, stages_by_modules
+from harness.workloads.planning.inputs import capture_graph
+from harness.workloads.train.cases import train_cases
+from harness.workloads.train.config import TrainCase, TrainConfig
+from harness.workloads.train.control import ControlOptions, check_listens, control
+from harness.workloads.train.requests import (
+    Answer,
+    answer_request,
+    read_answer,
+    read_request,
+    write_request,
+)
+from harness.workloads.train.search_config import search_config_of
+
+CASE = TrainCase(
+    model="lenet", batch=12, n_samples=36, steps=6, warm_up=1, no_sync_steps=0, learning_rate=0.05,
+    n_ranks=2, strategy="ddp", engine="executor",
+)  # fmt: skip
+CASES = {
+    "unchanged": CASE,
+    "changed": replace(CASE, change=("2:pipeline.json", "4:single.json")),
+    "controlled": replace(CASE, controlled=True, change=("1:pipeline.json",)),
+    "other batch": replace(CASE, change=("2:other.json",)),
+    "other model": replace(CASE, controlled=True, change=("1:model.json",)),
+}
+N_PARAMETERS = 61706
+
+
+def write_strategies(directory: Path) -> None:
+    graph = capture_graph(search_config_of(CASE))
+    cluster = Cluster.uniform(2, 1, inside_bytes_per_s=1e9, memory_bytes=1 << 30)
+    names = [op.name for op in graph.operators if op.kind != "input"]
+    stages = [names[: len(names) // 2], names[len(names) // 2 :]]
+    pipeline = builders.pipeline(graph, 12, stages, [[0], [1]], n_microbatches=2, schedule="gpipe")
+    ddp = builders.ddp(graph, cluster, 12)
+    unknown = {f"no {name}": plan for name, plan in ddp.operators.items()}
+    files = {
+        "pipeline": pipeline,
+        "single": builders.single(graph, 12),
+        "other": msgspec.structs.replace(ddp, batch=24),
+        "model": msgspec.structs.replace(ddp, operators=unknown),
+    }
+    for name, strategy in files.items():
+        (directory / f"{name}.json").write_bytes(strategy.to_json())
+
+
+@pytest.fixture(scope="module")
+def trained(run_on_ranks):
+    """By rank: what each case trained, or the error it ended with."""
+    import planned_results
+    import train_on_ranks
+
+    def beside(directory: Path) -> None:
+        planned_results.write_links(directory, 2)
+        planned_results.write_profile(directory, search_config_of(CASE), 2)
+        write_strategies(directory)
+
+    return run_on_ranks(train_on_ranks.changing_trainings, CASES, 2, beside)[0]
+
+
+@pytest.mark.parametrize("name", ["changed", "controlled", "other model"])
+def test_a_change_alters_no_loss(trained, name):
+    wanted = trained[0]["unchanged"]["losses"]
+    assert trained[0][name]["losses"] == pytest.approx(wanted, abs=1e-5)  # fp32
+
+
+def test_every_change_is_recorded(trained):
+    samples = trained[0]["changed"]["samples"]
+    changes = [
+        (step, labels["before"], labels["after"], labels["why"].partition("/")[0])
+        for metric, step, _, labels in samples
+        if metric == "change_s"
+    ]
+    assert changes == [
+        (2, "ddp", "pipeline", "--change 2:"),
+        (4, "pipeline", "single", "--change 4:"),
+    ]
+    assert {metric for metric, *_ in samples} == {
+        "change_s", "change_predicted_s", "change_build_s", "change_step_predicted_s",
+        "change_bytes", "change_predicted_bytes",
+    }  # fmt: skip
+    assert trained[1]["changed"]["spans"] == ["ddp to pipeline", "pipeline to single"]
+
+
+def test_bytes_are_predicted_exactly(trained):
+    """From ddp nobody lacks anything; then rank 0 gets the second stage and its momentum."""
+    moved, predicted = (
+        {
+            (step, labels["source"], labels["target"]): value
+            for found, step, value, labels in trained[0]["changed"]["samples"]
+            if found == metric
+        }
+        for metric in ("change_bytes", "change_predicted_bytes")
+    )
+    assert moved == predicted
+    assert list(moved) == [(4, 1, 0)]
+    assert 0 < moved[4, 1, 0] < 2 * 4 * N_PARAMETERS
+
+
+def test_a_request_is_carried_out_and_answered(trained):
+    answer = trained[0]["controlled"]["answer"]
+    assert answer["error"] == ""
+    assert "is the first by pipeline instead of ddp (control /" in answer["text"]
+    assert trained[0]["controlled"]["spans"] == ["ddp to pipeline"]
+
+
+def test_a_request_for_another_model_changes_nothing(trained):
+    assert "it is for another model" in trained[0]["other model"]["answer"]["error"]
+    assert trained[0]["other model"]["samples"] == []
+
+
+def test_a_change_to_another_batch_is_refused_before_training(trained):
+    assert trained[0]["other batch"].startswith("StrategyError: ")
+    assert (
+        "is for a batch of 24, the run has 12: a change keeps the global batch"
+        in (trained[1]["other batch"])
+    )
+
+
+def test_a_second_controller_is_refused_until_the_first_has_its_answer(tmp_path):
+    file = tmp_path / "next.json"
+    file.write_text("{}")
+    request = write_request(tmp_path, file)
+    with pytest.raises(ConfigError, match="has a request already"):
+        write_request(tmp_path, file)
+    assert read_request(tmp_path) == request
+    answer_request(tmp_path, Answer(id=request.id, text="done"))
+    assert read_answer(tmp_path, request) == Answer(id=request.id, text="done")
+    assert read_request(tmp_path) is None
+    assert write_request(tmp_path, file).id != request.id
+
+
+def test_a_controller_needs_a_run_that_listens(tmp_path):
+    from local_ranks import header_of
+
+    with pytest.raises(ResultsError, match="No such file"):
+        control(ControlOptions(run=tmp_path / "none", strategy=tmp_path / "next.json"))
+    ended = header_of(["node0"])
+    write_header(tmp_path, ended)
+    with pytest.raises(ConfigError, match=r"is not running \(ok\): name a run that trains"):
+        check_listens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"change": ("next.json",)}, "--change next.json is not STEP:FILE"),
+        ({"change": ("5:a.json", "5:b.json")}, "--change 5:b.json is for step 5"),
+        ({"change": ("20:a.json",)}, "must be above 0 and below --steps 20"),
+        ({"change": ("1:a.json",), "controlled": True}, "give one of them"),
+        ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(flags, error):
+    with pytest.raises(ConfigError, match=error):
+        train_cases(TrainConfig(model="lenet", strategy=("ddp",), **flags), 2)
+
+
+def test_the_slowest_nic_bounds_a_change():
+    cluster = Cluster.uniform(3, 1, inside_bytes_per_s=1e6, memory_bytes=1, latency_s=0.5)
+    assert predict_change_s(cluster, {}) == 0
+    assert predict_change_s(cluster, {(0, 1): 1_000_000}) == 1.5  # latency and bytes
+    # Both leave by the NIC of node 0: 4 MB at 1 MB/s.
+    assert predict_change_s(cluster, {(0, 1): 2_000_000, (0, 2): 2_000_000}) == 4
+
+
+def test_a_pipedream_plan_names_the_models_modules():
+    """lenet has two children; the third module of the plan is the loss."""
+    graph = capture_graph(search_config_of(CASE))
+    stages = {"0": [0], "1": [1]}
+    plan = PipeDreamPlan(module_to_stage_map=[0, 1, 1], stage_to_rank_map=stages)
+    stage_of = stages_by_modules(plan, graph)
+    assert {stage for name, stage in stage_of.items() if name.startswith("features")} == {0}
+    assert {stage for name, stage in stage_of.items() if name.startswith("classifier")} == {1}
+    assert stage_of["loss"] == 1
+    longer = PipeDreamPlan(module_to_stage_map=[0] * 50 + [1], stage_to_rank_map=stages)
+    with pytest.raises(StrategyError, match="has 51 modules, model 'lenet' has 2 children and"):
+        stages_by_modules(longer, graph)
