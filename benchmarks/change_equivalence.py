@@ -39,6 +39,8 @@ class Options:
     """Seed of the random cases."""
     only: tuple[int, ...] = ()
     """Run only these cases, by number in the series."""
+    freeze: bool = False
+    """Freeze more layers at each change, on one device too."""
     changes: int = 100
     """Number of changes over which groups, files and memory are counted. 0 skips it."""
     json: bool = False
@@ -48,7 +50,7 @@ class Options:
 def wanted_cases(options: Options) -> list[ChangingCase]:
     """The selected cases, grouped by number of ranks."""
     indices = options.only or range(options.cases)
-    cases = [random_changing_case(options.seed, index) for index in indices]
+    cases = [random_changing_case(options.seed, i, is_freezing=options.freeze) for i in indices]
     return sorted(cases, key=lambda changing: changing.case.n_ranks)
 
 
@@ -77,6 +79,7 @@ def summary(findings: list[ChangeFinding], duration_s: float) -> dict[str, Any]:
         "n_cases": len(findings),
         "n_equal": sum(finding.is_equal for finding in findings),
         "n_changes": sum(len(finding.changing.changes) for finding in findings),
+        "n_freezing": sum(any(finding.changing.frozen) for finding in findings),
         "n_moved_bytes": sum(finding.n_moved_bytes for finding in findings),
         "worst_sgd": worst("sgd"),
         "worst_adamw": worst("adamw"),

@@ -50,6 +50,7 @@ _AT_LEAST = {
     "per_device_batch": 1,
     "n_ranks": 1,
     "microbatches": 1,
+    "freeze_interval": 1,
 }
 
 
@@ -167,6 +168,7 @@ def _check_pipeline(case: TrainCase) -> None:
         ("load-state", case.load_state),
         ("change", case.change),
         ("controlled", case.controlled),
+        ("freeze", case.freeze != "none"),
     ):
         if is_set and case.engine != "executor":
             raise ConfigError(
@@ -187,8 +189,10 @@ def _check_pipeline(case: TrainCase) -> None:
 
 def _check_changes(config: TrainConfig) -> None:
     """Refuse changes of strategy that are malformed, out of order or outside the run."""
-    if config.change and config.controlled:
-        raise ConfigError("--change and --controlled both change the strategy: give one of them")
+    if not 0 < config.freeze_alpha < 1:
+        raise ConfigError(f"--freeze-alpha {config.freeze_alpha} must be above 0 and below 1")
+    if config.freeze != "none" and config.asynchronous:
+        raise ConfigError("--freeze is for synchronous training: drop --asynchronous")
     last = 0
     for text in config.change:
         step, _ = parse_change(text)
@@ -248,7 +252,8 @@ def _combinations(config: TrainConfig, n_ranks: int) -> list[TrainCase]:
     shared: dict[str, Any] = {name: getattr(config, name) for name in names}
     cases: list[TrainCase] = []
     for strategy in config.strategy:
-        needs_executor = config.exact_dropout or config.controlled or bool(config.change)
+        is_elastic = config.controlled or config.freeze != "none" or bool(config.change)
+        needs_executor = config.exact_dropout or is_elastic
         engine = engine_of(strategy, config.engine, needs_executor=needs_executor)
         for count in (1,) if strategy == "single" else config.n_ranks or (n_ranks,):
             cases += [

@@ -13,22 +13,21 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from harness.errors import ConfigError, HarnessError
-from harness.inputs import read_file
+from harness.errors import HarnessError
 from harness.measure.store import write_atomically
-from harness.runtime.ranks.broadcast import broadcast_result
 from harness.runtime.ranks.context import Context
 from harness.runtime.ranks.gather import gather_numbers, maximum_over_ranks, raise_on_all_ranks
 from harness.units import format_bytes, format_duration
-from harness.workloads.train.config import TrainCase, parse_change
+from harness.workloads.train.config import TrainCase
 from harness.workloads.train.engines import executor_trainer
 from harness.workloads.train.next_plan import NextPlanner
 from harness.workloads.train.plan import Planned
-from harness.workloads.train.requests import Answer, Request, answer_request, read_request
+from harness.workloads.train.policies import POLICIES, Due, PolicyInputs
+from harness.workloads.train.requests import Answer, answer_request, read_request
 from harness.workloads.train.setup import Training, continue_by
 
 if TYPE_CHECKING:
@@ -37,101 +36,65 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-
-class Due(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that has been decided on, on every rank.
-
-    Attributes:
-        step: the first measured step by the new strategy; None: as soon as it is prepared.
-        request: id of the controller's request; empty for --change.
-    """
-
-    planned: Planned
-    why: str
-    step: int | None = None
-    request: str = ""
+PairBytes = dict[tuple[int, int], int]
 
 
 class StrategyChanges:
     """The changes of one run; all ranks construct it before the first step."""
 
-    def __init__(self, case: TrainCase, context: Context, planned: Planned | None) -> None:
+    def __init__(
+        self, case: TrainCase, context: Context, planned: Planned, training: Training
+    ) -> None:
         self._case, self._context = case, context
-        self._current = planned
+        self._current, self._n_frozen = planned, 0
         self._planner = NextPlanner(case, context)
+        inputs = PolicyInputs(case=case, context=context, planner=self._planner, training=training)
+        self._policies = [row.make(inputs) for row in POLICIES.values() if row.is_on(case)]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next engine")
         self._building: Future[tuple[ExecutorEngine, float]] | None = None
         self._next: Due | None = None
-        self._later = broadcast_result(self._scheduled, list[Due], context.world)
-
-    def _scheduled(self) -> list[Due]:
-        found = []
-        for text in self._case.change:
-            step, file = parse_change(text)
-            data = read_file(file, "strategy file", ConfigError)
-            planned = self._planner.plan(data, str(file))
-            found.append(Due(planned=planned, why=f"--change {text}", step=step))
-        return found
+        self._waiting: dict[int, Due] = {}  # by policy
 
     def before_step(self, step: int, training: Training) -> Training:
-        """Change the strategy if a change is due; returns the training that goes on.
+        """Carry out all changes that are due; returns the training that goes on.
 
         Args:
             step: the measured step that comes next.
         """
         elastic = training.trainer.elastic
-        if elastic is None:
-            return training
-        if self._next is None:
-            self._begin_next(elastic)
-        if self._next is None or not self._is_ready(step):
-            return training
-        due, self._next = self._next, None
-        try:
-            training, text = self._change(due, step, training, elastic)
-            answer = Answer(id=due.request, text=text)
-        except HarnessError as error:
-            answer = Answer(id=due.request, error=str(error))
-        self._tell(answer)
-        return training
-
-    def _begin_next(self, elastic: ElasticExecutor) -> None:
-        """Take the next change, if there is one, and build its engine."""
-        if self._later:
-            self._next = self._later.pop(0)
-        elif self._case.controlled:
-            self._next = self._requested()
-        if self._next is not None:
-            strategy = self._next.planned.strategy
-            self._building = self._pool.submit(_timed, lambda: elastic.build(strategy))
-            if self._context.world.backend == "nccl":  # a new group blocks the device
-                self._building.exception()
-
-    def _requested(self) -> Due | None:
-        """What a controller has asked for, on every rank."""
-        world = self._context.world
-        request: Request | None = None
-        error = ""
-        if world.is_first:
+        assert elastic is not None, "other engines were refused"
+        while True:
+            if self._next is None:
+                self._begin_next(step, elastic)
+            if self._next is None or not self._is_ready(step):
+                return training
+            due, self._next = self._next, None
             try:
-                request = read_request(self._context.run_dir)
-            except HarnessError as problem:
-                error = str(problem)
-        if max(gather_numbers(float(request is not None or bool(error)), world)) == 0:
-            return None
+                training, text = self._change(due, step, training, elastic)
+                answer = Answer(id=due.request, text=text)
+            except HarnessError as error:
+                answer = Answer(id=due.request, error=str(error))
+            self._tell(answer)
 
-        def due() -> Due:
-            if error:
-                raise ConfigError(error)
-            assert request is not None
-            planned = self._planner.plan(request.data, request.source)
-            return Due(planned=planned, why=f"control {request.source}", request=request.id)
-
-        try:
-            return broadcast_result(due, Due, world)
-        except HarnessError as problem:
-            self._tell(Answer(id="" if request is None else request.id, error=str(problem)))
-            return None
+    def _begin_next(self, step: int, elastic: ElasticExecutor) -> None:
+        """Take the change that comes first, if there is one, and build its engine."""
+        for number, policy in enumerate(self._policies):
+            found = None if number in self._waiting else policy.due(step)
+            if found is not None:
+                self._waiting[number] = found
+        if not self._waiting:
+            return
+        first = min(self._waiting, key=lambda number: self._waiting[number].step or 0)
+        due = self._waiting.pop(first)
+        if due.error:
+            self._tell(Answer(id=due.request, error=due.error))
+            return
+        strategy = (due.planned or self._current).strategy
+        n_frozen = self._n_frozen if due.n_frozen is None else due.n_frozen
+        self._next = due
+        self._building = self._pool.submit(_timed, lambda: elastic.build(strategy, n_frozen))
+        if self._context.world.backend == "nccl":  # a new group blocks the device
+            self._building.exception()
 
     def _is_ready(self, step: int) -> bool:
         """Whether the next change is due; without a step: once all ranks have built its engine."""
@@ -158,16 +121,22 @@ class StrategyChanges:
         start, start_s = recorder.clock.mark(), time.perf_counter()
         cost = elastic.change(engine)
         trainer = executor_trainer(engine, elastic)
+        planned = due.planned or self._current
         training = continue_by(
-            training, self._case, world, trainer, due.planned, step + self._case.warm_up
+            training, self._case, world, trainer, planned, step + self._case.warm_up
         )
-        before, after = self._name(self._current), self._name(due.planned)
+        before, steps_s = self._name(), {"before": self._predicted_step_s()}
+        self._current = planned
+        self._n_frozen = self._n_frozen if due.n_frozen is None else due.n_frozen
+        after, steps_s["after"] = self._name(), self._predicted_step_s()
         still_s, build_s = maximum_over_ranks([time.perf_counter() - start_s, build_s], world)
         recorder.step = None
         recorder.add_marks("change", start, recorder.clock.mark(), name=f"{before} to {after}")
         if world.is_first:
-            self._record(due, step, still_s, build_s, cost.pair_bytes, predicted)
-        self._current = due.planned
+            names = {"before": before, "after": after, "why": due.why}
+            seconds = {"change_s": still_s, "change_build_s": build_s}
+            self._record(step, names, seconds, steps_s)
+            self._record_bytes(step, cost.pair_bytes, predicted)
         n_bytes = sum(cost.pair_bytes.values())
         return training, (
             f"step {step} is the first by {after} instead of {before} ({due.why}): training stood "
@@ -176,30 +145,35 @@ class StrategyChanges:
 
     def _record(
         self,
-        due: Due,
         step: int,
-        still_s: float,
-        build_s: float,
-        moved: dict[tuple[int, int], int],
-        predicted: dict[tuple[int, int], int],
+        names: dict[str, str],
+        seconds: dict[str, float],
+        steps_s: dict[str, float | None],
     ) -> None:
-        def sample(metric: str, value: float, **labels: Any) -> None:
-            self._context.recorder.sample(metric, value, step=step, **labels)
+        sample: Callable[..., None] = partial(self._context.recorder.sample, step=step)
+        sample("change_s", seconds["change_s"], **names)
+        sample("change_build_s", seconds["change_build_s"])
+        for side, step_s in steps_s.items():
+            if step_s is not None:
+                sample("change_step_predicted_s", step_s, side=side)
+        path = self._context.run_dir / f"strategy-{step}.json"
+        write_atomically(path, self._current.strategy.to_json())
 
-        before, after = self._current, due.planned
-        sample("change_s", still_s, before=self._name(before), after=self._name(after), why=due.why)
+    def _record_bytes(self, step: int, moved: PairBytes, predicted: PairBytes) -> None:
+        sample = partial(self._context.recorder.sample, step=step)
         sample("change_predicted_s", self._planner.predict_change_s(predicted))
-        sample("change_build_s", build_s)
-        for plan, side in ((before, "before"), (after, "after")):
-            if plan is not None and plan.predicted_step_s is not None:
-                sample("change_step_predicted_s", plan.predicted_step_s, side=side)
         for metric, pairs in (("change_bytes", moved), ("change_predicted_bytes", predicted)):
             for (source, target), n in sorted(pairs.items()):
                 sample(metric, n, source=source, target=target)
-        write_atomically(self._context.run_dir / f"strategy-{step}.json", after.strategy.to_json())
 
-    def _name(self, planned: Planned | None) -> str:
-        return self._case.strategy if planned is None else planned.strategy.name
+    def _predicted_step_s(self) -> float | None:
+        """The simulated step of the current strategy; the simulator knows no frozen layers."""
+        return None if self._n_frozen else self._current.predicted_step_s
+
+    def _name(self) -> str:
+        """The current strategy, with its frozen layers, in a few words."""
+        frozen = f", {self._n_frozen} layers frozen" if self._n_frozen else ""
+        return f"{self._current.strategy.name}{frozen}"
 
     def _tell(self, answer: Answer) -> None:
         """Log what became of a change on rank 0, and answer its controller."""
@@ -209,7 +183,7 @@ class StrategyChanges:
             _log.warning("the strategy stays: %s", answer.error)
         else:
             _log.info("%s", answer.text)
-        if self._case.controlled:
+        if answer.id:
             answer_request(self._context.run_dir, answer)
 
     def close(self) -> None:
@@ -217,9 +191,10 @@ class StrategyChanges:
         self._pool.shutdown(wait=True)
         if not (self._case.controlled and self._context.world.is_first):
             return
-        request = read_request(self._context.run_dir)
-        if request is not None:
-            self._tell(Answer(id=request.id, error="the run has trained its last step"))
+        with suppress(HarnessError):
+            request = read_request(self._context.run_dir)
+            if request is not None:
+                self._tell(Answer(id=request.id, error="the run has trained its last step"))
 
 
 def _timed(build: Callable[[], ExecutorEngine]) -> tuple[ExecutorEngine, float]:

@@ -111,6 +111,14 @@ class TrainSettings(SearchFlags, ModelFlags):
     controlled: bool = False
     """Between steps, take requests of ./entry.sh control RUN --strategy FILE to go on by another
     strategy (executor)."""
+    freeze: Literal["none", "schedule"] = "none"
+    """schedule: stop training layers from the model's inputs on, F(T) = ceil(L (1 - (1 - a)^T)) of
+    L layers after T intervals, as PipeTransformer does; the head is always trained (executor).
+    This is not the training of all layers."""
+    freeze_alpha: float = 1 / 3
+    """a of --freeze: share of the trained layers that each interval freezes."""
+    freeze_interval: int | None = None
+    """Steps of an interval of --freeze. Default: an epoch."""
     channels_last: bool = False
     """Keep images and filters in channels-last order, which is faster on tensor cores."""
     seed: int = 0
@@ -177,7 +185,7 @@ class TrainCase(TrainSettings):
     @property
     def is_elastic(self) -> bool:
         """Whether the strategy may change between steps."""
-        return bool(self.change) or self.controlled
+        return bool(self.change) or self.controlled or self.freeze != "none"
 
     @property
     def zero_stage(self) -> int:

@@ -21,6 +21,8 @@ from harness.measure.store import write_atomically
 
 REQUEST_FILE = "change.request.json"
 ANSWER_FILE = "change.answer.json"
+# The id in the answer to a request that cannot be read.
+UNREADABLE = "unreadable"
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,7 +92,10 @@ def _train(case: TrainCase, context: Context) -> dict[str, Any]:
     if not case.is_elastic:  # because a change alters these numbers
         _record_constants(training, context)
     n_steps = (case.epochs or 0) * training.plan.n_steps_per_epoch or case.steps
-    changes = StrategyChanges(case, context, planned) if case.is_elastic else None
+    changes: StrategyChanges | None = None
+    if case.is_elastic:
+        assert planned is not None, "other engines were refused"
+        changes = StrategyChanges(case, context, planned, training)
     loop = TrainLoop(training, context, case.warm_up, changes)
     loop.measure(n_steps)
     if changes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from random import Random
 from typing import Any
@@ -12,7 +13,9 @@ from equivalence_cases import Case, draw_batch, random_case
 from equivalence_models import min_microbatch, small_graph
 from equivalence_reference import accumulate
 from equivalence_strategies import random_strategy
+from torch import nn
 
+from harness.domain.freezing import Layer, freezable_layers
 from harness.domain.schedule import SCHEDULE_NAMES
 from harness.domain.strategy import Strategy
 from harness.runtime.data.batch import Batch, BatchPlan
@@ -29,14 +32,21 @@ class ChangingCase(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         case: with the first strategy.
         changes: (the step before which it changes, the next strategy), ascending.
+        frozen: the number of frozen layers from each change on; 0 where it is shorter.
     """
 
     case: Case
     changes: list[tuple[int, Strategy]]
+    frozen: list[int] = []
 
     def strategy_at(self, step: int) -> Strategy:
         """The strategy that trains a step."""
         return [self.case.strategy, *(s for at, s in self.changes if at <= step)][-1]
+
+    def frozen_at(self, step: int) -> int:
+        """The number of layers that a step does not train."""
+        steps = [at for at, _ in self.changes]
+        return [0, *(n for at, n in zip(steps, self.frozen, strict=False) if at <= step)][-1]
 
     def data(self, task: Task) -> Batch:
         """All samples of an epoch."""
@@ -75,25 +85,50 @@ class ChangingTrace(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, Any]
 
 
-def train_alone(changing: ChangingCase) -> ChangingTrace:
-    """Train on one device in plain PyTorch, by the microbatches of each step's strategy."""
+def train_alone(changing: ChangingCase, *, offset: float = 0.0) -> ChangingTrace:
+    """Train on one device in plain PyTorch, by the microbatches of each step's strategy.
+
+    Args:
+        offset: relative change of all weights before the first step, to see what rounding does.
+    """
     case = changing.case
     task = case.make_task()
+    with torch.no_grad():
+        for parameter in task.model.parameters():
+            parameter.mul_(1 + offset)
     data = changing.data(task)
     optimizer = make_optimizer(task.model, case.optimizer_options(), torch.device("cpu"))
+    layers = freezable_layers(small_graph(case.model))
     losses: list[float] = []
     for step, samples in enumerate(changing.batches()):
         optimizer.zero_grad()
+        freeze(task.model, layers[: changing.frozen_at(step)])
         sizes = changing.strategy_at(step).microbatch_sizes()
         losses.append(accumulate(task, part_of(data, samples), sizes))
         optimizer.step()
+    for parameter in list(optimizer.state):
+        if not parameter.requires_grad:
+            del optimizer.state[parameter]
     state = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
     return ChangingTrace(losses=losses, state=state)
 
 
-def random_changing_case(seed: int, index: int) -> ChangingCase:
+def freeze(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Stop training layers in plain PyTorch: no gradient, evaluation mode."""
+    for layer in layers:
+        for name in layer.parameters:
+            model.get_parameter(name).requires_grad_(False)
+        for name in layer.modules:
+            model.get_submodule(name).eval()
+
+
+def random_changing_case(seed: int, index: int, *, is_freezing: bool = False) -> ChangingCase:
     """Case `index` of a series: one or two changes at random steps, between strategies on any
-    numbers of the ranks, so that some idle under one and work under the next."""
+    numbers of the ranks, so that some idle under one and work under the next.
+
+    Args:
+        is_freezing: each change freezes more layers.
+    """
     rng = Random(f"changes {seed}/{index}")
     case = random_case(seed, index)
     smallest = min_microbatch(case.model)
@@ -109,4 +144,12 @@ def random_changing_case(seed: int, index: int) -> ChangingCase:
     changed = msgspec.structs.replace(
         case, name=f"seed {seed} change {index}", n_steps=N_STEPS, strategy=draw(), dtype="float64"
     )
-    return ChangingCase(case=changed, changes=[(step, draw()) for step in at])
+    changing = ChangingCase(case=changed, changes=[(step, draw()) for step in at])
+    if not is_freezing:
+        return changing
+    n_layers = len(freezable_layers(small_graph(case.model)))
+    return msgspec.structs.replace(
+        changing,
+        case=msgspec.structs.replace(changed, dropout="off"),
+        frozen=sorted(rng.randint(min(1, n_layers), n_layers) for _ in at),
+    )

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
+import torch
 import torch.distributed as dist
 from change_cases import ChangingCase, ChangingTrace, part_of
+from equivalence_cases import target_counts
 from equivalence_training import as_drawn, make_engine, options_of, plan_of
 
 from harness.domain.strategy import Strategy
@@ -22,6 +24,7 @@ from harness.runtime.engines.engine import Share
 from harness.runtime.executor.change.change import ChangeCost
 from harness.runtime.executor.change.elastic import ElasticExecutor
 from harness.runtime.executor.change.transfer import StateTransfer
+from harness.runtime.executor.engine import ExecutorEngine
 from harness.runtime.executor.state.state import gather_objects
 from harness.runtime.ranks.world import World
 
@@ -51,13 +54,13 @@ class Changing:
 
     def _read_from(self, step: int) -> Iterator[list[int]]:
         positions = gather_objects(self._world, tuple(self.elastic.engine.samples))
-        plan = self._changing.plan(tuple(positions))
-        return plan.indices(self._world.rank, first_step=step)
+        self._at, self._plan = step, self._changing.plan(tuple(positions))
+        return self._plan.indices(self._world.rank, first_step=step)
 
     def change(self, strategy: Strategy, step: int) -> ChangeCost:
         """Go on by another strategy from a step on."""
         with as_drawn(self._changing.case):
-            engine = self.elastic.build(strategy)
+            engine = self.elastic.build(strategy, self._changing.frozen_at(step))
         cost = self.elastic.change(engine)
         self._samples = self._read_from(step)
         return cost
@@ -65,7 +68,13 @@ class Changing:
     def step(self) -> tuple[float, list[int]]:
         """Train one step; this rank's part of the loss, and the samples that it read."""
         samples = next(self._samples)
-        share = Share(n_local=len(samples), n_global=self._changing.case.strategy.batch)
+        whole = self._plan.global_indices(self._at)
+        self._at += 1
+        share = Share(
+            n_local=len(samples),
+            n_global=len(whole),
+            counts=target_counts(part_of(self._data, whole)),
+        )
         return float(self.elastic.engine.step(lambda: part_of(self._data, samples), share)), samples
 
 
@@ -97,8 +106,9 @@ def train_and_rebuild(changing: ChangingCase, world: World) -> RankTrace:
             if state:
                 engine.load_full_state(state)
         data = changing.data(changing.case.make_task())
-        share = Share(n_local=len(samples), n_global=len(samples))
-        losses.append(float(engine.step(lambda: part_of(data, samples), share)))  # noqa: B023
+        part = part_of(data, samples)
+        share = Share(n_local=len(samples), n_global=len(samples), counts=target_counts(part))
+        losses.append(float(engine.step(lambda: part, share)))  # noqa: B023
         state = engine.full_state()
     return RankTrace(losses, changing.batches(), state, [])
 
@@ -159,6 +169,45 @@ def _with_a_fault(world: World) -> Any:
                 flat[0] += 1
 
     return faulty
+
+
+class Freed(NamedTuple):
+    """What freezing has freed on one rank, and whether the frozen parameters kept their bits."""
+
+    frozen_bytes: int
+    freed_state_bytes: int
+    freed_bucket_bytes: int
+    is_bit_equal: bool
+
+
+def freeze_and_count(changing: ChangingCase, world: World) -> Freed:
+    """Train, freeze at the first change, and train on through the others."""
+    training, at = Changing(changing, world), dict(changing.changes)
+    names = training.elastic.layers[0].parameters
+    first, found = changing.changes[0][0], Freed(0, 0, 0, True)
+    kept: dict[str, Any] = {}
+    for step in range(changing.case.n_steps):
+        before = _held_bytes(training.elastic.engine)
+        if step in at:
+            training.change(at[step], step)
+        if step == first:
+            after = _held_bytes(training.elastic.engine)
+            state = training.elastic.engine.model_state()
+            kept = {name: state[name].clone() for name in names}
+            n_bytes = sum(tensor.nbytes for tensor in kept.values())
+            found = Freed(n_bytes, before[0] - after[0], before[1] - after[1], True)
+        training.step()
+    state = training.elastic.engine.model_state()
+    is_equal = all(torch.equal(state[name], tensor) for name, tensor in kept.items())
+    return found._replace(is_bit_equal=is_equal)
+
+
+def _held_bytes(engine: ExecutorEngine) -> tuple[int, int]:
+    """Bytes of the optimizer's state and of the buckets."""
+    states = engine._optimizer.state.values()
+    tensors = [value for values in states for value in values.values() if value is not None]
+    buckets = [bucket.flat for queue in engine._sync._queues.values() for bucket in queue]
+    return sum(t.nbytes for t in tensors), sum(flat.nbytes for flat in buckets)
 
 
 def merged(traces: list[RankTrace]) -> ChangingTrace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from change_cases import ChangingCase, random_changing_case, train_alone
 from change_check import check_change
-from change_training import change_often, change_with_a_fault, merged
+from change_training import change_often, change_with_a_fault, freeze_and_count, merged
 from equivalence_cases import Case
 from equivalence_models import small_graph
 from equivalence_strategies import named_strategies
@@ -13,7 +13,7 @@ from equivalence_strategies import named_strategies
 MIB = 1 << 20
 
 
-def changing_case(model, *named, at=(2,), **changes):
+def changing_case(model, *named, at=(2,), frozen=(), **changes):
     """From one named strategy to the next; each is (ranks used, name)."""
     strategies = [named_strategies(small_graph(model), n, 6)[name] for n, name in named]
     n_ranks = max(n for n, _ in named)
@@ -21,7 +21,8 @@ def changing_case(model, *named, at=(2,), **changes):
         name=" to ".join(name for _, name in named), model=model, n_ranks=n_ranks,
         strategy=strategies[0], n_steps=5, **changes,
     )  # fmt: skip
-    return ChangingCase(case=case, changes=list(zip(at, strategies[1:], strict=True)))
+    changes = list(zip(at, strategies[1:], strict=True))
+    return ChangingCase(case=case, changes=changes, frozen=list(frozen))
 
 
 @pytest.mark.parametrize(
@@ -74,3 +75,26 @@ def test_many_changes_leave_no_groups_files_or_memory(ranks):
         first, last = footprints[9], footprints[29]
         assert (first.n_groups, first.n_files) == (last.n_groups, last.n_files)
         assert last.rss_bytes - first.rss_bytes < 8 * MIB  # of malloc's own reserve
+
+
+@pytest.mark.parametrize(
+    "changing",
+    [
+        changing_case("mlp", (3, "ddp"), (3, "ddp"), (2, "1f1b"), at=(1, 3), frozen=(1, 2)),
+        changing_case("vit", (2, "1f1b"), (2, "tensor parallel"), frozen=(1,), optimizer="adamw"),
+        changing_case("resnet18", (2, "1f1b"), (2, "1f1b"), (2, "ddp"), at=(1, 3), frozen=(3, 5)),
+        changing_case("lenet", (3, "1f1b"), (3, "1f1b"), frozen=(3,)),
+    ],
+    ids=lambda changing: f"{changing.case.model} {changing.case.name}",
+)
+def test_frozen_layers_equal_one_device_that_freezes_them(changing, ranks):
+    finding = check_change(changing, ranks)
+    assert finding.is_equal, finding.text()
+
+
+def test_frozen_layers_keep_their_bits_and_lose_gradients_and_optimizer_state(ranks):
+    changing = changing_case("mlp", (2, "ddp"), (2, "ddp"), (2, "1f1b"), at=(2, 4), frozen=(1, 1))
+    for found in ranks.run(2, freeze_and_count, changing):
+        assert found.is_bit_equal
+        assert found.freed_state_bytes == found.frozen_bytes  # momentum
+        assert found.freed_bucket_bytes == found.frozen_bytes

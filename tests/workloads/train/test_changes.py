@@ -35,6 +35,9 @@ CASES = {
     "unchanged": CASE,
     "changed": replace(CASE, change=("2:pipeline.json", "4:single.json")),
     "controlled": replace(CASE, controlled=True, change=("1:pipeline.json",)),
+    "frozen": replace(
+        CASE, freeze="schedule", freeze_alpha=0.5, freeze_interval=2, change=("3:pipeline.json",)
+    ),
     "other batch": replace(CASE, change=("2:other.json",)),
     "other model": replace(CASE, controlled=True, change=("1:model.json",)),
 }
@@ -95,6 +98,24 @@ def test_every_change_is_recorded(trained):
         "change_bytes", "change_predicted_bytes",
     }  # fmt: skip
     assert trained[1]["changed"]["spans"] == ["ddp to pipeline", "pipeline to single"]
+
+
+def test_freezing_and_a_change_by_hand_go_together(trained):
+    """Of the 4 layers of lenet, 2 are frozen after an interval and 3 after two."""
+    changes = [
+        (step, labels["after"])
+        for metric, step, _, labels in trained[0]["frozen"]["samples"]
+        if metric == "change_s"
+    ]
+    assert changes == [
+        (2, "ddp, 2 layers frozen"),
+        (3, "pipeline, 2 layers frozen"),
+        (4, "pipeline, 3 layers frozen"),
+    ]
+    wanted = trained[0]["unchanged"]["losses"]
+    found = trained[0]["frozen"]["losses"]
+    assert found[:3] == pytest.approx(wanted[:3], abs=1e-5)  # the loss precedes the update
+    assert found[5] != pytest.approx(wanted[5], abs=1e-5)
 
 
 def test_bytes_are_predicted_exactly(trained):
@@ -162,7 +183,8 @@ def test_a_controller_needs_a_run_that_listens(tmp_path):
         ({"change": ("next.json",)}, "--change next.json is not STEP:FILE"),
         ({"change": ("5:a.json", "5:b.json")}, "--change 5:b.json is for step 5"),
         ({"change": ("20:a.json",)}, "must be above 0 and below --steps 20"),
-        ({"change": ("1:a.json",), "controlled": True}, "give one of them"),
+        ({"freeze": "schedule", "freeze_alpha": 1.0}, "--freeze-alpha 1.0 must be above 0 and"),
+        ({"freeze": "schedule", "engine": "torch"}, "--freeze needs the executor"),
         ({"change": ("1:a.json",), "engine": "torch"}, "--change needs the executor"),
     ],
 )

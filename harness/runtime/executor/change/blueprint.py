@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
 
+from harness.domain.freezing import Layer
 from harness.runtime.capture.capture import Captured
 from harness.runtime.capture.meta_copy import stand_ins
 from harness.runtime.executor.state.weights import CHANNELS_LAST
@@ -28,9 +30,17 @@ class Blueprint:
         captured.module.meta[CHANNELS_LAST] = frozenset(last)
         self._task, self._captured = _copied(task, captured)
 
-    def make(self) -> tuple[Task, Captured]:
-        """A task and its graph for one engine, which allocates the slices that it keeps."""
-        return _copied(self._task, self._captured)
+    def make(self, frozen: Sequence[Layer] = ()) -> tuple[Task, Captured]:
+        """A task and its graph for one engine, which allocates the slices that it keeps.
+
+        Args:
+            frozen: layers that are no longer trained; their modules are in evaluation mode.
+        """
+        task, captured = _copied(self._task, self._captured)
+        for module in {name for layer in frozen for name in layer.modules}:
+            captured.module.get_submodule(module).eval()
+        names = captured.untrained.union(*(layer.parameters for layer in frozen))
+        return task, replace(captured, untrained=names)
 
 
 def _copied(task: Task, captured: Captured) -> tuple[Task, Captured]:

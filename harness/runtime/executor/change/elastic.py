@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from harness.domain.freezing import freezable_layers
 from harness.domain.strategy import Strategy
 from harness.measure.recorder import Recorder
 from harness.runtime.capture.capture import capture
@@ -27,6 +28,7 @@ class ElasticExecutor:
 
     Attributes:
         engine: the engine that trains now.
+        layers: the layers that can be frozen, from the model's inputs.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ElasticExecutor:
     ) -> None:
         self._world, self._recorder, self._options, self._plan = world, recorder, options, plan
         captured = capture(task, plan.strategy.batch, "model")
+        self.layers = freezable_layers(captured.graph)
         module = captured.module
         self._item_bytes = {
             name: tensor.element_size()
@@ -48,15 +51,18 @@ class ElasticExecutor:
         self._blueprint = Blueprint(task, captured)
         self.engine = ExecutorEngine(task, world, recorder, options, plan, captured)
 
-    def build(self, strategy: Strategy) -> ExecutorEngine:
+    def build(self, strategy: Strategy, n_frozen: int = 0) -> ExecutorEngine:
         """Build the engine of another strategy, without state; all ranks must call it.
 
         Over gloo a thread may call it beside training, because only this method makes groups then.
 
+        Args:
+            n_frozen: layers that get no gradient, no bucket and no optimizer state.
+
         Raises:
             StrategyError: the strategy does not fit the model or the ranks.
         """
-        task, captured = self._blueprint.make()
+        task, captured = self._blueprint.make(self.layers[:n_frozen])
         plan = replace(self._plan, strategy=strategy, is_held=True)
         return ExecutorEngine(task, self._world, self._recorder, self._options, plan, captured)
 
@@ -64,7 +70,7 @@ class ElasticExecutor:
         """Bytes that a change to an engine moves, by (sender, reader)."""
         before, after = self.engine.held_state().holders, engine.held_state().holders
         n_states = STATES_PER_PARAMETER[self._options.optimizer.variant]
-        n_tensors = {name: 1 + n_states for name, _ in before.trained()}
+        n_tensors = {name: 1 + n_states for name, _ in after.trained()}
         found: Counter[tuple[int, int]] = Counter()
         for one in find_migrations(dict(before.items()), dict(after.items())):
             if one.source != one.target:

@@ -84,6 +84,8 @@ class StateTransfer:
         self._inventory: Inventory = {}
         for part in gather_objects(world, before.inventory(world.rank)):
             self._inventory |= part
+        # A layer that has been frozen leaves its optimizer state behind.
+        self._trained = {name for name, _ in after.holders.trained()}
         migrations = find_migrations(dict(before.holders.items()), dict(after.holders.items()))
         here = world.rank
         blocks = self._blocks(m for m in migrations if here in (m.source, m.target))
@@ -111,7 +113,8 @@ class StateTransfer:
                 (self._before, migration.before) if is_sent else (self._after, migration.after)
             )
             found.append(_Block(migration, MODEL, state.weights.held[piece].dtype))
-            values = self._inventory.get(migration.before, {})
+            is_trained = migration.region.name in self._trained
+            values = self._inventory.get(migration.before, {}) if is_trained else {}
             found += [_Block(migration, k, v) for k, v in values.items() if _is_tensor(v)]
         return sorted(found, key=lambda block: -block.dtype.itemsize)
 

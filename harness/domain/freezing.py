@@ -1,0 +1,94 @@
+"""Freezing of layers while training: which layers a graph has, and how many are frozen when.
+
+PipeTransformer (He et al., ICML 2021) freezes a prefix that grows by a share alpha of the layers
+that are still trained: F(T) = F(T-1) + alpha (L - F(T-1)), so F(T) = ceil(L (1 - (1 - alpha)^T)).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.domain.graph import Graph, Operator
+from harness.domain.sharding import has_tasks
+
+
+def n_frozen_layers(n_layers: int, alpha: float, interval: int) -> int:
+    """F(T): the number of frozen layers after T intervals.
+
+    Args:
+        n_layers: L, the layers that may be frozen.
+        alpha: share of the trained layers that each interval freezes.
+        interval: T, from 0.
+    """
+    # Rounded, because ceil would turn 4.000000000000001 into 5.
+    return math.ceil(round(n_layers * (1 - (1 - alpha) ** interval), 9))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Operators that are frozen together, with their modules and parameters."""
+
+    operators: tuple[str, ...]
+    modules: frozenset[str]
+    parameters: frozenset[str]
+
+
+def freezable_layers(graph: Graph) -> list[Layer]:
+    """The layers of a model, from its inputs, without the head, which is never frozen.
+
+    A layer is named by the first part of a parameter's path that ends with a digit, such as
+    `encoder.layers.3` or `features.0`. Operators without such a name belong to the layer before
+    them, or to the first. The head begins at the first parameters after the last layer; if there
+    are none, the last layer is the head.
+    """
+    names: list[str] = []
+    members: list[list[Operator]] = []
+    for operator in filter(has_tasks, graph.operators):
+        name = _layer_name(operator)
+        if name is not None and name not in names:
+            names.append(name)
+            members.append([] if members else _unnamed(graph, operator))
+        if members:
+            members[-1 if name is None else names.index(name)].append(operator)
+    if not members:
+        return []
+    *others, last = members
+    end = max(at for at, op in enumerate(last) if _layer_name(op) is not None)
+    later = [op for op in last[end:] if _parameters(op) and _layer_name(op) is None]
+    kept = last[: last.index(later[0])] if later else []
+    trained = _layer(last[len(kept) :]).parameters
+    return [_without(_layer(own), trained) for own in (*others, kept) if own]
+
+
+def _unnamed(graph: Graph, until: Operator) -> list[Operator]:
+    """The operators before the first layer, such as an embedding."""
+    operators = [operator for operator in graph.operators if has_tasks(operator)]
+    return operators[: operators.index(until)]
+
+
+def _layer_name(operator: Operator) -> str | None:
+    paths = _parameters(operator)
+    parts = paths[0].split(".") if paths else []
+    for at, part in enumerate(parts[:-1]):
+        if part[-1:].isdigit():
+            return ".".join(parts[: at + 1])
+    return None
+
+
+def _parameters(operator: Operator) -> list[str]:
+    found = operator.attrs.get("parameters", [])
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def _layer(operators: list[Operator]) -> Layer:
+    return Layer(
+        operators=tuple(operator.name for operator in operators),
+        modules=frozenset(str(op.attrs["module"]) for op in operators if "module" in op.attrs),
+        parameters=frozenset(name for op in operators for name in _parameters(op)),
+    )
+
+
+def _without(layer: Layer, head: frozenset[str]) -> Layer:
+    """A layer less the parameters that the head uses too, which are trained to the end."""
+    return Layer(layer.operators, layer.modules, layer.parameters - head)

@@ -1,0 +1,168 @@
+"""Reasons to change the strategy of a running training: the POLICIES table.
+
+All policies of a run may be on together. Between two steps each is asked in turn for its next
+change; the answer is equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from harness.domain.freezing import n_frozen_layers
+from harness.errors import ConfigError, HarnessError
+from harness.inputs import read_file
+from harness.runtime.ranks.broadcast import broadcast_result
+from harness.runtime.ranks.context import Context
+from harness.runtime.ranks.gather import gather_numbers
+from harness.workloads.train.config import TrainCase, parse_change
+from harness.workloads.train.next_plan import NextPlanner
+from harness.workloads.train.plan import Planned
+from harness.workloads.train.requests import UNREADABLE, Request, read_request
+from harness.workloads.train.setup import Training
+
+# A change whose step is known is prepared so many steps before.
+LEAD_STEPS = 5
+
+
+class Due(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that has been decided on, on every rank.
+
+    Attributes:
+        step: the first measured step after it; None: as soon as it is prepared.
+        planned: the next strategy; None: the current one stays.
+        n_frozen: layers that are frozen from then on; None: those that are.
+        request: id of the controller's request; empty if no controller waits for an answer.
+        error: why the request cannot be met; nothing changes then.
+    """
+
+    why: str
+    step: int | None = None
+    planned: Planned | None = None
+    n_frozen: int | None = None
+    request: str = ""
+    error: str = ""
+
+
+class Policy(Protocol):
+    """One reason for changes; all ranks construct it and call `due` between the same steps."""
+
+    def due(self, step: int) -> Due | None:
+        """The next change, once; None if there is none yet.
+
+        Args:
+            step: the measured step that comes next.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """What policies are made from; the planner is used on rank 0 only."""
+
+    case: TrainCase
+    context: Context
+    planner: NextPlanner
+    training: Training
+
+
+class ScheduledPolicy:
+    """`--change STEP:FILE`: strategies that are read and checked before the first step.
+
+    Raises:
+        HarnessError: on every rank, if a strategy does not fit.
+    """
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        def read() -> list[Due]:
+            found = []
+            for text in inputs.case.change:
+                step, file = parse_change(text)
+                data = read_file(file, "strategy file", ConfigError)
+                planned = inputs.planner.plan(data, str(file))
+                found.append(Due(planned=planned, why=f"--change {text}", step=step))
+            return found
+
+        self._later: list[Due] = broadcast_result(read, list[Due], inputs.context.world)
+
+    def due(self, step: int) -> Due | None:
+        next_step = self._later[0].step if self._later else None
+        is_near = next_step is not None and next_step <= step + LEAD_STEPS
+        return self._later.pop(0) if is_near else None
+
+
+class ControlledPolicy:
+    """`--controlled`: requests of ./entry.sh control, which rank 0 finds between steps."""
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        self._context, self._planner = inputs.context, inputs.planner
+
+    def due(self, step: int) -> Due | None:
+        world = self._context.world
+        found = self._read() if world.is_first else None
+        if max(gather_numbers(float(found is not None), world)) == 0:
+            return None
+        return broadcast_result(lambda: found, Due, world)
+
+    def _read(self) -> Due | None:
+        request: Request | None = None
+        try:
+            request = read_request(self._context.run_dir)
+            if request is None:
+                return None
+            planned = self._planner.plan(request.data, request.source)
+        except HarnessError as error:
+            found = UNREADABLE if request is None else request.id
+            return Due(why="control", request=found, error=str(error))
+        return Due(planned=planned, why=f"control {request.source}", request=request.id)
+
+
+class FreezingPolicy:
+    """`--freeze schedule`: a prefix of the layers that grows with each interval.
+
+    Raises:
+        ConfigError: the model has no layers that can be frozen.
+    """
+
+    def __init__(self, inputs: PolicyInputs) -> None:
+        assert inputs.training.trainer.elastic is not None
+        self._case, self._n_layers = inputs.case, len(inputs.training.trainer.elastic.layers)
+        self._steps = inputs.case.freeze_interval or inputs.training.plan.n_steps_per_epoch
+        self._interval = 0  # the last one whose change is due
+        if self._n_layers == 0:
+            raise ConfigError(
+                f"--freeze {inputs.case.freeze} finds no layers in {inputs.case.model}: name its "
+                "blocks by numbers (layers.0, layers.1) and keep one for the head, or drop it"
+            )
+
+    def due(self, step: int) -> Due | None:
+        found: Due | None = None
+        while (self._interval + 1) * self._steps <= step + LEAD_STEPS and found is None:
+            before = self._n_frozen()
+            self._interval += 1
+            if (after := self._n_frozen()) > before:
+                at = self._interval * self._steps
+                why = f"--freeze {self._case.freeze}: {after} of {self._n_layers} layers"
+                found = Due(why=why, step=at, n_frozen=after)
+        return found
+
+    def _n_frozen(self) -> int:
+        return n_frozen_layers(self._n_layers, self._case.freeze_alpha, self._interval)
+
+
+@dataclass(frozen=True)
+class PolicyEntry:
+    """One row of POLICIES: whether a run has switched it on, and how it is made."""
+
+    is_on: Callable[[TrainCase], bool]
+    make: Callable[[PolicyInputs], Policy]
+
+
+POLICIES: dict[str, PolicyEntry] = {
+    "change": PolicyEntry(lambda case: bool(case.change), ScheduledPolicy),
+    "controlled": PolicyEntry(lambda case: case.controlled, ControlledPolicy),
+    "freeze": PolicyEntry(lambda case: case.freeze != "none", FreezingPolicy),
+}
