@@ -39,8 +39,9 @@ def _sum_span_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _sum_binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    outputs = _wide(outputs).reshape(-1)
     return F.binary_cross_entropy_with_logits(
-        _wide(outputs).reshape(-1), _wide(targets).reshape(-1), reduction="sum"
+        outputs, targets.to(outputs.dtype).reshape(-1), reduction="sum"
     )
 
 
